@@ -1,0 +1,90 @@
+"""Every error that this package raises on purpose.
+
+The tree, with the built-in class that each branch also derives from:
+
+- NeuroShardError
+    - ConfigError (ValueError): a setting is outside what it may be
+        - TableError: a table's description contradicts itself
+        - ProfileError: batches or a profile cannot be used
+    - FeatureSchemaError (ValueError): features and cost model do not fit
+    - BundleError (ValueError): a cost-model bundle cannot be used
+        - BundleCorruptError: its files are missing, damaged or altered
+        - BundleMismatchError: it is sound, but made for something else
+    - RecordError (ValueError): a cost record cannot be used
+        - RecordMismatchError: records that do not belong together
+    - PlacementError (ValueError): a placement breaks one of its own rules
+        - InfeasibleError: no placement satisfies the limits given
+    - EnvironmentMismatchError (RuntimeError): installed packages are missing
+      or do not belong together; `neuroshard doctor` prints the repair
+
+A message says the rule, the value, where it was found and the way out. Inner
+code raises the bare fact; the entry point adds table, rank and plan.
+"""
+
+__all__ = [
+    "BundleCorruptError",
+    "BundleError",
+    "BundleMismatchError",
+    "ConfigError",
+    "EnvironmentMismatchError",
+    "FeatureSchemaError",
+    "InfeasibleError",
+    "NeuroShardError",
+    "PlacementError",
+    "ProfileError",
+    "RecordError",
+    "RecordMismatchError",
+    "TableError",
+]
+
+
+class NeuroShardError(Exception):
+    """Base class of all errors of this package."""
+
+
+class ConfigError(NeuroShardError, ValueError):
+    """A setting is outside what it may be."""
+
+
+class TableError(ConfigError):
+    """A table's description contradicts itself or cannot be split as asked."""
+
+
+class ProfileError(ConfigError):
+    """Batches cannot be profiled, or a profile does not fit its table."""
+
+
+class FeatureSchemaError(NeuroShardError, ValueError):
+    """Features differ in number, names or version from what a model expects."""
+
+
+class BundleError(NeuroShardError, ValueError):
+    """A cost-model bundle cannot be used."""
+
+
+class BundleCorruptError(BundleError):
+    """A bundle's files are missing, damaged or altered."""
+
+
+class BundleMismatchError(BundleError):
+    """A sound bundle that was made for another device, schema or version."""
+
+
+class RecordError(NeuroShardError, ValueError):
+    """A cost record cannot be read or used."""
+
+
+class RecordMismatchError(RecordError):
+    """Cost records that do not belong together, or to the task at hand."""
+
+
+class PlacementError(NeuroShardError, ValueError):
+    """A placement breaks one of its own rules."""
+
+
+class InfeasibleError(PlacementError):
+    """No placement satisfies the limits given."""
+
+
+class EnvironmentMismatchError(NeuroShardError, RuntimeError):
+    """Installed packages are missing or do not belong together."""
