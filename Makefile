@@ -1,0 +1,71 @@
+# make setup    build .venv (CPU); again only when the requirements change
+# make test     set up what is missing, run the tests      (PYTEST_ARGS=...)
+# make demo     set up what is missing, run the main job    (DEMO_ARGS=...)
+# make lint     formatting, lint rules, types
+# make format   apply formatting and the safe lint fixes
+# make check    lint + test
+
+# The interpreter that .venv is built from: 3.11 or 3.12.
+PYTHON ?= python3
+# Package index that holds PyTorch's CPU builds. Empty: what pip is set up with,
+# which on Linux is usually the (far larger) CUDA build; that works too.
+TORCH_INDEX_URL ?=
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+REQUIREMENTS := $(sort $(wildcard requirements/*.txt))
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input \
+	--retries 10 --timeout 60
+INSTALL := $(PIP) install --constraint requirements/constraints.txt
+# One thread per process: results repeat, and several ranks share a few cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: setup test demo lint format check clean
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+# The order matters: torchrec goes in with --no-deps, else it fetches the newest
+# CUDA build of fbgemm, whose files overwrite those of fbgemm-gpu-cpu.
+$(STAMP): $(REQUIREMENTS) pyproject.toml
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; \
+	sys.exit(0 if v in ((3, 11), (3, 12)) else \
+	"This project needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d.\n" % v + \
+	"Name another interpreter: make setup PYTHON=python3.11")'
+	"$(PYTHON)" -m venv $(VENV)
+ifneq ($(strip $(TORCH_INDEX_URL)),)
+	$(PIP) install --no-deps --index-url "$(TORCH_INDEX_URL)" \
+	-r requirements/torch.txt
+endif
+	$(INSTALL) -r requirements/torch.txt
+	$(INSTALL) --no-deps -r requirements/torchrec-cpu.txt
+	$(INSTALL) -r requirements/runtime.txt -r requirements/dev.txt
+	$(PIP) install --no-deps --no-build-isolation --editable .
+	$(BIN)/neuroshard doctor
+	@touch $@
+
+test: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: $(STAMP)
+	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	examples/train_dlrm.py $(DEMO_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check:
+	$(MAKE) lint
+	$(MAKE) test
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
