@@ -1,0 +1,1 @@
+"""Measuring what fused embedding kernels and collectives cost on this machine."""

@@ -1,0 +1,309 @@
+"""Which table sets to measure: pure functions of a seed.
+
+Shapes: `G` groups of equally likely ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.profiles import (
+    FeatureProfile,
+    expected_histogram,
+    zipf_groups,
+)
+from torchrec_neuroshard.tables import DATA_TYPE_BYTES, TableConfig
+
+__all__ = [
+    "AccessDistribution",
+    "SampledSet",
+    "SamplingConfig",
+    "draw_lengths",
+    "sample_set",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AccessDistribution:
+    """Groups of ids; within a group all ids are equally likely."""
+
+    num_ids: tuple[float, ...]
+    """Ids of each group, most likely first."""
+    share: tuple[float, ...]
+    """Share of the lookups that each group gets; sums to 1."""
+
+    @classmethod
+    def power_law(cls, num_embeddings: int, exponent: float) -> AccessDistribution:
+        """Ids whose probability falls with rank^-exponent; 0 is uniform."""
+        num_ids, share = zipf_groups(num_embeddings, exponent)
+        return cls(tuple(num_ids), tuple(share))
+
+    @classmethod
+    def from_profile(
+        cls, profile: FeatureProfile, num_embeddings: int
+    ) -> AccessDistribution:
+        """Ids that are looked up as often as the profile's histogram counts."""
+        ids = np.asarray(profile.access_histogram, dtype=np.float64)
+        if not ids.any():
+            return cls((float(num_embeddings),), (1.0,))
+        ids = ids * min(1.0, num_embeddings / ids.sum())
+        mass = ids * profile.bin_mean_counts()
+        used = np.flatnonzero(ids)[::-1]
+        return cls(tuple(ids[used]), tuple(mass[used] / mass.sum()))
+
+    def histogram(self, num_lookups: float) -> tuple[float, ...]:
+        """Return the expected access histogram of that many draws."""
+        return expected_histogram(
+            np.asarray(self.num_ids), np.asarray(self.share), num_lookups
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingConfig:
+    """What to measure; ranges are inclusive."""
+
+    max_shards: int = 40
+    """Most shards in a set."""
+    widths: tuple[int, int] = (4, 256)
+    """Narrowest and widest shard, columns."""
+    batch_sizes: tuple[int, int] = (512, 8_192)
+    """Samples of a pass."""
+    rows: tuple[int, int] = (10, 10_000_000)
+    """Rows of a generated table; real tables keep theirs, up to the larger."""
+    max_lookups: int = 4_000_000
+    """Most lookups of a set, so that a sample takes about a second."""
+    max_weight_bytes: int = 4 * 2**30
+    """Most weight bytes of a set: the arena's size."""
+    real_share: float = 0.6
+    """Share of sets drawn from given real tables, where there are any."""
+    held_out_share: float = 0.2
+    """Share of the tables (not of the sets) kept from training."""
+    held_out_sets: float = 0.2
+    """Share of the sets made of held-out tables."""
+    optimizers: tuple[str, ...] = ("rowwise_adagrad", "sgd")
+    weighted_share: float = 0.1
+    """Share of sets with per-sample weights."""
+    fp16_share: float = 0.1
+    """Share of sets with fp16 weights."""
+    repeat_every: int = 20
+    """Every so many records one earlier set is measured again."""
+    repeat_lag: int = 100
+    """How many records later, at least."""
+
+    def __post_init__(self) -> None:
+        for name in ("widths", "batch_sizes", "rows"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ConfigError(
+                    f"{name} needs 0 < low <= high, got ({low}, {high})"
+                )
+        if self.max_shards < 1 or self.max_lookups < 1 or self.repeat_every < 2:
+            raise ConfigError(
+                "max_shards and max_lookups must be at least 1 and repeat_every at "
+                f"least 2, got {self.max_shards}, {self.max_lookups}, "
+                f"{self.repeat_every}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledSet:
+    """One set to measure."""
+
+    index: int
+    repeat_of: int | None
+    held_out: bool
+    batch_size: int
+    tables: tuple[TableConfig, ...]
+    """Shards; each `profile` is the expected one at `batch_size`."""
+    access: tuple[AccessDistribution, ...]
+    """Beside `tables`: how their ids are drawn."""
+
+
+def sample_set(
+    index: int, seed: int, config: SamplingConfig, base_tables: Sequence[TableConfig]
+) -> SampledSet:
+    """Return the set number `index` of a run.
+
+    Args:
+        index: Position in the run.
+        seed: The run's seed; equal seeds give equal sets.
+        config: Ranges to draw from.
+        base_tables: Real tables to draw from, each with a profile; may be empty.
+    """
+    repeat_of = None
+    if index % config.repeat_every == config.repeat_every - 1:
+        lag = -(-config.repeat_lag // config.repeat_every) * config.repeat_every
+        candidate = index - lag - 1 - (index // config.repeat_every) % (
+            config.repeat_every - 1
+        )
+        repeat_of = candidate if candidate >= 0 else None
+    source = index if repeat_of is None else repeat_of
+    rng = np.random.default_rng([seed, source])
+    held_out = bool(rng.random() < config.held_out_sets)
+    batch_size = _log_uniform_int(rng, *config.batch_sizes)
+    if rng.random() < 0.5:  # half of the time a usual batch size
+        batch_size = 2 ** round(math.log2(batch_size))
+    num_shards = _log_uniform_int(rng, 1, config.max_shards)
+    lookup_budget = config.max_lookups * math.exp(-rng.exponential(1.2))
+    real = bool(base_tables) and bool(rng.random() < config.real_share)
+    optimizer = str(rng.choice(config.optimizers))
+    weighted = bool(rng.random() < config.weighted_share)
+    data_type = "fp16" if rng.random() < config.fp16_share else "fp32"
+    draw_width = _width_rule(rng, config)
+    pool = [
+        t
+        for t in base_tables
+        if t.profile is not None
+        and t.profile.num_lookups > 0
+        and t.num_embeddings <= config.rows[1]
+        and _is_held_out(t.name, config) == held_out
+    ]
+
+    tables: list[TableConfig] = []
+    access: list[AccessDistribution] = []
+    free_bytes = config.max_weight_bytes
+    free_lookups = lookup_budget
+    for number in range(4 * num_shards):
+        if len(tables) == num_shards:
+            break
+        if real and pool:
+            base = pool[rng.integers(len(pool))]
+            rows, pooling, spread = _vary(rng, base, config)
+            assert base.profile is not None
+            distribution = AccessDistribution.from_profile(base.profile, rows)
+            name = base.name
+        else:
+            rows, pooling, exponent = _generate(rng, config)
+            distribution = AccessDistribution.power_law(rows, exponent)
+            spread = float(rng.choice([0.0, 1.0, 2.0]))
+            name = f"generated/{source}/{number}"
+        num_features = 1 if rng.random() < 0.95 else int(rng.integers(2, 5))
+        width = draw_width(rng)
+        num_lookups = batch_size * pooling
+        weight_bytes = rows * width * DATA_TYPE_BYTES[data_type]
+        fits = num_lookups <= free_lookups and weight_bytes <= free_bytes
+        if not fits and (tables or number < 3 * num_shards):
+            continue
+        if not fits:  # the last resort: a small table, so that no set is empty
+            rows, pooling = min(rows, 1000), min(pooling, lookup_budget / batch_size)
+            distribution = AccessDistribution.power_law(rows, 1.0)
+            num_lookups = batch_size * pooling
+        free_bytes -= rows * width * DATA_TYPE_BYTES[data_type]
+        free_lookups -= num_lookups
+        tables.append(
+            TableConfig(
+                name=f"{name}#{len(tables)}",
+                num_embeddings=rows,
+                embedding_dim=width,
+                pooling_factor=pooling,
+                num_features=num_features,
+                profile=FeatureProfile(
+                    batch_size=batch_size,
+                    num_lookups=num_lookups,
+                    pooling_std=spread * math.sqrt(pooling / num_features),
+                    access_histogram=distribution.histogram(num_lookups),
+                    weighted=weighted,
+                ),
+                weighted=weighted,
+                data_type=data_type,
+                optimizer=optimizer,
+            )
+        )
+        access.append(distribution)
+    return SampledSet(
+        index=index,
+        repeat_of=repeat_of,
+        held_out=held_out,
+        batch_size=batch_size,
+        tables=tuple(tables),
+        access=tuple(access),
+    )
+
+
+def _log_uniform_int(rng: np.random.Generator, low: int, high: int) -> int:
+    value = math.exp(rng.uniform(math.log(low), math.log(high + 1)))
+    return min(high, max(low, int(value)))
+
+
+def _is_held_out(name: str, config: SamplingConfig) -> bool:
+    """Split tables by name, the same in every run and process."""
+    digest = 0
+    for byte in name.encode():
+        digest = (digest * 257 + byte) % 2_147_483_647
+    return bool(np.random.default_rng(digest).random() < config.held_out_share)
+
+
+def _width_rule(
+    rng: np.random.Generator, config: SamplingConfig
+) -> WidthRule:
+    low, high = config.widths
+    kind = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
+    usual = [w for w in (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)]
+    usual = [w for w in usual if low <= w <= high] or [low]
+    if kind == "one":
+        return WidthRule((int(rng.choice(usual)),))
+    if kind == "usual":
+        return WidthRule(tuple(usual))
+    return WidthRule(tuple(range(low, high + 1, 4)), logarithmic=True)
+
+
+@dataclass(frozen=True, slots=True)
+class WidthRule:
+    """How the widths of one set are drawn."""
+
+    widths: tuple[int, ...]
+    logarithmic: bool = False
+
+    def __call__(self, rng: np.random.Generator) -> int:
+        """Draw a width."""
+        if not self.logarithmic:
+            return int(self.widths[rng.integers(len(self.widths))])
+        low, high = math.log(self.widths[0]), math.log(self.widths[-1])
+        return max(
+            self.widths[0], int(round(math.exp(rng.uniform(low, high)) / 4)) * 4
+        )
+
+
+def _vary(
+    rng: np.random.Generator, base: TableConfig, config: SamplingConfig
+) -> tuple[int, float, float]:
+    """Rows, pooling factor and bag-length spread of a variant of a real table."""
+    rows = int(base.num_embeddings * math.exp(rng.normal(0.0, 0.3)))
+    pooling = base.pooling_factor * math.exp(rng.normal(0.0, 0.3))
+    rows = min(max(rows, config.rows[0]), config.rows[1])
+    return rows, pooling, float(rng.choice([0.0, 1.0, 2.0]))
+
+
+def _generate(
+    rng: np.random.Generator, config: SamplingConfig
+) -> tuple[int, float, float]:
+    """Rows, pooling factor and power-law exponent of a table that nobody published."""
+    rows = _log_uniform_int(rng, *config.rows)
+    pooling = math.exp(rng.uniform(math.log(0.2), math.log(200.0)))
+    if rng.random() < 0.4:
+        pooling = 1.0
+    exponent = 0.0 if rng.random() < 0.15 else float(rng.uniform(0.5, 1.4))
+    return rows, pooling, exponent
+
+
+def draw_lengths(
+    rng: np.random.Generator, mean: float, std: float, batch_size: int
+) -> npt.NDArray[np.int64]:
+    """Draw `batch_size` bag lengths with this mean and about this spread."""
+    variance = std**2
+    if variance <= 0:
+        whole = np.full(batch_size, int(mean), dtype=np.int64)
+        whole += rng.random(batch_size) < mean - int(mean)
+        return whole
+    if variance <= mean * 1.05:
+        return rng.poisson(mean, batch_size).astype(np.int64)
+    success = mean / variance
+    return rng.negative_binomial(
+        mean * success / (1 - success), success, batch_size
+    ).astype(np.int64)

@@ -1,0 +1,264 @@
+"""FBGEMM's fused table-batched embedding (TBE) over one table set, ready to be timed.
+
+The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` lookups.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchrec_neuroshard.collect.sampling import AccessDistribution, draw_lengths
+from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
+from torchrec_neuroshard.tables import TableConfig
+
+try:
+    import fbgemm_gpu
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+        PoolingMode,
+    )
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+except (ImportError, OSError) as error:
+    raise EnvironmentMismatchError(
+        f"measuring needs fbgemm_gpu, which does not import ({error}); run "
+        "'neuroshard doctor' for the install recipe"
+    ) from error
+
+__all__ = ["Arena", "FusedTables", "InputBatch", "draw_inputs", "fbgemm_version"]
+
+_OPTIMIZERS = {
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adam": EmbOptimType.ADAM,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+}
+_PRECISIONS = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
+_LEARNING_RATE = 1e-6
+"""Small, so that thousands of timed steps keep the weights in their usual range."""
+
+
+def fbgemm_version() -> str:
+    """Version of the fbgemm_gpu at hand."""
+    return str(fbgemm_gpu.__version__)
+
+
+class Arena:
+    """Memory that all table sets view one after the other.
+
+    On a CPU the first touch of fresh pages costs more than the kernels do, so weights
+    and optimizer state are cut from buffers that were touched once. A GPU's caching
+    allocator does the same by itself: there every buffer is None.
+    """
+
+    def __init__(self, device: torch.device, weight_bytes: int) -> None:
+        """Allocate and touch the buffers.
+
+        Args:
+            device: Where the sets will live.
+            weight_bytes: Most weight bytes of a set.
+        """
+        self.device = device
+        self.weight_bytes = weight_bytes
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def view(self, role: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return the first `numel` elements of the buffer for `role`."""
+        buffer = self._buffers.get((role, dtype))
+        if buffer is None or buffer.numel() < numel:
+            if role == "weights":
+                size = max(numel, self.weight_bytes // dtype.itemsize)
+                if dtype != torch.float32:  # half as many sets: grow with the need
+                    size = numel
+            else:
+                size = max(numel, 1 << 24)
+            self._buffers.pop((role, dtype), None)
+            buffer = torch.empty(size, dtype=dtype, device=self.device)
+            # Small values of both signs: no denormals, no overflow in any layout.
+            buffer.uniform_(-0.05, 0.05) if role == "weights" else buffer.fill_(0.1)
+            self._buffers[(role, dtype)] = buffer
+        return buffer[:numel]
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """Input of one pass."""
+
+    indices_L: torch.Tensor
+    offsets: torch.Tensor
+    """`T * B + 1` int64."""
+    weights_L: torch.Tensor | None
+
+
+def draw_inputs(
+    tables: Sequence[TableConfig],
+    access: Sequence[AccessDistribution],
+    batch_size: int,
+    seed: Sequence[int],
+    device: torch.device,
+) -> InputBatch:
+    """Draw the ids that one batch reads.
+
+    Hot ids are the same in every batch of a set (they depend on the tables only), the
+    draws differ with the seed.
+
+    Args:
+        tables: Shards, each with a profile at `batch_size`.
+        access: How the ids of each are drawn.
+        batch_size: Samples.
+        seed: Makes the draws.
+        device: Where the tensors are made.
+    """
+    rng = np.random.default_rng(list(seed))
+    generator = torch.Generator(device=device)
+    generator.manual_seed(int(rng.integers(2**62)))
+    indices, lengths = [], []
+    for table, distribution in zip(tables, access, strict=True):
+        profile = table.profile_at(batch_size)
+        mean = profile.pooling_factor / table.num_features
+        for _ in range(table.num_features):
+            bag = draw_lengths(rng, mean, profile.pooling_std, batch_size)
+            lengths.append(torch.from_numpy(bag))
+            indices.append(
+                _draw_ids(
+                    distribution,
+                    table.num_embeddings,
+                    int(bag.sum()),
+                    generator,
+                    device,
+                )
+            )
+    offsets = torch.zeros(batch_size * len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
+    indices_L = torch.cat(indices)
+    weighted = any(t.weighted for t in tables)
+    weights = (
+        torch.rand(len(indices_L), generator=generator, device=device)
+        if weighted
+        else None
+    )
+    return InputBatch(indices_L, offsets.to(device), weights)
+
+
+def _draw_ids(
+    distribution: AccessDistribution,
+    num_embeddings: int,
+    count: int,
+    generator: torch.Generator,
+    device: torch.device,
+) -> torch.Tensor:
+    share = torch.tensor(distribution.share, dtype=torch.float64)
+    num_ids = torch.tensor(distribution.num_ids, dtype=torch.float64)
+    upper = torch.cumsum(share, 0)
+    upper[-1] = 1.0
+    low_rank = torch.cumsum(num_ids, 0) - num_ids
+    scale = num_ids / share
+    draws = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
+    group = torch.bucketize(draws, upper.to(device), right=True)
+    group.clamp_(max=len(share) - 1)
+    within = draws - (upper - share).to(device)[group]
+    rank = (low_rank.to(device)[group] + within * scale.to(device)[group]).long()
+    rank.clamp_(0, num_embeddings - 1)
+    # Hot ids lie anywhere in the table: a fixed permutation of the rows.
+    multiplier = _coprime(num_embeddings)
+    return (rank * multiplier + num_embeddings // 3) % num_embeddings
+
+
+def _coprime(n: int) -> int:
+    multiplier = max(1, int(n * 0.6180339887))
+    while np.gcd(multiplier, n) != 1:
+        multiplier += 1
+    return multiplier
+
+
+class FusedTables:
+    """One fused TBE that holds a table set."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        device: torch.device,
+        arena: Arena | None = None,
+    ) -> None:
+        """Build the kernel over the arena's memory.
+
+        Args:
+            tables: Shards; all of one optimizer, weight type and weightedness.
+            device: CPU or CUDA device.
+            arena: Memory to view (CPU only); None allocates.
+
+        Raises:
+            ConfigError: The set mixes optimizers, types or weighted lookups, or the
+                device's kernels lack one of them.
+        """
+        kinds = {(t.optimizer, t.data_type, t.weighted) for t in tables}
+        if len(kinds) != 1:
+            raise ConfigError(
+                f"one fused kernel has one optimizer and weight type, got {sorted(kinds)}"
+            )
+        optimizer, data_type, self._weighted = kinds.pop()
+        if data_type not in _PRECISIONS or (
+            device.type == "cpu" and optimizer == "adam"
+        ):
+            raise ConfigError(
+                f"{device.type} kernels for {optimizer} over {data_type} weights "
+                "cannot be measured; use fp32 or fp16 and, on a CPU, not adam"
+            )
+        dtype = torch.float32 if data_type == "fp32" else torch.float16
+        on_cpu = device.type == "cpu"
+        options: dict[str, Any] = {}
+        if on_cpu and arena is not None:
+            weights = sum(t.num_embeddings * t.embedding_dim for t in tables)
+            rows = sum(t.num_embeddings for t in tables)
+            buffers = {"weights": arena.view("weights", dtype, weights)}
+            if optimizer == "rowwise_adagrad":
+                buffers["momentum1"] = arena.view("momentum", torch.float32, rows)
+            elif optimizer == "adagrad":
+                buffers["momentum1"] = arena.view("momentum", torch.float32, weights)
+            options["preallocated_host_buffers"] = buffers
+        location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
+        compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
+        feature_table_map = [i for i, t in enumerate(tables) for _ in range(t.num_features)]
+        logging.disable(logging.INFO)
+        try:
+            self._module = SplitTableBatchedEmbeddingBagsCodegen(
+                [
+                    (t.num_embeddings, t.embedding_dim, location, compute)
+                    for t in tables
+                ],
+                feature_table_map=feature_table_map,
+                optimizer=_OPTIMIZERS[optimizer],
+                weights_precision=_PRECISIONS[data_type],
+                output_dtype=SparseType.FP32,
+                pooling_mode=PoolingMode.SUM,
+                bounds_check_mode=BoundsCheckMode.NONE,
+                learning_rate=_LEARNING_RATE,
+                eps=1e-8,
+                device=device,
+                **options,
+            )
+        finally:
+            logging.disable(logging.NOTSET)
+        self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
+
+    def forward(self, batch: InputBatch) -> torch.Tensor:
+        """Return the `B x D` pooled embeddings."""
+        output: torch.Tensor = self._module(
+            batch.indices_L, batch.offsets, per_sample_weights=batch.weights_L
+        )
+        return output
+
+    def split_weights(self) -> list[torch.Tensor]:
+        """Each table's weights, viewed."""
+        weights: list[torch.Tensor] = self._module.split_embedding_weights()
+        return weights

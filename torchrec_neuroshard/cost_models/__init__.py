@@ -1,0 +1,1 @@
+"""Learned and physical models of what sharded embeddings cost."""

@@ -1,0 +1,126 @@
+"""The cost-model interface: what a fused kernel over a set of shards takes.
+
+Shapes: `N` shards, `F` features, `E` encoding values, `S` sets, `C` candidates, `W`
+ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["CommsModel", "CostModel", "RangeWarning"]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeWarning:
+    """A shard's feature lies outside what the model was trained on."""
+
+    shard: int
+    """Row of the feature matrix."""
+    feature: str
+    value: float
+    low: float
+    high: float
+
+
+class CostModel(ABC):
+    """Forward and backward time of one fused kernel that holds a set of shards.
+
+    A set is known to the model only through the sum of its shards' encodings, so that
+    order cannot matter and adding or removing a shard is one vector operation.
+    """
+
+    name: str = "unnamed"
+    """What `NeuroShardPlanner(cost_model=...)` called it, or a path."""
+    hardware: str = "unknown"
+    """The device whose times are predicted."""
+    source: str = "measured"
+    """`measured`, or what else the numbers rest on (shown beside them)."""
+
+    @property
+    @abstractmethod
+    def encoding_dim(self) -> int:
+        """Values per encoding, `E`."""
+
+    @abstractmethod
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Encode shards.
+
+        Args:
+            features_NF: Columns in FEATURE_NAMES order, not normalised.
+
+        Returns:
+            `N x E`; the encoding of a set is the sum over its shards.
+
+        Raises:
+            FeatureSchemaError: F differs from the model's schema.
+        """
+
+    @abstractmethod
+    def predict_sums(
+        self, sums_SE: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Predict sets from the sums of their encodings.
+
+        Returns:
+            `S x 2` milliseconds, forward and backward; exactly 0 for the empty set (an
+            all-zero row), at least 0 otherwise.
+        """
+
+    def predict_sets(
+        self,
+        features_NF: npt.NDArray[np.float32],
+        set_ids_N: npt.NDArray[np.int64],
+        num_sets: int,
+    ) -> npt.NDArray[np.float64]:
+        """Predict sets of shards.
+
+        Args:
+            features_NF: Features of all shards.
+            set_ids_N: The set of each shard, values in `[0, num_sets)`.
+            num_sets: Sets, empty ones included.
+
+        Returns:
+            `num_sets x 2` milliseconds.
+        """
+        sums = np.zeros((num_sets, self.encoding_dim))
+        np.add.at(sums, set_ids_N, self.encode(features_NF))
+        return self.predict_sums(sums)
+
+    def relative_uncertainty(
+        self, sums_SE: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Relative standard deviation of each set's total; 0 where not known."""
+        return np.zeros(len(sums_SE))
+
+    def range_warnings(
+        self, features_NF: npt.NDArray[np.float32]
+    ) -> Sequence[RangeWarning]:
+        """Features outside the training range; empty where there is none."""
+        return ()
+
+
+class CommsModel(ABC):
+    """Time of the collectives around the fused kernels."""
+
+    source: str = "datasheet, not measured"
+
+    @abstractmethod
+    def all_to_all(
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """Predict the pooled-output all-to-all of each rank.
+
+        Args:
+            columns_CW: Output columns that each rank holds (sum over its shards of
+                width x features).
+            batch_size: Samples over all ranks.
+
+        Returns:
+            `C x W x 2` milliseconds, forward and backward.
+        """

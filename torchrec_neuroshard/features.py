@@ -1,0 +1,149 @@
+"""What a cost model sees of a shard: named, versioned columns.
+
+Shapes: `T` tables, `N` shards, `F` features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.errors import FeatureSchemaError
+from torchrec_neuroshard.profiles import NUM_COUNT_BINS
+from torchrec_neuroshard.tables import DATA_TYPE_BYTES, TableConfig
+
+__all__ = [
+    "FEATURE_NAMES",
+    "FEATURE_VERSION",
+    "NUM_TOTALS",
+    "OUTPUT_BYTES_PER_VALUE",
+    "ShardFeaturizer",
+    "check_schema",
+    "table_features",
+]
+
+FEATURE_VERSION = 1
+"""Changes whenever a column changes its meaning."""
+
+TOTAL_NAMES: tuple[str, ...] = (
+    "num_tables",
+    "num_lookups",
+    "num_distinct",
+    "lookup_bytes",
+    "distinct_bytes",
+    "output_bytes",
+    "num_bags",
+    "weighted_lookups",
+    "weight_bytes",
+)
+"""Physical quantities of a shard; a set's are their sums."""
+
+NUM_TOTALS = len(TOTAL_NAMES)
+
+FEATURE_NAMES: tuple[str, ...] = (
+    *TOTAL_NAMES,
+    "log2_rows",
+    "log2_width",
+    "width_mod_16",
+    "log2_pooling",
+    "pooling_cv",
+    "log2_batch",
+    "log2_reuse",
+    "is_weighted",
+    "is_half",
+    "is_rowwise_adagrad",
+    "is_adagrad",
+    "is_adam",
+    *(f"distinct_share_{j}" for j in range(NUM_COUNT_BINS)),
+)
+"""Columns of a feature matrix, in order."""
+
+OUTPUT_BYTES_PER_VALUE = 4
+"""Pooled outputs leave the kernel as fp32."""
+
+_INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
+
+
+def check_schema(names: Sequence[str], version: int) -> None:
+    """Raise `FeatureSchemaError` unless these are this version's columns."""
+    if version != FEATURE_VERSION or tuple(names) != FEATURE_NAMES:
+        odd = sorted(set(names) ^ set(FEATURE_NAMES)) or "order"
+        raise FeatureSchemaError(
+            f"feature columns of version {version} were given, this package computes "
+            f"version {FEATURE_VERSION} (differing: {odd}); train the model again"
+        )
+
+
+class ShardFeaturizer:
+    """Features of column shards of a fixed list of tables at one batch size.
+
+    What does not depend on the width is computed once per table.
+    """
+
+    def __init__(self, tables: Sequence[TableConfig], batch_size: int) -> None:
+        """Derive each table's profile at `batch_size` samples."""
+        self._base_TF = np.zeros((len(tables), len(FEATURE_NAMES)), dtype=np.float64)
+        self._value_bytes_T = np.array([DATA_TYPE_BYTES[t.data_type] for t in tables])
+        self._rows_T = np.array([t.num_embeddings for t in tables], dtype=np.float64)
+        for row, table in zip(self._base_TF, tables, strict=True):
+            profile = table.profile_at(batch_size)
+            lookups, distinct = profile.num_lookups, profile.num_distinct
+            per_bag = lookups / (batch_size * table.num_features)
+            shares = np.asarray(profile.access_histogram) / max(distinct, 1e-9)
+            values = {
+                "num_tables": 1.0,
+                "num_lookups": lookups,
+                "num_distinct": distinct,
+                "num_bags": batch_size * table.num_features,
+                "weighted_lookups": lookups if table.weighted else 0.0,
+                "log2_rows": np.log2(table.num_embeddings),
+                "log2_pooling": np.log2(max(per_bag, 2.0**-10)),
+                "pooling_cv": profile.pooling_std / max(per_bag, 2.0**-10),
+                "log2_batch": np.log2(batch_size),
+                "log2_reuse": np.log2(max(lookups, 1.0) / max(distinct, 1.0)),
+                "is_weighted": float(table.weighted),
+                "is_half": float(DATA_TYPE_BYTES[table.data_type] == 2),
+                "is_rowwise_adagrad": float(table.optimizer == "rowwise_adagrad"),
+                "is_adagrad": float(table.optimizer == "adagrad"),
+                "is_adam": float(table.optimizer == "adam"),
+            }
+            for name, value in values.items():
+                row[_INDEX[name]] = value
+            row[-NUM_COUNT_BINS:] = shares
+
+    def features(
+        self, table_N: npt.ArrayLike, width_N: npt.ArrayLike
+    ) -> npt.NDArray[np.float32]:
+        """Return the features of column shards.
+
+        Args:
+            table_N: Index of each shard's table.
+            width_N: Columns of each shard.
+
+        Returns:
+            `N x F` float32, columns in FEATURE_NAMES order, not normalised.
+        """
+        table = np.asarray(table_N, dtype=np.int64)
+        width = np.asarray(width_N, dtype=np.float64)
+        out = self._base_TF[table]
+        row_bytes = width * self._value_bytes_T[table]
+        out[:, _INDEX["lookup_bytes"]] = out[:, _INDEX["num_lookups"]] * row_bytes
+        out[:, _INDEX["distinct_bytes"]] = out[:, _INDEX["num_distinct"]] * row_bytes
+        out[:, _INDEX["output_bytes"]] = (
+            out[:, _INDEX["num_bags"]] * width * OUTPUT_BYTES_PER_VALUE
+        )
+        out[:, _INDEX["weight_bytes"]] = self._rows_T[table] * row_bytes
+        out[:, _INDEX["log2_width"]] = np.log2(width)
+        out[:, _INDEX["width_mod_16"]] = width % 16 / 16
+        return out.astype(np.float32)
+
+
+def table_features(
+    tables: Sequence[TableConfig], batch_size: int
+) -> npt.NDArray[np.float32]:
+    """Return the `T x F` features of whole tables at `batch_size` samples."""
+    featurizer = ShardFeaturizer(tables, batch_size)
+    widths = [t.embedding_dim for t in tables]
+    return featurizer.features(np.arange(len(tables)), widths)

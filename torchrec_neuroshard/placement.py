@@ -1,0 +1,226 @@
+"""The problem (a sharding task) and its answer (a placement of column shards)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_tables
+
+__all__ = ["ColumnShard", "Placement", "ShardingTask"]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingTask:
+    """Tables to put on ranks, and the rules."""
+
+    tables: tuple[TableConfig, ...]
+    world_size: int
+    batch_size: int
+    """Samples over all ranks of one iteration: what a kernel sees."""
+    local_world_size: int = 0
+    """Ranks per node; 0 means all."""
+    memory_bytes: tuple[int, ...] = ()
+    """Bytes that each rank has for shards; empty is unlimited."""
+    fixed_bytes: tuple[int, ...] = ()
+    """Per table: bytes that every shard of it needs whatever its width (input buffers,
+    row-wise optimizer state). Empty: 0."""
+    column_bytes: tuple[float, ...] = ()
+    """Per table: bytes per column of a shard. Empty: the weights alone."""
+    min_widths: tuple[int, ...] = ()
+    """Per table: narrowest shard allowed; a table's own width forbids splitting it.
+    Empty: 4."""
+    max_shards: tuple[int, ...] = ()
+    """Per table: most shards. Empty: the number of ranks."""
+    groups: tuple[int, ...] = ()
+    """Per table: fusion group; tables of one group on one rank run as one kernel.
+    Groups count from 0. Empty: one group."""
+    uneven: bool = True
+    """Whether shards of one table may differ in width."""
+
+    def __post_init__(self) -> None:
+        check_tables(self.tables)
+        if self.world_size < 1 or self.batch_size < 1:
+            raise ConfigError(
+                "world_size and batch_size must be at least 1, got "
+                f"{self.world_size} and {self.batch_size}"
+            )
+        local = self.local_world_size or self.world_size
+        if local < 1 or self.world_size % local:
+            raise ConfigError(
+                f"world_size ({self.world_size}) must be a multiple of "
+                f"local_world_size ({local})"
+            )
+        count = len(self.tables)
+        filled: dict[str, tuple[float, ...]] = {
+            "local_world_size": local,  # type: ignore[dict-item]
+            "fixed_bytes": self.fixed_bytes or (0,) * count,
+            "column_bytes": self.column_bytes
+            or tuple(t.weight_bytes / t.embedding_dim for t in self.tables),
+            "min_widths": self.min_widths or (COLUMN_MULTIPLE,) * count,
+            "max_shards": self.max_shards or (self.world_size,) * count,
+            "groups": self.groups or (0,) * count,
+        }
+        for name, value in filled.items():
+            object.__setattr__(self, name, value)
+            if name != "local_world_size" and len(value) != count:
+                raise ConfigError(
+                    f"{name} needs one value per table ({count}), got {len(value)}"
+                )
+        if self.memory_bytes and len(self.memory_bytes) != self.world_size:
+            raise ConfigError(
+                f"memory_bytes needs one value per rank ({self.world_size}), got "
+                f"{len(self.memory_bytes)}"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """Fusion groups."""
+        return max(self.groups) + 1
+
+    def shard_bytes(self, table: int, width: int) -> float:
+        """Memory of one shard [bytes]."""
+        return self.fixed_bytes[table] + self.column_bytes[table] * width
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class ColumnShard:
+    """Columns `offset` to `offset + width` of a table, on a rank."""
+
+    table: int
+    """Index into the task's tables."""
+    offset: int
+    width: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where every column of every table lives."""
+
+    world_size: int
+    shards: tuple[ColumnShard, ...]
+    """Sorted by table, then offset."""
+
+    @classmethod
+    def from_widths(
+        cls, world_size: int, triples: Sequence[tuple[int, int, int]]
+    ) -> Placement:
+        """Build a placement from (table, width, rank) triples.
+
+        Shards of one table on one rank become one; columns are handed out in order of
+        rank.
+        """
+        widths: dict[tuple[int, int], int] = {}
+        for table, width, rank in triples:
+            widths[(table, rank)] = widths.get((table, rank), 0) + width
+        shards, offsets = [], dict[int, int]()
+        for (table, rank), width in sorted(widths.items()):
+            offset = offsets.get(table, 0)
+            shards.append(ColumnShard(table, offset, width, rank))
+            offsets[table] = offset + width
+        return cls(world_size, tuple(shards))
+
+    def check(self, task: ShardingTask) -> None:
+        """Check the placement against its task.
+
+        Raises:
+            PlacementError: A column is missing or placed twice, a width is not allowed,
+                or a rank does not exist.
+            InfeasibleError: A rank holds more than its memory.
+        """
+        if self.world_size != task.world_size:
+            raise PlacementError(
+                f"placement is for {self.world_size} ranks, the task has "
+                f"{task.world_size}"
+            )
+        by_table: dict[int, list[ColumnShard]] = {i: [] for i in range(len(task.tables))}
+        for shard in self.shards:
+            if shard.table not in by_table:
+                raise PlacementError(f"shard of table {shard.table}, which is not there")
+            by_table[shard.table].append(shard)
+        for i, shards in by_table.items():
+            self._check_table(task, i, shards)
+        for rank, (used, cap) in enumerate(
+            zip(self.rank_bytes(task), task.memory_bytes, strict=False)
+        ):
+            if used > cap:
+                raise InfeasibleError(
+                    f"rank {rank} holds {used / _GIB:.2f} GiB, it has {cap / _GIB:.2f} "
+                    "GiB"
+                )
+
+    def _check_table(
+        self, task: ShardingTask, i: int, shards: Sequence[ColumnShard]
+    ) -> None:
+        table = task.tables[i]
+        end = 0
+        for shard in sorted(shards, key=lambda s: s.offset):
+            if shard.offset != end:
+                raise PlacementError(
+                    f"table '{table.name}': columns {min(end, shard.offset)} to "
+                    f"{max(end, shard.offset)} are missing or placed twice"
+                )
+            end += shard.width
+            whole = shard.width == table.embedding_dim
+            if shard.width % COLUMN_MULTIPLE or (
+                not whole and shard.width < task.min_widths[i]
+            ):
+                raise PlacementError(
+                    f"table '{table.name}': a shard is {shard.width} wide; widths are "
+                    f"multiples of {COLUMN_MULTIPLE} and at least {task.min_widths[i]}"
+                )
+            if not 0 <= shard.rank < self.world_size:
+                raise PlacementError(
+                    f"table '{table.name}': rank {shard.rank} is not in 0 to "
+                    f"{self.world_size - 1}"
+                )
+        if end != table.embedding_dim:
+            raise PlacementError(
+                f"table '{table.name}': {end} of {table.embedding_dim} columns placed"
+            )
+        if len({s.rank for s in shards}) != len(shards):
+            raise PlacementError(
+                f"table '{table.name}': a rank holds two shards of it; join them"
+            )
+        if len(shards) > max(1, task.max_shards[i]):
+            raise PlacementError(
+                f"table '{table.name}': {len(shards)} shards, at most "
+                f"{task.max_shards[i]} allowed"
+            )
+
+    def rank_bytes(self, task: ShardingTask) -> list[float]:
+        """Memory that each rank holds [bytes]."""
+        used = [0.0] * self.world_size
+        for shard in self.shards:
+            used[shard.rank] += task.shard_bytes(shard.table, shard.width)
+        return used
+
+    def table_shards(self, table: int) -> tuple[ColumnShard, ...]:
+        """Return the shards of one table, by offset."""
+        return tuple(s for s in self.shards if s.table == table)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary; `from_json` reads it back."""
+        return {
+            "world_size": self.world_size,
+            "shards": [list(dataclasses.astuple(s)) for s in self.shards],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Placement:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlacementError: The data is not a placement.
+        """
+        try:
+            shards = tuple(ColumnShard(*map(int, s)) for s in data["shards"])
+            return cls(int(data["world_size"]), tuple(sorted(shards)))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlacementError(f"not a placement: {error!r}") from error

@@ -1,0 +1,435 @@
+"""Feature profiles: what a table's input looks like, and what another batch makes of it.
+
+A profile is measured once on some batches and re-derived for the batch at hand, because
+the number of distinct rows (and so the memory traffic of a fused kernel) does not grow
+in proportion to the batch.
+
+Shapes: `B` samples, `C` = 17 count bins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from scipy import special
+
+from torchrec_neuroshard.errors import ProfileError
+
+__all__ = [
+    "COUNT_BIN_HIGH",
+    "COUNT_BIN_LOW",
+    "NUM_COUNT_BINS",
+    "FeatureProfile",
+    "KeyedJaggedLike",
+    "count_histogram",
+    "expected_histogram",
+    "merge_profiles",
+    "profile_inputs",
+    "uniform_profile",
+    "zipf_groups",
+    "zipf_profile",
+]
+
+NUM_COUNT_BINS = 17
+"""Bins of the access histogram, as in the three seed papers' released features."""
+
+COUNT_BIN_LOW: npt.NDArray[np.float64] = np.array(
+    [1.0] + [2.0 ** (j - 1) + 1 for j in range(1, NUM_COUNT_BINS)]
+)
+"""Smallest count of each bin: 1, 2, 3, 5, 9, ..., 32769."""
+
+COUNT_BIN_HIGH: npt.NDArray[np.float64] = np.array(
+    [2.0**j for j in range(NUM_COUNT_BINS - 1)] + [np.inf]
+)
+"""Largest count of each bin: 1, 2, 4, 8, ..., 32768, infinity."""
+
+DEFAULT_ZIPF_EXPONENT = 1.05
+"""Assumed skew where nothing was profiled: the power law of NVIDIA's synthetic
+recommendation models (distributed-embeddings, config_v3)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureProfile:
+    """How one feature (or all features of one table together) reads its table."""
+
+    batch_size: int
+    """Samples that the numbers below were counted over."""
+    num_lookups: float
+    """Ids looked up in those samples."""
+    pooling_std: float = 0.0
+    """Standard deviation of the length of one bag."""
+    access_histogram: tuple[float, ...] = ()
+    """17 values: distinct ids that occur once, twice, 3-4, 5-8, ..., above 32768 times.
+
+    Empty when unknown: `with_rows` then assumes a power law."""
+    weighted: bool = False
+    """Whether lookups carry per-sample weights."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ProfileError(
+                f"batch_size must be at least 1, got {self.batch_size}; profile at "
+                "least one sample"
+            )
+        values = (self.num_lookups, self.pooling_std, *self.access_histogram)
+        if not all(math.isfinite(v) and v >= 0 for v in values):
+            raise ProfileError(
+                "a profile holds finite values of at least 0, got "
+                f"num_lookups={self.num_lookups}, pooling_std={self.pooling_std}, "
+                f"access_histogram={self.access_histogram}; profile the batches again"
+            )
+        if self.access_histogram and len(self.access_histogram) != NUM_COUNT_BINS:
+            raise ProfileError(
+                f"access_histogram needs {NUM_COUNT_BINS} bins, got "
+                f"{len(self.access_histogram)}; bin j counts the ids that occur "
+                "2**(j-1)+1 to 2**j times"
+            )
+
+    @property
+    def pooling_factor(self) -> float:
+        """Mean number of ids per sample."""
+        return self.num_lookups / self.batch_size
+
+    @property
+    def num_distinct(self) -> float:
+        """Distinct ids among the lookups (0 when no histogram is known)."""
+        return float(sum(self.access_histogram))
+
+    def bin_mean_counts(self) -> npt.NDArray[np.float64]:
+        """Mean count of an id in each bin, such that the lookups add up.
+
+        Within a bin only the bounds are known. One fraction between low and high,
+        the same for all bins, is solved for; the open last bin takes what remains.
+
+        Returns:
+            `C` float64, the mean count per bin (its lower bound for empty bins).
+        """
+        ids = np.asarray(self.access_histogram, dtype=np.float64)
+        low, high = COUNT_BIN_LOW, COUNT_BIN_HIGH.copy()
+        high[-1] = low[-1]
+        floor = float(ids @ low)
+        room = float(ids @ (high - low))
+        excess = self.num_lookups - floor
+        fraction = min(max(excess / room, 0.0), 1.0) if room > 0 else 0.0
+        mean: npt.NDArray[np.float64] = low + (high - low) * fraction
+        left = excess - fraction * room
+        if left > 0 and ids[-1] > 0:
+            mean[-1] += left / ids[-1]
+        return mean
+
+    def at_batch_size(
+        self, batch_size: int, num_embeddings: int | None = None
+    ) -> FeatureProfile:
+        """Return the expected profile of another number of samples.
+
+        Fewer samples: each lookup is kept with probability `batch_size /
+        self.batch_size` (binomial thinning of the counts). More samples: lookups grow
+        in proportion, distinct ids by the power law whose slope the thinning has at
+        this batch (share of ids seen once), capped by the table.
+
+        Args:
+            batch_size: Samples of the profile to return.
+            num_embeddings: Rows of the table; caps the distinct ids.
+
+        Returns:
+            A profile whose `num_lookups` is exactly proportional to the batch.
+
+        Raises:
+            ProfileError: `batch_size` is below 1.
+        """
+        if batch_size < 1:
+            raise ProfileError(f"batch_size must be at least 1, got {batch_size}")
+        ratio = batch_size / self.batch_size
+        lookups = self.num_lookups * ratio
+        histogram: tuple[float, ...] = ()
+        if self.access_histogram:
+            ids = np.asarray(self.access_histogram, dtype=np.float64)
+            if ratio == 1.0:
+                new_ids = ids
+            elif ratio < 1.0:
+                new_ids = _thin(ids, self.bin_mean_counts(), ratio)
+            else:
+                new_ids = _extrapolate(ids, self.bin_mean_counts(), ratio)
+            cap = lookups if num_embeddings is None else min(lookups, num_embeddings)
+            total = float(new_ids.sum())
+            if total > cap > 0:
+                new_ids = new_ids * (cap / total)
+            histogram = tuple(float(v) for v in new_ids)
+        return FeatureProfile(
+            batch_size=batch_size,
+            num_lookups=lookups,
+            pooling_std=self.pooling_std,
+            access_histogram=histogram,
+            weighted=self.weighted,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary; `from_json` reads it back."""
+        return {
+            "batch_size": self.batch_size,
+            "num_lookups": self.num_lookups,
+            "pooling_std": self.pooling_std,
+            "access_histogram": list(self.access_histogram),
+            "weighted": self.weighted,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FeatureProfile:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ProfileError: A key is missing or unknown, or a value is out of range.
+        """
+        try:
+            return cls(
+                **{
+                    **data,
+                    "access_histogram": tuple(data.get("access_histogram", ())),
+                }
+            )
+        except TypeError as error:
+            raise ProfileError(f"not a feature profile: {error}") from error
+
+
+def _bin_probabilities(
+    count: npt.NDArray[np.float64], keep: float
+) -> npt.NDArray[np.float64]:
+    """Probability that an id of `count` lookups lands in each bin after thinning."""
+    # P(X <= k) for X ~ Binomial(count, keep); counts between two integers mix both.
+    low = np.floor(count)
+    upper_weight = count - low
+    edges = np.concatenate([[0.0], COUNT_BIN_HIGH[:-1]])
+
+    def cdf(trials: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        grid_n, grid_k = np.broadcast_arrays(trials[:, None], edges[None, :])
+        out = np.ones_like(grid_n)
+        inside = grid_k < grid_n
+        out[inside] = special.bdtr(grid_k[inside], grid_n[inside].astype(int), keep)
+        return out
+
+    below = cdf(low) * (1 - upper_weight[:, None]) + cdf(low + 1) * upper_weight[:, None]
+    below = np.concatenate([below, np.ones((len(count), 1))], axis=1)
+    return np.diff(below, axis=1)
+
+
+def _thin(
+    ids: npt.NDArray[np.float64], mean_count: npt.NDArray[np.float64], keep: float
+) -> npt.NDArray[np.float64]:
+    used = ids > 0
+    out: npt.NDArray[np.float64] = ids[used] @ _bin_probabilities(mean_count[used], keep)
+    return out
+
+
+def _extrapolate(
+    ids: npt.NDArray[np.float64],
+    mean_count: npt.NDArray[np.float64],
+    ratio: float,
+) -> npt.NDArray[np.float64]:
+    distinct = float(ids.sum())
+    if distinct == 0:
+        return ids
+    slope = ids[0] / distinct
+    new_distinct = distinct * ratio**slope
+    grown = np.zeros_like(ids)
+    bins = np.searchsorted(COUNT_BIN_HIGH, mean_count * ratio)
+    np.add.at(grown, np.minimum(bins, NUM_COUNT_BINS - 1), ids)
+    # Ids not met before have the count distribution that the known ones have now.
+    fresh = new_distinct - distinct
+    if fresh > 0:
+        grown += ids / distinct * fresh
+    return grown
+
+
+def count_histogram(counts: npt.NDArray[np.integer[Any]]) -> tuple[float, ...]:
+    """Return how many of `counts` (one per distinct id, at least 1) fall in each bin."""
+    counts = counts[counts > 0]
+    bins = np.searchsorted(COUNT_BIN_HIGH, counts.astype(np.float64))
+    return tuple(float(v) for v in np.bincount(bins, minlength=NUM_COUNT_BINS))
+
+
+def uniform_profile(
+    *, batch_size: int, pooling_factor: float, num_embeddings: int
+) -> FeatureProfile:
+    """Return the expected profile of uniformly random ids."""
+    return zipf_profile(
+        batch_size=batch_size,
+        pooling_factor=pooling_factor,
+        num_embeddings=num_embeddings,
+        exponent=0.0,
+    )
+
+
+def zipf_profile(
+    *,
+    batch_size: int,
+    pooling_factor: float,
+    num_embeddings: int,
+    exponent: float = DEFAULT_ZIPF_EXPONENT,
+    pooling_std: float = 0.0,
+    weighted: bool = False,
+) -> FeatureProfile:
+    """Return the expected profile of power-law ids (probability of rank r: r^-exponent).
+
+    Args:
+        batch_size: Samples.
+        pooling_factor: Mean ids per sample.
+        num_embeddings: Rows of the table.
+        exponent: 0 is uniform.
+        pooling_std: Standard deviation of the bag length.
+        weighted: Whether lookups carry weights.
+    """
+    num_ids, share = zipf_groups(num_embeddings, exponent)
+    lookups = batch_size * pooling_factor
+    return FeatureProfile(
+        batch_size=batch_size,
+        num_lookups=lookups,
+        pooling_std=pooling_std,
+        access_histogram=expected_histogram(num_ids, share, lookups),
+        weighted=weighted,
+    )
+
+
+def zipf_groups(
+    num_embeddings: int, exponent: float
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return groups of ids of about equal probability under a power law.
+
+    Returns:
+        Ids per group (sums to `num_embeddings`) and each group's share of the lookups.
+    """
+    # Ranks 1..16 one by one, then groups that are 1/8 of their first rank wide.
+    edges = [float(r) for r in range(1, min(num_embeddings, 16) + 1)]
+    last = edges[-1] + 1
+    while last <= num_embeddings:
+        edges.append(last)
+        last = math.floor(last + max(1.0, last / 8))
+    bounds = np.append(np.asarray(edges), num_embeddings + 1)
+    num_ids = np.diff(bounds)
+    middle = (bounds[:-1] + bounds[1:] - 1) / 2
+    mass = num_ids * middle**-exponent
+    return num_ids, mass / mass.sum()
+
+
+def expected_histogram(
+    num_ids: npt.NDArray[np.float64],
+    share: npt.NDArray[np.float64],
+    num_lookups: float,
+) -> tuple[float, ...]:
+    """Expected access histogram when ids are drawn independently.
+
+    Args:
+        num_ids: Ids in each group of equally likely ids.
+        share: Each group's share of the lookups.
+        num_lookups: Lookups drawn.
+
+    Returns:
+        17 expected counts of distinct ids (Poisson in the number of draws per id).
+    """
+    used = (num_ids > 0) & (share > 0)
+    if num_lookups <= 0 or not used.any():
+        return (0.0,) * NUM_COUNT_BINS
+    rate = num_lookups * share[used] / num_ids[used]
+    edges = np.concatenate([[0.0], COUNT_BIN_HIGH[:-1]])
+    below = special.pdtr(edges[None, :], rate[:, None])
+    below = np.concatenate([below, np.ones((len(rate), 1))], axis=1)
+    bins = num_ids[used] @ np.diff(below, axis=1)
+    return tuple(float(max(v, 0.0)) for v in bins)
+
+
+def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
+    """Profile of one table read by several features, ids counted per feature.
+
+    Raises:
+        ProfileError: No profiles, or different batch sizes.
+    """
+    if not profiles:
+        raise ProfileError("merge_profiles needs at least one profile")
+    sizes = {p.batch_size for p in profiles}
+    if len(sizes) > 1:
+        raise ProfileError(
+            f"profiles of one table must share a batch size, got {sorted(sizes)}; use "
+            "at_batch_size first"
+        )
+    known = all(p.access_histogram for p in profiles)
+    columns = zip(*(p.access_histogram for p in profiles), strict=True) if known else ()
+    variance = float(np.mean([p.pooling_std**2 for p in profiles]))
+    return FeatureProfile(
+        batch_size=profiles[0].batch_size,
+        num_lookups=sum(p.num_lookups for p in profiles),
+        pooling_std=math.sqrt(variance),
+        access_histogram=tuple(float(sum(c)) for c in columns),
+        weighted=any(p.weighted for p in profiles),
+    )
+
+
+class KeyedJaggedLike(Protocol):
+    """The part of TorchRec's KeyedJaggedTensor that profiling reads."""
+
+    def keys(self) -> list[str]:
+        """Feature names."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Feature name -> JaggedTensor with `values()`, `lengths()`."""
+
+    def weights_or_none(self) -> Any:
+        """Weights of all lookups, or None."""
+
+
+def profile_inputs(batches: Iterable[KeyedJaggedLike]) -> dict[str, FeatureProfile]:
+    """Profile each feature over some batches of model input.
+
+    The batches are counted as one: eight local batches profile what eight ranks read in
+    one iteration. Memory grows with the ids of the batches given.
+
+    Args:
+        batches: KeyedJaggedTensors, one per training batch, all with the same keys.
+
+    Returns:
+        Feature name -> profile over all samples of the batches.
+
+    Raises:
+        ProfileError: No batches, or a batch with other features than the first.
+    """
+    keys: list[str] | None = None
+    values: dict[str, list[npt.NDArray[np.int64]]] = {}
+    lengths: dict[str, list[npt.NDArray[np.int64]]] = {}
+    weighted = False
+    for number, batch in enumerate(batches):
+        if keys is None:
+            keys = list(batch.keys())
+            values = {k: [] for k in keys}
+            lengths = {k: [] for k in keys}
+        if set(batch.keys()) != set(keys):
+            odd = sorted(set(batch.keys()) ^ set(keys))
+            raise ProfileError(
+                f"batch {number} has other features than batch 0: {odd}; profile "
+                "batches of one model input"
+            )
+        weighted = weighted or batch.weights_or_none() is not None
+        for key, jagged in batch.to_dict().items():
+            values[key].append(jagged.values().detach().cpu().numpy())
+            lengths[key].append(jagged.lengths().detach().cpu().numpy())
+    if keys is None:
+        raise ProfileError("profile_inputs got no batches; pass at least one")
+    profiles = {}
+    for key in keys:
+        ids = np.concatenate(values[key])
+        bags = np.concatenate(lengths[key])
+        if len(bags) == 0:
+            raise ProfileError(
+                f"feature '{key}' has no samples in any batch; profile batches with data"
+            )
+        _, counts = np.unique(ids, return_counts=True)
+        profiles[key] = FeatureProfile(
+            batch_size=len(bags),
+            num_lookups=float(len(ids)),
+            pooling_std=float(bags.std()),
+            access_histogram=count_histogram(counts),
+            weighted=weighted,
+        )
+    return profiles

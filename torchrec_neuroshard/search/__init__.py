@@ -1,0 +1,1 @@
+"""Searches over column splits and ranks."""

@@ -1,0 +1,84 @@
+"""What every search takes and gives."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.simulator import PredictedCosts
+
+__all__ = ["SearchConfig", "SearchResult", "Searcher"]
+
+NEUROSHARD_BEAM_WIDTH = 3
+"""States kept per round: NeuroShard (arXiv 2305.01868), K."""
+NEUROSHARD_CANDIDATES = 10
+"""Tables tried per state and criterion: NeuroShard, N."""
+NEUROSHARD_CAPS: tuple[float, ...] = tuple(1.0 + 0.05 * i for i in range(11))
+"""Grid of width caps relative to the mean: NeuroShard, M = 11."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchConfig:
+    """How hard to search."""
+
+    beam_width: int = NEUROSHARD_BEAM_WIDTH
+    num_candidates: int = NEUROSHARD_CANDIDATES
+    max_rounds: int = 10
+    """Rounds of the beam; each adds one split per state (NeuroShard, L)."""
+    caps: tuple[float, ...] = (*NEUROSHARD_CAPS, float("inf"))
+    """Caps on a rank's share of the columns, relative to the mean; the last one, no
+    cap, makes sure that a plan is found where one exists."""
+    refine: bool = True
+    """Improve the placement by moves, swaps and re-splits afterwards."""
+    time_budget_seconds: float = 20.0
+    """The best plan so far is returned after this."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.beam_width < 1 or self.num_candidates < 1 or not self.caps:
+            raise ConfigError(
+                "beam_width, num_candidates and the number of caps must be at least 1, "
+                f"got {self.beam_width}, {self.num_candidates}, {self.caps}"
+            )
+        if self.time_budget_seconds <= 0:
+            raise ConfigError(
+                f"time_budget_seconds must be above 0, got {self.time_budget_seconds}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchResult:
+    """A placement and what is known of it."""
+
+    placement: Placement
+    predicted: PredictedCosts
+    lower_bound_ms: float
+    """No placement of the task can have a shorter critical path, by this model."""
+    gap: float
+    """`predicted.critical_path_ms / lower_bound_ms - 1`."""
+    search_seconds: float
+    num_evaluated: int
+    """Candidate rank sets whose cost was evaluated."""
+    warnings: tuple[str, ...] = ()
+    fallback: str | None = None
+    """Why another planner's plan was taken, if it was."""
+
+
+class Searcher(ABC):
+    """Finds a placement for a task."""
+
+    name: str = "unnamed"
+
+    @abstractmethod
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Find a placement.
+
+        Raises:
+            InfeasibleError: The tables cannot fit; names the table or the total, and
+                what would make it fit.
+        """

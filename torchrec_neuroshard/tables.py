@@ -1,0 +1,146 @@
+"""What the planner must know of an embedding table."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_neuroshard.errors import TableError
+from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
+
+__all__ = [
+    "COLUMN_MULTIPLE",
+    "DATA_TYPE_BYTES",
+    "OPTIMIZERS",
+    "TableConfig",
+    "check_tables",
+]
+
+COLUMN_MULTIPLE = 4
+"""FBGEMM's fused kernels need every shard width to be a multiple of this."""
+
+DATA_TYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+"""Bytes of one weight."""
+
+OPTIMIZERS: tuple[str, ...] = ("rowwise_adagrad", "sgd", "adam", "adagrad")
+"""Optimizers that the cost models know by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableConfig:
+    """One embedding table, or one column shard of it, and how it is read."""
+
+    name: str
+    num_embeddings: int
+    """Rows ("hash size")."""
+    embedding_dim: int
+    """Columns held here; a multiple of 4."""
+    pooling_factor: float = 1.0
+    """Mean ids per sample, over all features of the table together."""
+    num_features: int = 1
+    """Features (bags per sample) that read the table; each has its own output."""
+    profile: FeatureProfile | None = None
+    """Measured access, over all features together. None: a power law is assumed."""
+    weighted: bool = False
+    """Whether lookups carry per-sample weights."""
+    data_type: str = "fp32"
+    """Weight type: a key of DATA_TYPE_BYTES."""
+    optimizer: str = "rowwise_adagrad"
+    """One of OPTIMIZERS."""
+
+    def __post_init__(self) -> None:
+        where = f"table '{self.name}'"
+        if self.num_embeddings < 1:
+            raise TableError(
+                f"{where}: num_embeddings must be at least 1, got {self.num_embeddings}"
+            )
+        if self.embedding_dim < 1 or self.embedding_dim % COLUMN_MULTIPLE:
+            raise TableError(
+                f"{where}: embedding_dim must be a positive multiple of "
+                f"{COLUMN_MULTIPLE}, got {self.embedding_dim}; pad the table to "
+                f"{max(1, math.ceil(self.embedding_dim / 4)) * 4}"
+            )
+        if not (math.isfinite(self.pooling_factor) and self.pooling_factor >= 0):
+            raise TableError(
+                f"{where}: pooling_factor must be finite and at least 0, got "
+                f"{self.pooling_factor}"
+            )
+        if self.num_features < 1:
+            raise TableError(
+                f"{where}: num_features must be at least 1, got {self.num_features}"
+            )
+        if self.data_type not in DATA_TYPE_BYTES:
+            raise TableError(
+                f"{where}: unknown data_type '{self.data_type}'; one of "
+                f"{', '.join(DATA_TYPE_BYTES)}"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            raise TableError(
+                f"{where}: unknown optimizer '{self.optimizer}'; one of "
+                f"{', '.join(OPTIMIZERS)}"
+            )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights."""
+        return (
+            self.num_embeddings * self.embedding_dim * DATA_TYPE_BYTES[self.data_type]
+        )
+
+    def profile_at(self, batch_size: int) -> FeatureProfile:
+        """Return the access profile at a batch of `batch_size` samples.
+
+        The lookups follow the profile where there is one, else `pooling_factor`.
+        """
+        if self.profile is not None and self.profile.access_histogram:
+            return self.profile.at_batch_size(batch_size, self.num_embeddings)
+        known = self.profile
+        return zipf_profile(
+            batch_size=batch_size,
+            pooling_factor=self.pooling_factor if known is None else known.pooling_factor,
+            num_embeddings=self.num_embeddings,
+            pooling_std=0.0 if known is None else known.pooling_std,
+            weighted=self.weighted,
+        )
+
+    def with_width(self, embedding_dim: int) -> TableConfig:
+        """Return the column shard of this table that is `embedding_dim` wide."""
+        return dataclasses.replace(self, embedding_dim=embedding_dim)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary; `from_json` reads it back."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data["profile"] = None if self.profile is None else self.profile.to_json()
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TableConfig:
+        """Read what `to_json` wrote.
+
+        Raises:
+            TableError: A key is missing or unknown, or a value is out of range.
+        """
+        profile = data.get("profile")
+        try:
+            return cls(
+                **{
+                    **data,
+                    "profile": FeatureProfile.from_json(profile) if profile else None,
+                }
+            )
+        except TypeError as error:
+            raise TableError(f"not a table: {error}") from error
+
+
+def check_tables(tables: Sequence[TableConfig]) -> None:
+    """Raise `TableError` when there is no table or a name stands twice."""
+    if not tables:
+        raise TableError("no tables given; pass at least one TableConfig")
+    seen: set[str] = set()
+    for table in tables:
+        if table.name in seen:
+            raise TableError(f"table '{table.name}' is given twice; names must differ")
+        seen.add(table.name)

@@ -1,0 +1,76 @@
+"""Cost models whose numbers can be worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.errors import FeatureSchemaError
+from torchrec_neuroshard.features import FEATURE_NAMES
+
+__all__ = ["AnalyticCommsModel", "AnalyticCostModel"]
+
+
+class AnalyticCostModel(CostModel):
+    """A fixed launch cost, a cost per lookup and a cost per byte looked up.
+
+    forward = launch_ms + lookup_ns * lookups + byte_ns * bytes; backward is twice that.
+    """
+
+    name = "analytic"
+    hardware = "none"
+    source = "analytic"
+
+    def __init__(
+        self, launch_ms: float = 0.01, lookup_ns: float = 1.0, byte_ns: float = 0.1
+    ) -> None:
+        """Set the three constants."""
+        self._weights = np.array([launch_ms, lookup_ns * 1e-6, byte_ns * 1e-6])
+
+    @property
+    def encoding_dim(self) -> int:
+        """Tables, lookups and bytes."""
+        return 3
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Take the three columns."""
+        if features_NF.shape[1] != len(FEATURE_NAMES):
+            raise FeatureSchemaError(
+                f"expected {len(FEATURE_NAMES)} feature columns, got "
+                f"{features_NF.shape[1]}"
+            )
+        columns = [
+            FEATURE_NAMES.index(n) for n in ("num_tables", "num_lookups", "lookup_bytes")
+        ]
+        return features_NF[:, columns].astype(np.float64)
+
+    def predict_sums(
+        self, sums_SE: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Apply the formula; the launch is paid once per set."""
+        held = sums_SE.copy()
+        held[:, 0] = np.minimum(np.round(held[:, 0]), 1.0)
+        forward = held @ self._weights
+        return np.stack([forward, 2 * forward], axis=1)
+
+
+class AnalyticCommsModel(CommsModel):
+    """Bytes a rank sends or receives over one bandwidth."""
+
+    source = "analytic"
+
+    def __init__(self, gb_per_s: float = 100.0) -> None:
+        """Set the bandwidth."""
+        self._bytes_per_ms = gb_per_s * 1e6
+
+    def all_to_all(
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """Take the larger of what is sent and received, both ways alike."""
+        world_size = columns_CW.shape[1]
+        remote = batch_size * 4 * (world_size - 1) / world_size
+        sent = columns_CW * remote
+        received = columns_CW.sum(axis=1, keepdims=True) * remote / world_size
+        ms = np.maximum(sent, received) / self._bytes_per_ms
+        return np.stack([ms, ms], axis=2)

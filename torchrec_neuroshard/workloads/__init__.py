@@ -1,0 +1,1 @@
+"""Table sets to shard: published models, generators, loaders and task sampling."""
