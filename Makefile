@@ -44,7 +44,7 @@ endif
 	$(INSTALL) --no-deps -r requirements/torchrec-cpu.txt
 	$(INSTALL) -r requirements/runtime.txt -r requirements/dev.txt
 	$(PIP) install --no-deps --no-build-isolation --editable .
-	$(BIN)/neuroshard doctor
+	$(BIN)/neuroshard doctor --load
 	@touch $@
 
 test: $(STAMP)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from torchrec_neuroshard.errors import EnvironmentMismatchError, NeuroShardError
+from torchrec_neuroshard.errors import NeuroShardError
 
 if TYPE_CHECKING:
     from torchrec_neuroshard.cost_models import load_cost_model
@@ -45,45 +45,24 @@ _LOCATIONS = {
     "profile_inputs": "torchrec_neuroshard.profiles",
 }
 
-_FRAMEWORKS = ("torch", "fbgemm_gpu", "torchrec")
-
 
 def __getattr__(name: str) -> object:
     if name not in _LOCATIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         value: object = getattr(importlib.import_module(_LOCATIONS[name]), name)
-    except (ImportError, OSError) as error:
-        # OSError: a shared library built for another torch fails to load.
-        if not _is_framework_failure(error):
+    except NeuroShardError:
+        raise
+    except Exception as error:
+        # A clashing fbgemm fails in many ways: OSError, RuntimeError, AttributeError.
+        from torchrec_neuroshard.doctor import explain_failure
+
+        explained = explain_failure(f"{__name__}.{name}", error)
+        if explained is None:
             raise
-        raise EnvironmentMismatchError(
-            f"{__name__}.{name} needs torch, fbgemm and torchrec of one release, but "
-            f"loading them failed: {error}. Run `python -m torchrec_neuroshard "
-            "doctor`: it names what clashes and prints the command that repairs it."
-        ) from error
+        raise explained from error
     globals()[name] = value
     return value
-
-
-def _is_framework_failure(error: ImportError | OSError) -> bool:
-    """Whether loading torch, fbgemm or torchrec failed, not one of our modules."""
-    if isinstance(error, ImportError):
-        module = (error.name or "").partition(".")[0]
-        if module in _FRAMEWORKS:
-            return True
-        return module != __name__ and _passes_through_framework(error)
-    return _passes_through_framework(error)
-
-
-def _passes_through_framework(error: BaseException) -> bool:
-    traceback = error.__traceback__
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
-        if str(module).partition(".")[0] in _FRAMEWORKS:
-            return True
-        traceback = traceback.tb_next
-    return False
 
 
 def __dir__() -> list[str]:

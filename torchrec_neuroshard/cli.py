@@ -1,0 +1,125 @@
+"""The `neuroshard` command: picks a subcommand, and loads only that one.
+
+A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`, and
+one line in `COMMANDS`. No other subcommand's module is imported, so that a broken
+or missing framework never keeps `neuroshard doctor` from running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, cast
+
+from torchrec_neuroshard import __version__
+from torchrec_neuroshard.errors import NeuroShardError
+
+__all__ = ["COMMANDS", "Command", "main"]
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """One subcommand."""
+
+    name: str
+    help: str
+    module: str
+
+
+COMMANDS = (
+    Command(
+        "doctor",
+        "check that torch, fbgemm and torchrec belong together",
+        "torchrec_neuroshard.doctor",
+    ),
+    Command(
+        "collect",
+        "measure embedding kernels and collectives on this machine",
+        "torchrec_neuroshard.collect.cli",
+    ),
+    Command(
+        "train",
+        "train a cost model on collected measurements",
+        "torchrec_neuroshard.cost_models.training_cli",
+    ),
+)
+
+
+class _CommandModule(Protocol):
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: the arguments after the program's name; `sys.argv[1:]` when None.
+
+    Returns:
+        The exit code: the subcommand's own; 2 for a `NeuroShardError`, whose
+        message goes to stderr; 130 when interrupted from the keyboard.
+
+    Raises:
+        NeuroShardError: only with the environment variable NEUROSHARD_DEBUG=1,
+            to show where it came from.
+        SystemExit: `--help`, `--version`, or arguments that do not parse.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except NeuroShardError as error:
+        if os.environ.get("NEUROSHARD_DEBUG") == "1":
+            raise
+        print(f"neuroshard: error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("neuroshard: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="neuroshard",
+        description="Shard TorchRec embedding tables by measured cost.",
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    subparsers = parser.add_subparsers(dest="command", metavar="command")
+    module: _CommandModule | None = None
+    for command in COMMANDS:
+        subparser = subparsers.add_parser(
+            command.name, help=command.help, description=_sentence(command.help)
+        )
+        if command.name == chosen:
+            module = _load(command)
+            module.add_arguments(subparser)
+    args = parser.parse_args(arguments)
+    if module is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USER_ERROR
+    return module.run(args)
+
+
+def _load(command: Command) -> _CommandModule:
+    try:
+        return cast(_CommandModule, importlib.import_module(command.module))
+    except NeuroShardError:
+        raise
+    except Exception as error:
+        from torchrec_neuroshard.doctor import explain_failure
+
+        explained = explain_failure(f"`neuroshard {command.name}`", error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
