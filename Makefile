@@ -31,6 +31,8 @@ setup: $(STAMP)
 # The order matters: torchrec goes in with --no-deps, else it fetches the newest
 # CUDA build of fbgemm, whose files overwrite those of fbgemm-gpu-cpu.
 $(STAMP): $(REQUIREMENTS) pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { echo "There is no $(PYTHON) here." \
+	"Name another interpreter: make setup PYTHON=python3.11" >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; \
 	sys.exit(0 if v in ((3, 11), (3, 12)) else \
 	"This project needs Python 3.11 or 3.12, but $(PYTHON) is %d.%d.\n" % v + \
