@@ -139,10 +139,14 @@ class Placement:
                 f"placement is for {self.world_size} ranks, the task has "
                 f"{task.world_size}"
             )
-        by_table: dict[int, list[ColumnShard]] = {i: [] for i in range(len(task.tables))}
+        by_table: dict[int, list[ColumnShard]] = {
+            i: [] for i in range(len(task.tables))
+        }
         for shard in self.shards:
             if shard.table not in by_table:
-                raise PlacementError(f"shard of table {shard.table}, which is not there")
+                raise PlacementError(
+                    f"shard of table {shard.table}, which is not there"
+                )
             by_table[shard.table].append(shard)
         for i, shards in by_table.items():
             self._check_table(task, i, shards)

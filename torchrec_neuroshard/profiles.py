@@ -212,7 +212,9 @@ def _bin_probabilities(
         out[inside] = special.bdtr(grid_k[inside], grid_n[inside].astype(int), keep)
         return out
 
-    below = cdf(low) * (1 - upper_weight[:, None]) + cdf(low + 1) * upper_weight[:, None]
+    below = (
+        cdf(low) * (1 - upper_weight[:, None]) + cdf(low + 1) * upper_weight[:, None]
+    )
     below = np.concatenate([below, np.ones((len(count), 1))], axis=1)
     return np.diff(below, axis=1)
 
@@ -221,7 +223,9 @@ def _thin(
     ids: npt.NDArray[np.float64], mean_count: npt.NDArray[np.float64], keep: float
 ) -> npt.NDArray[np.float64]:
     used = ids > 0
-    out: npt.NDArray[np.float64] = ids[used] @ _bin_probabilities(mean_count[used], keep)
+    out: npt.NDArray[np.float64] = ids[used] @ _bin_probabilities(
+        mean_count[used], keep
+    )
     return out
 
 

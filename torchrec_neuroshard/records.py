@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["SCHEMA_VERSION", "CostRecord", "Fingerprint", "RunHeader"]
+__all__ = ["SCHEMA_VERSION", "CostRecord", "Fingerprint", "RunHeader", "repeatability"]
 
 SCHEMA_VERSION = 1
 """Version of the record layout; another version is refused."""
@@ -177,3 +177,16 @@ class CostRecord:
             )
         except (KeyError, TypeError) as error:
             raise RecordError(f"not a cost record: {error}") from error
+
+
+def repeatability(records: Sequence[CostRecord]) -> list[float]:
+    """Relative differences of total time between a set and its later repeats.
+
+    No model can be more accurate than this on average.
+    """
+    by_index = {r.index: r for r in records}
+    return [
+        abs(r.total_ms / by_index[r.repeat_of].total_ms - 1)
+        for r in records
+        if r.repeat_of is not None and r.repeat_of in by_index
+    ]

@@ -73,18 +73,14 @@ class Simulator:
         self.features_per_table = np.array([t.num_features for t in task.tables])
         """Output columns of a shard are its width times this."""
 
-    def features(
-        self, pairs: Sequence[tuple[int, int]]
-    ) -> npt.NDArray[np.float32]:
+    def features(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         """Return the features of (table, width) shards, `N x F`."""
         if not pairs:
             return self._featurizer.features([], [])
         table, width = zip(*pairs, strict=True)
         return self._featurizer.features(table, width)
 
-    def encodings(
-        self, pairs: Sequence[tuple[int, int]]
-    ) -> npt.NDArray[np.float64]:
+    def encodings(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
         """Return the encodings of (table, width) shards, `N x E`."""
         new = sorted({p for p in pairs if p not in self._encodings})
         if new:
@@ -94,9 +90,7 @@ class Simulator:
             return np.zeros((0, self.cost_model.encoding_dim))
         return np.stack([self._encodings[p] for p in pairs])
 
-    def single_costs(
-        self, pairs: Sequence[tuple[int, int]]
-    ) -> npt.NDArray[np.float64]:
+    def single_costs(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
         """Forward and backward of each shard alone, `N x 2` [ms]."""
         return self.cost_model.predict_sums(self.encodings(pairs))
 
@@ -109,7 +103,9 @@ class Simulator:
             `W x G x E` and `W x G`.
         """
         task = self.task
-        sums = np.zeros((task.world_size, task.num_groups, self.cost_model.encoding_dim))
+        sums = np.zeros(
+            (task.world_size, task.num_groups, self.cost_model.encoding_dim)
+        )
         columns = np.zeros((task.world_size, task.num_groups))
         shards: Sequence[ColumnShard] = placement.shards
         rank = np.array([s.rank for s in shards], dtype=np.int64)
@@ -168,4 +164,5 @@ def critical_path(
         `C` milliseconds: slowest forward + collectives + slowest backward.
     """
     worst: npt.NDArray[np.float64] = compute_CW2.max(axis=1) + comms_CW2.max(axis=1)
-    return worst.sum(axis=1)
+    path: npt.NDArray[np.float64] = worst.sum(axis=1)
+    return path

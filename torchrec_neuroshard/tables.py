@@ -100,7 +100,9 @@ class TableConfig:
         known = self.profile
         return zipf_profile(
             batch_size=batch_size,
-            pooling_factor=self.pooling_factor if known is None else known.pooling_factor,
+            pooling_factor=self.pooling_factor
+            if known is None
+            else known.pooling_factor,
             num_embeddings=self.num_embeddings,
             pooling_std=0.0 if known is None else known.pooling_std,
             weighted=self.weighted,

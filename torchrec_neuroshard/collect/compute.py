@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import platform
 import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,8 +27,14 @@ from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.store import RecordStore, read_records
 from torchrec_neuroshard.collect.tbe import fbgemm_version
 from torchrec_neuroshard.collect.timing import SetTimer
+from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.records import (
+    CostRecord,
+    Fingerprint,
+    RunHeader,
+    repeatability,
+)
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.loaders import load_json
 
@@ -37,7 +42,6 @@ __all__ = [
     "CollectConfig",
     "collect_compute",
     "device_fingerprint",
-    "repeatability",
 ]
 
 
@@ -57,7 +61,7 @@ class CollectConfig:
     """JSON files of real tables to draw from beside generated ones."""
     workloads: tuple[str, ...] = ()
     """Names of the workloads to take from them; empty takes all with lookups."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def __post_init__(self) -> None:
         if self.num_sets < 1 or self.num_threads < 1:
@@ -72,7 +76,7 @@ def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = _cpu_name()
+        name = cpu_name()
     return Fingerprint(
         device=name,
         device_type=device.type,
@@ -82,20 +86,6 @@ def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
     )
 
 
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
-    fields = dict(
-        (part.strip() for part in line.split(":", 1))
-        for line in text.split("\n\n")[0].splitlines()
-        if ":" in line
-    )
-    family, model = fields.get("cpu family", "?"), fields.get("model", "?")
-    return f"{fields.get('model name', platform.machine())} ({family}/{model})"
-
-
 def _base_tables(config: CollectConfig) -> list[TableConfig]:
     found: list[TableConfig] = []
     for path in config.tables:
@@ -103,7 +93,9 @@ def _base_tables(config: CollectConfig) -> list[TableConfig]:
         names = config.workloads or tuple(loaded)
         missing = sorted(set(names) - set(loaded))
         if missing:
-            raise ConfigError(f"{path} has no workloads {missing}; it has {list(loaded)}")
+            raise ConfigError(
+                f"{path} has no workloads {missing}; it has {list(loaded)}"
+            )
         for name in names:
             found.extend(loaded[name])
     return found
@@ -216,19 +208,6 @@ def _measure(
         fwd_ms=measured.fwd_ms,
         bwd_ms=measured.bwd_ms,
     )
-
-
-def repeatability(records: Sequence[CostRecord]) -> list[float]:
-    """Relative differences of total time between a set and its later repeats.
-
-    No model can be more accurate than this on average.
-    """
-    by_index = {r.index: r for r in records}
-    return [
-        abs(r.total_ms / by_index[r.repeat_of].total_ms - 1)
-        for r in records
-        if r.repeat_of is not None and r.repeat_of in by_index
-    ]
 
 
 def summary(path: Path) -> str:

@@ -100,9 +100,7 @@ class SamplingConfig:
         for name in ("widths", "batch_sizes", "rows"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
-                raise ConfigError(
-                    f"{name} needs 0 < low <= high, got ({low}, {high})"
-                )
+                raise ConfigError(f"{name} needs 0 < low <= high, got ({low}, {high})")
         if self.max_shards < 1 or self.max_lookups < 1 or self.repeat_every < 2:
             raise ConfigError(
                 "max_shards and max_lookups must be at least 1 and repeat_every at "
@@ -139,8 +137,8 @@ def sample_set(
     repeat_of = None
     if index % config.repeat_every == config.repeat_every - 1:
         lag = -(-config.repeat_lag // config.repeat_every) * config.repeat_every
-        candidate = index - lag - 1 - (index // config.repeat_every) % (
-            config.repeat_every - 1
+        candidate = (
+            index - lag - 1 - (index // config.repeat_every) % (config.repeat_every - 1)
         )
         repeat_of = candidate if candidate >= 0 else None
     source = index if repeat_of is None else repeat_of
@@ -239,9 +237,7 @@ def _is_held_out(name: str, config: SamplingConfig) -> bool:
     return bool(np.random.default_rng(digest).random() < config.held_out_share)
 
 
-def _width_rule(
-    rng: np.random.Generator, config: SamplingConfig
-) -> WidthRule:
+def _width_rule(rng: np.random.Generator, config: SamplingConfig) -> WidthRule:
     low, high = config.widths
     kind = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
     usual = [w for w in (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)]
@@ -265,9 +261,7 @@ class WidthRule:
         if not self.logarithmic:
             return int(self.widths[rng.integers(len(self.widths))])
         low, high = math.log(self.widths[0]), math.log(self.widths[-1])
-        return max(
-            self.widths[0], int(round(math.exp(rng.uniform(low, high)) / 4)) * 4
-        )
+        return max(self.widths[0], int(round(math.exp(rng.uniform(low, high)) / 4)) * 4)
 
 
 def _vary(

@@ -243,9 +243,7 @@ def _write_parquet(
     path: Path, header: RunHeader, records: Sequence[CostRecord]
 ) -> None:
     rows = sorted((r.to_json() for r in records), key=lambda r: r["index"])
-    schema = _SCHEMA.with_metadata(
-        {_HEADER_KEY: json.dumps(header.to_json()).encode()}
-    )
+    schema = _SCHEMA.with_metadata({_HEADER_KEY: json.dumps(header.to_json()).encode()})
     table = pa.Table.from_pylist(rows, schema=schema)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     pq.write_table(table, temporary, compression="zstd", compression_level=19)

@@ -228,7 +228,9 @@ class FusedTables:
             options["preallocated_host_buffers"] = buffers
         location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
         compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
-        feature_table_map = [i for i, t in enumerate(tables) for _ in range(t.num_features)]
+        feature_table_map = [
+            i for i, t in enumerate(tables) for _ in range(t.num_features)
+        ]
         logging.disable(logging.INFO)
         try:
             self._module = SplitTableBatchedEmbeddingBagsCodegen(

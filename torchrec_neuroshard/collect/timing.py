@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -109,17 +110,20 @@ class _Passes:
             start = time.perf_counter()
             output = self._kernel.forward(batch)
             middle = time.perf_counter()
-            output.backward(self._grad)
+            torch.autograd.backward(output, self._grad)
             end = time.perf_counter()
             return (middle - start) * 1e3, (end - middle) * 1e3
         self._flush.zero_()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        events: list[Any] = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(4)
+        ]
         events[0].record()
         output = self._kernel.forward(batch)
         events[1].record()
         self._flush.zero_()
         events[2].record()
-        output.backward(self._grad)
+        torch.autograd.backward(output, self._grad)
         events[3].record()
         events[3].synchronize()
         return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
@@ -239,7 +243,9 @@ class SetTimer:
         if self._device.type == "cuda":
             passes.run()
             passes.run()
-        fwd, bwd, ref = [], [], []
+        fwd: list[float] = []
+        bwd: list[float] = []
+        ref: list[float] = []
         deadline = time.perf_counter() + self._budget_seconds
         while len(fwd) < self._max_passes:
             if len(fwd) >= self._min_passes and time.perf_counter() > deadline:

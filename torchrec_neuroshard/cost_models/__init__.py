@@ -1,1 +1,22 @@
 """Learned and physical models of what sharded embeddings cost."""
+
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.cost_models.bundle import load_bundle
+from torchrec_neuroshard.cost_models.comms import BandwidthCommsModel
+from torchrec_neuroshard.cost_models.compute import (
+    NeuralCostModel,
+    PhysicalCostModel,
+    StockCostModel,
+)
+from torchrec_neuroshard.cost_models.loading import load_cost_model
+
+__all__ = [
+    "BandwidthCommsModel",
+    "CommsModel",
+    "CostModel",
+    "NeuralCostModel",
+    "PhysicalCostModel",
+    "StockCostModel",
+    "load_bundle",
+    "load_cost_model",
+]

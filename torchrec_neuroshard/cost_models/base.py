@@ -62,9 +62,7 @@ class CostModel(ABC):
         """
 
     @abstractmethod
-    def predict_sums(
-        self, sums_SE: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Predict sets from the sums of their encodings.
 
         Returns:

@@ -41,13 +41,12 @@ class AnalyticCostModel(CostModel):
                 f"{features_NF.shape[1]}"
             )
         columns = [
-            FEATURE_NAMES.index(n) for n in ("num_tables", "num_lookups", "lookup_bytes")
+            FEATURE_NAMES.index(n)
+            for n in ("num_tables", "num_lookups", "lookup_bytes")
         ]
         return features_NF[:, columns].astype(np.float64)
 
-    def predict_sums(
-        self, sums_SE: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Apply the formula; the launch is paid once per set."""
         held = sums_SE.copy()
         held[:, 0] = np.minimum(np.round(held[:, 0]), 1.0)

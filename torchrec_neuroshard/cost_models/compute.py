@@ -1,0 +1,215 @@
+"""Compute cost models: learned, physical, and TorchRec's stock formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchrec_neuroshard.cost_models.base import CostModel, RangeWarning
+from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
+from torchrec_neuroshard.features import FEATURE_NAMES
+
+__all__ = [
+    "NeuralCostModel",
+    "PhysicalConstants",
+    "PhysicalCostModel",
+    "StockCostModel",
+]
+
+_INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
+
+
+def _check_columns(features_NF: npt.NDArray[np.float32]) -> None:
+    if features_NF.ndim != 2 or features_NF.shape[1] != len(FEATURE_NAMES):
+        raise FeatureSchemaError(
+            f"expected {len(FEATURE_NAMES)} feature columns, got shape "
+            f"{features_NF.shape}; compute them with ShardFeaturizer"
+        )
+
+
+class NeuralCostModel(CostModel):
+    """The learned set model: see `network.SetCostNetwork`."""
+
+    def __init__(
+        self,
+        network: SetCostNetwork,
+        *,
+        name: str,
+        hardware: str,
+        ranges: Mapping[str, tuple[float, float]],
+        reference_ms: float = 0.0,
+    ) -> None:
+        """Wrap a trained network.
+
+        Args:
+            network: Trained or loaded weights.
+            name: What it is called.
+            hardware: The device that the times belong to.
+            ranges: Feature name -> smallest and largest value in training.
+            reference_ms: Nominal time of the reference set in the same units; 0 where
+                the device is timed without one.
+        """
+        self.name, self.hardware = name, hardware
+        self.ranges = dict(ranges)
+        self.reference_ms = reference_ms
+        self.network = network.eval()
+
+    @property
+    def encoding_dim(self) -> int:
+        """Values per encoding."""
+        return self.network.encoding_dim
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Encode shards; see `CostModel.encode`."""
+        _check_columns(features_NF)
+        with torch.inference_mode():
+            encoded = self.network.encode(torch.from_numpy(features_NF))
+        return encoded.numpy().astype(np.float64)
+
+    def _members(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        with torch.inference_mode():
+            sums = torch.from_numpy(np.asarray(sums_SE, dtype=np.float32))
+            milliseconds = self.network.predict(sums).numpy().astype(np.float64)
+        milliseconds[np.asarray(sums_SE)[:, 0] < 0.5] = 0.0
+        return milliseconds
+
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Mean over the ensemble; see `CostModel.predict_sums`."""
+        mean: npt.NDArray[np.float64] = self._members(sums_SE).mean(axis=1)
+        return mean
+
+    def relative_uncertainty(
+        self, sums_SE: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Spread of the members' totals."""
+        totals = self._members(sums_SE).sum(axis=2)
+        spread: npt.NDArray[np.float64] = totals.std(axis=1) / np.maximum(
+            totals.mean(axis=1), 1e-9
+        )
+        return spread
+
+    def range_warnings(
+        self, features_NF: npt.NDArray[np.float32]
+    ) -> Sequence[RangeWarning]:
+        """Features outside the ranges seen in training."""
+        found = []
+        for name, (low, high) in self.ranges.items():
+            column = features_NF[:, _INDEX[name]]
+            slack = 1e-3 * max(abs(low), abs(high), 1e-6)
+            outside = np.flatnonzero((column < low - slack) | (column > high + slack))
+            found += [
+                RangeWarning(int(i), name, float(column[i]), low, high) for i in outside
+            ]
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhysicalConstants:
+    """A device in four numbers."""
+
+    memory_gb_per_s: float
+    """Memory bandwidth."""
+    launch_us: float = 20.0
+    """Fixed cost of one fused kernel call, each way."""
+    lookup_ns: float = 0.02
+    """Cost of handling one id, each way (sorting, bounds, offsets)."""
+    efficiency: float = 0.6
+    """Share of the bandwidth that row gathers reach."""
+
+    def __post_init__(self) -> None:
+        if not self.memory_gb_per_s > 0:
+            raise ConfigError(
+                f"memory_gb_per_s must be above 0, got {self.memory_gb_per_s}; give "
+                "the topology its hbm_mem_bw (or ddr_mem_bw)"
+            )
+
+
+class PhysicalCostModel(CostModel):
+    """Bytes over bandwidth, for a device that nothing was measured on.
+
+    Forward reads each looked-up row and writes the output; repeats of a row cost a
+    third (they come from cache). Backward reads the output's gradient per lookup, and
+    reads and writes each distinct row and its optimizer state once.
+    """
+
+    source = "physical estimate from bandwidth, not measured"
+
+    _REPEAT_COST = 1.0 / 3.0
+
+    def __init__(
+        self, constants: PhysicalConstants, *, name: str, hardware: str
+    ) -> None:
+        """Take the device's constants."""
+        self.name, self.hardware = name, hardware
+        self.constants = constants
+
+    @property
+    def encoding_dim(self) -> int:
+        """Tables, forward ms, backward ms."""
+        return 3
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Each shard's count and its forward and backward ms without the launch."""
+        _check_columns(features_NF)
+        column = {n: features_NF[:, i].astype(np.float64) for n, i in _INDEX.items()}
+        bytes_per_ms = self.constants.memory_gb_per_s * 1e6 * self.constants.efficiency
+        repeats = column["lookup_bytes"] - column["distinct_bytes"]
+        gathered = column["distinct_bytes"] + self._REPEAT_COST * repeats
+        indices = 8.0 * column["num_lookups"] + 4.0 * column["weighted_lookups"]
+        ids = column["num_lookups"] * self.constants.lookup_ns * 1e-6
+        forward = (gathered + column["output_bytes"] + indices) / bytes_per_ms + ids
+        state = 1.0 + column["is_adagrad"] + 2.0 * column["is_adam"]
+        updated = 2.0 * state * column["distinct_bytes"]
+        backward = (gathered + updated + 4.0 * indices) / bytes_per_ms + 4.0 * ids
+        return np.stack([column["num_tables"], forward, backward], axis=1)
+
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Sums plus one launch for a set that is not empty."""
+        launch = self.constants.launch_us * 1e-3 * (sums_SE[:, :1] > 0.5)
+        costs: npt.NDArray[np.float64] = sums_SE[:, 1:] + launch
+        return costs
+
+
+class StockCostModel(CostModel):
+    """TorchRec's stock compute formula for table- and column-wise shards.
+
+    Forward: (8 bytes per id + looked-up bytes with rows counted at least 32 wide +
+    output bytes) x a width penalty over the bandwidth; backward: twice that, 3.1 times
+    with weights. Additive over shards; rows, reuse and optimizer do not enter.
+    Source: torchrec.distributed.planner.estimator, 1.8.
+    """
+
+    name = "stock"
+    source = "TorchRec's formula"
+
+    def __init__(self, memory_gb_per_s: float = 897.0, scale: float = 1.0) -> None:
+        """Take the bandwidth (TorchRec's default: 897) and one factor for all times."""
+        self.hardware = f"{memory_gb_per_s:g} GB/s"
+        self._ms_per_byte = scale / (memory_gb_per_s * 1e6)
+
+    @property
+    def encoding_dim(self) -> int:
+        """Forward and backward ms."""
+        return 2
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Apply the formula to each shard."""
+        _check_columns(features_NF)
+        column = {n: features_NF[:, i].astype(np.float64) for n, i in _INDEX.items()}
+        width = np.round(2.0 ** column["log2_width"])
+        penalty = np.where(width >= 128, 1.0, np.where(width >= 64, 1.15, 1.75))
+        widened = column["lookup_bytes"] * np.maximum(width, 32.0) / width
+        per_id = 8.0 * (1.0 + column["is_weighted"])
+        moved = per_id * column["num_lookups"] + widened + column["output_bytes"]
+        forward = moved * penalty * self._ms_per_byte
+        backward = forward * (2.0 + 1.1 * column["is_weighted"])
+        return np.stack([forward, backward], axis=1)
+
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Sums are the prediction."""
+        return np.asarray(sums_SE, dtype=np.float64)

@@ -1,0 +1,93 @@
+"""`load_cost_model`: from a name, a path or a device to a cost model."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from torchrec_neuroshard.cost_models.base import CostModel
+from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
+from torchrec_neuroshard.cost_models.compute import (
+    PhysicalConstants,
+    PhysicalCostModel,
+)
+from torchrec_neuroshard.devices import current_device_name
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+
+__all__ = ["load_cost_model", "pretrained_names"]
+
+_PRETRAINED = Path(__file__).parent.parent / "pretrained"
+
+_CPU_CONSTANTS = PhysicalConstants(
+    memory_gb_per_s=20.0, launch_us=300.0, lookup_ns=30.0, efficiency=0.5
+)
+"""One core of a server CPU: assumed, not measured."""
+_DEFAULT_GPU_GB_PER_S = 2_039.0
+"""A100 80 GB data sheet; used only when the topology gives no bandwidth."""
+
+
+def pretrained_names() -> tuple[str, ...]:
+    """Names of the bundles that come with the package."""
+    return tuple(sorted(p.parent.name for p in _PRETRAINED.glob("*/bundle.json")))
+
+
+def load_cost_model(
+    cost_model: str | Path | CostModel = "auto",
+    *,
+    device_type: str = "cpu",
+    hbm_gb_per_s: float | None = None,
+) -> CostModel:
+    """Find the cost model to plan with.
+
+    Args:
+        cost_model: "auto", the name of a shipped bundle, a bundle's folder, or a model.
+            "auto" takes the bundle measured on this very device, else a physical
+            estimate, with a warning; it never takes a CPU's bundle for a GPU.
+        device_type: Device that is planned for: "cpu" or "cuda".
+        hbm_gb_per_s: Its memory bandwidth, for the physical estimate.
+
+    Raises:
+        ConfigError: No bundle has that name or path.
+        BundleCorruptError: The bundle is damaged.
+        BundleMismatchError: The bundle is of another version of this package.
+    """
+    if isinstance(cost_model, CostModel):
+        return cost_model
+    if str(cost_model) == "auto":
+        return _auto(device_type, hbm_gb_per_s)
+    if str(cost_model) in pretrained_names():
+        return load_bundle(_PRETRAINED / str(cost_model))
+    if Path(cost_model).is_dir():
+        return load_bundle(cost_model)
+    raise ConfigError(
+        f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped bundle "
+        f"({', '.join(pretrained_names()) or 'none'}), nor a folder made by "
+        "'neuroshard train'"
+    )
+
+
+def _auto(device_type: str, hbm_gb_per_s: float | None) -> CostModel:
+    device = current_device_name(device_type)
+    for name in pretrained_names():
+        try:
+            fingerprint = read_info(_PRETRAINED / name).fingerprint
+        except NeuroShardError as error:
+            warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=3)
+            continue
+        if fingerprint.device_type == device_type and fingerprint.device == device:
+            return load_bundle(_PRETRAINED / name)
+    shown = device or f"a {device_type} device that is not on this machine"
+    warnings.warn(
+        f"no cost model was measured on {shown}: costs are a physical estimate from "
+        "memory bandwidth. On that machine run 'neuroshard collect compute' and "
+        "'neuroshard train', then pass cost_model=<the folder>; shipped bundles that "
+        f"can be asked for by name: {', '.join(pretrained_names()) or 'none'}",
+        stacklevel=3,
+    )
+    if device_type == "cpu":
+        constants = _CPU_CONSTANTS
+    else:
+        constants = PhysicalConstants(
+            memory_gb_per_s=hbm_gb_per_s or _DEFAULT_GPU_GB_PER_S
+        )
+    return PhysicalCostModel(constants, name="physical", hardware=device or device_type)

@@ -1,0 +1,379 @@
+"""Training the set model on records, judging it on tables it never saw.
+
+Shapes: as in `network`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import optimize, stats
+
+from torchrec_neuroshard.cost_models.base import CostModel
+from torchrec_neuroshard.cost_models.compute import NeuralCostModel, StockCostModel
+from torchrec_neuroshard.cost_models.network import (
+    OPTIMIZER_KINDS,
+    SetCostNetwork,
+    physical_basis,
+)
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.features import FEATURE_NAMES, table_features
+from torchrec_neuroshard.records import CostRecord
+
+__all__ = [
+    "Evaluation",
+    "LinearCostModel",
+    "SetData",
+    "TrainConfig",
+    "build_sets",
+    "evaluate",
+    "fit_linear",
+    "fit_stock",
+    "train",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How to train."""
+
+    epochs: int = 300
+    batch_sets: int = 128
+    """Sets per step."""
+    learning_rate: float = 3e-3
+    """Peak; warmed up over the first steps, then cosine to zero."""
+    weight_decay: float = 1e-3
+    num_members: int = 5
+    """Networks in the ensemble."""
+    hidden: int = 96
+    latent: int = 16
+    head_hidden: int = 48
+    validation_share: float = 0.1
+    """Share of the training sets that picks each member's best epoch."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.epochs, self.batch_sets, self.num_members) < 1:
+            raise ConfigError(
+                "epochs, batch_sets and num_members must be at least 1, got "
+                f"{self.epochs}, {self.batch_sets}, {self.num_members}"
+            )
+        if not 0 < self.validation_share < 1:
+            raise ConfigError(
+                f"validation_share must lie between 0 and 1, got "
+                f"{self.validation_share}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SetData:
+    """Measured sets as arrays."""
+
+    features_NF: npt.NDArray[np.float32]
+    set_ids_N: npt.NDArray[np.int64]
+    """Sorted."""
+    costs_S2: npt.NDArray[np.float64]
+    """Measured forward and backward [ms]."""
+
+    @property
+    def num_sets(self) -> int:
+        """Sets."""
+        return len(self.costs_S2)
+
+    def select(self, sets: npt.NDArray[np.int64]) -> SetData:
+        """Return the data of some sets, in the order given."""
+        starts = np.searchsorted(self.set_ids_N, np.arange(self.num_sets + 1))
+        rows = [np.arange(starts[s], starts[s + 1]) for s in sets]
+        ids = [np.full(len(r), i) for i, r in enumerate(rows)]
+        return SetData(
+            self.features_NF[np.concatenate(rows)],
+            np.concatenate(ids),
+            self.costs_S2[sets],
+        )
+
+
+def build_sets(records: Sequence[CostRecord]) -> SetData:
+    """Turn records into arrays.
+
+    Raises:
+        RecordError: There are none, or one has a time that is not above 0.
+    """
+    if not records:
+        raise RecordError("no records to train on; run 'neuroshard collect compute'")
+    for record in records:
+        if not (record.fwd_ms > 0 and record.bwd_ms > 0):
+            raise RecordError(
+                f"record {record.index} has times {record.fwd_ms}, {record.bwd_ms} ms; "
+                "times must be above 0"
+            )
+    return SetData(
+        np.concatenate([table_features(r.tables, r.batch_size) for r in records]),
+        np.repeat(np.arange(len(records)), [len(r.tables) for r in records]),
+        np.array([[r.fwd_ms, r.bwd_ms] for r in records]),
+    )
+
+
+class LinearCostModel(CostModel):
+    """Launch constants plus a linear form in the physical totals, per optimizer."""
+
+    name = "linear"
+    source = "linear fit"
+
+    def __init__(
+        self, weights_PO2: npt.NDArray[np.float64], launch_2: npt.NDArray[np.float64]
+    ) -> None:
+        """Take fitted constants."""
+        self.weights_PO2, self.launch_2 = weights_PO2, launch_2
+
+    @property
+    def encoding_dim(self) -> int:
+        """Forward and backward ms, and the number of tables."""
+        return 3
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """Apply the linear form to each shard."""
+        totals, kinds = physical_basis(torch.from_numpy(features_NF))
+        cost = np.einsum(
+            "np,no,poc->nc",
+            totals.numpy().astype(np.float64),
+            kinds.numpy().astype(np.float64),
+            self.weights_PO2,
+        )
+        return np.concatenate([cost, features_NF[:, :1]], axis=1)
+
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Sums plus the launch."""
+        held = sums_SE[:, 2:] > 0.5
+        costs: npt.NDArray[np.float64] = sums_SE[:, :2] + self.launch_2 * held
+        return costs
+
+
+def fit_linear(data: SetData) -> LinearCostModel:
+    """Fit non-negative constants by relative least squares.
+
+    The linear model is the yardstick of the learned one and the physical estimate
+    among its inputs. Optimizers without data take row-wise Adagrad's constants.
+    """
+    totals, kinds = physical_basis(torch.from_numpy(data.features_NF))
+    product = torch.einsum("np,no->npo", totals.double(), kinds.double()).numpy()
+    num_sets, (_, num_totals, num_kinds) = data.num_sets, product.shape
+    sums = np.zeros((num_sets, num_totals, num_kinds))
+    np.add.at(sums, data.set_ids_N, product)
+    present = sums.sum(axis=(0, 1)) > 0
+    weights = np.zeros((num_totals, num_kinds, 2))
+    launch = np.zeros(2)
+    for c in range(2):
+        columns = sums[:, :, present].reshape(num_sets, -1)
+        matrix = np.concatenate([columns, np.ones((num_sets, 1))], axis=1)
+        matrix = matrix / data.costs_S2[:, c : c + 1]
+        scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
+        solution = optimize.nnls(matrix / scale, np.ones(num_sets))[0] / scale
+        weights[:, present, c] = solution[:-1].reshape(num_totals, -1)
+        launch[c] = solution[-1]
+    fallback = OPTIMIZER_KINDS.index("rowwise_adagrad")
+    if not present[fallback]:
+        fallback = int(np.flatnonzero(present)[0])
+    weights[:, ~present] = weights[:, fallback : fallback + 1]
+    return LinearCostModel(weights, launch)
+
+
+def fit_stock(data: SetData) -> StockCostModel:
+    """Fit the one factor on TorchRec's formula that has the least relative error."""
+    plain = StockCostModel()
+    predicted = plain.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+    ratio = data.costs_S2.sum(axis=1) / predicted.sum(axis=1)
+    # Least sum of |s * p / y - 1| is a weighted median of y / p.
+    order = np.argsort(ratio)
+    weight = np.cumsum(1.0 / ratio[order])
+    best = ratio[order][np.searchsorted(weight, weight[-1] / 2)]
+    return StockCostModel(scale=float(best))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """How well a model predicts measured sets."""
+
+    name: str
+    num_sets: int
+    fwd_mape: float
+    bwd_mape: float
+    total_mape: float
+    """Mean absolute error of forward + backward, relative to the measured."""
+    total_median: float
+    kendall_tau: float
+    """Of predicted and measured totals."""
+    decile_mape: tuple[float, ...]
+    """Total's error by decile of measured cost, cheapest first."""
+    decile_ms: tuple[float, ...]
+    """Upper end of each decile [ms]."""
+
+
+def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
+    """Judge a model on measured sets."""
+    predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+    error = np.abs(predicted / data.costs_S2 - 1)
+    measured = data.costs_S2.sum(axis=1)
+    total = predicted.sum(axis=1)
+    total_error = np.abs(total / measured - 1)
+    deciles = np.array_split(np.argsort(measured, kind="stable"), 10)
+    return Evaluation(
+        name=name,
+        num_sets=data.num_sets,
+        fwd_mape=float(error[:, 0].mean()),
+        bwd_mape=float(error[:, 1].mean()),
+        total_mape=float(total_error.mean()),
+        total_median=float(np.median(total_error)),
+        kendall_tau=float(stats.kendalltau(total, measured).statistic),
+        decile_mape=tuple(float(total_error[d].mean()) for d in deciles if len(d)),
+        decile_ms=tuple(float(measured[d].max()) for d in deciles if len(d)),
+    )
+
+
+def training_ranges(data: SetData) -> dict[str, tuple[float, float]]:
+    """Smallest and largest value of each per-shard feature."""
+    low, high = data.features_NF.min(axis=0), data.features_NF.max(axis=0)
+    return {
+        name: (float(low[i]), float(high[i])) for i, name in enumerate(FEATURE_NAMES)
+    }
+
+
+EpochReport = Callable[[int, float, float, float], None]
+"""Called with epoch, training loss, validation MAPE of the ensemble, its tau."""
+
+
+def train(
+    data: SetData,
+    config: TrainConfig,
+    report: EpochReport | None = None,
+    init: SetCostNetwork | None = None,
+) -> SetCostNetwork:
+    """Train an ensemble.
+
+    All members see the same batches and differ by their first weights. Each keeps the
+    weights of its best epoch on the validation sets.
+
+    Args:
+        data: Sets to train on; a part becomes the validation sets.
+        config: Sizes and rates.
+        report: Called after every epoch.
+        init: Start from these weights (fine-tuning) instead of random ones.
+    """
+    rng = np.random.default_rng(config.seed)
+    order = rng.permutation(data.num_sets)
+    num_validation = max(1, int(data.num_sets * config.validation_share))
+    if num_validation >= data.num_sets:
+        raise RecordError(f"{data.num_sets} sets are too few to train on; measure more")
+    validation = data.select(order[:num_validation])
+    training = data.select(order[num_validation:])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        network = copy.deepcopy(init) if init is not None else _fresh(training, config)
+    _fit(network, training, validation, config, rng, report)
+    return network.eval()
+
+
+def _fresh(data: SetData, config: TrainConfig) -> SetCostNetwork:
+    network = SetCostNetwork(
+        config.num_members, config.hidden, config.latent, config.head_hidden
+    )
+    linear = fit_linear(data)
+    network.physical_PO2.copy_(torch.from_numpy(linear.weights_PO2))
+    network.launch_2.copy_(torch.from_numpy(np.maximum(linear.launch_2, 1e-3)))
+    inputs = network.inputs(torch.from_numpy(data.features_NF))
+    network.input_mean_X.copy_(inputs.mean(dim=0))
+    network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))
+    return network
+
+
+def _forward(network: SetCostNetwork, data: SetData) -> torch.Tensor:
+    encoded = network.encode(torch.from_numpy(data.features_NF))
+    sums = torch.zeros(data.num_sets, encoded.shape[1])
+    sums = sums.index_add(0, torch.from_numpy(data.set_ids_N), encoded)
+    return network.predict(sums)
+
+
+def _log_error(predicted_SM2: torch.Tensor, data: SetData) -> torch.Tensor:
+    """Log ratio of forward, backward and total, `S x M x 3`."""
+    with_total = torch.cat([predicted_SM2, predicted_SM2.sum(2, keepdim=True)], dim=2)
+    measured = torch.from_numpy(data.costs_S2).float()
+    measured = torch.cat([measured, measured.sum(1, keepdim=True)], dim=1)
+    return with_total.log() - measured.log()[:, None]
+
+
+def _fit(
+    network: SetCostNetwork,
+    training: SetData,
+    validation: SetData,
+    config: TrainConfig,
+    rng: np.random.Generator,
+    report: EpochReport | None,
+) -> None:
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+    )
+    steps_per_epoch = -(-training.num_sets // config.batch_sets)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=config.learning_rate,
+        total_steps=config.epochs * steps_per_epoch,
+        pct_start=0.1,
+    )
+    weight = torch.tensor([0.5, 0.5, 1.0])
+    best = torch.full((network.num_members,), float("inf"))
+    kept = copy.deepcopy(network.state_dict())
+    for epoch in range(config.epochs):
+        losses = []
+        order = rng.permutation(training.num_sets)
+        for start in range(0, training.num_sets, config.batch_sets):
+            batch = training.select(order[start : start + config.batch_sets])
+            error = _log_error(_forward(network, batch), batch)
+            loss = (
+                torch.nn.functional.smooth_l1_loss(
+                    error * weight, torch.zeros_like(error), beta=0.02, reduction="sum"
+                )
+                / batch.num_sets
+            )
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 10.0)
+            optimizer.step()
+            schedule.step()
+            losses.append(float(loss.detach()) / network.num_members)
+        mape, tau = _validate(network, validation, best, kept)
+        if report is not None:
+            report(epoch, float(np.mean(losses)), mape, tau)
+    network.load_state_dict(kept)
+
+
+def _validate(
+    network: SetCostNetwork,
+    validation: SetData,
+    best: torch.Tensor,
+    kept: dict[str, torch.Tensor],
+) -> tuple[float, float]:
+    """Keep the members that improved; return the ensemble's MAPE and tau."""
+    with torch.no_grad():
+        predicted = _forward(network, validation)
+        error = _log_error(predicted, validation)
+        score = (error.exp() - 1).abs().mean(dim=(0, 2))
+        improved = score < best
+        best[improved] = score[improved]
+        state = network.state_dict()
+        for name, _ in network.named_parameters():
+            kept[name][improved] = state[name][improved]
+        total = predicted.mean(dim=1).sum(dim=1).double().numpy()
+    measured = validation.costs_S2.sum(axis=1)
+    mape = float(np.abs(total / measured - 1).mean())
+    return mape, float(stats.kendalltau(total, measured).statistic)
+
+
+def as_cost_model(network: SetCostNetwork, data: SetData, name: str) -> NeuralCostModel:
+    """Wrap a network trained on `data`, for judging it before it is saved."""
+    return NeuralCostModel(
+        network, name=name, hardware="", ranges=training_ranges(data)
+    )
