@@ -60,8 +60,8 @@ def load_cost_model(
     if Path(cost_model).is_dir():
         return load_bundle(cost_model)
     raise ConfigError(
-        f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped bundle "
-        f"({', '.join(pretrained_names()) or 'none'}), nor a folder made by "
+        f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped "
+        f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a folder made by "
         "'neuroshard train'"
     )
 

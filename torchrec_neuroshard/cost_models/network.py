@@ -6,6 +6,7 @@ encoding values, `K` latent values, `P` physical totals, `O` optimizer kinds.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -134,7 +135,7 @@ class SetCostNetwork(nn.Module):
 
 def _layers(num_members: int, sizes: list[int]) -> list[nn.Parameter]:
     parameters = []
-    for i, (fan_in, fan_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+    for i, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
         last = i == len(sizes) - 2
         scale = (0.1 if last else math.sqrt(2.0)) / math.sqrt(fan_in)
         parameters.append(

@@ -1,0 +1,159 @@
+"""Bundles: what is saved is what is loaded, and nothing else is accepted."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torchrec_neuroshard.cost_models import load_bundle, load_cost_model
+from torchrec_neuroshard.cost_models.bundle import BundleInfo, save_bundle
+from torchrec_neuroshard.cost_models.compute import NeuralCostModel, PhysicalCostModel
+from torchrec_neuroshard.cost_models.loading import pretrained_names
+from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.devices import cpu_name
+from torchrec_neuroshard.errors import (
+    BundleCorruptError,
+    BundleMismatchError,
+    ConfigError,
+)
+from torchrec_neuroshard.features import FEATURE_NAMES, table_features
+from torchrec_neuroshard.records import Fingerprint
+from torchrec_neuroshard.tables import TableConfig
+
+SIZES = {"num_members": 2, "hidden": 8, "latent": 2, "head_hidden": 4}
+
+
+def write_bundle(folder: Path, device: str = "test device") -> SetCostNetwork:
+    torch.manual_seed(0)
+    network = SetCostNetwork(**SIZES)
+    network.physical_PO2.fill_(1e-6)
+    network.launch_2.fill_(0.1)
+    info = BundleInfo(
+        name="test",
+        fingerprint=Fingerprint(
+            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
+        ),
+        reference_ms=8.0,
+        network=SIZES,
+        ranges={name: (0.0, 1.0) for name in FEATURE_NAMES},
+        trained_on={},
+    )
+    save_bundle(folder, network, info, "# card\n")
+    return network
+
+
+def test_saved_and_loaded_predict_the_same(tmp_path: Path) -> None:
+    network = write_bundle(tmp_path)
+    features = table_features(
+        [TableConfig(name="t", num_embeddings=1000, embedding_dim=16)], 1024
+    )
+    ids = np.zeros(1, dtype=np.int64)
+    saved = NeuralCostModel(network, name="test", hardware="", ranges={})
+    loaded = load_bundle(tmp_path)
+    np.testing.assert_array_equal(
+        saved.predict_sets(features, ids, 1), loaded.predict_sets(features, ids, 1)
+    )
+    assert (loaded.name, loaded.hardware) == ("test", "test device")
+    assert loaded.reference_ms == 8.0
+    assert (tmp_path / "CARD.md").read_text() == "# card\n"
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    write_bundle(tmp_path)
+    weights = tmp_path / "weights.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(BundleCorruptError, match="damaged or not of this bundle"):
+        load_bundle(tmp_path)
+
+
+def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+    write_bundle(tmp_path)
+    weights = tmp_path / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(BundleCorruptError, match="checksum"):
+        load_bundle(tmp_path)
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    write_bundle(tmp_path)
+    (tmp_path / "weights.safetensors").unlink()
+    with pytest.raises(BundleCorruptError, match="no readable weights"):
+        load_bundle(tmp_path)
+
+
+def test_foreign_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BundleCorruptError, match="not a cost-model bundle"):
+        load_bundle(tmp_path)
+    (tmp_path / "bundle.json").write_text("{ not json")
+    with pytest.raises(BundleCorruptError, match="damaged"):
+        load_bundle(tmp_path)
+    (tmp_path / "bundle.json").write_text("[1]")
+    with pytest.raises(BundleCorruptError, match="not a bundle description"):
+        load_bundle(tmp_path)
+
+
+def edit(folder: Path, **changes: object) -> None:
+    path = folder / "bundle.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_other_versions_are_refused(tmp_path: Path) -> None:
+    write_bundle(tmp_path)
+    edit(tmp_path, feature_names=["a", "b"])
+    with pytest.raises(BundleMismatchError, match="feature columns of version 1"):
+        load_bundle(tmp_path)
+    edit(tmp_path, bundle_version=99)
+    with pytest.raises(BundleMismatchError, match="bundle version 99"):
+        load_bundle(tmp_path)
+
+
+def test_garbled_fields_are_refused(tmp_path: Path) -> None:
+    write_bundle(tmp_path)
+    edit(tmp_path, fingerprint={"device": "x"})
+    with pytest.raises(BundleCorruptError, match="lacks or garbles a field"):
+        load_bundle(tmp_path)
+
+
+def test_wrong_network_sizes_are_refused(tmp_path: Path) -> None:
+    write_bundle(tmp_path)
+    edit(tmp_path, network={**SIZES, "hidden": 16})
+    with pytest.raises(BundleCorruptError, match="does not hold this bundle's network"):
+        load_bundle(tmp_path)
+
+
+def test_load_by_path_name_and_object(tmp_path: Path) -> None:
+    write_bundle(tmp_path)
+    model = load_cost_model(tmp_path)
+    assert load_cost_model(model) is model
+    assert "cpu" in pretrained_names()
+    assert load_cost_model("cpu").source == "measured"
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown cost model 'tpu'.*cpu"):
+        load_cost_model("tpu")
+
+
+def test_auto_never_takes_a_cpu_bundle_for_a_gpu() -> None:
+    with pytest.warns(UserWarning, match="no cost model was measured.*collect"):
+        model = load_cost_model("auto", device_type="cuda", hbm_gb_per_s=3350.0)
+    assert isinstance(model, PhysicalCostModel)
+    assert model.constants.memory_gb_per_s == 3350.0
+    assert "not measured" in model.source
+
+
+def test_auto_takes_the_bundle_of_this_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrec_neuroshard.cost_models import loading
+
+    monkeypatch.setattr(loading, "_PRETRAINED", tmp_path)
+    write_bundle(tmp_path / "other", device="another CPU")
+    with pytest.warns(UserWarning, match="physical estimate"):
+        assert isinstance(load_cost_model("auto"), PhysicalCostModel)
+    write_bundle(tmp_path / "this", device=cpu_name())
+    assert isinstance(load_cost_model("auto"), NeuralCostModel)

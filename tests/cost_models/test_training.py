@@ -1,0 +1,159 @@
+"""Training on costs that are known exactly, and judging."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.cost_models.training import (
+    SetData,
+    TrainConfig,
+    as_cost_model,
+    build_sets,
+    evaluate,
+    fit_linear,
+    fit_stock,
+    train,
+)
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.features import table_features
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCostModel
+
+
+def synthetic_records(count: int, seed: int) -> list[CostRecord]:
+    """Sets whose cost is not linear in the physical totals: wide rows cost less."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for index in range(count):
+        batch_size = int(rng.integers(512, 4096))
+        tables = []
+        for i in range(int(rng.integers(1, 8))):
+            rows, pooling = int(rng.integers(10, 10**6)), float(rng.uniform(1, 30))
+            tables.append(
+                TableConfig(
+                    name=f"{index}/{i}",
+                    num_embeddings=rows,
+                    embedding_dim=4 * int(rng.integers(1, 33)),
+                    pooling_factor=pooling,
+                    profile=zipf_profile(
+                        batch_size=batch_size,
+                        pooling_factor=pooling,
+                        num_embeddings=rows,
+                    ),
+                )
+            )
+        cost = 0.05 + sum(
+            1e-6 * batch_size * t.pooling_factor * t.embedding_dim**0.7 for t in tables
+        )
+        records.append(
+            CostRecord(
+                index=index,
+                batch_size=batch_size,
+                tables=tuple(tables),
+                fwd_raw_ms=(cost,),
+                bwd_raw_ms=(2.5 * cost,),
+                fwd_ms=cost,
+                bwd_ms=2.5 * cost,
+            )
+        )
+    return records
+
+
+QUICK = TrainConfig(epochs=40, num_members=2, hidden=32, latent=4, head_hidden=16)
+
+
+def test_learned_model_beats_linear_and_stock_on_new_sets() -> None:
+    training = build_sets(synthetic_records(300, 0))
+    test = build_sets(synthetic_records(60, 1))
+    network = train(training, QUICK)
+    learned = evaluate("learned", as_cost_model(network, training, "x"), test)
+    linear = evaluate("linear", fit_linear(training), test)
+    stock = evaluate("stock", fit_stock(training), test)
+    assert learned.total_mape < 0.05
+    assert learned.total_mape < linear.total_mape < stock.total_mape
+    assert learned.kendall_tau > 0.95
+
+
+def test_training_is_the_same_for_the_same_seed() -> None:
+    data = build_sets(synthetic_records(60, 0))
+    config = dataclasses.replace(QUICK, epochs=3)
+    one, two = train(data, config), train(data, config)
+    other = train(data, dataclasses.replace(config, seed=1))
+    features = table_features(
+        [TableConfig(name="t", num_embeddings=1000, embedding_dim=8)], 1024
+    )
+    ids = np.zeros(1, dtype=np.int64)
+    costs = [
+        as_cost_model(n, data, "x").predict_sets(features, ids, 1)
+        for n in (one, two, other)
+    ]
+    np.testing.assert_array_equal(costs[0], costs[1])
+    assert (costs[0] != costs[2]).all()
+
+
+def test_fine_tuning_starts_from_the_given_weights() -> None:
+    data = build_sets(synthetic_records(120, 0))
+    network = train(data, QUICK)
+    before = evaluate("before", as_cost_model(network, data, "x"), data)
+    config = dataclasses.replace(QUICK, epochs=1, learning_rate=1e-6)
+    tuned = train(data, config, init=network)
+    after = evaluate("after", as_cost_model(tuned, data, "x"), data)
+    assert after.total_mape == pytest.approx(before.total_mape, rel=0.05)
+
+
+def exact_sets(seed: int) -> SetData:
+    data = build_sets(synthetic_records(80, seed))
+    exact = AnalyticCostModel().predict_sets(
+        data.features_NF, data.set_ids_N, data.num_sets
+    )
+    return dataclasses.replace(data, costs_S2=exact)
+
+
+def test_linear_fit_recovers_a_linear_cost() -> None:
+    judged = evaluate("linear", fit_linear(exact_sets(0)), exact_sets(1))
+    assert judged.total_mape < 1e-3
+    assert judged.kendall_tau > 0.999
+
+
+def test_stock_fit_takes_the_best_factor() -> None:
+    data = exact_sets(2)
+    best = fit_stock(data)
+    error = evaluate("stock", best, data).total_mape
+    for factor in (0.9, 1.1):
+        other = fit_stock(data)
+        other._ms_per_byte *= factor
+        assert evaluate("off", other, data).total_mape >= error
+
+
+def test_evaluation_of_a_perfect_model_is_perfect() -> None:
+    data = exact_sets(3)
+    judged = evaluate("exact", AnalyticCostModel(), data)
+    assert judged.total_mape == pytest.approx(0, abs=1e-9)
+    assert judged.kendall_tau == pytest.approx(1)
+    assert len(judged.decile_mape) == 10
+    assert list(judged.decile_ms) == sorted(judged.decile_ms)
+
+
+def test_select_keeps_sets_whole() -> None:
+    data = build_sets(synthetic_records(10, 0))
+    chosen = data.select(np.array([7, 2]))
+    assert chosen.num_sets == 2
+    np.testing.assert_array_equal(chosen.costs_S2, data.costs_S2[[7, 2]])
+    np.testing.assert_array_equal(
+        chosen.features_NF[chosen.set_ids_N == 0], data.features_NF[data.set_ids_N == 7]
+    )
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(RecordError, match="no records to train on"):
+        build_sets([])
+    bad = dataclasses.replace(synthetic_records(1, 0)[0], fwd_ms=0.0)
+    with pytest.raises(RecordError, match=r"record 0 has times 0\.0"):
+        build_sets([bad])
+    with pytest.raises(RecordError, match="1 sets are too few"):
+        train(build_sets(synthetic_records(1, 0)), QUICK)
+    with pytest.raises(ConfigError, match="validation_share"):
+        TrainConfig(validation_share=1.0)
