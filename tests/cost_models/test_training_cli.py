@@ -1,0 +1,109 @@
+"""`neuroshard train` from record files to a bundle that loads."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.collect.store import RecordStore
+from torchrec_neuroshard.cost_models import load_bundle
+from torchrec_neuroshard.cost_models.training import TrainConfig
+from torchrec_neuroshard.cost_models.training_cli import train_bundle
+from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.tables import TableConfig
+
+BATCH_SIZE = 1024
+
+
+def header(device: str = "test device") -> RunHeader:
+    return RunHeader(
+        fingerprint=Fingerprint(
+            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
+        ),
+        reference_ms=8.0,
+        seed=0,
+        sampling={},
+        command="neuroshard collect compute",
+        created="2026-01-01T00:00:00+00:00",
+    )
+
+
+def record(index: int, *, held_out: bool, scale: float = 1.0) -> CostRecord:
+    pooling = 1.0 + index % 17
+    table = TableConfig(
+        name=f"t{index}",
+        num_embeddings=1000 * (1 + index % 5),
+        embedding_dim=4 * (1 + index % 7),
+        pooling_factor=pooling,
+        profile=zipf_profile(
+            batch_size=BATCH_SIZE,
+            pooling_factor=pooling,
+            num_embeddings=1000 * (1 + index % 5),
+        ),
+    )
+    cost = scale * (0.1 + 0.01 * pooling * table.embedding_dim)
+    return CostRecord(
+        index=index,
+        held_out=held_out,
+        batch_size=BATCH_SIZE,
+        tables=(table,),
+        fwd_raw_ms=(cost,),
+        bwd_raw_ms=(2 * cost,),
+        fwd_ms=cost,
+        bwd_ms=2 * cost,
+    )
+
+
+def write(path: Path, num_held_out: int = 20, device: str = "test device") -> Path:
+    with RecordStore(path, header(device)) as store:
+        for index in range(80):
+            store.append(record(index, held_out=index < num_held_out))
+        again = record(3, held_out=True, scale=1.1)
+        store.append(dataclasses.replace(again, index=80, repeat_of=3))
+    return path
+
+
+def test_command_prints_epochs_and_writes_a_bundle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records, out = write(tmp_path / "r.parquet"), tmp_path / "mine"
+    code = main(
+        ["train", str(records), "--out", str(out), "--epochs", "3", "--members", "2"]
+    )
+    assert code == 0
+    printed = capsys.readouterr().out
+    assert all(f"epoch    {i}/3" in printed for i in (1, 2, 3))
+    assert load_bundle(out).name == "mine"
+
+
+def test_card_states_errors_noise_and_hardware(tmp_path: Path) -> None:
+    evaluations = train_bundle(
+        [write(tmp_path / "r.parquet")],
+        tmp_path / "b",
+        "b",
+        TrainConfig(epochs=2, num_members=1),
+        Console(quiet=True),
+    )
+    card = (tmp_path / "b" / "CARD.md").read_text()
+    learned = evaluations[0]
+    assert (learned.name, learned.num_sets) == ("learned", 20)
+    assert f"| learned | {learned.fwd_mape:.1%} |" in card
+    assert "test device" in card
+    assert "differs by 10.0% (median)" in card
+
+
+def test_too_few_held_out_sets(tmp_path: Path) -> None:
+    records = write(tmp_path / "r.parquet", num_held_out=4)
+    with pytest.raises(RecordError, match="4 sets of held-out tables are too few"):
+        train_bundle([records], tmp_path / "b", "b", TrainConfig(), Console(quiet=True))
+
+
+def test_records_of_two_machines_are_not_mixed(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.parquet")
+    two = write(tmp_path / "two.parquet", device="another device")
+    with pytest.raises(RecordMismatchError, match="another device"):
+        train_bundle([one, two], tmp_path / "b", "b", TrainConfig())
