@@ -63,25 +63,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; `sys.argv[1:]` when None.
 
     Returns:
-        The exit code: the subcommand's own; 2 for a `NeuroShardError`, whose
-        message goes to stderr; 130 when interrupted from the keyboard.
+        The exit code: the subcommand's own; 2 for a `NeuroShardError` or for
+        frameworks that do not load, with a message on stderr; 130 when interrupted
+        from the keyboard.
 
     Raises:
-        NeuroShardError: only with the environment variable NEUROSHARD_DEBUG=1,
-            to show where it came from.
+        Exception: a fault of our own. With the environment variable
+            NEUROSHARD_DEBUG=1 every error, to show where it came from.
         SystemExit: `--help`, `--version`, or arguments that do not parse.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
-    except NeuroShardError as error:
-        if os.environ.get("NEUROSHARD_DEBUG") == "1":
-            raise
-        print(f"neuroshard: error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("neuroshard: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Exception as error:
+        reason = _explain(error)
+        if reason is None or os.environ.get("NEUROSHARD_DEBUG") == "1":
+            raise
+        print(f"neuroshard: error: {reason}", file=sys.stderr)
+        return EXIT_USER_ERROR
 
 
 def _run(arguments: list[str]) -> int:
@@ -98,7 +100,7 @@ def _run(arguments: list[str]) -> int:
             command.name, help=command.help, description=_sentence(command.help)
         )
         if command.name == chosen:
-            module = _load(command)
+            module = cast(_CommandModule, importlib.import_module(command.module))
             module.add_arguments(subparser)
     args = parser.parse_args(arguments)
     if module is None:
@@ -107,18 +109,13 @@ def _run(arguments: list[str]) -> int:
     return module.run(args)
 
 
-def _load(command: Command) -> _CommandModule:
-    try:
-        return cast(_CommandModule, importlib.import_module(command.module))
-    except NeuroShardError:
-        raise
-    except Exception as error:
-        from torchrec_neuroshard.doctor import explain_failure
+def _explain(error: Exception) -> NeuroShardError | None:
+    """The error to show a user; None for a fault of our own."""
+    if isinstance(error, NeuroShardError):
+        return error
+    from torchrec_neuroshard.doctor import explain_failure
 
-        explained = explain_failure(f"`neuroshard {command.name}`", error)
-        if explained is None:
-            raise
-        raise explained from error
+    return explain_failure("this command", error)
 
 
 def _sentence(text: str) -> str:

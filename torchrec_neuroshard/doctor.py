@@ -186,16 +186,13 @@ def _find_missing(installed: Installed) -> Iterator[Problem]:
         yield Problem(
             severity="error",
             message="torchrec is not installed",
-            repair=(
-                f"{_pip(installed)} install --no-deps {_pin('torchrec', release)}",
-                _install_requirements(installed, f"torch=={installed.torch}"),
-            ),
+            repair=_recipe(installed, release, build),
         )
     if not installed.fbgemm and not installed.fbgemm_files:
         yield Problem(
             severity="error",
             message="fbgemm is not installed; torchrec cannot be imported without it",
-            repair=_replace_fbgemm(installed, release, build),
+            repair=_recipe(installed, release, build),
         )
     if installed.missing and installed.torchrec is not None:
         yield Problem(
@@ -256,32 +253,28 @@ def _find_release_clashes(
     installed: Installed, replaces_fbgemm: bool
 ) -> Iterator[Problem]:
     release, build = _target(installed)
-    fbgemm_version = installed.fbgemm_files_version
-    if fbgemm_version is None and installed.fbgemm:
-        fbgemm_version = installed.fbgemm[0][1]
     versions = {"torch": installed.torch, "torchrec": installed.torchrec}
     if not replaces_fbgemm:  # else that repair brings the right release already
-        versions["fbgemm"] = fbgemm_version
-    known = {
-        name: found
-        for name, version in versions.items()
-        if (found := _release(name, version)) is not None
-    }
-    unknown = [f"{n} {v}" for n, v in versions.items() if v and n not in known]
-    if len(set(known.values())) > 1:
-        listed = ", ".join(f"{name} {versions[name]}" for name in known)
-        repair = _recipe(installed, release, build)
-        if known.get("torch") == release:
-            repair = repair[1:]
+        versions["fbgemm"] = _fbgemm_version(installed)
+    found = {n: _release(n, version) for n, version in versions.items() if version}
+    # One known release dates an unknown one as foreign, unless that is a nightly.
+    unknown = [n for n, release_of in found.items() if release_of is None]
+    nightly = [n for n in unknown if _is_nightly(versions[n])]
+    clashing = [n for n in found if n not in nightly]
+    releases = {found[n] for n in clashing}
+    if len(releases) > 1:
+        listed = ", ".join(f"{name} {versions[name]}" for name in clashing)
         yield Problem(
             severity="error",
             message=f"{listed} are of different releases; {_belongs(release)}",
-            repair=repair,
+            repair=_recipe(installed, release, build),
         )
+        unknown = nightly
     if unknown:
+        listed = ", ".join(f"{name} {versions[name]}" for name in unknown)
         yield Problem(
             severity="warning",
-            message=f"{', '.join(unknown)}: not a release that the table knows "
+            message=f"{listed}: not a release that the table knows "
             f"({', '.join(RELEASES)}), so nothing says what belongs to it",
         )
 
@@ -307,14 +300,18 @@ def _target(installed: Installed) -> tuple[str, str]:
 
 
 def _recipe(installed: Installed, release: str, build: str) -> tuple[str, ...]:
+    """Commands for whatever is not of that release yet, in the one order that works."""
     torch_pin = f"torch=={RELEASES[release]}.*"
-    *uninstall, install = _replace_fbgemm(installed, release, build)
-    return (
-        f'{_pip(installed)} install "{torch_pin}"',
-        *uninstall,
-        f"{install} {_pin('torchrec', release)}",
-        _install_requirements(installed, torch_pin),
-    )
+    steps: list[str] = []
+    if _release("torch", installed.torch) != release:
+        steps.append(f'{_pip(installed)} install "{torch_pin}"')
+    if _release("fbgemm", _fbgemm_version(installed)) != release:
+        steps += _replace_fbgemm(installed, release, build)
+    if _release("torchrec", installed.torchrec) != release:
+        # Never without --no-deps: torchrec asks for the newest CUDA fbgemm.
+        pin = _pin("torchrec", release)
+        steps.append(f"{_pip(installed)} install --no-deps {pin}")
+    return *steps, _install_requirements(installed, torch_pin)
 
 
 def _replace_fbgemm(installed: Installed, release: str, build: str) -> tuple[str, ...]:
@@ -366,8 +363,20 @@ def _describe_files(installed: Installed) -> str:
     return f"{version}, {installed.fbgemm_build or 'unknown'} build"
 
 
+def _fbgemm_version(installed: Installed) -> str | None:
+    if installed.fbgemm_files_version is None and installed.fbgemm:
+        return installed.fbgemm[0][1]
+    return installed.fbgemm_files_version
+
+
 def _kind(build: str | None) -> str | None:
     return None if build is None else build.partition(" ")[0]
+
+
+def _is_nightly(version: str | None) -> bool:
+    """Whether a version says nothing of the release that it belongs to."""
+    # torch writes 2.14.0.dev20260801, fbgemm and torchrec write 2026.8.1.
+    return _minor(version) is None or bool(re.search(r"\.dev|^20\d\d\.", version or ""))
 
 
 def _minor(version: str | None) -> str | None:

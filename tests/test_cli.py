@@ -1,0 +1,150 @@
+"""The command line: one subcommand is loaded, errors become exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+import torchrec_neuroshard
+from torchrec_neuroshard import cli
+from torchrec_neuroshard.errors import InfeasibleError
+
+Run = Callable[[argparse.Namespace], int]
+
+
+@pytest.fixture
+def use_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], None]:
+    """Adds a subcommand `act --times N` beside one whose module does not exist."""
+
+    def use(run: Run) -> None:
+        module = ModuleType("module_of_act")
+        module.__dict__["add_arguments"] = lambda parser: parser.add_argument(
+            "--times", type=int, default=1
+        )
+        module.__dict__["run"] = run
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        commands = (
+            cli.Command("act", "do something", module.__name__),
+            cli.Command("absent", "cannot be loaded", "a_module_that_nobody_wrote"),
+        )
+        monkeypatch.setattr(cli, "COMMANDS", commands)
+
+    return use
+
+
+def raising(error: BaseException) -> Run:
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_help_lists_every_command_and_loads_none() -> None:
+    code = (
+        "import sys\n"
+        "from torchrec_neuroshard import cli\n"
+        "try:\n"
+        "    cli.main(['--help'])\n"
+        "except SystemExit as stop:\n"
+        "    assert stop.code == 0\n"
+        "heavy = {'torch', 'torchrec', 'numpy', *(c.module for c in cli.COMMANDS)}\n"
+        "print('loaded:', *sorted(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1].strip() == "loaded:"
+    for command in cli.COMMANDS:
+        assert f"{command.name} " in done.stdout
+        assert command.help in done.stdout
+
+
+def test_exit_code_and_options_are_the_subcommands_own(
+    use_command: Callable[[Run], None],
+) -> None:
+    use_command(lambda args: 10 + int(args.times))
+    assert cli.main(["act"]) == 11
+    assert cli.main(["act", "--times", "3"]) == 13
+
+
+def test_missing_module_of_another_command_does_no_harm(
+    use_command: Callable[[Run], None],
+) -> None:
+    use_command(lambda args: 0)
+    assert cli.main(["act"]) == 0
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_wrote"):
+        cli.main(["absent"])
+
+
+def test_package_error_is_one_line_on_stderr(
+    use_command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_command(raising(InfeasibleError("table 'a' fits nowhere")))
+    assert cli.main(["act"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == "neuroshard: error: table 'a' fits nowhere\n"
+
+
+def test_debug_shows_where_an_error_came_from(
+    use_command: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_command(raising(InfeasibleError("table 'a' fits nowhere")))
+    monkeypatch.setenv("NEUROSHARD_DEBUG", "1")
+    with pytest.raises(InfeasibleError, match="fits nowhere"):
+        cli.main(["act"])
+
+
+def test_our_own_fault_is_not_hidden(use_command: Callable[[Run], None]) -> None:
+    use_command(raising(ZeroDivisionError("a fault of ours")))
+    with pytest.raises(ZeroDivisionError, match="a fault of ours"):
+        cli.main(["act"])
+
+
+def test_missing_framework_names_the_doctor(
+    use_command: Callable[[Run], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+
+    def run(args: argparse.Namespace) -> int:
+        import torchrec  # noqa: F401
+
+        return 0
+
+    use_command(run)
+    assert cli.main(["act"]) == 2
+    assert "torchrec_neuroshard doctor`" in capsys.readouterr().err
+
+
+def test_interrupt_exits_like_a_shell(use_command: Callable[[Run], None]) -> None:
+    use_command(raising(KeyboardInterrupt()))
+    assert cli.main(["act"]) == 130
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"]])
+def test_bad_arguments_exit_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "doctor" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.strip() == torchrec_neuroshard.__version__

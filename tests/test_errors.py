@@ -1,0 +1,70 @@
+"""The error tree is the one that its docstring draws."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+from torchrec_neuroshard import errors
+
+CLASSES = {
+    name: value
+    for name, value in vars(errors).items()
+    if inspect.isclass(value) and value.__module__ == errors.__name__
+}
+
+
+def drawn_tree() -> dict[str, tuple[str | None, str | None]]:
+    """Name -> (parent, built-in class beside it), read from the docstring."""
+    tree: dict[str, tuple[str | None, str | None]] = {}
+    ancestors: list[str] = []
+    pattern = r"^( *)- (\w+)(?: \((\w+)\))?"
+    for indent, name, builtin in re.findall(pattern, errors.__doc__ or "", re.M):
+        depth = len(indent) // 4
+        del ancestors[depth:]
+        tree[name] = (ancestors[-1] if ancestors else None, builtin or None)
+        ancestors.append(name)
+    return tree
+
+
+def test_docstring_draws_every_class_and_no_other() -> None:
+    assert set(drawn_tree()) == set(CLASSES)
+    assert sorted(CLASSES) == errors.__all__
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_class_has_the_bases_drawn(name: str) -> None:
+    parent, builtin = drawn_tree()[name]
+    bases = [base.__name__ for base in CLASSES[name].__bases__]
+    assert bases == [base for base in (parent or "Exception", builtin) if base]
+
+
+@pytest.mark.parametrize(
+    ("raised", "caught"),
+    [
+        (errors.TableError, errors.ConfigError),
+        (errors.ProfileError, errors.ConfigError),
+        (errors.ConfigError, ValueError),
+        (errors.FeatureSchemaError, ValueError),
+        (errors.BundleCorruptError, errors.BundleError),
+        (errors.BundleMismatchError, errors.BundleError),
+        (errors.BundleError, ValueError),
+        (errors.RecordMismatchError, errors.RecordError),
+        (errors.RecordError, ValueError),
+        (errors.InfeasibleError, errors.PlacementError),
+        (errors.PlacementError, ValueError),
+        (errors.EnvironmentMismatchError, RuntimeError),
+        *[(value, errors.NeuroShardError) for value in CLASSES.values()],
+    ],
+)
+def test_error_is_caught_as(
+    raised: type[Exception], caught: type[BaseException]
+) -> None:
+    with pytest.raises(caught, match=r"^the rule$"):
+        raise raised("the rule")
+
+
+def test_environment_error_is_no_bad_input() -> None:
+    assert not issubclass(errors.EnvironmentMismatchError, ValueError)

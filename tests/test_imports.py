@@ -1,0 +1,301 @@
+"""The layout of the package: who may import whom, and what `__all__` promises.
+
+Read from the source alone, so that it also covers modules whose frameworks are not
+installed, and imports inside functions.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "torchrec_neuroshard"
+ROOT = Path(__file__).parents[1] / PACKAGE
+
+_VALUES = {"errors", "profiles", "tables"}
+_DATA = _VALUES | {"placement", "records", "workloads", "devices"}
+_MODELS = _VALUES | {"placement", "records", "devices", "features", "cost_models"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    # The way from a table to a plan: each imports only what stands above it.
+    "errors": set(),
+    "profiles": {"errors"},
+    "tables": {"errors", "profiles"},
+    "placement": _VALUES,
+    "features": _VALUES | {"placement"},
+    "cost_models": (_MODELS - {"cost_models"}) | {"collect.store"},
+    "simulator": _MODELS,
+    "search": _MODELS | {"simulator"},
+    "baselines": _MODELS | {"simulator", "search"},
+    "report": _MODELS | {"simulator", "search", "baselines", "workloads"},
+    "planner": _MODELS | {"simulator", "search", "baselines", "report"},
+    # Beside it.
+    "devices": {"errors"},
+    "records": _VALUES,
+    "workloads": _VALUES | {"placement"},
+    "collect": _DATA,
+    "testing": _MODELS | {"simulator", "search"},
+    # In front of it: these load the rest by name, when asked to.
+    "doctor": {"errors"},
+    "cli": {"errors", "doctor"},
+    "__main__": {"cli"},
+}
+"""Unit (a subpackage, or a module beside them) -> units, or single modules of them."""
+
+FENCES = {
+    "fbgemm_gpu": ("collect.tbe",),
+    "torch.distributed": ("collect.comms", "planner"),
+    "torchrec": ("planner",),
+}
+"""What only these may import; for its types alone (TYPE_CHECKING), all may."""
+
+
+def is_type_checking(node: ast.If) -> bool:
+    return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(tree: ast.AST, module: str, for_types: bool) -> Iterator[tuple[str, int]]:
+    """Full names of what is imported, and the lines.
+
+    `from a import b` counts as `a.b`, since b may be a module.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and is_type_checking(node) and not for_types:
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []), module, for_types)
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            source = node.module or ""
+            if node.level:
+                parents = module.split(".")[: -node.level]
+                source = ".".join([*parents, *filter(None, [source])])
+            for alias in node.names:
+                yield f"{source}.{alias.name}", node.lineno
+        elif isinstance(node, ast.Attribute):
+            if ast.unparse(node) == "torch.distributed":
+                yield "torch.distributed", node.lineno
+        yield from imports(node, module, for_types)
+
+
+def within(name: str, places: set[str] | tuple[str, ...]) -> bool:
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def find_crossings(module: str, tree: ast.AST) -> list[str]:
+    """Imports of our own units that `MAY_IMPORT` does not grant."""
+    inner = module.removeprefix(PACKAGE).strip(".")
+    unit = inner.partition(".")[0]
+    if not inner.removesuffix("__init__"):
+        return []  # the front door: checked by tests/test_init.py
+    if unit not in MAY_IMPORT:
+        return [f"{module}: the unit {unit!r} is not in MAY_IMPORT; give it a place"]
+    found = []
+    for name, line in imports(tree, module, for_types=True):
+        target = name.removeprefix(PACKAGE).strip(".")
+        if not within(name, {PACKAGE}) or target in ("__version__", ""):
+            continue
+        if not within(target, MAY_IMPORT[unit] | {unit}):
+            found.append(f"{module}:{line}: {unit} may not import {name}")
+    return found
+
+
+def find_fence_breaks(module: str, tree: ast.AST) -> list[str]:
+    inner = module.removeprefix(f"{PACKAGE}.")
+    return [
+        f"{module}:{line}: imports {name}; only {', '.join(places)} may"
+        for name, line in imports(tree, module, for_types=False)
+        for fenced, places in FENCES.items()
+        if within(name, {fenced}) and not within(inner, places)
+    ]
+
+
+def bound_names(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that a module binds at its top level, in whatever branch."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield alias.asname or alias.name.partition(".")[0]
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from bound_names(node.body)
+            for branch in (getattr(node, "orelse", []), getattr(node, "finalbody", [])):
+                yield from bound_names(branch)
+            for handler in getattr(node, "handlers", []):
+                yield from bound_names(handler.body)
+
+
+def export_order(name: str) -> tuple[int, str]:
+    """Constants, then classes, then the rest: the order that ruff sorts into."""
+    return (0 if name.isupper() else 1 if name[:1].isupper() else 2), name
+
+
+def find_export_faults(module: str, tree: ast.Module) -> list[str]:
+    """`__all__`, where there is one: sorted, bound, and leaves nothing public out."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            exported: list[str] = ast.literal_eval(node.value)
+            break
+    else:
+        return []
+    faults = []
+    if exported != sorted(set(exported), key=export_order):
+        faults.append(f"{module}: __all__ is not sorted: {exported}")
+    if unbound := sorted(set(exported) - set(bound_names(tree.body))):
+        faults.append(f"{module}: __all__ names what is not there: {unbound}")
+    definitions = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    public = {n.name for n in tree.body if isinstance(n, definitions)}
+    hidden = sorted(n for n in public - set(exported) if not n.startswith("_"))
+    if hidden:
+        faults.append(f"{module}: public, but not in __all__: {hidden}")
+    return faults
+
+
+def sources() -> dict[str, ast.Module]:
+    """Module name -> syntax tree, for the whole package.
+
+    A package's `__init__` keeps that name, so that relative imports count from it.
+    """
+    return {
+        ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)): ast.parse(
+            path.read_text("utf-8"), str(path)
+        )
+        for path in sorted(ROOT.rglob("*.py"))
+    }
+
+
+def test_package_is_found() -> None:
+    assert {f"{PACKAGE}.__init__", f"{PACKAGE}.errors"} <= set(sources())
+
+
+def test_units_import_only_what_lies_below_them() -> None:
+    found = [
+        f for module, tree in sources().items() for f in find_crossings(module, tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_frameworks_stay_behind_their_fences() -> None:
+    found = [
+        f for module, tree in sources().items() for f in find_fence_breaks(module, tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_exports_are_sorted_and_complete() -> None:
+    found = [
+        f
+        for module, tree in sources().items()
+        for f in find_export_faults(module, tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_the_rules_themselves_have_no_cycle() -> None:
+    order: list[str] = []
+    while left := set(MAY_IMPORT) - set(order):
+        # `collect.store` is one module, not the unit around it.
+        free = {unit for unit in left if not (MAY_IMPORT[unit] & left)}
+        assert free, f"these import each other: {sorted(left)}"
+        order += sorted(free)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tables", "from torchrec_neuroshard.search.base import Searcher"),
+        ("tables", "from . import features"),
+        ("tables", "from .planner import planners"),
+        ("errors", "import torchrec_neuroshard.tables"),
+        ("errors", "def f():\n    from torchrec_neuroshard import tables"),
+        ("search.beam", "from torchrec_neuroshard.baselines import milp"),
+        ("search.beam", "from ..collect import store"),
+        ("search.__init__", "from ..planner import planners"),
+        ("cost_models.training", "from torchrec_neuroshard.collect.tbe import x"),
+        ("simulator", "if TYPE_CHECKING:\n    import torchrec_neuroshard.search"),
+        ("simulator", "import torchrec_neuroshard.searching_for_trouble"),
+        ("newcomer", "import os"),
+    ],
+)
+def test_crossing_is_found(module: str, source: str) -> None:
+    assert find_crossings(f"{PACKAGE}.{module}", ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("search.beam", "from torchrec_neuroshard import tables"),
+        ("search.beam", "from .base import Searcher"),
+        ("search.beam", "from . import base"),
+        ("search.__init__", "from .base import Searcher"),
+        ("search.beam", "from ..simulator import predict"),
+        ("cost_models.training", "from torchrec_neuroshard.collect.store import x"),
+        ("tables", "import numpy, tabulate, search"),
+        ("cli", "from torchrec_neuroshard import __version__"),
+        ("__init__", "from torchrec_neuroshard.planner.planners import Planner"),
+    ],
+)
+def test_downward_import_is_granted(module: str, source: str) -> None:
+    assert find_crossings(f"{PACKAGE}.{module}", ast.parse(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "breaks"),
+    [
+        ("collect.tbe", "import fbgemm_gpu.split_embedding_configs", False),
+        ("collect.tbe", "import torchrec", True),
+        ("collect.tbe_helpers", "import fbgemm_gpu", True),
+        ("collect.timing", "def f():\n    from fbgemm_gpu import x", True),
+        ("planner.planners", "from torchrec.distributed import planner", False),
+        ("planner.planners", "import fbgemm_gpu", True),
+        ("profiles", "from torchrec.sparse import jagged_tensor", True),
+        ("profiles", "if TYPE_CHECKING:\n    import torchrec", False),
+        ("profiles", "if TYPE_CHECKING:\n    pass\nelse:\n    import torchrec", True),
+        ("profiles", "try:\n    import torchrec\nexcept ImportError:\n    pass", True),
+        ("collect.comms", "import torch.distributed as dist", False),
+        ("collect.timing", "import torch.distributed as dist", True),
+        ("collect.timing", "from torch import distributed", True),
+        ("collect.timing", "import torch\ntorch.distributed.barrier()", True),
+        ("collect.timing", "import torch\ntorch.nn.Linear(1, 1)", False),
+    ],
+)
+def test_fence_breaks_are_found(module: str, source: str, breaks: bool) -> None:
+    found = find_fence_breaks(f"{PACKAGE}.{module}", ast.parse(source))
+    assert bool(found) == breaks
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("__all__ = ['b', 'a']\na = b = 1", "not sorted"),
+        ("__all__ = ['a', 'a']\na = 1", "not sorted"),
+        ("__all__ = ['Ab', 'B_C']\nAb = B_C = 1", "not sorted"),
+        ("__all__ = ['a', 'b']\na = 1", r"not there: \['b'\]"),
+        ("__all__ = []\ndef f(): ...", r"not in __all__: \['f'\]"),
+    ],
+)
+def test_export_faults_are_found(source: str, fault: str) -> None:
+    with pytest.raises(AssertionError, match=fault):
+        assert not find_export_faults("module", ast.parse(source))
+
+
+def test_names_bound_in_branches_count_as_exports() -> None:
+    source = (
+        "__all__ = ['A', 'B', 'a', 'b', 'c']\n"
+        "if TYPE_CHECKING:\n    from x import A\n"
+        "try:\n    import b\nexcept ImportError:\n    b = None\n"
+        "else:\n    B: int = 3\n"
+        "a, (c, _d) = 1, (2, 3)\n"
+        "def _private(): ...\n"
+    )
+    assert find_export_faults("module", ast.parse(source)) == []
