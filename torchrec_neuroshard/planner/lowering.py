@@ -1,0 +1,444 @@
+"""TorchRec's sharding options and plans, as tables and placements, and back.
+
+A *searched* option is one whose placement this package chooses: a fused table-wise or
+column-wise one. A *described* option is one whose shards a `Placement` can express:
+searched ones and those that TorchRec itself placed table-column-wise. All others (row
+shards, replicas, offloaded tables) keep TorchRec's own costs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+
+from torchrec_neuroshard.errors import PlacementError, ProfileError
+from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
+from torchrec_neuroshard.tables import (
+    COLUMN_MULTIPLE,
+    DATA_TYPE_BYTES,
+    TableConfig,
+)
+
+__all__ = [
+    "DESCRIBED_TYPES",
+    "SEARCHED_TYPES",
+    "LoweredPlan",
+    "PlanPlacement",
+    "TableReader",
+    "check_profiles",
+    "device_tier",
+    "fusion_key",
+    "lower_plan",
+    "placement_from_plan",
+    "table_name",
+]
+
+SEARCHED_TYPES: frozenset[str] = frozenset(
+    {ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value}
+)
+"""Sharding types that the search emits."""
+
+DESCRIBED_TYPES: frozenset[str] = SEARCHED_TYPES | {
+    ShardingType.TABLE_COLUMN_WISE.value
+}
+"""Sharding types whose shards are whole columns on one rank each."""
+
+_FUSED = EmbeddingComputeKernel.FUSED.value
+
+_OPTIMIZER_NAMES: Mapping[str, str] = {
+    # torch.optim and torchrec.optim classes
+    "SGD": "sgd",
+    "RowWiseAdagrad": "rowwise_adagrad",
+    "Adagrad": "adagrad",
+    "Adam": "adam",
+    # members of fbgemm's EmbOptimType
+    "EXACT_SGD": "sgd",
+    "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad",
+    "EXACT_ADAGRAD": "adagrad",
+    "ADAM": "adam",
+}
+"""Other optimizers are costed as Adam, which keeps as much state as any of them."""
+
+
+def device_tier(topology: Topology) -> str:
+    """Name of the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
+    return "ddr" if topology.compute_device == "cpu" else "hbm"
+
+
+def table_name(option: ShardingOption) -> str:
+    """Path of the option's module and the table's name; unique in a model."""
+    return f"{option.path}.{option.name}" if option.path else str(option.name)
+
+
+def _configs(module: nn.Module) -> dict[str, Any]:
+    """TorchRec's configuration of each table that lies in `module`, by table name."""
+    found: dict[str, Any] = {}
+    for child in module.modules():
+        for method in ("embedding_bag_configs", "embedding_configs"):
+            read = getattr(child, method, None)
+            if callable(read):
+                found.update({c.name: c for c in read()})
+    return found
+
+
+def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:
+    """Check that each profile belongs to a feature of the model.
+
+    Raises:
+        ProfileError: A profile is of a feature that no embedding table reads.
+    """
+    if not profiles:
+        return
+    configs = (c for child in module.modules() for c in _configs(child).values())
+    known = {f for c in configs for f in (c.feature_names or [c.name])}
+    unknown = sorted(set(profiles) - known)
+    if unknown:
+        raise ProfileError(
+            f"profiles holds feature '{unknown[0]}', which no embedding table reads; "
+            f"known features: {', '.join(sorted(known)) or 'none'}. Leave it out or "
+            "correct its name"
+        )
+
+
+class TableReader:
+    """Reads TorchRec's sharding options as tables of the cost model.
+
+    Attributes:
+        fused_params: Module type -> the sharder's fused parameters. Filled by
+            `note_sharders` or by the estimator; without them the optimizer is taken
+            from the parameter, else TorchRec's default.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        constraints: Mapping[str, ParameterConstraints] | None,
+        profiles: Mapping[str, FeatureProfile] | None,
+    ) -> None:
+        """Take what the tables' inputs are described by."""
+        self.fused_params: dict[str, Mapping[str, Any]] = {}
+        self._world_size = world_size
+        self._constraints = constraints or {}
+        self._profiles = profiles or {}
+        self._configs: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._tables: dict[tuple[Any, ...], TableConfig] = {}
+
+    def note_sharders(self, sharders: Iterable[ModuleSharder[Any]]) -> None:
+        """Remember the fused parameters of each sharder."""
+        for sharder in sharders:
+            kind = sharder.module_type
+            self.fused_params[f"{kind.__module__}.{kind.__name__}"] = (
+                getattr(sharder, "fused_params", None) or {}
+            )
+
+    def config(self, option: ShardingOption) -> Any | None:
+        """Return TorchRec's configuration of the option's table, if it has one."""
+        module = option.module[1]
+        if module not in self._configs:
+            self._configs[module] = _configs(module)
+        return self._configs[module].get(option.name)
+
+    def is_described(self, option: ShardingOption) -> bool:
+        """Whether the cost model and a placement can describe the option."""
+        config = self.config(option)
+        return (
+            option.sharding_type in DESCRIBED_TYPES
+            and option.compute_kernel == _FUSED
+            and config is not None
+            and config.data_type.value.lower() in DATA_TYPE_BYTES
+            and option.tensor.dim() == 2
+            and option.tensor.shape[0] > 0
+            and all(
+                s.size[1] > 0 and s.size[1] % COLUMN_MULTIPLE == 0
+                for s in option.shards
+            )
+        )
+
+    def is_searched(self, option: ShardingOption) -> bool:
+        """Whether this package chooses the option's shards and ranks."""
+        return (
+            option.sharding_type in SEARCHED_TYPES
+            and option.dependency is None
+            and self.is_described(option)
+        )
+
+    def optimizer(self, option: ShardingOption) -> str:
+        """Name of the table's optimizer, among those that the cost models know."""
+        classes = getattr(option.tensor, "_optimizer_classes", None)
+        if classes and classes[0] is not None:
+            return _OPTIMIZER_NAMES.get(classes[0].__name__, "adam")
+        chosen = self.fused_params.get(option.module_type_key, {}).get("optimizer")
+        if chosen is None:
+            return "sgd"  # fbgemm's own default
+        return _OPTIMIZER_NAMES.get(getattr(chosen, "name", str(chosen)), "adam")
+
+    def table(self, option: ShardingOption) -> TableConfig:
+        """Describe the option's table, whatever its shards.
+
+        Features that `profiles` holds are described by their profile, the others by
+        the constraints' pooling factors. A sequence table that looks up L ids per
+        sample reads like L features of one id each.
+
+        Args:
+            option: A described option.
+        """
+        optimizer = self.optimizer(option)
+        key = (
+            id(option.tensor),
+            table_name(option),
+            tuple(option.input_lengths),
+            option.batch_size,
+            optimizer,
+        )
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._describe(option, optimizer)
+        return table
+
+    def _describe(self, option: ShardingOption, optimizer: str) -> TableConfig:
+        config = self.config(option)
+        assert config is not None, "only described options have tables"
+        rows, width = (int(n) for n in option.tensor.shape)
+        features = list(config.feature_names or []) or [option.name]
+        pooling = self._pooling_factors(option, len(features))
+        batch_size = option.batch_size * self._world_size
+        weighted = bool(option.is_weighted) or option.has_feature_processor
+        profile: FeatureProfile | None = None
+        total = sum(pooling)
+        if any(f in self._profiles for f in features):
+            profile = merge_profiles(
+                [
+                    self._profile(f, p, batch_size, rows)
+                    for f, p in zip(features, pooling, strict=True)
+                ]
+            )
+            total = profile.pooling_factor
+        return TableConfig(
+            name=table_name(option),
+            num_embeddings=rows,
+            embedding_dim=width,
+            pooling_factor=total,
+            num_features=len(features) if option.is_pooled else max(1, round(total)),
+            profile=profile,
+            weighted=weighted,
+            data_type=config.data_type.value.lower(),
+            optimizer=optimizer,
+        )
+
+    def _pooling_factors(self, option: ShardingOption, count: int) -> list[float]:
+        """Ids per sample of each feature, by the constraints."""
+        lengths = [float(v) for v in option.input_lengths]
+        constraint = self._constraints.get(option.name)
+        repeats = getattr(option, "num_poolings", None) or (
+            constraint.num_poolings if constraint else None
+        )
+        if repeats and len(repeats) == len(lengths):
+            lengths = [a * b for a, b in zip(lengths, repeats, strict=True)]
+        sizes = constraint.batch_sizes if constraint else None
+        if sizes and len(sizes) == len(lengths):
+            lengths = [
+                a * b / option.batch_size for a, b in zip(lengths, sizes, strict=True)
+            ]
+        if len(lengths) == count:
+            return lengths
+        return [sum(lengths) / len(lengths)] * count
+
+    def _profile(
+        self, feature: str, pooling: float, batch_size: int, rows: int
+    ) -> FeatureProfile:
+        known = self._profiles.get(feature)
+        if known is not None and known.access_histogram:
+            return known.at_batch_size(batch_size, rows)
+        return zipf_profile(
+            batch_size=batch_size,
+            pooling_factor=pooling if known is None else known.pooling_factor,
+            num_embeddings=rows,
+            pooling_std=0.0 if known is None else known.pooling_std,
+        )
+
+
+def fusion_key(
+    option: ShardingOption, reader: TableReader, sharding_type: str
+) -> tuple[Any, ...]:
+    """Key of the fused kernel that TorchRec puts the option's shards into.
+
+    Tables of one module and sharding type fuse when weight type, pooling, optimizer
+    and the kernel's parameters agree.
+    """
+    config = reader.config(option)
+    settings = tuple(
+        repr(getattr(option, name, None))
+        for name in (
+            "cache_params",
+            "enforce_hbm",
+            "stochastic_rounding",
+            "bounds_check_mode",
+            "output_dtype",
+            "stash_weights",
+        )
+    )
+    classes = getattr(option.tensor, "_optimizer_classes", None)
+    arguments = getattr(option.tensor, "_optimizer_kwargs", None)
+    return (
+        option.path,
+        sharding_type,
+        str(getattr(config, "data_type", None)),
+        str(getattr(config, "pooling", None)),
+        bool(option.has_feature_processor),
+        tuple(c.__name__ for c in classes) if classes else (),
+        repr(arguments),
+        settings,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredPlan:
+    """A plan of sharding options, as far as a placement can express it."""
+
+    task: ShardingTask | None
+    """None when no option can be described."""
+    placement: Placement
+    described: tuple[ShardingOption, ...]
+    """The option behind each of the task's tables."""
+    others: tuple[ShardingOption, ...]
+    """Options outside the placement; their shards carry TorchRec's own costs."""
+
+
+def lower_plan(
+    plan: Sequence[ShardingOption], reader: TableReader, topology: Topology
+) -> LoweredPlan:
+    """Describe a plan whose shards have ranks.
+
+    Shards of one table on one rank stay apart, as TorchRec runs them. Memory limits
+    and widths are left open: the task says what is there, not what is allowed.
+    """
+    described, others = [], []
+    for option in plan:
+        (described if reader.is_described(option) else others).append(option)
+    if not described:
+        return LoweredPlan(None, Placement(topology.world_size, ()), (), tuple(others))
+    groups: dict[tuple[Any, ...], int] = {}
+    for option in described:
+        key = fusion_key(option, reader, option.sharding_type)
+        groups.setdefault(key, len(groups))
+    shards = []
+    for index, option in enumerate(described):
+        for shard in option.shards:
+            assert shard.rank is not None, "only plans with ranks can be lowered"
+            shards.append(
+                ColumnShard(
+                    index, int(shard.offset[1]), int(shard.size[1]), int(shard.rank)
+                )
+            )
+    task = ShardingTask(
+        tables=tuple(reader.table(o) for o in described),
+        world_size=topology.world_size,
+        batch_size=described[0].batch_size * topology.world_size,
+        local_world_size=topology.local_world_size,
+        groups=tuple(groups[fusion_key(o, reader, o.sharding_type)] for o in described),
+    )
+    placement = Placement(topology.world_size, tuple(sorted(shards)))
+    return LoweredPlan(task, placement, tuple(described), tuple(others))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPlacement:
+    """Where a TorchRec `ShardingPlan` puts each table."""
+
+    table_names: tuple[str, ...]
+    """The tables that the placement's indices mean."""
+    placement: Placement
+    """Column shards, as TorchRec runs them: several of a table may share a rank."""
+    not_described: Mapping[str, str]
+    """Tables of the plan that column shards cannot express -> their sharding type."""
+
+
+def placement_from_plan(
+    plan: ShardingPlan,
+    world_size: int,
+    table_names: Sequence[str] | None = None,
+) -> PlanPlacement:
+    """Read the column shards and ranks out of a finished `ShardingPlan`.
+
+    Args:
+        plan: What a planner returned.
+        world_size: Ranks that it is for.
+        table_names: Tables in the order that the placement should count them, as
+            "path.table" or, where that is unambiguous, as the bare table name. None:
+            all described tables of the plan, as "path.table", in its order.
+
+    Returns:
+        The placement; row-wise, grid and data-parallel tables, and those outside the
+        device's memory, are named in `not_described`.
+
+    Raises:
+        PlacementError: A name of `table_names` is not in the plan, or means several
+            tables.
+    """
+    entries: dict[str, Any] = {}
+    by_bare_name: dict[str, list[str]] = {}
+    for path, module_plan in plan.plan.items():
+        for name, sharding in module_plan.items():
+            full = f"{path}.{name}" if path else str(name)
+            entries[full] = sharding
+            by_bare_name.setdefault(name, []).append(full)
+    if table_names is None:
+        names = {full: full for full in entries}
+    else:
+        names = {_resolve(n, entries, by_bare_name): n for n in table_names}
+    not_described: dict[str, str] = {}
+    kept: list[str] = []
+    shards: list[ColumnShard] = []
+    for full, shown in names.items():
+        sharding = entries[full]
+        kind = sharding.sharding_type
+        if kind not in DESCRIBED_TYPES or sharding.compute_kernel != _FUSED:
+            kernel = sharding.compute_kernel
+            not_described[shown] = kind if kind not in DESCRIBED_TYPES else kernel
+            if table_names is None:
+                continue
+        else:
+            shards += [
+                ColumnShard(
+                    len(kept),
+                    int(meta.shard_offsets[1]),
+                    int(meta.shard_sizes[1]),
+                    int(rank),
+                )
+                for meta, rank in zip(
+                    sharding.sharding_spec.shards, sharding.ranks, strict=True
+                )
+            ]
+        kept.append(shown)
+    return PlanPlacement(
+        tuple(kept), Placement(world_size, tuple(sorted(shards))), not_described
+    )
+
+
+def _resolve(
+    name: str, entries: Mapping[str, Any], by_bare_name: Mapping[str, Sequence[str]]
+) -> str:
+    if name in entries:
+        return name
+    full = by_bare_name.get(name, [])
+    if len(full) != 1:
+        found = ", ".join(full) if full else f"none; it has {', '.join(entries)}"
+        raise PlacementError(
+            f"table '{name}' must mean one table of the plan, found {found}"
+        )
+    return full[0]

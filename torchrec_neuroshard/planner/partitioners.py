@@ -1,0 +1,325 @@
+"""Where a proposal's tables go: the search, inside TorchRec's loop."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ShardingType
+
+from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.planner.lowering import device_tier, fusion_key
+from torchrec_neuroshard.planner.plan_costs import CostedPart
+from torchrec_neuroshard.search import make_searcher
+from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["NeuroShardPartitioner", "PlacedShards", "SearchRecord", "placed_shards"]
+
+_TABLE_WISE = ShardingType.TABLE_WISE.value
+_COLUMN_WISE = ShardingType.COLUMN_WISE.value
+_TIERS = ("hbm", "ddr", "ssd")
+
+PlacedShards = frozenset[tuple[str, int, int, int]]
+"""Table name, offset, width and rank of each shard: what a plan comes down to."""
+
+
+def placed_shards(task: ShardingTask, placement: Placement) -> PlacedShards:
+    """Return what a placement comes down to, whatever the order of its tables."""
+    return frozenset(
+        (task.tables[s.table].name, s.offset, s.width, s.rank) for s in placement.shards
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRecord:
+    """One search that a partitioner made."""
+
+    task: ShardingTask
+    result: SearchResult
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardStorage:
+    """Memory of a table's shards, as TorchRec estimates it: linear in the width."""
+
+    fixed: Mapping[str, float]
+    per_column: Mapping[str, float]
+
+    def at(self, width: int) -> Storage:
+        """Memory of a shard of `width` columns."""
+        return Storage(
+            **{
+                tier: math.ceil(self.fixed[tier] + self.per_column[tier] * width)
+                for tier in _TIERS
+            }
+        )
+
+
+class NeuroShardPartitioner(CostedPart, Partitioner):  # type: ignore[misc]
+    """Splits and places a proposal's tables by searching on the learned cost of sets.
+
+    Column-wise options may be split at any multiple of four columns, down to the
+    constraint's `min_partition` (default 4) and at most once per rank; table-wise ones
+    stay whole. Splits are of unequal widths only for CPU topologies. Options that are
+    not searched (row-wise, data-parallel, offloaded, ...) are placed first, by
+    TorchRec's greedy routine, and the memory they take is left out of the search.
+
+    A pooled module of which some table is split gets all its column-wise options as
+    column-wise shards, so that a rank runs one kernel for them; where none is split,
+    they become table-wise as far as the constraints allow.
+
+    The proposal is not changed; the options returned are copies, whose shards' `perf`
+    adds up to the cost of each rank's set.
+
+    The other arguments are those of `CostedPart`.
+
+    Attributes:
+        records: The searches since `reset`.
+        infeasible: Why the first proposal since `reset` that did not fit did not.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        search: A search's name, its settings, or a searcher.
+        enumerator: The planner's; says how much memory a split takes. None: what a
+            table needs beside its weights is counted in full for each of its shards.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        search: str | SearchConfig | Searcher = "default",
+        enumerator: Enumerator | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(topology, constraints, **kwargs)
+        self._topology = topology
+        self._constraints = constraints or {}
+        self._searcher = make_searcher(search)
+        self._enumerator = enumerator
+        self._tier = device_tier(topology)
+        self.records: list[SearchRecord] = []
+        self.infeasible: str | None = None
+
+    def reset(self) -> None:
+        """Forget earlier searches."""
+        self.records = []
+        self.infeasible = None
+
+    def partition(
+        self, proposal: list[ShardingOption], storage_constraint: Topology
+    ) -> list[ShardingOption]:
+        """Choose shards and ranks.
+
+        Args:
+            proposal: One option per table, with estimates.
+            storage_constraint: The devices and the memory that shards may take.
+
+        Returns:
+            The chosen options, in the order of the proposal.
+
+        Raises:
+            PlannerError: Of type PARTITION, when nothing fits.
+            ConfigError: The cost model predicts something that is not a time.
+        """
+        is_searched = [self.costs.reader.is_searched(o) for o in proposal]
+        searched = [o for o, s in zip(proposal, is_searched, strict=True) if s]
+        others = _place_others(
+            [o for o, s in zip(proposal, is_searched, strict=True) if not s],
+            storage_constraint,
+        )
+        chosen: list[ShardingOption] = []
+        if searched:
+            chosen = self._search(searched, _left(storage_constraint, others))
+        placed, kept = iter(chosen), iter(others)
+        plan = [next(placed if s else kept) for s in is_searched]
+        self.costs.attribute(plan)
+        return plan
+
+    def _search(
+        self, options: list[ShardingOption], memory: Sequence[Storage]
+    ) -> list[ShardingOption]:
+        storages = self._storages(options)
+        task = self._task(options, storages, memory)
+        try:
+            result = self._searcher.search(
+                task, self.costs.cost_model, self.costs.comms_model
+            )
+        except InfeasibleError as error:
+            self.infeasible = self.infeasible or str(error)
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION, message=str(error)
+            ) from error
+        result.placement.check(task)
+        self.records.append(SearchRecord(task, result))
+        return self._emit(options, storages, result.placement)
+
+    def _task(
+        self,
+        options: Sequence[ShardingOption],
+        storages: Sequence[_ShardStorage],
+        memory: Sequence[Storage],
+    ) -> ShardingTask:
+        topology = self._topology
+        tables = tuple(self.costs.reader.table(o) for o in options)
+        min_widths = tuple(
+            self._min_width(o, t.embedding_dim)
+            for o, t in zip(options, tables, strict=True)
+        )
+        return ShardingTask(
+            tables=tables,
+            world_size=topology.world_size,
+            batch_size=options[0].batch_size * topology.world_size,
+            local_world_size=topology.local_world_size,
+            memory_bytes=tuple(max(0, getattr(m, self._tier)) for m in memory),
+            fixed_bytes=tuple(math.ceil(s.fixed[self._tier]) for s in storages),
+            column_bytes=tuple(s.per_column[self._tier] for s in storages),
+            min_widths=min_widths,
+            groups=self._groups(options),
+            uneven=topology.compute_device == "cpu",
+        )
+
+    def _min_width(self, option: ShardingOption, width: int) -> int:
+        if option.sharding_type != _COLUMN_WISE or not option.is_pooled:
+            return width
+        constraint = self._constraints.get(option.name)
+        asked = (constraint.min_partition if constraint else None) or COLUMN_MULTIPLE
+        return min(width, math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
+
+    def _groups(self, options: Sequence[ShardingOption]) -> tuple[int, ...]:
+        """Fusion group of each table, as if some table of each module were split."""
+        numbers: dict[tuple[Any, ...], int] = {}
+        groups = []
+        for option in options:
+            key = fusion_key(option, self.costs.reader, option.sharding_type)
+            groups.append(numbers.setdefault(key, len(numbers)))
+        return tuple(groups)
+
+    def _storages(self, options: Sequence[ShardingOption]) -> list[_ShardStorage]:
+        """Memory of each table's shards as a function of their width."""
+        if self._enumerator is None:
+            return [_bounded_storage(o) for o in options]
+        probes = []
+        for option in options:
+            rows, width = (int(n) for n in option.tensor.shape)
+            probe = copy.copy(option)
+            probe.sharding_type = _COLUMN_WISE
+            # The narrow one first; a table of four columns cannot be split.
+            widths = (COLUMN_MULTIPLE, max(width, 2 * COLUMN_MULTIPLE))
+            probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
+            probes.append(probe)
+        self._enumerator.populate_estimates(probes)
+        storages = []
+        for option, probe in zip(options, probes, strict=True):
+            narrow, wide = probe.shards
+            fixed, per_column = {}, {}
+            for tier in _TIERS:
+                low, high = getattr(narrow.storage, tier), getattr(wide.storage, tier)
+                slope = (high - low) / (wide.size[1] - narrow.size[1])
+                per_column[tier] = slope
+                fixed[tier] = max(0.0, low - slope * narrow.size[1])
+            if self.costs.reader.optimizer(option) == "rowwise_adagrad" and getattr(
+                option.tensor, "_optimizer_classes", None
+            ):
+                # TorchRec spreads one value per row over the columns; in truth each
+                # shard keeps its own.
+                width = int(option.tensor.shape[1])
+                state = 4.0 * int(option.tensor.shape[0])
+                fixed[self._tier] += state
+                per_column[self._tier] -= state / width
+            storages.append(_ShardStorage(fixed, per_column))
+        return storages
+
+    def _emit(
+        self,
+        options: Sequence[ShardingOption],
+        storages: Sequence[_ShardStorage],
+        placement: Placement,
+    ) -> list[ShardingOption]:
+        by_table: list[list[Any]] = [[] for _ in options]
+        for shard in placement.shards:
+            by_table[shard.table].append(shard)
+        # Modules in which the column-wise options must stay column-wise.
+        column_wise = {
+            o.path
+            for o, shards in zip(options, by_table, strict=True)
+            if o.sharding_type == _COLUMN_WISE
+            and (len(shards) > 1 or not self._may_be_table_wise(o))
+        }
+        emitted = []
+        for option, storage, shards in zip(options, storages, by_table, strict=True):
+            new = copy.copy(option)
+            if option.path not in column_wise:
+                new.sharding_type = _TABLE_WISE
+            rows = int(option.tensor.shape[0])
+            new.shards = [
+                Shard(
+                    size=[rows, s.width],
+                    offset=[0, s.offset],
+                    storage=storage.at(s.width),
+                    rank=s.rank,
+                )
+                for s in shards
+            ]
+            emitted.append(new)
+        return emitted
+
+    def _may_be_table_wise(self, option: ShardingOption) -> bool:
+        constraint = self._constraints.get(option.name)
+        allowed = constraint.sharding_types if constraint else None
+        return not allowed or _TABLE_WISE in allowed
+
+
+def _place_others(
+    options: Sequence[ShardingOption], storage_constraint: Topology
+) -> list[ShardingOption]:
+    """Copies of the options, placed by TorchRec's own routine."""
+    copies = []
+    for option in options:
+        new = copy.copy(option)
+        new.shards = copy.deepcopy(option.shards)
+        copies.append(new)
+    if copies:
+        GreedyPerfPartitioner().partition(copies, storage_constraint)
+    return copies
+
+
+def _left(topology: Topology, placed: Sequence[ShardingOption]) -> list[Storage]:
+    """Memory of each rank that the placed options leave."""
+    left = [d.storage for d in topology.devices]
+    for option in placed:
+        for shard in option.shards:
+            left[shard.rank] = left[shard.rank] - shard.storage
+    return left
+
+
+def _bounded_storage(option: ShardingOption) -> _ShardStorage:
+    """Upper bound on a shard's memory from the storage of the whole table."""
+    rows, width = (int(n) for n in option.tensor.shape)
+    weights = rows * option.tensor.element_size()
+    fixed, per_column = {}, {}
+    for tier in _TIERS:
+        # Equal in all shards; of one whole table it is the table's.
+        total = sum(getattr(s.storage, tier) for s in option.shards)
+        per_column[tier] = min(weights, total / width)
+        fixed[tier] = total - per_column[tier] * width
+    return _ShardStorage(fixed, per_column)

@@ -1,0 +1,354 @@
+"""`NeuroShardPlanner`: TorchRec's planner with learned costs and a search on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    PerfModel,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    Stats,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.lowering import check_profiles
+from torchrec_neuroshard.planner.partitioners import (
+    NeuroShardPartitioner,
+    placed_shards,
+)
+from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
+from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.proposers import NeuroShardProposer
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
+
+__all__ = ["NeuroShardPlanner"]
+
+logger = logging.getLogger(__name__)
+
+STOCK_TIMEOUT_SECONDS = 60
+"""How long TorchRec's own planner may look for a plan where the search has none."""
+
+_NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
+
+
+class NeuroShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
+    """Plans with learned costs of fused kernels; otherwise TorchRec's planner.
+
+    It takes every argument of `EmbeddingShardingPlanner` and fills in only the parts
+    that the caller leaves out. Where the search finds no plan, TorchRec's own planner
+    is asked, and `last_result.fallback` says so.
+
+    Attributes:
+        costs: The cost model at work.
+        last_result: What is known of the plan last returned; None before the first
+            one and for a model without tables. After `collective_plan` the same on
+            all ranks.
+        last_task: The tables that `last_result.placement` counts, in its order; None
+            when it has none. It holds no limits: memory and narrowest widths are left open.
+
+    Args:
+        topology: The devices to plan for. None: TorchRec's default for the process
+            group.
+        batch_size: Samples per rank.
+        enumerator: None: `NeuroShardEnumerator`.
+        storage_reservation: None: TorchRec's default.
+        proposer: None: `NeuroShardProposer`.
+        partitioner: None: `NeuroShardPartitioner`.
+        performance_model: None: `NeuroShardPerfModel`.
+        stats: None: TorchRec's default.
+        constraints: Table name -> TorchRec's constraints on it. `min_partition` is the
+            narrowest column shard; without it, 4.
+        debug: As in TorchRec.
+        callbacks: As in TorchRec; they may change the plan.
+        timeout_seconds: Also limits the search.
+        cost_model: "auto", the name of a shipped bundle, a bundle's folder, or a model.
+        profiles: Feature name -> its profile, from `profile_inputs`. Features without
+            one are described by the constraints' pooling factors.
+        search: "default", another search's name, its settings, or a searcher.
+        comms_model: None: bytes over the topology's bandwidths.
+        kwargs: Passed to `EmbeddingShardingPlanner`.
+
+    Raises:
+        ConfigError: There is no such cost model or search.
+        BundleError: The cost model's bundle cannot be used.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        storage_reservation: StorageReservation | None = None,
+        proposer: Proposer | list[Proposer] | None = None,
+        partitioner: Partitioner | None = None,
+        performance_model: PerfModel | None = None,
+        stats: Stats | list[Stats] | None = None,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        debug: bool = True,
+        callbacks: (
+            list[Callable[[list[ShardingOption]], list[ShardingOption]]] | None
+        ) = None,
+        timeout_seconds: int | None = None,
+        *,
+        cost_model: str | Path | CostModel = "auto",
+        profiles: Mapping[str, FeatureProfile] | None = None,
+        search: str | SearchConfig | Searcher = "default",
+        comms_model: CommsModel | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if topology is None:
+            topology = EmbeddingShardingPlanner()._topology
+        constraints = dict(constraints) if constraints else None
+        shared = {
+            "topology": topology,
+            "batch_size": batch_size,
+            "storage_reservation": storage_reservation,
+            "stats": stats,
+            "constraints": constraints,
+            "debug": debug,
+            "callbacks": [*(callbacks or []), self._remember],
+            **kwargs,
+        }
+        self._stock_arguments: dict[str, Any] = {
+            **shared,
+            "enumerator": enumerator,
+            "proposer": proposer,
+            "partitioner": partitioner,
+            "performance_model": performance_model,
+            "timeout_seconds": timeout_seconds or STOCK_TIMEOUT_SECONDS,
+        }
+        self.costs = PlanCosts(
+            topology,
+            constraints,
+            cost_model=cost_model,
+            comms_model=comms_model,
+            profiles=profiles,
+        )
+        self._profiles = dict(profiles or {})
+        self._selected: list[ShardingOption] | None = None
+        self.last_result: SearchResult | None = None
+        self.last_task: ShardingTask | None = None
+        if enumerator is None:
+            enumerator = NeuroShardEnumerator(
+                topology, batch_size or BATCH_SIZE, constraints, costs=self.costs
+            )
+        if partitioner is None:
+            partitioner = NeuroShardPartitioner(
+                topology,
+                constraints,
+                search=_within(search, timeout_seconds),
+                enumerator=enumerator,
+                costs=self.costs,
+            )
+        super().__init__(
+            **shared,
+            enumerator=enumerator,
+            proposer=proposer
+            or NeuroShardProposer(topology, constraints, costs=self.costs),
+            partitioner=partitioner,
+            performance_model=performance_model
+            or NeuroShardPerfModel(topology, constraints, costs=self.costs),
+            timeout_seconds=timeout_seconds,
+        )
+
+    def plan(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> ShardingPlan:
+        """Plan the model, on this rank alone; see `collective_plan`.
+
+        The loop is TorchRec's own.
+
+        Args:
+            module: The model, or the part of it to shard.
+            sharders: TorchRec's sharders of its embedding modules.
+
+        Returns:
+            What `DistributedModelParallel(plan=...)` takes.
+
+        Raises:
+            PlannerError: No plan fits, neither by the search nor by TorchRec's own
+                planner.
+            ProfileError: A profile is of a feature that no table reads.
+            ConfigError: The cost model predicts something that is not a time.
+        """
+        check_profiles(module, self._profiles)
+        self.costs.reader.note_sharders(sharders)
+        self.last_result = self.last_task = self._selected = None
+        if isinstance(self._partitioner, NeuroShardPartitioner):
+            self._partitioner.reset()
+        fallback = None
+        try:
+            plan = super().plan(module, sharders)
+        except PlannerError as error:
+            if error.error_type not in _NO_PLAN:
+                raise
+            fallback = self._infeasible() or str(error)
+            plan = self._stock_plan(module, sharders, error)
+        if self._selected is not None:
+            self._describe(self._selected, fallback)
+        return plan
+
+    def collective_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]] | None = None,
+        pg: dist.ProcessGroup | None = None,
+    ) -> ShardingPlan:
+        """Plan on the group's first rank and hand the plan to all of them.
+
+        An error on the first rank is raised on every rank, at once.
+
+        Args:
+            module: The model, or the part of it to shard.
+            sharders: None: TorchRec's defaults.
+            pg: None: all ranks.
+
+        Returns:
+            The same plan on every rank; `last_result` is the same, too.
+
+        Raises:
+            NeuroShardError: Everything that `plan` raises.
+        """
+        if pg is None:
+            if not dist.is_initialized():
+                raise RuntimeError(
+                    "collective_plan needs a process group: call "
+                    "torch.distributed.init_process_group first, or plan() for a plan "
+                    "on one rank"
+                )
+            pg = dist.group.WORLD
+        assert pg is not None
+        if sharders is None:
+            sharders = get_default_sharders()
+        plan: ShardingPlan | None = None
+        error: Exception | None = None
+        if pg.rank() == 0:
+            try:
+                plan = self.plan(module, sharders)
+            except Exception as caught:
+                error = caught
+        if pg.size() > 1:
+            sent = [(plan, self.last_result, self.last_task, _portable(error))]
+            dist.broadcast_object_list(sent, dist.get_global_rank(pg, 0), group=pg)
+            if pg.rank() != 0:
+                plan, self.last_result, self.last_task, error = sent[0]
+        if error is not None:
+            raise error
+        return plan
+
+    def _remember(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Last of TorchRec's callbacks: sees the plan that is returned."""
+        self._selected = options
+        return options
+
+    def _infeasible(self) -> str | None:
+        if isinstance(self._partitioner, NeuroShardPartitioner):
+            return self._partitioner.infeasible
+        return None
+
+    def _stock_plan(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        error: PlannerError,
+    ) -> ShardingPlan:
+        """Let TorchRec's own planner try, with what the caller passed."""
+        ours = self._infeasible()
+        logger.warning(
+            "the search found no plan (%s); asking TorchRec's planner", ours or error
+        )
+        try:
+            return EmbeddingShardingPlanner(**self._stock_arguments).plan(
+                module, sharders
+            )
+        except PlannerError:
+            if ours is None or ours in str(error):
+                raise error from None
+            raise PlannerError(
+                message=f"{ours}\n{error}", error_type=error.error_type
+            ) from None
+
+    def _describe(self, selected: list[ShardingOption], fallback: str | None) -> None:
+        """Fill `last_result` and `last_task` for the plan that is returned."""
+        lowered = self.costs.lower(selected)
+        predicted = self.costs.evaluate(lowered)
+        records = (
+            self._partitioner.records
+            if isinstance(self._partitioner, NeuroShardPartitioner)
+            else []
+        )
+        bound, texts = 0.0, list(self.costs.warnings)
+        task = lowered.task
+        if task is not None:
+            placed = placed_shards(task, lowered.placement)
+            for record in records:
+                if placed_shards(record.task, record.result.placement) == placed:
+                    bound = min(
+                        record.result.lower_bound_ms, predicted.critical_path_ms
+                    )
+                    texts += record.result.warnings
+        texts += self.costs.range_warnings(lowered)
+        if fallback is not None:
+            texts.append(f"TorchRec's own plan was taken: {fallback}")
+        self.last_task = task
+        self.last_result = SearchResult(
+            placement=lowered.placement,
+            predicted=predicted,
+            lower_bound_ms=bound,
+            gap=predicted.critical_path_ms / bound - 1 if bound > 0 else math.inf,
+            search_seconds=sum(r.result.search_seconds for r in records),
+            num_evaluated=sum(r.result.num_evaluated for r in records),
+            warnings=tuple(dict.fromkeys(texts)),
+            fallback=fallback,
+        )
+
+
+def _within(
+    search: str | SearchConfig | Searcher, timeout_seconds: int | None
+) -> str | SearchConfig | Searcher:
+    """Limit the default search to the planner's timeout."""
+    if timeout_seconds is None or not (
+        search == "default" or isinstance(search, SearchConfig)
+    ):
+        return search
+    config = search if isinstance(search, SearchConfig) else SearchConfig()
+    budget = min(config.time_budget_seconds, float(timeout_seconds))
+    return dataclasses.replace(config, time_budget_seconds=budget)
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """Return the error in a form that survives being sent to another process."""
+    if error is None:
+        return None
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copied = None
+    if type(copied) is type(error) and str(copied) == str(error):
+        return error
+    kind = NeuroShardError if isinstance(error, NeuroShardError) else RuntimeError
+    return kind(f"planning failed on rank 0: {type(error).__name__}: {error}")

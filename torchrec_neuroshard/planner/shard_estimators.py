@@ -1,0 +1,81 @@
+"""Costs of single shards, for TorchRec's enumerator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import ShardingType
+
+from torchrec_neuroshard.planner.plan_costs import CostedPart
+
+__all__ = ["NeuroShardEstimator"]
+
+
+class NeuroShardEstimator(CostedPart, ShardEstimator):  # type: ignore[misc]
+    """Predicts each fused table-wise or column-wise shard as if it were alone.
+
+    All options of a search space are predicted in one batch. Options that the cost
+    model does not describe (row shards, replicas, offloaded and quantised tables) keep
+    TorchRec's estimate, which knows no launch overhead: their compute is raised to
+    what the cost model says any kernel costs, so that both can be compared.
+
+    The arguments are those of `CostedPart`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(topology, constraints, **kwargs)
+        self._stock = EmbeddingPerfEstimator(
+            topology=topology, constraints=dict(constraints) if constraints else None
+        )
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Set the `perf` of every shard.
+
+        Args:
+            sharding_options: Changed in place.
+            args: TorchRec 1.6 passes the sharders here, by position.
+            kwargs: Later releases pass their data by keyword.
+        """
+        self._note_sharders(*args, *kwargs.values())
+        described, others = [], []
+        for option in sharding_options:
+            known = self.costs.reader.is_described(option)
+            (described if known else others).append(option)
+        perfs = self.costs.single_perfs(described)
+        for option, shard_perfs in zip(described, perfs, strict=True):
+            for shard, perf in zip(option.shards, shard_perfs, strict=True):
+                shard.perf = perf
+        if others:
+            self._stock.estimate(others, *args, **kwargs)
+            forward, backward = self.costs.launch_ms()
+            for option in others:
+                if option.sharding_type == ShardingType.DATA_PARALLEL.value:
+                    continue  # dense kernels, not the fused one
+                for shard in option.shards:
+                    shard.perf.fwd_compute = max(shard.perf.fwd_compute, forward)
+                    shard.perf.bwd_compute = max(shard.perf.bwd_compute, backward)
+
+    def _note_sharders(self, *maps: Any) -> None:
+        for entries in maps:
+            if isinstance(entries, Mapping):
+                self.costs.reader.fused_params.update(
+                    {
+                        name: getattr(data, "fused_params", None) or {}
+                        for name, data in entries.items()
+                    }
+                )
