@@ -1,4 +1,4 @@
-"""Feature profiles: what a table's input looks like, and what another batch makes of it.
+"""Feature profiles: what a table's input looks like, at this batch and at another.
 
 A profile is measured once on some batches and re-derived for the batch at hand, because
 the number of distinct rows (and so the memory traffic of a fused kernel) does not grow
@@ -66,7 +66,7 @@ class FeatureProfile:
     access_histogram: tuple[float, ...] = ()
     """17 values: distinct ids that occur once, twice, 3-4, 5-8, ..., above 32768 times.
 
-    Empty when unknown: `with_rows` then assumes a power law."""
+    Empty when unknown: `TableConfig.profile_at` then assumes a power law."""
     weighted: bool = False
     """Whether lookups carry per-sample weights."""
 
@@ -129,8 +129,10 @@ class FeatureProfile:
 
         Fewer samples: each lookup is kept with probability `batch_size /
         self.batch_size` (binomial thinning of the counts). More samples: lookups grow
-        in proportion, distinct ids by the power law whose slope the thinning has at
-        this batch (share of ids seen once), capped by the table.
+        in proportion; ids not met yet follow the gamma mixture of Poisson rates that
+        the rarely seen ids fit, capped by the table. Against power laws of exponent 0
+        to 1.4 that is within 0.5 % of the distinct ids at twice the batch and 3 % at
+        four times; beyond that it is a guess.
 
         Args:
             batch_size: Samples of the profile to return.
@@ -192,7 +194,7 @@ class FeatureProfile:
                     "access_histogram": tuple(data.get("access_histogram", ())),
                 }
             )
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             raise ProfileError(f"not a feature profile: {error}") from error
 
 
@@ -229,28 +231,86 @@ def _thin(
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class _RareIds:
+    """Gamma mixture of Poisson rates, fitted to the ids seen at most four times.
+
+    Exact for uniform ids (scale 0) and for an endless power law (scale 1).
+    """
+
+    slope: float
+    """(1 + shape) * scale of the gamma density of the rates."""
+    scale: float
+
+    @classmethod
+    def fit(cls, ids: npt.NDArray[np.float64]) -> _RareIds:
+        """Solve for the ratios of the first three bins (1, 2, and 3-4 lookups)."""
+        once, twice, three_or_four = (float(v) for v in ids[:3])
+        # The mixture has f_{k+1} / f_k = (slope + (k - 1) * scale) / (k + 1).
+        slope = min(2 * twice / once, 4.0)
+        ratio = three_or_four / twice if twice > 0 else 0.0
+        linear = 4 + 3 * slope
+        constant = slope * (4 + slope) - 12 * ratio
+        scale = (math.sqrt(max(linear**2 - 8 * constant, 0.0)) - linear) / 4
+        return cls(slope, min(max(scale, 1e-6), 1 - 1e-6))
+
+    @property
+    def shape(self) -> float:
+        """Shape of the gamma density; below 0 new ids never cease."""
+        return self.slope / self.scale - 1
+
+    def num_fresh(self, once: float, more: float) -> float:
+        """Ids met for the first time in `more` times the lookups counted so far."""
+        growth, power = math.log1p(more * self.scale), -self.shape
+        if abs(power) < 1e-9:
+            return once * growth / self.scale
+        return once * math.expm1(power * growth) / (power * self.scale)
+
+    def fresh_histogram(self, more: float) -> npt.NDArray[np.float64]:
+        """How the counts of ids met for the first time are distributed, sums to 1."""
+        success = more * self.scale / (1 + more * self.scale)
+        count = np.arange(1, 4096)
+        step = (count[:-1] + self.shape) * success / (count[:-1] + 1)
+        share = np.concatenate([[1.0], np.cumprod(np.maximum(step, 0.0))])
+        bins = np.searchsorted(COUNT_BIN_HIGH, count)
+        histogram = np.bincount(bins, weights=share, minlength=NUM_COUNT_BINS)
+        return histogram / histogram.sum()
+
+
 def _extrapolate(
     ids: npt.NDArray[np.float64],
     mean_count: npt.NDArray[np.float64],
     ratio: float,
 ) -> npt.NDArray[np.float64]:
-    distinct = float(ids.sum())
-    if distinct == 0:
-        return ids
-    slope = ids[0] / distinct
-    new_distinct = distinct * ratio**slope
-    grown = np.zeros_like(ids)
-    bins = np.searchsorted(COUNT_BIN_HIGH, mean_count * ratio)
-    np.add.at(grown, np.minimum(bins, NUM_COUNT_BINS - 1), ids)
-    # Ids not met before have the count distribution that the known ones have now.
-    fresh = new_distinct - distinct
-    if fresh > 0:
-        grown += ids / distinct * fresh
-    return grown
+    more = ratio - 1
+    # An id seen m times has a rate of about m: gamma posterior of shape m, scale 1.
+    shape, scale = mean_count.copy(), np.ones(NUM_COUNT_BINS)
+    fresh = np.zeros(NUM_COUNT_BINS)
+    if ids[0] > 0:
+        rare = _RareIds.fit(ids)
+        shape[:3] += rare.shape
+        scale[:3] = rare.scale
+        fresh = rare.num_fresh(float(ids[0]), more) * rare.fresh_histogram(more)
+    # Further lookups of a known id are negative binomial under that posterior.
+    further = COUNT_BIN_HIGH[None, :-1] - mean_count[:, None]
+    below = np.where(
+        further > -1,
+        special.betainc(
+            shape[:, None],
+            np.maximum(further + 1, 1e-9),
+            (1 / (1 + more * scale))[:, None],
+        ),
+        0.0,
+    )
+    below = np.concatenate(
+        [np.zeros_like(below[:, :1]), below, np.ones_like(below[:, :1])], axis=1
+    )
+    known: npt.NDArray[np.float64] = ids @ np.diff(below, axis=1)
+    return known + fresh
 
 
 def count_histogram(counts: npt.NDArray[np.integer[Any]]) -> tuple[float, ...]:
-    """Return how many of `counts` (one per distinct id, at least 1) fall in each bin."""
+    """Return how many of `counts` (one per distinct id) fall in each bin."""
     counts = counts[counts > 0]
     bins = np.searchsorted(COUNT_BIN_HIGH, counts.astype(np.float64))
     return tuple(float(v) for v in np.bincount(bins, minlength=NUM_COUNT_BINS))
@@ -277,7 +337,7 @@ def zipf_profile(
     pooling_std: float = 0.0,
     weighted: bool = False,
 ) -> FeatureProfile:
-    """Return the expected profile of power-law ids (probability of rank r: r^-exponent).
+    """Return the expected profile of ids drawn by a power law, rank^-exponent.
 
     Args:
         batch_size: Samples.
@@ -426,7 +486,8 @@ def profile_inputs(batches: Iterable[KeyedJaggedLike]) -> dict[str, FeatureProfi
         bags = np.concatenate(lengths[key])
         if len(bags) == 0:
             raise ProfileError(
-                f"feature '{key}' has no samples in any batch; profile batches with data"
+                f"feature '{key}' has no samples in any batch; profile batches "
+                "with data"
             )
         _, counts = np.unique(ids, return_counts=True)
         profiles[key] = FeatureProfile(
