@@ -16,13 +16,14 @@ PACKAGE = "torchrec_neuroshard"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
 _VALUES = {"errors", "profiles", "tables"}
-_DATA = _VALUES | {"placement", "records", "workloads", "devices"}
+_DATA = _VALUES | {"access", "placement", "records", "workloads", "devices"}
 _MODELS = _VALUES | {"placement", "records", "devices", "features", "cost_models"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The way from a table to a plan: each imports only what stands above it.
     "errors": set(),
     "profiles": {"errors"},
+    "access": {"errors", "profiles"},
     "tables": {"errors", "profiles"},
     "placement": _VALUES,
     "features": _VALUES | {"placement"},
@@ -35,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Beside it.
     "devices": {"errors"},
     "records": _VALUES,
-    "workloads": _VALUES | {"placement"},
+    "workloads": _VALUES | {"access", "placement"},
     "collect": _DATA,
     "testing": _MODELS | {"simulator", "search"},
     # In front of it: these load the rest by name, when asked to.

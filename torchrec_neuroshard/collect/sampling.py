@@ -1,7 +1,4 @@
-"""Which table sets to measure: pure functions of a seed.
-
-Shapes: `G` groups of equally likely ids.
-"""
+"""Which table sets to measure: pure functions of a seed."""
 
 from __future__ import annotations
 
@@ -10,15 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from torchrec_neuroshard.access import AccessDistribution, draw_lengths
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.profiles import (
-    FeatureProfile,
-    expected_histogram,
-    zipf_groups,
-)
-from torchrec_neuroshard.tables import DATA_TYPE_BYTES, TableConfig
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE, DATA_TYPE_BYTES, TableConfig
 
 __all__ = [
     "AccessDistribution",
@@ -27,41 +20,6 @@ __all__ = [
     "draw_lengths",
     "sample_set",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class AccessDistribution:
-    """Groups of ids; within a group all ids are equally likely."""
-
-    num_ids: tuple[float, ...]
-    """Ids of each group, most likely first."""
-    share: tuple[float, ...]
-    """Share of the lookups that each group gets; sums to 1."""
-
-    @classmethod
-    def power_law(cls, num_embeddings: int, exponent: float) -> AccessDistribution:
-        """Ids whose probability falls with rank^-exponent; 0 is uniform."""
-        num_ids, share = zipf_groups(num_embeddings, exponent)
-        return cls(tuple(num_ids), tuple(share))
-
-    @classmethod
-    def from_profile(
-        cls, profile: FeatureProfile, num_embeddings: int
-    ) -> AccessDistribution:
-        """Ids that are looked up as often as the profile's histogram counts."""
-        ids = np.asarray(profile.access_histogram, dtype=np.float64)
-        if not ids.any():
-            return cls((float(num_embeddings),), (1.0,))
-        ids = ids * min(1.0, num_embeddings / ids.sum())
-        mass = ids * profile.bin_mean_counts()
-        used = np.flatnonzero(ids)[::-1]
-        return cls(tuple(ids[used]), tuple(mass[used] / mass.sum()))
-
-    def histogram(self, num_lookups: float) -> tuple[float, ...]:
-        """Return the expected access histogram of that many draws."""
-        return expected_histogram(
-            np.asarray(self.num_ids), np.asarray(self.share), num_lookups
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +59,10 @@ class SamplingConfig:
             low, high = getattr(self, name)
             if not 0 < low <= high:
                 raise ConfigError(f"{name} needs 0 < low <= high, got ({low}, {high})")
+        if any(width % COLUMN_MULTIPLE for width in self.widths):
+            raise ConfigError(
+                f"widths must be multiples of {COLUMN_MULTIPLE}, got {self.widths}"
+            )
         if self.max_shards < 1 or self.max_lookups < 1 or self.repeat_every < 2:
             raise ConfigError(
                 "max_shards and max_lookups must be at least 1 and repeat_every at "
@@ -146,7 +108,9 @@ def sample_set(
     held_out = bool(rng.random() < config.held_out_sets)
     batch_size = _log_uniform_int(rng, *config.batch_sizes)
     if rng.random() < 0.5:  # half of the time a usual batch size
-        batch_size = 2 ** round(math.log2(batch_size))
+        usual_size: int = 2 ** round(math.log2(batch_size))
+        low, high = config.batch_sizes
+        batch_size = min(max(usual_size, low), high)
     num_shards = _log_uniform_int(rng, 1, config.max_shards)
     lookup_budget = config.max_lookups * math.exp(-rng.exponential(1.2))
     real = bool(base_tables) and bool(rng.random() < config.real_share)
@@ -237,20 +201,20 @@ def _is_held_out(name: str, config: SamplingConfig) -> bool:
     return bool(np.random.default_rng(digest).random() < config.held_out_share)
 
 
-def _width_rule(rng: np.random.Generator, config: SamplingConfig) -> WidthRule:
+def _width_rule(rng: np.random.Generator, config: SamplingConfig) -> _WidthRule:
     low, high = config.widths
     kind = rng.choice(["one", "usual", "any"], p=[0.3, 0.3, 0.4])
     usual = [w for w in (4, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)]
     usual = [w for w in usual if low <= w <= high] or [low]
     if kind == "one":
-        return WidthRule((int(rng.choice(usual)),))
+        return _WidthRule((int(rng.choice(usual)),))
     if kind == "usual":
-        return WidthRule(tuple(usual))
-    return WidthRule(tuple(range(low, high + 1, 4)), logarithmic=True)
+        return _WidthRule(tuple(usual))
+    return _WidthRule(tuple(range(low, high + 1, 4)), logarithmic=True)
 
 
 @dataclass(frozen=True, slots=True)
-class WidthRule:
+class _WidthRule:
     """How the widths of one set are drawn."""
 
     widths: tuple[int, ...]
@@ -261,7 +225,7 @@ class WidthRule:
         if not self.logarithmic:
             return int(self.widths[rng.integers(len(self.widths))])
         low, high = math.log(self.widths[0]), math.log(self.widths[-1])
-        return max(self.widths[0], int(round(math.exp(rng.uniform(low, high)) / 4)) * 4)
+        return max(self.widths[0], round(math.exp(rng.uniform(low, high)) / 4) * 4)
 
 
 def _vary(
@@ -284,20 +248,3 @@ def _generate(
         pooling = 1.0
     exponent = 0.0 if rng.random() < 0.15 else float(rng.uniform(0.5, 1.4))
     return rows, pooling, exponent
-
-
-def draw_lengths(
-    rng: np.random.Generator, mean: float, std: float, batch_size: int
-) -> npt.NDArray[np.int64]:
-    """Draw `batch_size` bag lengths with this mean and about this spread."""
-    variance = std**2
-    if variance <= 0:
-        whole = np.full(batch_size, int(mean), dtype=np.int64)
-        whole += rng.random(batch_size) < mean - int(mean)
-        return whole
-    if variance <= mean * 1.05:
-        return rng.poisson(mean, batch_size).astype(np.int64)
-    success = mean / variance
-    return rng.negative_binomial(
-        mean * success / (1 - success), success, batch_size
-    ).astype(np.int64)

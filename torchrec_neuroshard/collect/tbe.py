@@ -13,7 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrec_neuroshard.collect.sampling import AccessDistribution, draw_lengths
+from torchrec_neuroshard.access import (
+    AccessDistribution,
+    coprime_step,
+    draw_lengths,
+)
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.tables import TableConfig
 
@@ -170,15 +174,7 @@ def _draw_ids(
     rank = (low_rank.to(device)[group] + within * scale.to(device)[group]).long()
     rank.clamp_(0, num_embeddings - 1)
     # Hot ids lie anywhere in the table: a fixed permutation of the rows.
-    multiplier = _coprime(num_embeddings)
-    return (rank * multiplier + num_embeddings // 3) % num_embeddings
-
-
-def _coprime(n: int) -> int:
-    multiplier = max(1, int(n * 0.6180339887))
-    while np.gcd(multiplier, n) != 1:
-        multiplier += 1
-    return multiplier
+    return (rank * coprime_step(num_embeddings) + num_embeddings // 3) % num_embeddings
 
 
 class FusedTables:
@@ -204,7 +200,8 @@ class FusedTables:
         kinds = {(t.optimizer, t.data_type, t.weighted) for t in tables}
         if len(kinds) != 1:
             raise ConfigError(
-                f"one fused kernel has one optimizer and weight type, got {sorted(kinds)}"
+                "one fused kernel has one optimizer, weight type and weighting, got "
+                f"{sorted(kinds)}"
             )
         optimizer, data_type, self._weighted = kinds.pop()
         if data_type not in _PRECISIONS or (

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchrec_neuroshard.collect.sampling import AccessDistribution
+from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.tbe import Arena, FusedTables, InputBatch, draw_inputs
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.tables import TableConfig
