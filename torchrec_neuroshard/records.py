@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    RecordError,
+    RecordMismatchError,
+)
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = ["SCHEMA_VERSION", "CostRecord", "Fingerprint", "RunHeader", "repeatability"]
@@ -87,16 +91,15 @@ class RunHeader:
             RecordError: The header is of another layout.
         """
         try:
-            fields = {**data, "fingerprint": Fingerprint(**data["fingerprint"])}
-            header = cls(**fields)
+            version = data["schema_version"]
+            if version != SCHEMA_VERSION:
+                raise RecordError(
+                    f"records have layout {version}, this version reads "
+                    f"{SCHEMA_VERSION}; measure again or install the matching version"
+                )
+            return cls(**{**data, "fingerprint": Fingerprint(**data["fingerprint"])})
         except (KeyError, TypeError) as error:
-            raise RecordError(f"not a record header: {error}") from error
-        if header.schema_version != SCHEMA_VERSION:
-            raise RecordError(
-                f"records have layout {header.schema_version}, this version reads "
-                f"{SCHEMA_VERSION}; measure again or install the matching version"
-            )
-        return header
+            raise RecordError(f"not a record header: {error!r}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +166,7 @@ class CostRecord:
         """Read what `to_json` wrote.
 
         Raises:
-            RecordError: A key is missing or unknown.
+            RecordError: A key is missing or unknown, or a value is out of range.
         """
         try:
             return cls(
@@ -175,8 +178,8 @@ class CostRecord:
                     "ref_raw_ms": tuple(data["ref_raw_ms"]),
                 }
             )
-        except (KeyError, TypeError) as error:
-            raise RecordError(f"not a cost record: {error}") from error
+        except (KeyError, TypeError, ConfigError) as error:
+            raise RecordError(f"not a cost record: {error!r}") from error
 
 
 def repeatability(records: Sequence[CostRecord]) -> list[float]:

@@ -53,7 +53,7 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         where = f"table '{self.name}'"
-        if self.num_embeddings < 1:
+        if not self.num_embeddings >= 1:  # also when it is NaN
             raise TableError(
                 f"{where}: num_embeddings must be at least 1, got {self.num_embeddings}"
             )
@@ -125,15 +125,15 @@ class TableConfig:
         Raises:
             TableError: A key is missing or unknown, or a value is out of range.
         """
-        profile = data.get("profile")
         try:
+            profile = data.get("profile")
             return cls(
                 **{
                     **data,
                     "profile": FeatureProfile.from_json(profile) if profile else None,
                 }
             )
-        except TypeError as error:
+        except (AttributeError, TypeError) as error:
             raise TableError(f"not a table: {error}") from error
 
 

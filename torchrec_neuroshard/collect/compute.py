@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.store import RecordStore, read_records
+from torchrec_neuroshard.collect.store import RecordStore, read_header, read_records
 from torchrec_neuroshard.collect.tbe import fbgemm_version
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import cpu_name
@@ -40,8 +40,12 @@ from torchrec_neuroshard.workloads.loaders import load_json
 
 __all__ = [
     "CollectConfig",
+    "add_arguments",
     "collect_compute",
     "device_fingerprint",
+    "repeatability",
+    "run",
+    "summary",
 ]
 
 
@@ -143,9 +147,8 @@ def _collect(
     console: Console,
 ) -> None:
     path = config.out
-    known = None
-    if path.exists() or path.with_name(path.name + ".journal").exists():
-        known = read_records([path])[0][0]
+    known = read_header(path)
+    if known is not None:
         known.check_same_run(header, str(path))
     timer = SetTimer(
         device,

@@ -16,11 +16,11 @@ from types import TracebackType
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from torchrec_neuroshard.errors import RecordError
+from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS
 from torchrec_neuroshard.records import CostRecord, RunHeader
 
-__all__ = ["RecordStore", "read_records"]
+__all__ = ["RecordStore", "journal_path", "read_header", "read_records"]
 
 _HEADER_KEY = b"neuroshard_header"
 
@@ -87,10 +87,9 @@ class RecordStore:
         self._records = records
         self.done = {r.index for r in records}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if not self._journal_path.exists():
+        _drop_torn_line(self._journal_path)
+        if next(_journal_lines(self._journal_path), None) is None:
             self._append_line(json.dumps(header.to_json()))
-        else:
-            _drop_torn_line(self._journal_path)
         self._file = self._journal_path.open("a", encoding="utf-8")
 
     def _append_line(self, line: str) -> None:
@@ -133,6 +132,15 @@ def journal_path(path: Path) -> Path:
     return path.with_name(path.name + ".journal")
 
 
+def read_header(path: str | Path) -> RunHeader | None:
+    """Return the header of a record file or its journal, None where there is none yet.
+
+    Raises:
+        RecordError: The file or its journal cannot be read.
+    """
+    return _read_all(Path(path))[0]
+
+
 def read_records(
     paths: Iterable[str | Path],
 ) -> tuple[list[RunHeader], list[CostRecord]]:
@@ -157,8 +165,6 @@ def read_records(
         if headers:
             lines = headers[0].fingerprint.mismatch(header.fingerprint)
             if lines:
-                from torchrec_neuroshard.errors import RecordMismatchError
-
                 raise RecordMismatchError(
                     f"{path} was measured elsewhere than the files before it "
                     f"({'; '.join(lines)}); train on one machine's records at a time"
@@ -180,19 +186,16 @@ def _read_all(path: Path) -> tuple[RunHeader | None, list[CostRecord]]:
         header, in_file = _read_parquet(path)
         records.update((r.index, r) for r in in_file)
     journal = journal_path(path)
-    if journal.exists():
-        lines = _journal_lines(journal)
-        first = next(lines, None)
-        if first is not None:
-            journal_header = RunHeader.from_json(_parse(first, journal))
-            if header is not None:
-                header.check_same_run(journal_header, str(journal))
-            header = header or journal_header
-            for line in lines:
-                record = CostRecord.from_json(_parse(line, journal))
-                records[record.index] = record
-        elif header is None:
-            journal.unlink()  # killed before the header was complete
+    lines = _journal_lines(journal)
+    first = next(lines, None)
+    if first is not None:  # else there is no journal, or not even its header
+        journal_header = RunHeader.from_json(_parse(first, journal))
+        if header is not None:
+            header.check_same_run(journal_header, str(journal))
+        header = header or journal_header
+        for line in lines:
+            record = CostRecord.from_json(_parse(line, journal))
+            records[record.index] = record
     return header, [records[i] for i in sorted(records)]
 
 
@@ -210,13 +213,17 @@ def _parse(line: str, path: Path) -> dict[str, object]:
 
 def _journal_lines(path: Path) -> Iterator[str]:
     """Complete lines; one cut off by the end of the process is left out."""
-    with path.open(encoding="utf-8") as file:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.endswith("\n"):
                 yield line
 
 
 def _drop_torn_line(path: Path) -> None:
+    if not path.exists():
+        return
     data = path.read_bytes()
     end = data.rfind(b"\n") + 1
     if end != len(data):
