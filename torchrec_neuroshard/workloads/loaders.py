@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrec_neuroshard.errors import TableError
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables import TableConfig, check_tables
 
 __all__ = ["load_json"]
 
@@ -35,20 +35,25 @@ def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        workloads: Sequence[Mapping[str, Any]] = data["workloads"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        workloads = data["workloads"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise TableError(
             f"{path} is not a table file ({error!r}); expected a JSON object with a "
             "list 'workloads'"
         ) from error
-    loaded = {}
-    for workload in workloads:
+    if not isinstance(workloads, list):
+        raise TableError(f"{path}: 'workloads' must be a list, got {workloads!r:.40}")
+    loaded: dict[str, tuple[TableConfig, ...]] = {}
+    for number, workload in enumerate(workloads):
+        if not isinstance(workload, dict):
+            raise TableError(f"{path}: workload {number} is not an object")
         name = str(workload.get("name", "unnamed"))
+        if name in loaded:
+            raise TableError(f"{path}: two workloads are named '{name}'; rename one")
         try:
             loaded[name] = tuple(_tables(name, workload))
+            check_tables(loaded[name])
         except (KeyError, TypeError, IndexError, ValueError) as error:
-            if isinstance(error, TableError):
-                raise
             raise TableError(
                 f"{path}: workload '{name}' cannot be read ({error!r})"
             ) from error
