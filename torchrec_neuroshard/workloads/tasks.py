@@ -1,0 +1,168 @@
+"""Sharding tasks drawn from tables, as the papers' benchmarks draw them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_tables
+
+__all__ = ["PRODUCTION_WIDTHS", "TaskConfig", "power_of_two_widths", "sample_tasks"]
+
+PRODUCTION_WIDTHS: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 32, 64, 128, 256)
+"""Widths met in published production configurations (TorchRec's sharding statistics
+example, FBGEMM's production TBE sweep)."""
+
+NEUROSHARD_NUM_TABLES = (10, 59)
+"""Tables per task: NeuroShard (arXiv 2305.01868), benchmark generator."""
+
+_MAX_DRAWS = 10_000
+
+
+def power_of_two_widths(max_width: int) -> tuple[int, ...]:
+    """Return 4, 8, ... up to `max_width`: the family that NeuroShard's tasks draw from.
+
+    Raises:
+        ConfigError: `max_width` is below 4.
+    """
+    if max_width < COLUMN_MULTIPLE:
+        raise ConfigError(
+            f"max_width must be at least {COLUMN_MULTIPLE}, got {max_width}"
+        )
+    return tuple(2**i for i in range(2, max_width.bit_length()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    """What the tasks look like."""
+
+    world_size: int
+    batch_size: int
+    """Samples over all ranks."""
+    num_tables: int | tuple[int, int] = NEUROSHARD_NUM_TABLES
+    """Tables per task, or an inclusive range to draw from."""
+    widths: tuple[int, ...] | None = PRODUCTION_WIDTHS
+    """Widths, drawn evenly for each table; None keeps the tables' own."""
+    max_total_bytes: int | None = None
+    """A task with more weight bytes is drawn again, number of tables included."""
+    memory_bytes_per_rank: int | None = None
+    """Bytes each rank has for shards; None is unlimited."""
+    with_replacement: bool = False
+    """Whether one table may stand in a task several times, with different widths."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        low, high = self.table_range
+        if not 1 <= low <= high:
+            raise ConfigError(
+                f"num_tables needs 1 <= low <= high, got {self.num_tables}"
+            )
+        if self.widths is not None and (
+            not self.widths or any(w < 1 or w % COLUMN_MULTIPLE for w in self.widths)
+        ):
+            raise ConfigError(
+                f"widths must be positive multiples of {COLUMN_MULTIPLE}, got "
+                f"{self.widths}; None keeps the tables' own"
+            )
+        for name in ("max_total_bytes", "memory_bytes_per_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1 or None, got {value}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be at least 0, got {self.seed}")
+
+    @property
+    def table_range(self) -> tuple[int, int]:
+        """Fewest and most tables of a task."""
+        if isinstance(self.num_tables, int):
+            return self.num_tables, self.num_tables
+        return self.num_tables
+
+
+def sample_tasks(
+    tables: Sequence[TableConfig], config: TaskConfig, num_tasks: int
+) -> tuple[ShardingTask, ...]:
+    """Draw sharding tasks.
+
+    Task k depends on the tables, the config and k only: asking for more tasks gives the
+    same ones first, in any process.
+
+    Args:
+        tables: Tables to draw from.
+        config: What the tasks look like.
+        num_tasks: How many.
+
+    Returns:
+        The tasks. A table that stands in a task more than once is named `name#2`, ...
+        from its second time on.
+
+    Raises:
+        ConfigError: More distinct tables are asked for than there are.
+        InfeasibleError: No draw stays below `max_total_bytes`.
+    """
+    check_tables(tables)
+    if num_tasks < 0:
+        raise ConfigError(f"num_tasks must be at least 0, got {num_tasks}")
+    most = config.table_range[1]
+    if most > len(tables) and not config.with_replacement:
+        raise ConfigError(
+            f"tasks of up to {most} distinct tables were asked for, there are "
+            f"{len(tables)}; lower num_tables or set with_replacement"
+        )
+    return tuple(_sample_task(tables, config, number) for number in range(num_tasks))
+
+
+def _sample_task(
+    tables: Sequence[TableConfig], config: TaskConfig, number: int
+) -> ShardingTask:
+    rng = np.random.default_rng([config.seed, number])
+    for _ in range(_MAX_DRAWS):
+        chosen = _draw_tables(rng, tables, config)
+        total = sum(t.weight_bytes for t in chosen)
+        if config.max_total_bytes is None or total <= config.max_total_bytes:
+            break
+    else:
+        raise InfeasibleError(
+            f"task {number}: {_MAX_DRAWS} draws of {config.num_tables} tables all "
+            f"exceed max_total_bytes ({config.max_total_bytes}); raise it, or lower "
+            "num_tables or the widths"
+        )
+    memory = config.memory_bytes_per_rank
+    return ShardingTask(
+        tables=_with_unique_names(chosen),
+        world_size=config.world_size,
+        batch_size=config.batch_size,
+        memory_bytes=() if memory is None else (memory,) * config.world_size,
+    )
+
+
+def _draw_tables(
+    rng: np.random.Generator, tables: Sequence[TableConfig], config: TaskConfig
+) -> list[TableConfig]:
+    low, high = config.table_range
+    count = int(rng.integers(low, high + 1))
+    picks = rng.choice(len(tables), size=count, replace=config.with_replacement)
+    if config.widths is None:
+        return [tables[i] for i in picks]
+    widths = rng.choice(config.widths, size=count)
+    return [tables[i].with_width(int(w)) for i, w in zip(picks, widths, strict=True)]
+
+
+def _with_unique_names(tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
+    taken = {t.name for t in tables}
+    seen: dict[str, int] = {}
+    renamed = []
+    for table in tables:
+        copy = seen[table.name] = seen.get(table.name, 0) + 1
+        name = table.name
+        while copy > 1 and name in taken:
+            name = f"{table.name}#{copy}"
+            copy += 1
+        taken.add(name)
+        renamed.append(dataclasses.replace(table, name=name))
+    return tuple(renamed)
