@@ -26,7 +26,7 @@ __all__ = ["NeuroShardEnumerator"]
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
 
-class NeuroShardEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
+class NeuroShardEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator with learned estimates and a fixed order of options.
 
     A table that constraints and sharder allow to be fused table-wise or column-wise

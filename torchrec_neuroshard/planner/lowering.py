@@ -327,7 +327,8 @@ def lower_plan(
     Shards of one table on one rank stay apart, as TorchRec runs them. Memory limits
     and widths are left open: the task says what is there, not what is allowed.
     """
-    described, others = [], []
+    described: list[ShardingOption] = []
+    others: list[ShardingOption] = []
     for option in plan:
         (described if reader.is_described(option) else others).append(option)
     if not described:

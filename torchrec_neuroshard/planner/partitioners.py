@@ -72,7 +72,7 @@ class _ShardStorage:
         )
 
 
-class NeuroShardPartitioner(CostedPart, Partitioner):  # type: ignore[misc]
+class NeuroShardPartitioner(CostedPart, Partitioner):
     """Splits and places a proposal's tables by searching on the learned cost of sets.
 
     Column-wise options may be split at any multiple of four columns, down to the

@@ -9,7 +9,7 @@ from torchrec_neuroshard.planner.plan_costs import CostedPart
 __all__ = ["NeuroShardPerfModel"]
 
 
-class NeuroShardPerfModel(CostedPart, PerfModel):  # type: ignore[misc]
+class NeuroShardPerfModel(CostedPart, PerfModel):
     """Rates a plan by the critical path of one iteration.
 
     The arguments are those of `CostedPart`.

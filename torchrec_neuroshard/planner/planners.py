@@ -55,7 +55,7 @@ STOCK_TIMEOUT_SECONDS = 60
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
-class NeuroShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
+class NeuroShardPlanner(EmbeddingShardingPlanner):
     """Plans with learned costs of fused kernels; otherwise TorchRec's planner.
 
     It takes every argument of `EmbeddingShardingPlanner` and fills in only the parts
@@ -68,7 +68,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
             one and for a model without tables. After `collective_plan` the same on
             all ranks.
         last_task: The tables that `last_result.placement` counts, in its order; None
-            when it has none. It holds no limits: memory and narrowest widths are left open.
+            when it has none. It holds no limits on memory or
+            widths.
 
     Args:
         topology: The devices to plan for. None: TorchRec's default for the process
@@ -197,9 +198,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         """
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
-        self.last_result = self.last_task = self._selected = None
-        if isinstance(self._partitioner, NeuroShardPartitioner):
-            self._partitioner.reset()
+        self._forget()
         fallback = None
         try:
             plan = super().plan(module, sharders)
@@ -240,8 +239,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
                     "torch.distributed.init_process_group first, or plan() for a plan "
                     "on one rank"
                 )
-            pg = dist.group.WORLD
-        assert pg is not None
+            pg = dist.distributed_c10d._get_default_group()
         if sharders is None:
             sharders = get_default_sharders()
         plan: ShardingPlan | None = None
@@ -259,6 +257,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         if error is not None:
             raise error
         return plan
+
+    def _forget(self) -> None:
+        self.last_result = self.last_task = self._selected = None
+        if isinstance(self._partitioner, NeuroShardPartitioner):
+            self._partitioner.reset()
 
     def _remember(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Last of TorchRec's callbacks: sees the plan that is returned."""

@@ -22,7 +22,7 @@ _TABLE_WISE = ShardingType.TABLE_WISE.value
 _COLUMN_WISE = ShardingType.COLUMN_WISE.value
 
 
-class NeuroShardProposer(CostedPart, Proposer):  # type: ignore[misc]
+class NeuroShardProposer(CostedPart, Proposer):
     """Proposes one option per table; `NeuroShardPartitioner` does the search.
 
     A column-wise option in a proposal means that the table may be split, a table-wise
@@ -56,7 +56,9 @@ class NeuroShardProposer(CostedPart, Proposer):  # type: ignore[misc]
         by_table: dict[str, list[ShardingOption]] = {}
         for option in search_space:
             by_table.setdefault(option.fqn, []).append(option)
-        free, whole, smallest = [], [], []
+        free: list[ShardingOption] = []
+        whole: list[ShardingOption] = []
+        smallest: list[ShardingOption] = []
         mixed: dict[str, set[str]] = {}
         for options in by_table.values():
             searched = {

@@ -19,7 +19,7 @@ from torchrec_neuroshard.planner.plan_costs import CostedPart
 __all__ = ["NeuroShardEstimator"]
 
 
-class NeuroShardEstimator(CostedPart, ShardEstimator):  # type: ignore[misc]
+class NeuroShardEstimator(CostedPart, ShardEstimator):
     """Predicts each fused table-wise or column-wise shard as if it were alone.
 
     All options of a search space are predicted in one batch. Options that the cost
@@ -52,7 +52,8 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):  # type: ignore[misc]
             kwargs: Later releases pass their data by keyword.
         """
         self._note_sharders(*args, *kwargs.values())
-        described, others = [], []
+        described: list[ShardingOption] = []
+        others: list[ShardingOption] = []
         for option in sharding_options:
             known = self.costs.reader.is_described(option)
             (described if known else others).append(option)
