@@ -33,6 +33,8 @@ class SearchConfig:
     cap, makes sure that a plan is found where one exists."""
     refine: bool = True
     """Improve the placement by moves, swaps and re-splits afterwards."""
+    restarts: int = 10
+    """Disturbed restarts of the refinement without a gain after which it stops."""
     time_budget_seconds: float = 20.0
     """The best plan so far is returned after this."""
     seed: int = 0

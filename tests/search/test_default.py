@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search import (
+    NeuroShardSearcher,
+    SearchConfig,
+    SearchResult,
+    make_searcher,
+)
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+WIDTHS = (4, 8, 12, 20, 24, 32, 64, 128)
+
+
+def random_task(
+    num_tables: int,
+    world_size: int,
+    *,
+    seed: int = 0,
+    memory_share: float | None = 1.3,
+    min_widths: tuple[int, ...] = (),
+    max_shards: tuple[int, ...] = (),
+    groups: tuple[int, ...] = (),
+    uneven: bool = True,
+) -> ShardingTask:
+    rng = np.random.default_rng(seed)
+    tables = tuple(
+        TableConfig(
+            name=f"t{i}",
+            num_embeddings=int(10 ** rng.uniform(2, 7)),
+            embedding_dim=int(rng.choice(WIDTHS)),
+            pooling_factor=float(rng.lognormal(1.0, 1.2)),
+        )
+        for i in range(num_tables)
+    )
+    memory: tuple[int, ...] = ()
+    if memory_share is not None:
+        share = rng.dirichlet(np.full(world_size, 50.0))
+        total = sum(t.weight_bytes for t in tables)
+        memory = tuple(int(total * memory_share * s) for s in share)
+    return ShardingTask(
+        tables=tables,
+        world_size=world_size,
+        batch_size=4096,
+        memory_bytes=memory,
+        min_widths=min_widths,
+        max_shards=max_shards,
+        groups=groups,
+        uneven=uneven,
+    )
+
+
+def search(task: ShardingTask, config: SearchConfig | None = None) -> SearchResult:
+    searcher = NeuroShardSearcher(config)
+    return searcher.search(task, AnalyticCostModel(), AnalyticCommsModel())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plan_keeps_every_rule(seed: int) -> None:
+    task = random_task(30, 4, seed=seed)
+    result = search(task)
+    result.placement.check(task)  # columns once, widths, memory, distinct ranks
+    assert 0 < result.lower_bound_ms <= result.predicted.critical_path_ms
+    assert result.gap == pytest.approx(
+        result.predicted.critical_path_ms / result.lower_bound_ms - 1
+    )
+    assert result.num_evaluated > 0
+
+
+def test_limits_on_splits_are_kept() -> None:
+    count = 20
+    narrow = tuple(64 if i % 2 else 16 for i in range(count))
+    most = tuple(1 + i % 3 for i in range(count))
+    task = random_task(count, 8, min_widths=narrow, max_shards=most, memory_share=None)
+    placement = search(task).placement
+    placement.check(task)
+    assert max(len(placement.table_shards(i)) for i in range(count)) > 1
+    for i in range(count):
+        shards = placement.table_shards(i)
+        assert len(shards) <= most[i]
+        if len(shards) > 1:
+            assert min(s.width for s in shards) >= narrow[i]
+
+
+def test_even_splits_stay_even() -> None:
+    task = random_task(12, 8, uneven=False, memory_share=None)
+    placement = search(task).placement
+    split = [placement.table_shards(i) for i in range(12)]
+    assert max(map(len, split)) > 1
+    for shards in split:
+        assert len({s.width for s in shards}) == 1
+
+
+def test_order_of_tables_does_not_matter() -> None:
+    task = random_task(20, 4, memory_share=None)
+    turned = dataclasses.replace(task, tables=task.tables[::-1])
+    assert search(turned).predicted.critical_path_ms == pytest.approx(
+        search(task).predicted.critical_path_ms, rel=0.01
+    )
+
+
+SCRIPT = """
+import json, sys
+sys.path[:0] = sys.argv[1:]
+from test_default import random_task, search
+print(json.dumps(search(random_task(25, 4)).placement.to_json()))
+"""
+
+
+def test_same_plan_in_every_process() -> None:
+    plans = [search(random_task(25, 4)).placement.to_json()]
+    here = Path(__file__).parent
+    for hash_seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(here), str(here.parents[1])],
+            env={"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        plans.append(json.loads(done.stdout))
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_a_spent_budget_still_gives_a_valid_plan() -> None:
+    task = random_task(60, 8)
+    result = search(task, SearchConfig(time_budget_seconds=1e-6))
+    result.placement.check(task)
+
+
+def test_refinement_does_not_make_it_worse() -> None:
+    task = random_task(30, 4, seed=5)
+    without = search(task, SearchConfig(refine=False)).predicted.critical_path_ms
+    assert search(task).predicted.critical_path_ms <= without
+
+
+def test_one_rank_takes_everything() -> None:
+    task = random_task(5, 1, memory_share=None)
+    placement = search(task).placement
+    assert {s.rank for s in placement.shards} == {0}
+    assert len(placement.shards) == 5
+
+
+def test_more_ranks_than_columns() -> None:
+    task = random_task(2, 64, memory_share=None, min_widths=(128, 128))
+    search(task).placement.check(task)
+
+
+def test_fusion_groups_are_costed_apart() -> None:
+    task = random_task(20, 4, groups=tuple(i % 2 for i in range(20)))
+    result = search(task)
+    result.placement.check(task)
+    assert result.predicted.critical_path_ms >= result.lower_bound_ms
+
+
+def test_a_table_that_fits_nowhere_is_named() -> None:
+    tables = (
+        TableConfig(name="small", num_embeddings=100, embedding_dim=16),
+        TableConfig(name="user_id", num_embeddings=40_000_000, embedding_dim=128),
+    )
+    task = ShardingTask(
+        tables=tables,
+        world_size=2,
+        batch_size=64,
+        memory_bytes=(8 * 2**30, 9 * 2**30),
+        min_widths=(4, 128),
+    )
+    with pytest.raises(
+        InfeasibleError,
+        match=r"table 'user_id' \(num_embeddings=40000000, embedding_dim=128, fp32\) "
+        r"needs 19\.07 GiB.*freest rank, 1, has 9\.00 GiB.*row-wise",
+    ):
+        search(task)
+
+
+def test_a_total_that_does_not_fit_is_told() -> None:
+    task = random_task(10, 4, memory_share=0.9)
+    with pytest.raises(
+        InfeasibleError, match=r"in all, the 4 ranks have .* GiB\. Raise"
+    ):
+        search(task)
+
+
+def test_make_searcher() -> None:
+    assert make_searcher("default").name == "default"
+    config = SearchConfig(beam_width=1)
+    made = make_searcher(config)
+    assert isinstance(made, NeuroShardSearcher) and made.config is config
+    assert make_searcher(made) is made
+    with pytest.raises(ConfigError, match="unknown search 'best'; one of default"):
+        make_searcher("best")

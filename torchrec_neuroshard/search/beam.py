@@ -1,0 +1,196 @@
+"""Column splits: a beam over how many shards each table is split into."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_neuroshard.search.base import SearchConfig
+from torchrec_neuroshard.search.greedy_grid import ORDERS, LanePlans, plan_states
+from torchrec_neuroshard.search.shards import (
+    Floats,
+    Ints,
+    ShardBank,
+    legal_splits,
+    split_widths,
+)
+
+__all__ = ["BeamPlan", "beam_search", "required_splits"]
+
+State = tuple[int, ...]
+"""Shards per table: the multiset of splits, whatever their order."""
+
+START_THRESHOLDS: tuple[float, ...] = (float("inf"), 1.0, 0.7, 0.5, 0.35, 0.25, 0.15)
+"""Initial states: split each table until no shard costs more than this share of an
+average rank's load."""
+
+MAX_LANE_SHARDS = 2_000_000
+"""Shards x ranks placed in one lockstep call; bounds memory and time of a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamPlan:
+    """One placement that the beam came to."""
+
+    cost_ms: float
+    widths: Ints
+    """`T x W` columns of each table on each rank."""
+
+
+def required_splits(bank: ShardBank) -> State:
+    """Return the fewest shards of each table such that each shard fits some rank."""
+    task = bank.task
+    largest = float(bank.caps_W.max())
+    needed = []
+    for table in range(len(task.tables)):
+        splits = legal_splits(task, table)
+        needed.append(splits[0])
+        if task.shard_bytes(table, task.tables[table].embedding_dim) <= largest:
+            continue
+        needed[-1] = next(
+            (
+                k
+                for k in splits
+                if task.shard_bytes(table, split_widths(task, table, k)[0]) <= largest
+            ),
+            splits[-1],
+        )
+    return tuple(needed)
+
+
+class _Beam:
+    """States, their shards and their best placements."""
+
+    def __init__(self, bank: ShardBank, config: SearchConfig) -> None:
+        self.bank = bank
+        self.config = config
+        self.base = required_splits(bank)
+        self.splits = [legal_splits(bank.task, t) for t in range(len(self.base))]
+        self.seen: set[State] = set()
+        self.kept: list[tuple[float, State, Ints, Floats]] = []
+
+    def shards(self, state: State) -> Ints:
+        """Bank rows of a state."""
+        split = [t for t, k in enumerate(state) if k > 1]
+        pairs = [
+            (t, w) for t in split for w in split_widths(self.bank.task, t, state[t])
+        ]
+        whole = np.delete(self.bank.whole_T, split)
+        if not pairs:
+            return whole
+        table, width = np.array(pairs).T
+        return np.concatenate([whole, self.bank.rows(table, width)])
+
+    def split_further(self, state: State, table: int, step: int) -> State | None:
+        """Return the state with one table in more shards, the next number or twice."""
+        now = state[table]
+        options = [k for k in self.splits[table] if k > now]
+        if not options:
+            return None
+        k = (
+            options[0]
+            if step == 0
+            else max([o for o in options if o <= 2 * now] or [0])
+        )
+        if k == 0 or (step and k == options[0]):
+            return None
+        return (*state[:table], k, *state[table + 1 :])
+
+    def start_states(self) -> list[State]:
+        """Split by thresholds on the share of an average rank's load."""
+        bank = self.bank
+        cost_T = bank.approximate_costs(bank.whole_T).sum(axis=1)
+        mean = cost_T.sum() / bank.task.world_size
+        states = []
+        for threshold in START_THRESHOLDS:
+            if not np.isfinite(threshold):
+                states.append(self.base)
+                continue
+            wanted = np.ceil(cost_T / max(threshold * mean, 1e-12))
+            states.append(
+                tuple(
+                    max(
+                        k,
+                        next((o for o in self.splits[t] if o >= w), self.splits[t][-1]),
+                    )
+                    for t, (k, w) in enumerate(
+                        zip(self.base, wanted.tolist(), strict=True)
+                    )
+                )
+            )
+        return states
+
+    def neighbours(self, state: State, widths_TW: Ints, loads_W: Floats) -> list[State]:
+        """Split further what lies on the hottest ranks, and the largest tables."""
+        bank, count = self.bank, self.config.num_candidates
+        hottest = np.argsort(-loads_W, kind="stable")[: max(1, len(loads_W) // 8)]
+        table, column = np.nonzero(widths_TW[:, hottest])
+        rows = bank.rows(table, widths_TW[:, hottest][table, column])
+        cost = bank.approximate_costs(rows).sum(axis=1)
+        hot = table[np.argsort(-cost, kind="stable")][:count]
+        size = bank.bytes(np.arange(len(bank.dims_T)), bank.dims_T)
+        big = np.argsort(-size / np.array(state), kind="stable")[: max(1, count // 3)]
+        tables = list(dict.fromkeys([*hot.tolist(), *big.tolist()]))
+        found = [self.split_further(state, t, step) for t in tables for step in (0, 1)]
+        return [s for s in found if s is not None]
+
+    def evaluate(self, states: Sequence[State], orders: Sequence[str]) -> None:
+        """Place new states and keep the best."""
+        caps, bank = self.config.caps, self.bank
+        fresh = [s for s in dict.fromkeys(states) if s not in self.seen]
+        self.seen.update(fresh)
+        per_state = len(caps) * len(orders) * len(bank.dims_T) * bank.task.world_size
+        batch = max(1, MAX_LANE_SHARDS // per_state)
+        for start in range(0, len(fresh), batch):
+            some = fresh[start : start + batch]
+            plans = plan_states(bank, [self.shards(s) for s in some], caps, orders)
+            self._keep(some, plans, len(caps) * len(orders))
+
+    def _keep(self, states: Sequence[State], plans: LanePlans, lanes: int) -> None:
+        for i, state in enumerate(states):
+            lane = i * lanes + int(plans.cost_L[i * lanes : (i + 1) * lanes].argmin())
+            if plans.placed_L[lane]:
+                self.kept.append(
+                    (
+                        float(plans.cost_L[lane]),
+                        state,
+                        plans.widths(self.bank, lane),
+                        plans.loads_LW[lane],
+                    )
+                )
+        self.kept.sort(key=lambda k: (k[0], k[1]))
+        del self.kept[self.config.beam_width :]
+
+
+def beam_search(
+    bank: ShardBank, config: SearchConfig, deadline: float
+) -> list[BeamPlan]:
+    """Search column splits, greedily placed.
+
+    Args:
+        bank: The task's shards.
+        config: Beam width, candidates, rounds and caps.
+        deadline: `time.monotonic()` after which no new round starts.
+
+    Returns:
+        The best placements, best first; empty where greedy placing found no room.
+    """
+    beam = _Beam(bank, config)
+    beam.evaluate(beam.start_states(), ORDERS)
+    expanded: set[State] = set()
+    for _ in range(config.max_rounds):
+        if time.monotonic() > deadline or not beam.kept:
+            break
+        best = beam.kept[0][0]
+        states: list[State] = []
+        for _, state, widths_TW, loads_W in beam.kept:
+            if state not in expanded:
+                expanded.add(state)
+                states += beam.neighbours(state, widths_TW, loads_W)
+        beam.evaluate(states, ORDERS[:1])
+        if beam.kept[0][0] >= best:
+            break
+    return [BeamPlan(cost, widths) for cost, _, widths, _ in beam.kept]

@@ -1,0 +1,105 @@
+"""The default search: beam over splits, greedy ranks, local improvement, bound."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search.beam import beam_search
+from torchrec_neuroshard.search.bounds import lower_bound
+from torchrec_neuroshard.search.feasibility import check_memory, pack
+from torchrec_neuroshard.search.refine import refine
+from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
+from torchrec_neuroshard.simulator import Simulator
+
+__all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
+
+MAX_WARNINGS = 20
+"""Range warnings told one by one; the rest are counted."""
+
+
+class NeuroShardSearcher(Searcher):
+    """Column splits by beam search, ranks by greedy grids, then local improvement."""
+
+    name = "default"
+
+    def __init__(self, config: SearchConfig | None = None) -> None:
+        """Take the settings; None means the defaults."""
+        self.config = config or SearchConfig()
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Find a placement.
+
+        Raises:
+            InfeasibleError: The tables cannot fit; names the table or the total, and
+                what would make it fit.
+        """
+        start = time.monotonic()
+        deadline = start + self.config.time_budget_seconds
+        check_memory(task)
+        simulator = Simulator(task, cost_model, comms_model)
+        bank = ShardBank(simulator)
+        plans = [p.widths for p in beam_search(bank, self.config, deadline)]
+        if not plans:
+            plans = [pack(task)]
+        best = plans[0]
+        if self.config.refine:
+            best, _ = refine(bank, plans[0], self.config, deadline)
+        bound = lower_bound(bank, [best, *plans], self.config.seed)
+        return finish_result(bank, best, bound, start)
+
+
+def finish_result(
+    bank: ShardBank, width_TW: Ints, bound_ms: float, start: float
+) -> SearchResult:
+    """Evaluate and check the placement found, and fill the result.
+
+    Args:
+        bank: The task's shards.
+        width_TW: Columns of each table on each rank.
+        bound_ms: Lower bound of the critical path.
+        start: `time.monotonic()` when the search began.
+    """
+    placement = placement_from_widths(width_TW)
+    placement.check(bank.task)
+    predicted = bank.simulator.evaluate(placement)
+    bound = min(bound_ms, predicted.critical_path_ms)
+    gap = predicted.critical_path_ms / bound - 1 if bound > 0 else 0.0
+    return SearchResult(
+        placement=placement,
+        predicted=predicted,
+        lower_bound_ms=bound,
+        gap=gap,
+        search_seconds=time.monotonic() - start,
+        num_evaluated=bank.num_evaluated + bank.task.world_size,
+        warnings=range_messages(bank, width_TW),
+    )
+
+
+def range_messages(bank: ShardBank, width_TW: Ints) -> tuple[str, ...]:
+    """Say which placed shards lie outside the cost model's training range."""
+    table, rank = np.nonzero(width_TW)
+    pairs = sorted(
+        set(zip(table.tolist(), width_TW[table, rank].tolist(), strict=True))
+    )
+    simulator = bank.simulator
+    found: dict[tuple[int, str], str] = {}
+    for warning in simulator.cost_model.range_warnings(simulator.features(pairs)):
+        index = pairs[warning.shard][0]
+        found.setdefault(
+            (index, warning.feature),
+            f"table '{bank.task.tables[index].name}': {warning.feature} "
+            f"{warning.value:.4g} is outside the cost model's range "
+            f"{warning.low:.4g} to {warning.high:.4g}",
+        )
+    messages = list(found.values())
+    if len(messages) > MAX_WARNINGS:
+        more = len(messages) - MAX_WARNINGS
+        messages = [*messages[:MAX_WARNINGS], f"... and {more} more like these"]
+    return tuple(messages)

@@ -1,0 +1,326 @@
+"""Whether the tables fit at all, and a placement that does where greedy placing failed.
+
+Shapes: `T` tables, `W` ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize, sparse
+
+from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.shards import Floats, Ints, legal_splits, split_widths
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["check_memory", "pack"]
+
+_GIB = 2**30
+
+PACK_SECONDS = 10.0
+"""Time limit of the exact packing."""
+MAX_PACK_VARIABLES = 50_000
+"""Tables x ranks up to which exact packing is tried."""
+
+
+def _describe(task: ShardingTask, table: int) -> str:
+    config = task.tables[table]
+    return (
+        f"table '{config.name}' (num_embeddings={config.num_embeddings}, "
+        f"embedding_dim={config.embedding_dim}, {config.data_type})"
+    )
+
+
+def check_memory(task: ShardingTask) -> None:
+    """Raise where a table or the total cannot fit, whatever the placement.
+
+    Raises:
+        InfeasibleError: Proven; names the table or the total and what would help.
+    """
+    if not task.memory_bytes:
+        return
+    caps = np.asarray(task.memory_bytes, dtype=np.float64)
+    freest = int(caps.argmax())
+    total = 0.0
+    for table, config in enumerate(task.tables):
+        width = config.embedding_dim
+        whole = task.shard_bytes(table, width)
+        total += whole
+        if whole <= caps[freest]:
+            continue
+        most = legal_splits(task, table)[-1]
+        narrowest = task.min_widths[table] if task.uneven else width
+        shard = min(
+            [task.shard_bytes(table, split_widths(task, table, most)[-1])]
+            + ([task.shard_bytes(table, narrowest)] if most > 1 else [])
+        )
+        if shard > caps[freest]:
+            split = (
+                "cannot be split"
+                if most == 1
+                else f"at its narrowest still {shard / _GIB:.2f}"
+            )
+            raise InfeasibleError(
+                f"{_describe(task, table)} needs {whole / _GIB:.2f} GiB ({split}); the "
+                f"freest rank, {freest}, has {caps[freest] / _GIB:.2f} GiB. Allow "
+                f"row-wise sharding for it, lower its min_partition "
+                f"({task.min_widths[table]}) or raise world_size ({task.world_size})."
+            )
+        if task.uneven:
+            room = np.floor((caps - task.fixed_bytes[table]) / task.column_bytes[table])
+            room = np.clip(room // COLUMN_MULTIPLE * COLUMN_MULTIPLE, 0, None)
+            room[room < task.min_widths[table]] = 0
+            best = np.sort(room)[::-1][: max(1, task.max_shards[table])].sum()
+            if best < width:
+                raise InfeasibleError(
+                    f"{_describe(task, table)} needs {whole / _GIB:.2f} GiB; the ranks "
+                    f"can hold {int(best)} of its {width} columns in "
+                    f"{max(1, task.max_shards[table])} shards at most. Allow row-wise "
+                    "sharding or more shards for it, or raise world_size "
+                    f"({task.world_size})."
+                )
+    if total > caps.sum():
+        ranks = int(np.ceil(total / caps.mean()))
+        raise InfeasibleError(
+            f"the tables need {total / _GIB:.2f} GiB in all, the {task.world_size} "
+            f"ranks have {caps.sum() / _GIB:.2f} GiB. Raise world_size to at least "
+            f"{ranks}, use a smaller data_type or optimizer state, or allow offloading."
+        )
+
+
+def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
+    """Find a placement within memory, costs aside.
+
+    Returns:
+        `T x W` widths.
+
+    Raises:
+        InfeasibleError: None exists (the message says proven), or none was found.
+    """
+    found = _fill(task)
+    if found is None:
+        found = _solve(task, seconds)
+    return found
+
+
+def _fill(task: ShardingTask) -> Ints | None:
+    """Best fit, largest first; a table that fits no rank is spread over the freest."""
+    num_tables, num_ranks = len(task.tables), task.world_size
+    free = np.asarray(task.memory_bytes, dtype=np.float64).copy()
+    width_TW = np.zeros((num_tables, num_ranks), dtype=np.int64)
+    sizes = [
+        task.shard_bytes(t, task.tables[t].embedding_dim) for t in range(num_tables)
+    ]
+    for table in sorted(range(num_tables), key=lambda t: (-sizes[t], t)):
+        fits = np.flatnonzero(free >= sizes[table])
+        if len(fits):
+            widths = {int(fits[free[fits].argmin()]): task.tables[table].embedding_dim}
+        else:
+            spread = _spread(task, table, free)
+            if spread is None:
+                return None
+            widths = spread
+        for rank, width in widths.items():
+            width_TW[table, rank] = width
+            free[rank] -= task.shard_bytes(table, width)
+    return width_TW
+
+
+def _spread(task: ShardingTask, table: int, free: Floats) -> dict[int, int] | None:
+    """Return widths by rank for one split table, in as few shards as fit."""
+    ranks = np.argsort(-free, kind="stable")
+    for k in legal_splits(task, table)[1:]:
+        widths = split_widths(task, table, k)
+        sizes = [task.shard_bytes(table, w) for w in widths]
+        if all(free[r] >= s for r, s in zip(ranks[:k], sizes, strict=True)):
+            return {int(r): w for r, w in zip(ranks[:k], widths, strict=True)}
+    if not task.uneven:
+        return None
+    left, spread = task.tables[table].embedding_dim, dict[int, int]()
+    narrowest = max(COLUMN_MULTIPLE, task.min_widths[table])
+    for rank in ranks[: max(1, task.max_shards[table])].tolist():
+        room = (free[rank] - task.fixed_bytes[table]) / task.column_bytes[table]
+        width = min(left, int(max(room, 0) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
+        if 0 < left - width < narrowest:
+            width = left - narrowest
+        if width >= narrowest:
+            spread[rank] = width
+            left -= width
+        if left == 0:
+            return spread
+    return None
+
+
+def _solve(task: ShardingTask, seconds: float) -> Ints:
+    """Pack exactly by mixed-integer programming.
+
+    Raises:
+        InfeasibleError: None exists, or none was found in time.
+    """
+    num_tables, num_ranks = len(task.tables), task.world_size
+    proven = False
+    if num_tables * num_ranks <= MAX_PACK_VARIABLES:
+        # Solvers keep constraints to a tolerance: where a packing breaks a limit by
+        # that much, a slightly smaller limit is tried.
+        for shrink in (0.0, 1e-6):
+            outcome = _mixed_integer_program(task, shrink).solve(seconds)
+            if outcome is None:
+                break
+            if isinstance(outcome, str):
+                proven = outcome == "infeasible" and shrink == 0.0
+                break
+            if _within_memory(task, outcome):
+                return outcome
+    caps = np.asarray(task.memory_bytes, dtype=np.float64)
+    total = sum(task.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables))
+    status = (
+        "proven by exact packing" if proven else "no packing was found, none disproven"
+    )
+    largest = max(
+        range(num_tables),
+        key=lambda t: task.shard_bytes(t, task.tables[t].embedding_dim),
+    )
+    raise InfeasibleError(
+        f"the tables need {total / _GIB:.2f} GiB in all and the {num_ranks} ranks have "
+        f"{caps.sum() / _GIB:.2f} GiB, but no split allowed puts every shard on a rank "
+        f"({status}); the largest is {_describe(task, largest)}. It fits with "
+        f"{_sufficient_factor(task):.2f} times the memory; or lower min_partition, or "
+        f"raise world_size ({num_ranks})."
+    )
+
+
+def _within_memory(task: ShardingTask, width_TW: Ints) -> bool:
+    used = [0.0] * task.world_size
+    for table, rank in zip(*np.nonzero(width_TW), strict=True):
+        used[rank] += task.shard_bytes(int(table), int(width_TW[table, rank]))
+    return all(u <= cap for u, cap in zip(used, task.memory_bytes, strict=True))
+
+
+def _sufficient_factor(task: ShardingTask) -> float:
+    """Return by how much more memory on every rank best-fit packing succeeds."""
+    low, high = 1.0, 2.0
+
+    def packs(factor: float) -> bool:
+        memory = tuple(int(factor * m) for m in task.memory_bytes)
+        return _fill(dataclasses.replace(task, memory_bytes=memory)) is not None
+
+    while not packs(high):
+        low, high = high, 2 * high
+    while high - low > 0.005:
+        middle = (low + high) / 2
+        low, high = (low, middle) if packs(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """Constraints of a packing, and how to read the widths off a solution."""
+
+    matrix: sparse.csr_array
+    low: Floats
+    high: Floats
+    upper: Floats
+    width_matrix: sparse.csr_array
+    """Maps the variables to the `T x W` widths, flattened."""
+    shape: tuple[int, int]
+
+    def solve(self, seconds: float) -> Ints | str | None:
+        """Return widths, "infeasible", or None when time ran out."""
+        found = optimize.milp(
+            c=np.zeros(self.matrix.shape[1]),
+            constraints=optimize.LinearConstraint(self.matrix, self.low, self.high),
+            bounds=optimize.Bounds(0, self.upper),
+            integrality=np.ones(self.matrix.shape[1]),
+            options={"time_limit": seconds},
+        )
+        if found.status == 2:
+            return "infeasible"
+        if found.x is None:
+            return None
+        widths: Ints = np.rint(self.width_matrix @ np.rint(found.x)).astype(np.int64)
+        return widths.reshape(self.shape)
+
+
+def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
+    """Variables per rank and kind of shard: how many units of columns, and whether any.
+
+    With `uneven` the kinds are the tables; else one kind per table and number of equal
+    shards, whose units all have the shard's width.
+    """
+    num_ranks = task.world_size
+    kinds: list[tuple[int, int, int, int]] = []  # table, unit, most units, fewest units
+    counts: list[int] = []
+    for table, config in enumerate(task.tables):
+        width = config.embedding_dim
+        if task.uneven:
+            units = width // COLUMN_MULTIPLE
+            fewest = min(units, max(1, -(-task.min_widths[table] // COLUMN_MULTIPLE)))
+            kinds.append((table, COLUMN_MULTIPLE, units, fewest))
+            counts.append(max(1, min(task.max_shards[table], num_ranks)))
+            continue
+        for k in legal_splits(task, table):
+            kinds.append((table, width // k, 1, 1))
+            counts.append(k)
+    num_kinds = len(kinds)
+    table_K, unit_K, most_K, fewest_K = (np.array(c) for c in zip(*kinds, strict=True))
+    size = num_kinds * num_ranks
+    ranks = np.arange(size) % num_ranks
+    kind = np.arange(size) // num_ranks
+    cells = np.arange(size)
+
+    def block(values: npt.ArrayLike, row: Ints, num_rows: int) -> sparse.csr_array:
+        values = np.broadcast_to(np.asarray(values, dtype=np.float64), size)
+        return sparse.csr_array((values, (row, cells)), shape=(num_rows, size))
+
+    one = block(1.0, cells, size)
+    scale = 1.0 / max(task.memory_bytes)
+    fixed = np.asarray(task.fixed_bytes)[table_K][kind] * scale
+    column = np.asarray(task.column_bytes)[table_K][kind] * unit_K[kind] * scale
+    num_tables = len(task.tables)
+    dims = np.array([t.embedding_dim for t in task.tables], dtype=np.float64)
+    cell = table_K[kind] * num_ranks + ranks
+    width_matrix = sparse.csr_array(
+        (unit_K[kind].astype(np.float64), (cell, cells)),
+        shape=(num_tables * num_ranks, 2 * size),
+    )
+    caps = np.asarray(task.memory_bytes) * scale * (1 - shrink)
+    per_table = block(unit_K[kind], table_K[kind], num_tables)
+    per_kind = block(1.0, kind, num_kinds)
+    most, fewest = block(most_K[kind], cells, size), block(fewest_K[kind], cells, size)
+    memory = [block(column, ranks, num_ranks), block(fixed, ranks, num_ranks)]
+    limits = np.asarray(counts, dtype=np.float64)
+    blocks = [
+        # Units only where there is a shard, and then at least the fewest.
+        (sparse.hstack([one, -most]), -np.inf, 0.0),
+        (sparse.hstack([one, -fewest]), 0.0, np.inf),
+        # All columns, no more shards than allowed, no rank over its memory.
+        (sparse.hstack([per_table, 0 * per_table]), dims, dims),
+        (sparse.hstack([0 * per_kind, per_kind]), 0.0, limits),
+        (sparse.hstack(memory), -np.inf, caps),
+    ]
+    upper = np.concatenate([most_K[kind], np.ones(size)])
+    if not task.uneven:
+        # A binary per kind says whether its table is split this way.
+        blocks = [
+            (sparse.hstack([b, sparse.csr_array((b.shape[0], num_kinds))]), low, high)
+            for b, low, high in blocks
+        ]
+        chosen = sparse.csr_array(np.diag(limits))
+        blocks.append((sparse.hstack([0 * per_kind, per_kind, -chosen]), 0.0, 0.0))
+        upper = np.concatenate([upper, np.ones(num_kinds)])
+        width_matrix = sparse.hstack(
+            [width_matrix, sparse.csr_array((width_matrix.shape[0], num_kinds))],
+            format="csr",
+        )
+    return _Program(
+        matrix=sparse.vstack([b[0] for b in blocks], format="csr"),
+        low=np.concatenate([np.broadcast_to(b[1], b[0].shape[0]) for b in blocks]),
+        high=np.concatenate([np.broadcast_to(b[2], b[0].shape[0]) for b in blocks]),
+        upper=upper,
+        width_matrix=width_matrix,
+        shape=(num_tables, num_ranks),
+    )

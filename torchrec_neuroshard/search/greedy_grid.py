@@ -1,0 +1,156 @@
+"""Ranks for shards: many greedy placements side by side.
+
+Shapes: `L` lanes (placements in progress), `N` shards per lane, `W` ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
+
+__all__ = ["LanePlans", "place_lanes", "plan_states"]
+
+ORDERS: tuple[str, ...] = ("cost", "bytes")
+"""Orders of placing: the costliest shard first, or the largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlans:
+    """What greedy placements came to."""
+
+    rows_LN: Ints
+    """Bank rows, padded with -1."""
+    rank_LN: Ints
+    placed_L: npt.NDArray[np.bool_]
+    """Whether every shard found a rank with memory for it."""
+    cost_L: Floats
+    """Critical path [ms]; infinite where not placed."""
+    loads_LW: Floats
+    """Compute plus approximate collectives of each rank [ms]."""
+
+    def widths(self, bank: ShardBank, lane: int) -> Ints:
+        """Return one lane as a `T x W` matrix of widths."""
+        task = bank.task
+        width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+        rows = self.rows_LN[lane]
+        kept = rows >= 0
+        rows, rank = rows[kept], self.rank_LN[lane][kept]
+        np.add.at(width_TW, (bank.table(rows), rank), bank.width(rows))
+        return width_TW
+
+
+def place_lanes(
+    bank: ShardBank, rows_LN: Ints, caps_L: Floats
+) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    """Put shards on ranks greedily, all lanes one shard at a time.
+
+    Each shard goes to the rank whose resulting contribution to the critical path is
+    smallest, by the additive approximation, among the ranks that have memory for it,
+    hold no other shard of its table and stay within the lane's cap on columns. Where no
+    rank stays within the cap, the rank with the fewest columns exceeds it.
+
+    Args:
+        bank: The task's shards.
+        rows_LN: Bank rows in the order of placing, padded with -1 at the end.
+        caps_L: Cap on a rank's columns, relative to the mean.
+
+    Returns:
+        The rank of each shard (-1 where none has memory) and whether all were placed.
+    """
+    num_lanes, num_shards = rows_LN.shape
+    num_ranks = bank.task.world_size
+    used = np.maximum(rows_LN, 0)
+    table_LN, width_LN = bank.table(used), bank.width(used)
+    cost_LN = bank.approximate_costs(used.reshape(-1)).sum(axis=1).reshape(used.shape)
+    columns_LN = bank.columns(table_LN, width_LN)
+    bytes_LN = bank.bytes(table_LN, width_LN)
+    split_LN = (width_LN < bank.dims_T[table_LN]) & (rows_LN >= 0)
+    split_tables = np.unique(table_LN[split_LN])
+    slot_T = np.full(len(bank.dims_T), -1)
+    slot_T[split_tables] = np.arange(len(split_tables))
+    slot_LN = slot_T[table_LN]
+    is_split_N = split_LN.any(axis=0)
+
+    limited = bool(np.isfinite(bank.caps_W).any())
+    loads = np.zeros((num_lanes, num_ranks))
+    columns = np.zeros((num_lanes, num_ranks))
+    free = np.repeat(bank.caps_W[None], num_lanes, axis=0)
+    room = np.repeat(
+        (caps_L * bank.mean_columns * (1 + 1e-9))[:, None], num_ranks, axis=1
+    )
+    capped = bool(np.isfinite(caps_L).any())
+    holds = np.zeros((num_lanes, len(split_tables), num_ranks), dtype=bool)
+    rank_LN = np.full(rows_LN.shape, -1, dtype=np.int64)
+    placed = np.ones(num_lanes, dtype=bool)
+    lanes = np.arange(num_lanes)
+    for i in range(num_shards):
+        active = rows_LN[:, i] >= 0
+        result = loads + cost_LN[:, i, None]
+        if capped:
+            # Ranks over the cap come after all others, those with fewest columns first.
+            over = columns + columns_LN[:, i, None] - room
+            result = np.where(over > 0, 1e12 + over, result)
+        if limited:
+            result[free < bytes_LN[:, i, None]] = np.inf
+        if is_split_N[i]:
+            taken = holds[lanes, slot_LN[:, i]] & split_LN[:, i, None]
+            result[taken] = np.inf
+        best = result.argmin(axis=1)
+        fits = np.isfinite(result[lanes, best])
+        placed &= fits | ~active
+        lane = lanes[active & fits]
+        chosen = best[lane]
+        rank_LN[lane, i] = chosen
+        loads[lane, chosen] += cost_LN[lane, i]
+        columns[lane, chosen] += columns_LN[lane, i]
+        free[lane, chosen] -= bytes_LN[lane, i]
+        if is_split_N[i]:
+            spread = split_LN[lane, i]
+            holds[lane[spread], slot_LN[lane[spread], i], chosen[spread]] = True
+    return rank_LN, placed
+
+
+def plan_states(
+    bank: ShardBank,
+    states: Sequence[Ints],
+    caps: Sequence[float],
+    orders: Sequence[str] = ORDERS[:1],
+) -> LanePlans:
+    """Place each set of shards under each cap and in each order, and evaluate exactly.
+
+    Args:
+        bank: The task's shards.
+        states: Sets of shards, as bank rows.
+        caps: Caps on a rank's columns, relative to the mean.
+        orders: Of `ORDERS`.
+
+    Returns:
+        Lane `(s * len(caps) + c) * len(orders) + o` is state s, cap c, order o.
+    """
+    longest = max(len(rows) for rows in states)
+    ordered = np.full((len(states), len(orders), longest), -1, dtype=np.int64)
+    for s, rows in enumerate(states):
+        table, width = bank.table(rows), bank.width(rows)
+        cost = bank.approximate_costs(rows).sum(axis=1)
+        size = bank.bytes(table, width)
+        for o, order in enumerate(orders):
+            first, second = (cost, size) if order == "cost" else (size, cost)
+            # Rows are numbered as they are met, so ties go by table and width.
+            ordered[s, o, : len(rows)] = rows[
+                np.lexsort((-width, table, -second, -first))
+            ]
+    rows_LN = np.repeat(ordered[:, None], len(caps), axis=1).reshape(-1, longest)
+    caps_L = np.tile(np.repeat(np.asarray(caps, dtype=float), len(orders)), len(states))
+    rank_LN, placed = place_lanes(bank, rows_LN, caps_L)
+    cost_L = np.full(len(rows_LN), np.inf)
+    loads_LW = np.full((len(rows_LN), bank.task.world_size), np.inf)
+    if placed.any():
+        cost_L[placed], loads_LW[placed] = bank.critical_paths(
+            rows_LN[placed], rank_LN[placed]
+        )
+    return LanePlans(rows_LN, rank_LN, placed, cost_L, loads_LW)
