@@ -289,8 +289,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 module, sharders
             )
         except PlannerError:
-            if ours is None or ours in str(error):
+            if ours is None:
                 raise error from None
+            # The reason first, TorchRec's general advice after it.
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
