@@ -25,6 +25,7 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -165,38 +166,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = getattr(options, name)
         return float(getattr(sheet, name) if given is None else given)
 
-    tables = mlperf_dlrm_v2(
-        max_rows=options.max_rows, embedding_dim=options.embedding_dim
-    )
     memory_bytes = figure("hbm_gb") * 1e9
     start = time.perf_counter()
     try:
-        planner = NeuroShardPlanner(
-            topology=Topology(
-                world_size=options.ranks,
-                local_world_size=min(options.ranks, options.ranks_per_node),
-                compute_device="cuda",
-                hbm_cap=int(memory_bytes),
-                hbm_mem_bw=figure("hbm_gb_per_s") * TORCHREC_GB,
-                intra_host_bw=figure("nvlink_gb_per_s") * TORCHREC_GB,
-                inter_host_bw=figure("network_gb_per_s") * TORCHREC_GB,
-            ),
-            batch_size=options.batch_size,
-            constraints={
-                t.name: ParameterConstraints(
-                    sharding_types=["table_wise", "column_wise"],
-                    compute_kernels=["fused"],
-                    min_partition=options.min_partition,
-                    pooling_factors=[t.pooling_factor],
-                )
-                for t in tables
-            },
-            storage_reservation=FixedPercentageStorageReservation(0.15),
-            cost_model=options.cost_model,
-            profiles={t.name: t.profile for t in tables if t.profile is not None},
-        )
-        planner.plan(build_tables(tables), [EmbeddingBagCollectionSharder()])
-    except NeuroShardError as error:
+        tables = mlperf_dlrm_v2(options.max_rows, options.embedding_dim)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the result holds them, too
+            planner = NeuroShardPlanner(
+                topology=Topology(
+                    world_size=options.ranks,
+                    local_world_size=min(options.ranks, options.ranks_per_node),
+                    compute_device="cuda",
+                    hbm_cap=int(memory_bytes),
+                    hbm_mem_bw=figure("hbm_gb_per_s") * TORCHREC_GB,
+                    intra_host_bw=figure("nvlink_gb_per_s") * TORCHREC_GB,
+                    inter_host_bw=figure("network_gb_per_s") * TORCHREC_GB,
+                ),
+                batch_size=options.batch_size,
+                constraints={
+                    t.name: ParameterConstraints(
+                        sharding_types=["table_wise", "column_wise"],
+                        compute_kernels=["fused"],
+                        min_partition=options.min_partition,
+                        pooling_factors=[t.pooling_factor],
+                    )
+                    for t in tables
+                },
+                storage_reservation=FixedPercentageStorageReservation(0.15),
+                cost_model=options.cost_model,
+                profiles={t.name: t.profile for t in tables if t.profile is not None},
+            )
+            planner.plan(build_tables(tables), [EmbeddingBagCollectionSharder()])
+    except (NeuroShardError, PlannerError) as error:
         print(f"plan_on_cpu: {error}", file=sys.stderr)
         return 2
     seconds = time.perf_counter() - start
@@ -227,5 +228,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # they are in the result and printed with it
     sys.exit(main())

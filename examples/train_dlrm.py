@@ -53,6 +53,7 @@ from torchrec.distributed.planner import (
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -1092,7 +1093,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = DemoConfig.from_arguments(arguments)
         ranks = join_ranks(config)
         run(config, ranks)
-    except (DemoError, NeuroShardError) as error:
+    except (DemoError, NeuroShardError, PlannerError) as error:
         print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)
         return 2
     dist.destroy_process_group()
