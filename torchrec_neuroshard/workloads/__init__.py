@@ -1,1 +1,34 @@
 """Table sets to shard: published models, generators, loaders and task sampling."""
+
+from torchrec_neuroshard.workloads.dlrm_dataset import (
+    generate_dlrm_tables,
+    load_dlrm_dataset,
+)
+from torchrec_neuroshard.workloads.inputs import draw_batch, feature_names
+from torchrec_neuroshard.workloads.loaders import load_json
+from torchrec_neuroshard.workloads.mlperf import (
+    criteo_1tb,
+    criteo_kaggle,
+    mlperf_dlrm_v2,
+)
+from torchrec_neuroshard.workloads.tasks import (
+    PRODUCTION_WIDTHS,
+    TaskConfig,
+    power_of_two_widths,
+    sample_tasks,
+)
+
+__all__ = [
+    "PRODUCTION_WIDTHS",
+    "TaskConfig",
+    "criteo_1tb",
+    "criteo_kaggle",
+    "draw_batch",
+    "feature_names",
+    "generate_dlrm_tables",
+    "load_dlrm_dataset",
+    "load_json",
+    "mlperf_dlrm_v2",
+    "power_of_two_widths",
+    "sample_tasks",
+]

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_neuroshard.errors import ConfigError, TableError
+from torchrec_neuroshard.profiles import profile_inputs
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.workloads.inputs import draw_batch, feature_names
+from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
+
+TABLES = mlperf_dlrm_v2(max_rows=20_000, embedding_dim=8)
+
+
+def test_batch_reads_as_the_tables_say() -> None:
+    batch = draw_batch(TABLES, 256, seed=3)
+    assert list(batch) == [t.name for t in TABLES]
+    for table in TABLES:
+        ids, lengths = batch[table.name]
+        assert ids.dtype == lengths.dtype == np.int64
+        assert (lengths == table.pooling_factor).all()
+        assert len(ids) == lengths.sum()
+        assert ids.min() >= 0 and ids.max() < table.num_embeddings
+
+
+def test_batches_profile_as_expected() -> None:
+    features = list(draw_batch(TABLES, 1, seed=0))
+    batches = []
+    for seed in range(4):
+        batch = draw_batch(TABLES, 512, seed)
+        batches.append(
+            KeyedJaggedTensor.from_lengths_sync(
+                keys=features,
+                values=torch.from_numpy(
+                    np.concatenate([batch[f][0] for f in features])
+                ),
+                lengths=torch.from_numpy(
+                    np.concatenate([batch[f][1] for f in features])
+                ),
+            )
+        )
+    found = profile_inputs(batches)
+    for table in TABLES:
+        expected = table.profile_at(4 * 512)
+        profile = found[table.name]
+        assert profile.num_lookups == expected.num_lookups
+        assert profile.num_distinct == pytest.approx(
+            expected.num_distinct, rel=0.06, abs=6
+        )
+
+
+def test_seed_and_table_decide_the_draw() -> None:
+    first, same, other = (draw_batch(TABLES, 32, seed) for seed in (1, 1, 2))
+    for name in first:
+        np.testing.assert_array_equal(first[name][0], same[name][0])
+    assert any((first[n][0] != other[n][0]).any() for n in first)
+    alone = draw_batch(TABLES[5:6], 32, 1)
+    np.testing.assert_array_equal(alone["cat_5"][0], first["cat_5"][0])
+
+
+def test_hot_ids_stay_hot() -> None:
+    hottest = []
+    for seed in range(2):
+        ids, _ = draw_batch(TABLES[:1], 2_048, seed)["cat_0"]
+        values, counts = np.unique(ids, return_counts=True)
+        hottest.append(set(values[np.argsort(-counts)[:3]]))
+    assert hottest[0] & hottest[1]
+
+
+def test_features_of_one_table_share_its_lookups() -> None:
+    table = TableConfig(
+        name="t", num_embeddings=50, embedding_dim=4, pooling_factor=6.0, num_features=3
+    )
+    assert feature_names(table) == ("t:0", "t:1", "t:2")
+    batch = draw_batch([table], 10, seed=0)
+    assert list(batch) == ["t:0", "t:1", "t:2"]
+    assert [lengths.sum() for _, lengths in batch.values()] == [20, 20, 20]
+    assert not np.array_equal(batch["t:0"][0], batch["t:1"][0])
+
+
+def test_bad_requests_are_refused() -> None:
+    with pytest.raises(TableError, match="no tables given"):
+        draw_batch([], 4, seed=0)
+    with pytest.raises(TableError, match="'cat_0' is given twice"):
+        draw_batch([TABLES[0], TABLES[0]], 4, seed=0)
+    with pytest.raises(ConfigError, match="batch_size must be at least 1"):
+        draw_batch(TABLES, 0, seed=0)
+    with pytest.raises(ConfigError, match="seed at least 0"):
+        draw_batch(TABLES, 1, seed=-1)

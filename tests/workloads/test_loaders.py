@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from torchrec_neuroshard.errors import TableError
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.workloads.loaders import load_json
+
+
+def write(path: Path, *workloads: object) -> Path:
+    path.write_text(json.dumps({"workloads": list(workloads)}), encoding="utf-8")
+    return path
+
+
+def test_tables_come_back_as_written(tmp_path: Path) -> None:
+    table = TableConfig(name="a", num_embeddings=10, embedding_dim=8, weighted=True)
+    path = write(tmp_path / "t.json", {"name": "w", "tables": [table.to_json()]})
+    assert load_json(path) == {"w": (table,)}
+
+
+def test_columns_with_histograms_keep_them(tmp_path: Path) -> None:
+    histogram = [2, 1, *[0] * 15]
+    path = write(
+        tmp_path / "t.json",
+        {
+            "name": "w",
+            "batch_size": 4,
+            "rows": [100],
+            "lookups": [4],
+            "count_hist": [histogram],
+        },
+    )
+    (table,) = load_json(path)["w"]
+    assert table.profile is not None
+    assert table.profile.access_histogram == tuple(histogram)
+    assert (table.profile.batch_size, table.pooling_factor) == (4, 1.0)
+    assert table.embedding_dim == 64
+
+
+def test_columns_without_lookups_read_one_id(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json",
+        {"name": "a", "rows": [100, 200], "dims": [6, 16]},
+        {"name": "b", "rows": [100], "pooling": [2.5], "dim": 32},
+    )
+    loaded = load_json(path)
+    assert [t.embedding_dim for t in loaded["a"]] == [8, 16]
+    assert [t.pooling_factor for t in loaded["a"]] == [1.0, 1.0]
+    assert [(t.embedding_dim, t.pooling_factor) for t in loaded["b"]] == [(32, 2.5)]
+
+
+def test_groups_are_unrolled(tmp_path: Path) -> None:
+    groups = [
+        {"num_tables": 2, "rows": 100, "dim": 16, "hotness": 3},
+        {"num_tables": 1, "rows": 50, "dim": 8, "hotness": [1, 10]},
+    ]
+    tables = load_json(write(tmp_path / "t.json", {"name": "g", "groups": groups}))["g"]
+    assert [t.name for t in tables] == ["g/0", "g/1", "g/2"]
+    assert [t.pooling_factor for t in tables] == [3, 3, 11]
+    assert [t.num_features for t in tables] == [1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a table file"),
+        ("[1]", "not a table file"),
+        ('{"tables": []}', "list 'workloads'"),
+        ('{"workloads": {"name": "w"}}', "'workloads' must be a list"),
+        ('{"workloads": ["w"]}', "workload 0 is not an object"),
+        ('{"workloads": [{"name": "w"}]}', "workload 'w' cannot be read"),
+        ('{"workloads": [{"name": "w", "tables": []}]}', "no tables given"),
+        ('{"workloads": [{"name": "w", "tables": [3]}]}', "not a table"),
+        ('{"workloads": [{"name": "w", "rows": [10], "pooling": []}]}', "IndexError"),
+        ('{"workloads": [{"name": "w", "rows": [0]}]}', "num_embeddings of at least 1"),
+        ('{"workloads": [{"name": "w", "rows": [9], "pooling": [-1]}]}', "at least 0"),
+        ('{"workloads": [{"name": "w", "rows": [9], "pooling": [NaN]}]}', "finite"),
+        (
+            '{"workloads": [{"name": "w", "rows": [9]}, {"name": "w", "rows": [9]}]}',
+            "two workloads are named 'w'",
+        ),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(TableError, match=message) as caught:
+        load_json(path)
+    assert "t.json" in str(caught.value)
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="FileNotFoundError"):
+        load_json(tmp_path / "none.json")
+    (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TableError, match="UnicodeDecodeError"):
+        load_json(tmp_path / "b.json")
