@@ -346,6 +346,9 @@ def zipf_profile(
         exponent: 0 is uniform.
         pooling_std: Standard deviation of the bag length.
         weighted: Whether lookups carry weights.
+
+    Raises:
+        ProfileError: No rows, or a value that is negative or not finite.
     """
     num_ids, share = zipf_groups(num_embeddings, exponent)
     lookups = batch_size * pooling_factor
@@ -365,7 +368,15 @@ def zipf_groups(
 
     Returns:
         Ids per group (sums to `num_embeddings`) and each group's share of the lookups.
+
+    Raises:
+        ProfileError: No rows, or an exponent below 0.
     """
+    if num_embeddings < 1 or not exponent >= 0:
+        raise ProfileError(
+            "a power law needs num_embeddings of at least 1 and an exponent of at least "
+            f"0, got {num_embeddings} and {exponent}"
+        )
     # Ranks 1..16 one by one, then groups that are 1/8 of their first rank wide.
     edges = [float(r) for r in range(1, min(num_embeddings, 16) + 1)]
     last = edges[-1] + 1
