@@ -30,11 +30,13 @@ __all__ = [
     "LinearCostModel",
     "SetData",
     "TrainConfig",
+    "as_cost_model",
     "build_sets",
     "evaluate",
     "fit_linear",
     "fit_stock",
     "train",
+    "training_ranges",
 ]
 
 
