@@ -374,8 +374,8 @@ def zipf_groups(
     """
     if num_embeddings < 1 or not exponent >= 0:
         raise ProfileError(
-            "a power law needs num_embeddings of at least 1 and an exponent of at least "
-            f"0, got {num_embeddings} and {exponent}"
+            "a power law needs num_embeddings of at least 1 and an exponent of at "
+            f"least 0, got {num_embeddings} and {exponent}"
         )
     # Ranks 1..16 one by one, then groups that are 1/8 of their first rank wide.
     edges = [float(r) for r in range(1, min(num_embeddings, 16) + 1)]
