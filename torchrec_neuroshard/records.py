@@ -1,4 +1,4 @@
-"""One measurement: a table set, its time, and where the time was taken."""
+"""One measurement: a table set or a collective, its time, and where it was taken."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from torchrec_neuroshard.errors import (
     ConfigError,
@@ -15,10 +15,30 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["SCHEMA_VERSION", "CostRecord", "Fingerprint", "RunHeader", "repeatability"]
+__all__ = [
+    "COLLECTIVES",
+    "SCHEMA_VERSION",
+    "CommsHeader",
+    "CommsRecord",
+    "CostRecord",
+    "Fingerprint",
+    "RunHeader",
+    "repeatability",
+]
 
 SCHEMA_VERSION = 1
 """Version of the record layout; another version is refused."""
+
+COLLECTIVES: tuple[str, ...] = (
+    "pooled_forward",
+    "pooled_backward",
+    "index",
+    "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+)
+"""What TorchRec issues around its kernels: the all-to-all of pooled outputs and of
+their gradients, that of the indices, both of row-wise, that of data-parallel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +104,7 @@ class RunHeader:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> RunHeader:
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote.
 
         Raises:
@@ -100,6 +120,35 @@ class RunHeader:
             return cls(**{**data, "fingerprint": Fingerprint(**data["fingerprint"])})
         except (KeyError, TypeError) as error:
             raise RecordError(f"not a record header: {error!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsHeader(RunHeader):
+    """What all records of one file of collectives share."""
+
+    backend: str
+    """`gloo` or `nccl`."""
+    world_size: int
+    """Ranks of the run."""
+    local_world_size: int
+    """Ranks per node."""
+    intra_gb_per_s: float
+    """Measured rate of one large message between two ranks of a node."""
+    inter_gb_per_s: float
+    """Same between two nodes; 0 where the run had one."""
+    kind: str = "comms"
+
+    def check_same_run(self, other: RunHeader, where: str) -> None:
+        """Refuse to mix in records of another group of ranks; see `RunHeader`."""
+        for name in ("backend", "world_size", "local_world_size"):
+            mine, theirs = getattr(self, name), getattr(other, name, None)
+            if mine != theirs:
+                raise RecordMismatchError(
+                    f"{where} holds records of {name} {mine!r}, {theirs!r} was asked "
+                    f"for; write to another file, or run with {name} {mine!r}"
+                )
+        # Not `super()`: slots make a new class, which zero-argument super misses.
+        RunHeader.check_same_run(self, other, where)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +231,108 @@ class CostRecord:
             raise RecordError(f"not a cost record: {error!r}") from error
 
 
-def repeatability(records: Sequence[CostRecord]) -> list[float]:
-    """Relative differences of total time between a set and its later repeats.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsRecord:
+    """Times of one collective over one group of ranks.
+
+    Shapes: `P` passes, `W` ranks of the group.
+    """
+
+    index: int
+    """Position in the run; the collective follows from the run's seed and this."""
+    repeat_of: int | None = None
+    """Index of the earlier record that is measured once more."""
+    collective: str
+    """One of `COLLECTIVES`."""
+    group: str = "world"
+    """`world` is all ranks, `local` those of a node, `cross` one of each node."""
+    world_size: int
+    """Ranks of the group, `W`."""
+    local_world_size: int
+    """Ranks of the group per node."""
+    bytes_per_peer: tuple[int, ...]
+    """What each rank sends to every rank [bytes]; for `pooled_backward` and `index`
+    what it is sent by every rank. The others pass the same between all pairs."""
+    delay_ms: tuple[float, ...]
+    """How much later than the common start each rank was told to begin."""
+    arrival_raw_ms: tuple[tuple[float, ...], ...]
+    """`P x W`: when each rank entered the collective, after the first one."""
+    done_raw_ms: tuple[tuple[float, ...], ...]
+    """`P x W`: when each rank was through, on the same clock."""
+    ref_raw_ms: tuple[float, ...]
+    """The reference collective beside each pass."""
+    wait_ms: tuple[float, ...]
+    """Median time from each rank's arrival to the last one's."""
+    transfer_ms: tuple[float, ...]
+    """Median time of each rank from the last arrival until it was through, relative
+    to the reference."""
+
+    def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            raise RecordError(
+                f"record {self.index} is of collective '{self.collective}'; known are "
+                f"{', '.join(COLLECTIVES)}"
+            )
+        if self.local_world_size < 1 or self.world_size % self.local_world_size:
+            raise RecordError(
+                f"record {self.index}: world_size ({self.world_size}) must be a "
+                f"multiple of local_world_size ({self.local_world_size})"
+            )
+        passes = {len(v) for v in (self.arrival_raw_ms, self.done_raw_ms)}
+        if passes != {len(self.ref_raw_ms)} or not self.ref_raw_ms:
+            raise RecordError(
+                f"record {self.index} has unequal numbers of passes: "
+                f"{len(self.arrival_raw_ms)} arrivals, {len(self.done_raw_ms)} ends, "
+                f"{len(self.ref_raw_ms)} references"
+            )
+        rows = (
+            self.bytes_per_peer,
+            self.delay_ms,
+            self.wait_ms,
+            self.transfer_ms,
+            *self.arrival_raw_ms,
+            *self.done_raw_ms,
+        )
+        if any(len(row) != self.world_size for row in rows):
+            raise RecordError(
+                f"record {self.index} needs one value per rank ({self.world_size}) "
+                "of bytes, delay, arrival, end, wait and transfer"
+            )
+
+    @property
+    def total_ms(self) -> float:
+        """Time of the slowest rank, without waiting [ms]."""
+        return max(self.transfer_ms)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary; `from_json` reads it back."""
+        return {
+            f.name: _as_lists(getattr(self, f.name)) for f in dataclasses.fields(self)
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CommsRecord:
+        """Read what `to_json` wrote.
+
+        Raises:
+            RecordError: A key is missing or unknown, or a value is out of range.
+        """
+        try:
+            return cls(**{k: _as_tuples(v) for k, v in data.items()})
+        except TypeError as error:
+            raise RecordError(f"not a record of a collective: {error!r}") from error
+
+
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(v) for v in value] if isinstance(value, tuple) else value
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:
+    """Relative differences of total time between a sample and its later repeats.
 
     No model can be more accurate than this on average.
     """

@@ -10,17 +10,35 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS
-from torchrec_neuroshard.records import CostRecord, RunHeader
+from torchrec_neuroshard.records import (
+    CommsHeader,
+    CommsRecord,
+    CostRecord,
+    RunHeader,
+)
 
-__all__ = ["RecordStore", "journal_path", "read_header", "read_records"]
+__all__ = [
+    "CommsStore",
+    "JournaledStore",
+    "RecordFormat",
+    "RecordStore",
+    "journal_path",
+    "read_comms_header",
+    "read_comms_records",
+    "read_header",
+    "read_records",
+    "record_kind",
+]
 
 _HEADER_KEY = b"neuroshard_header"
 
@@ -64,15 +82,58 @@ _SCHEMA = pa.schema(
 )
 
 
-class RecordStore:
+_COMMS_SCHEMA = pa.schema(
+    [
+        ("index", pa.int64()),
+        ("repeat_of", pa.int64()),
+        ("collective", pa.string()),
+        ("group", pa.string()),
+        ("world_size", pa.int32()),
+        ("local_world_size", pa.int32()),
+        ("bytes_per_peer", pa.list_(pa.int64())),
+        ("delay_ms", pa.list_(pa.float32())),
+        ("arrival_raw_ms", pa.list_(pa.list_(pa.float32()))),
+        ("done_raw_ms", pa.list_(pa.list_(pa.float32()))),
+        ("ref_raw_ms", pa.list_(pa.float32())),
+        ("wait_ms", pa.list_(pa.float64())),
+        ("transfer_ms", pa.list_(pa.float64())),
+    ]
+)
+
+HeaderT = TypeVar("HeaderT", bound=RunHeader)
+RecordT = TypeVar("RecordT", CostRecord, CommsRecord)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFormat(Generic[HeaderT, RecordT]):
+    """One kind of records, and how it is laid out in files."""
+
+    kind: str
+    """What `neuroshard collect` calls it."""
+    header_type: type[HeaderT]
+    record_type: type[RecordT]
+    schema: pa.Schema
+
+
+COMPUTE = RecordFormat("compute", RunHeader, CostRecord, _SCHEMA)
+COMMS = RecordFormat("comms", CommsHeader, CommsRecord, _COMMS_SCHEMA)
+
+
+class JournaledStore(Generic[HeaderT, RecordT]):
     """Appends the records of one run; use as a context manager."""
 
-    def __init__(self, path: str | Path, header: RunHeader) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        header: HeaderT,
+        record_format: RecordFormat[HeaderT, RecordT],
+    ) -> None:
         """Open the file and its journal, or start them.
 
         Args:
             path: The Parquet file.
             header: The run to append; it must be the one that the file holds.
+            record_format: The kind of records.
 
         Raises:
             RecordMismatchError: The file holds another run.
@@ -80,11 +141,13 @@ class RecordStore:
         """
         self._path = Path(path)
         self._journal_path = journal_path(self._path)
-        old_header, records = _read_all(self._path)
+        self._format: RecordFormat[HeaderT, RecordT] = record_format
+        old_header, records = _read_all(self._path, record_format)
         if old_header is not None:
-            header = _same_run(old_header, header, self._path)
+            old_header.check_same_run(header, str(self._path))
+            header = old_header
         self.header = header
-        self._records = records
+        self._records: list[RecordT] = records
         self.done = {r.index for r in records}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(self._journal_path)
@@ -98,7 +161,7 @@ class RecordStore:
             file.flush()
             os.fsync(file.fileno())
 
-    def append(self, record: CostRecord) -> None:
+    def append(self, record: RecordT) -> None:
         """Keep one record; it is on disk when this returns."""
         self._file.write(json.dumps(record.to_json()) + "\n")
         self._file.flush()
@@ -110,10 +173,10 @@ class RecordStore:
         """Fold the journal into the Parquet file."""
         self._file.close()
         if self._records:
-            _write_parquet(self._path, self.header, self._records)
+            _write_parquet(self._path, self.header, self._records, self._format.schema)
             self._journal_path.unlink()
 
-    def __enter__(self) -> RecordStore:
+    def __enter__(self) -> Self:
         """Return the store."""
         return self
 
@@ -127,24 +190,69 @@ class RecordStore:
         self.close()
 
 
+class RecordStore(JournaledStore[RunHeader, CostRecord]):
+    """A store of compute records."""
+
+    def __init__(self, path: str | Path, header: RunHeader) -> None:
+        """Open or start a file of compute records; see `JournaledStore`."""
+        super().__init__(path, header, COMPUTE)
+
+
+class CommsStore(JournaledStore[CommsHeader, CommsRecord]):
+    """A store of the records of collectives."""
+
+    def __init__(self, path: str | Path, header: CommsHeader) -> None:
+        """Open or start a file of records of collectives; see `JournaledStore`."""
+        super().__init__(path, header, COMMS)
+
+
 def journal_path(path: Path) -> Path:
     """Where the records of a run under way are kept."""
     return path.with_name(path.name + ".journal")
 
 
 def read_header(path: str | Path) -> RunHeader | None:
-    """Return the header of a record file or its journal, None where there is none yet.
+    """Return the header of a file of compute records or its journal.
+
+    Returns:
+        None where there is neither yet.
 
     Raises:
         RecordError: The file or its journal cannot be read.
     """
-    return _read_all(Path(path))[0]
+    return _read_all(Path(path), COMPUTE)[0]
+
+
+def read_comms_header(path: str | Path) -> CommsHeader | None:
+    """Same as `read_header` for records of collectives."""
+    return _read_all(Path(path), COMMS)[0]
+
+
+def record_kind(path: str | Path) -> str:
+    """Return the kind of a file's records: `compute` or `comms`.
+
+    Raises:
+        RecordError: There is no such file, or it is not a file of records.
+    """
+    file, journal = Path(path), journal_path(Path(path))
+    if file.exists():
+        header = _read_parquet_header(file)
+    else:
+        line = next(_journal_lines(journal), None)
+        if line is None:
+            raise RecordError(f"{file} does not exist; measure with {_command(file)}")
+        header = _parse(line, journal)
+    return str(header.get("kind", COMPUTE.kind))
+
+
+def _command(path: Path, kind: str = "compute") -> str:
+    return f"'neuroshard collect {kind} --out {path}'"
 
 
 def read_records(
     paths: Iterable[str | Path],
 ) -> tuple[list[RunHeader], list[CostRecord]]:
-    """Read files of records, runs under way included.
+    """Read files of compute records, runs under way included.
 
     Returns:
         The headers, one per file, and all records.
@@ -153,53 +261,90 @@ def read_records(
         RecordError: A file is missing, empty or not a record file.
         RecordMismatchError: The files are of different hardware or libraries.
     """
-    headers: list[RunHeader] = []
-    records: list[CostRecord] = []
+    files = _read_files(paths, COMPUTE)
+    return [header for header, _ in files], [r for _, rs in files for r in rs]
+
+
+def read_comms_records(
+    paths: Iterable[str | Path],
+) -> list[tuple[CommsHeader, list[CommsRecord]]]:
+    """Read files of records of collectives, runs under way included.
+
+    Returns:
+        Each file's header and records.
+
+    Raises:
+        RecordError: A file is missing, empty or not a file of such records.
+        RecordMismatchError: The files are of different hardware, libraries or
+            backends.
+    """
+    files = _read_files(paths, COMMS)
+    backends = sorted({header.backend for header, _ in files})
+    if len(backends) > 1:
+        raise RecordMismatchError(
+            f"the files hold records of different backends: {', '.join(backends)}; "
+            "train on one backend's records at a time"
+        )
+    return files
+
+
+def _read_files(
+    paths: Iterable[str | Path], record_format: RecordFormat[HeaderT, RecordT]
+) -> list[tuple[HeaderT, list[RecordT]]]:
+    files: list[tuple[HeaderT, list[RecordT]]] = []
     for path in map(Path, paths):
-        header, new = _read_all(path)
+        header, records = _read_all(path, record_format)
         if header is None:
             raise RecordError(
-                f"{path} does not exist; measure with 'neuroshard collect compute "
-                f"--out {path}'"
+                f"{path} does not exist; measure with "
+                f"{_command(path, record_format.kind)}"
             )
-        if headers:
-            lines = headers[0].fingerprint.mismatch(header.fingerprint)
+        if files:
+            lines = files[0][0].fingerprint.mismatch(header.fingerprint)
             if lines:
                 raise RecordMismatchError(
                     f"{path} was measured elsewhere than the files before it "
                     f"({'; '.join(lines)}); train on one machine's records at a time"
                 )
-        headers.append(header)
-        records.extend(new)
-    return headers, records
+        files.append((header, records))
+    return files
 
 
-def _same_run(old: RunHeader, new: RunHeader, path: Path) -> RunHeader:
-    old.check_same_run(new, str(path))
-    return old
-
-
-def _read_all(path: Path) -> tuple[RunHeader | None, list[CostRecord]]:
-    header: RunHeader | None = None
-    records: dict[int, CostRecord] = {}
+def _read_all(
+    path: Path, record_format: RecordFormat[HeaderT, RecordT]
+) -> tuple[HeaderT | None, list[RecordT]]:
+    header: HeaderT | None = None
+    records: dict[int, RecordT] = {}
     if path.exists():
-        header, in_file = _read_parquet(path)
+        header, in_file = _read_parquet(path, record_format)
         records.update((r.index, r) for r in in_file)
     journal = journal_path(path)
     lines = _journal_lines(journal)
     first = next(lines, None)
     if first is not None:  # else there is no journal, or not even its header
-        journal_header = RunHeader.from_json(_parse(first, journal))
+        journal_header = _header(_parse(first, journal), journal, record_format)
         if header is not None:
             header.check_same_run(journal_header, str(journal))
         header = header or journal_header
         for line in lines:
-            record = CostRecord.from_json(_parse(line, journal))
+            record = record_format.record_type.from_json(_parse(line, journal))
             records[record.index] = record
     return header, [records[i] for i in sorted(records)]
 
 
-def _parse(line: str, path: Path) -> dict[str, object]:
+def _header(
+    data: dict[str, Any], path: Path, record_format: RecordFormat[HeaderT, RecordT]
+) -> HeaderT:
+    kind = data.get("kind", COMPUTE.kind)
+    if kind != record_format.kind:
+        raise RecordError(
+            f"{path} holds records of 'neuroshard collect {kind}', not of 'neuroshard "
+            f"collect {record_format.kind}'; name another file"
+        )
+    return record_format.header_type.from_json(data)
+
+
+def _parse(line: str, path: Path) -> dict[str, Any]:
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
@@ -231,26 +376,42 @@ def _drop_torn_line(path: Path) -> None:
             file.truncate(end)
 
 
-def _read_parquet(path: Path) -> tuple[RunHeader, list[CostRecord]]:
+def _read_parquet_header(path: Path) -> dict[str, Any]:
     try:
-        table = pq.read_table(path)
-        header = json.loads(table.schema.metadata[_HEADER_KEY])
+        header = json.loads(pq.read_schema(path).metadata[_HEADER_KEY])
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise RecordError(
-            f"{path} is not a file of cost records ({error!r}); it may be truncated: "
-            "restore it or measure again"
-        ) from error
-    return (
-        RunHeader.from_json(header),
-        [CostRecord.from_json(row) for row in table.to_pylist()],
+        raise _not_records(path, error) from error
+    if not isinstance(header, dict):
+        raise RecordError(f"{path} has no header of records")
+    return header
+
+
+def _read_parquet(
+    path: Path, record_format: RecordFormat[HeaderT, RecordT]
+) -> tuple[HeaderT, list[RecordT]]:
+    header = _header(_read_parquet_header(path), path, record_format)
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _not_records(path, error) from error
+    return header, [record_format.record_type.from_json(row) for row in rows]
+
+
+def _not_records(path: Path, error: Exception) -> RecordError:
+    return RecordError(
+        f"{path} is not a file of cost records ({error!r}); it may be truncated: "
+        "restore it or measure again"
     )
 
 
 def _write_parquet(
-    path: Path, header: RunHeader, records: Sequence[CostRecord]
+    path: Path,
+    header: RunHeader,
+    records: Sequence[CostRecord] | Sequence[CommsRecord],
+    schema: pa.Schema,
 ) -> None:
     rows = sorted((r.to_json() for r in records), key=lambda r: r["index"])
-    schema = _SCHEMA.with_metadata({_HEADER_KEY: json.dumps(header.to_json()).encode()})
+    schema = schema.with_metadata({_HEADER_KEY: json.dumps(header.to_json()).encode()})
     table = pa.Table.from_pylist(rows, schema=schema)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     pq.write_table(table, temporary, compression="zstd", compression_level=19)
