@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,3 +298,16 @@ def test_bad_profile_files_are_named(
     bad.write_text('{"cat_0": {"batch_size": 8, "num_lookups": 3, "odd": 1}}')
     assert profile_my_data.main(["--load", str(bad)]) == 2
     assert "not a feature profile" in capsys.readouterr().err
+
+
+def test_readme_example_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    code = text.split("```python\n", 1)[1].split("```", 1)[0]
+    assert len([line for line in code.splitlines() if line]) <= 12
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # no bundle for this device; TorchRec's own
+        exec(compile(code, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    for table in ("user", "item", "shop", "city"):
+        assert f"\n{table} " in out
+    assert "500000" in out and "fused" in out
