@@ -100,33 +100,33 @@ _COMMS_SCHEMA = pa.schema(
     ]
 )
 
-HeaderT = TypeVar("HeaderT", bound=RunHeader)
-RecordT = TypeVar("RecordT", CostRecord, CommsRecord)
+_HeaderT = TypeVar("_HeaderT", bound=RunHeader)
+_RecordT = TypeVar("_RecordT", CostRecord, CommsRecord)
 
 
 @dataclass(frozen=True, slots=True)
-class RecordFormat(Generic[HeaderT, RecordT]):
+class RecordFormat(Generic[_HeaderT, _RecordT]):
     """One kind of records, and how it is laid out in files."""
 
     kind: str
     """What `neuroshard collect` calls it."""
-    header_type: type[HeaderT]
-    record_type: type[RecordT]
+    header_type: type[_HeaderT]
+    record_type: type[_RecordT]
     schema: pa.Schema
 
 
-COMPUTE = RecordFormat("compute", RunHeader, CostRecord, _SCHEMA)
-COMMS = RecordFormat("comms", CommsHeader, CommsRecord, _COMMS_SCHEMA)
+_COMPUTE = RecordFormat("compute", RunHeader, CostRecord, _SCHEMA)
+_COMMS = RecordFormat("comms", CommsHeader, CommsRecord, _COMMS_SCHEMA)
 
 
-class JournaledStore(Generic[HeaderT, RecordT]):
+class JournaledStore(Generic[_HeaderT, _RecordT]):
     """Appends the records of one run; use as a context manager."""
 
     def __init__(
         self,
         path: str | Path,
-        header: HeaderT,
-        record_format: RecordFormat[HeaderT, RecordT],
+        header: _HeaderT,
+        record_format: RecordFormat[_HeaderT, _RecordT],
     ) -> None:
         """Open the file and its journal, or start them.
 
@@ -141,13 +141,13 @@ class JournaledStore(Generic[HeaderT, RecordT]):
         """
         self._path = Path(path)
         self._journal_path = journal_path(self._path)
-        self._format: RecordFormat[HeaderT, RecordT] = record_format
+        self._format: RecordFormat[_HeaderT, _RecordT] = record_format
         old_header, records = _read_all(self._path, record_format)
         if old_header is not None:
             old_header.check_same_run(header, str(self._path))
             header = old_header
         self.header = header
-        self._records: list[RecordT] = records
+        self._records: list[_RecordT] = records
         self.done = {r.index for r in records}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(self._journal_path)
@@ -161,7 +161,7 @@ class JournaledStore(Generic[HeaderT, RecordT]):
             file.flush()
             os.fsync(file.fileno())
 
-    def append(self, record: RecordT) -> None:
+    def append(self, record: _RecordT) -> None:
         """Keep one record; it is on disk when this returns."""
         self._file.write(json.dumps(record.to_json()) + "\n")
         self._file.flush()
@@ -195,7 +195,7 @@ class RecordStore(JournaledStore[RunHeader, CostRecord]):
 
     def __init__(self, path: str | Path, header: RunHeader) -> None:
         """Open or start a file of compute records; see `JournaledStore`."""
-        super().__init__(path, header, COMPUTE)
+        super().__init__(path, header, _COMPUTE)
 
 
 class CommsStore(JournaledStore[CommsHeader, CommsRecord]):
@@ -203,7 +203,7 @@ class CommsStore(JournaledStore[CommsHeader, CommsRecord]):
 
     def __init__(self, path: str | Path, header: CommsHeader) -> None:
         """Open or start a file of records of collectives; see `JournaledStore`."""
-        super().__init__(path, header, COMMS)
+        super().__init__(path, header, _COMMS)
 
 
 def journal_path(path: Path) -> Path:
@@ -220,12 +220,12 @@ def read_header(path: str | Path) -> RunHeader | None:
     Raises:
         RecordError: The file or its journal cannot be read.
     """
-    return _read_all(Path(path), COMPUTE)[0]
+    return _read_all(Path(path), _COMPUTE)[0]
 
 
 def read_comms_header(path: str | Path) -> CommsHeader | None:
     """Same as `read_header` for records of collectives."""
-    return _read_all(Path(path), COMMS)[0]
+    return _read_all(Path(path), _COMMS)[0]
 
 
 def record_kind(path: str | Path) -> str:
@@ -242,7 +242,7 @@ def record_kind(path: str | Path) -> str:
         if line is None:
             raise RecordError(f"{file} does not exist; measure with {_command(file)}")
         header = _parse(line, journal)
-    return str(header.get("kind", COMPUTE.kind))
+    return str(header.get("kind", _COMPUTE.kind))
 
 
 def _command(path: Path, kind: str = "compute") -> str:
@@ -261,7 +261,7 @@ def read_records(
         RecordError: A file is missing, empty or not a record file.
         RecordMismatchError: The files are of different hardware or libraries.
     """
-    files = _read_files(paths, COMPUTE)
+    files = _read_files(paths, _COMPUTE)
     return [header for header, _ in files], [r for _, rs in files for r in rs]
 
 
@@ -278,7 +278,7 @@ def read_comms_records(
         RecordMismatchError: The files are of different hardware, libraries or
             backends.
     """
-    files = _read_files(paths, COMMS)
+    files = _read_files(paths, _COMMS)
     backends = sorted({header.backend for header, _ in files})
     if len(backends) > 1:
         raise RecordMismatchError(
@@ -289,9 +289,9 @@ def read_comms_records(
 
 
 def _read_files(
-    paths: Iterable[str | Path], record_format: RecordFormat[HeaderT, RecordT]
-) -> list[tuple[HeaderT, list[RecordT]]]:
-    files: list[tuple[HeaderT, list[RecordT]]] = []
+    paths: Iterable[str | Path], record_format: RecordFormat[_HeaderT, _RecordT]
+) -> list[tuple[_HeaderT, list[_RecordT]]]:
+    files: list[tuple[_HeaderT, list[_RecordT]]] = []
     for path in map(Path, paths):
         header, records = _read_all(path, record_format)
         if header is None:
@@ -311,10 +311,10 @@ def _read_files(
 
 
 def _read_all(
-    path: Path, record_format: RecordFormat[HeaderT, RecordT]
-) -> tuple[HeaderT | None, list[RecordT]]:
-    header: HeaderT | None = None
-    records: dict[int, RecordT] = {}
+    path: Path, record_format: RecordFormat[_HeaderT, _RecordT]
+) -> tuple[_HeaderT | None, list[_RecordT]]:
+    header: _HeaderT | None = None
+    records: dict[int, _RecordT] = {}
     if path.exists():
         header, in_file = _read_parquet(path, record_format)
         records.update((r.index, r) for r in in_file)
@@ -333,9 +333,9 @@ def _read_all(
 
 
 def _header(
-    data: dict[str, Any], path: Path, record_format: RecordFormat[HeaderT, RecordT]
-) -> HeaderT:
-    kind = data.get("kind", COMPUTE.kind)
+    data: dict[str, Any], path: Path, record_format: RecordFormat[_HeaderT, _RecordT]
+) -> _HeaderT:
+    kind = data.get("kind", _COMPUTE.kind)
     if kind != record_format.kind:
         raise RecordError(
             f"{path} holds records of 'neuroshard collect {kind}', not of 'neuroshard "
@@ -387,8 +387,8 @@ def _read_parquet_header(path: Path) -> dict[str, Any]:
 
 
 def _read_parquet(
-    path: Path, record_format: RecordFormat[HeaderT, RecordT]
-) -> tuple[HeaderT, list[RecordT]]:
+    path: Path, record_format: RecordFormat[_HeaderT, _RecordT]
+) -> tuple[_HeaderT, list[_RecordT]]:
     header = _header(_read_parquet_header(path), path, record_format)
     try:
         rows = pq.read_table(path).to_pylist()
