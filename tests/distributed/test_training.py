@@ -8,19 +8,21 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import multiprocessing
+import time
 import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 pytestmark = pytest.mark.distributed
@@ -115,7 +117,7 @@ CASES = {
 }
 
 
-def build_model(case: Case) -> nn.Module:
+def build_model(case: Case) -> Any:
     from torchrec import (
         EmbeddingBagCollection,
         EmbeddingBagConfig,
@@ -311,11 +313,11 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
             forward = max(forward, float((value - expected[rank][key]).abs().max()))
         optimizer.zero_grad()
         # Gradients are means over the ranks.
-        (sum(loss_of(e) for e in expected) / WORLD_SIZE).backward()  # type: ignore
+        torch.autograd.backward(torch.stack([loss_of(e) for e in expected]).mean())
         optimizer.step()
         if rest_optimizer is not None:
             rest_optimizer.zero_grad()
-        loss_of(got).backward()
+        torch.autograd.backward(loss_of(got))
         if rest_optimizer is not None:
             rest_optimizer.step()
     want = {k: v.detach() for k, v in whole.state_dict().items()}
@@ -400,7 +402,7 @@ def rank_main(rank: int, folder: str) -> None:
         timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
     )
     jobs: dict[str, Callable[[], dict[str, Any]]] = {
-        name: (lambda case=case: run_case(case, rank)) for name, case in CASES.items()
+        name: partial(run_case, case, rank) for name, case in CASES.items()
     }
     jobs["failure"] = lambda: run_failure(rank)
     jobs["subgroup"] = lambda: run_subgroup(rank)
@@ -421,14 +423,22 @@ def rank_main(rank: int, folder: str) -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Results of each rank, by case."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = mp.spawn(rank_main, args=(str(folder),), nprocs=WORLD_SIZE, join=False)
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=rank_main, args=(rank, str(folder)))
+        for rank in range(WORLD_SIZE)
+    ]
+    deadline = time.monotonic() + JOIN_SECONDS
     try:
-        finished = context.join(timeout=JOIN_SECONDS)
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
     finally:
-        for process in context.processes:
+        for process in processes:
             if process.is_alive():
                 process.kill()
-    del finished
+                process.join()
     found = []
     for rank in range(WORLD_SIZE):
         path = folder / f"{rank}.json"

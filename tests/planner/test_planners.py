@@ -659,10 +659,11 @@ print(planner.hash_planner_context_inputs_str())
 
 
 def test_plan_does_not_depend_on_the_hash_seed() -> None:
-    root = Path(__file__).parents[2]
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     outputs = []
     for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root)}
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
         outputs.append(
             subprocess.run(
                 [sys.executable, "-W", "ignore", "-c", SAME_EVERYWHERE],
