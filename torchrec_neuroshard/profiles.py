@@ -247,7 +247,7 @@ class _RareIds:
         """Solve for the ratios of the first three bins (1, 2, and 3-4 lookups)."""
         once, twice, three_or_four = (float(v) for v in ids[:3])
         # The mixture has f_{k+1} / f_k = (slope + (k - 1) * scale) / (k + 1).
-        slope = min(2 * twice / once, 4.0)
+        slope = min(max(2 * twice / once, 1e-9), 4.0)
         ratio = three_or_four / twice if twice > 0 else 0.0
         linear = 4 + 3 * slope
         constant = slope * (4 + slope) - 12 * ratio
@@ -270,8 +270,9 @@ class _RareIds:
         """How the counts of ids met for the first time are distributed, sums to 1."""
         success = more * self.scale / (1 + more * self.scale)
         count = np.arange(1, 4096)
-        step = (count[:-1] + self.shape) * success / (count[:-1] + 1)
-        share = np.concatenate([[1.0], np.cumprod(np.maximum(step, 0.0))])
+        log_step = np.log((count[:-1] + self.shape) * success / (count[:-1] + 1))
+        log_share = np.concatenate([[0.0], np.cumsum(log_step)])
+        share = np.exp(log_share - log_share.max())
         bins = np.searchsorted(COUNT_BIN_HIGH, count)
         histogram = np.bincount(bins, weights=share, minlength=NUM_COUNT_BINS)
         return histogram / histogram.sum()
@@ -448,6 +449,9 @@ class KeyedJaggedLike(Protocol):
     def keys(self) -> list[str]:
         """Feature names."""
 
+    def stride(self) -> int:
+        """Samples."""
+
     def to_dict(self) -> dict[str, Any]:
         """Feature name -> JaggedTensor with `values()`, `lengths()`."""
 
@@ -485,6 +489,8 @@ def profile_inputs(batches: Iterable[KeyedJaggedLike]) -> dict[str, FeatureProfi
                 f"batch {number} has other features than batch 0: {odd}; profile "
                 "batches of one model input"
             )
+        if batch.stride() == 0:  # TorchRec cannot take such a batch apart
+            continue
         weighted = weighted or batch.weights_or_none() is not None
         for key, jagged in batch.to_dict().items():
             values[key].append(jagged.values().detach().cpu().numpy())
@@ -493,13 +499,12 @@ def profile_inputs(batches: Iterable[KeyedJaggedLike]) -> dict[str, FeatureProfi
         raise ProfileError("profile_inputs got no batches; pass at least one")
     profiles = {}
     for key in keys:
-        ids = np.concatenate(values[key])
-        bags = np.concatenate(lengths[key])
-        if len(bags) == 0:
+        if not any(map(len, lengths[key])):
             raise ProfileError(
                 f"feature '{key}' has no samples in any batch; profile batches "
                 "with data"
             )
+        ids, bags = np.concatenate(values[key]), np.concatenate(lengths[key])
         _, counts = np.unique(ids, return_counts=True)
         profiles[key] = FeatureProfile(
             batch_size=len(bags),

@@ -1,0 +1,376 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_neuroshard.access import AccessDistribution, draw_ids
+from torchrec_neuroshard.errors import ProfileError
+from torchrec_neuroshard.profiles import (
+    COUNT_BIN_HIGH,
+    COUNT_BIN_LOW,
+    FeatureProfile,
+    count_histogram,
+    expected_histogram,
+    merge_profiles,
+    profile_inputs,
+    uniform_profile,
+    zipf_groups,
+    zipf_profile,
+)
+
+ids_per_bin = st.lists(
+    st.one_of(st.just(0.0), st.floats(0.01, 1e6)), min_size=17, max_size=17
+)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> FeatureProfile:
+    """Any histogram, with as many lookups as it allows for."""
+    histogram = np.array(draw(ids_per_bin))
+    low = float(histogram @ COUNT_BIN_LOW)
+    top = np.append(COUNT_BIN_HIGH[:-1], 1e6)
+    lookups = low + draw(st.floats(0, 1)) * (float(histogram @ top) - low)
+    return FeatureProfile(
+        batch_size=draw(st.integers(1, 100_000)),
+        num_lookups=lookups,
+        access_histogram=tuple(histogram),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(profiles())
+def test_bin_means_lie_in_their_bins_and_add_up(profile: FeatureProfile) -> None:
+    mean = profile.bin_mean_counts()
+    assert (mean >= COUNT_BIN_LOW * (1 - 1e-12)).all()
+    assert (mean <= COUNT_BIN_HIGH * (1 + 1e-12)).all()
+    total = float(np.array(profile.access_histogram) @ mean)
+    assert total == pytest.approx(profile.num_lookups, rel=1e-9, abs=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(profiles(), st.integers(1, 400_000), st.integers(1, 5_000_000))
+def test_other_batches_keep_their_bounds(
+    profile: FeatureProfile, batch_size: int, rows: int
+) -> None:
+    other = profile.at_batch_size(batch_size, rows)
+    assert other.batch_size == batch_size
+    assert other.num_lookups == pytest.approx(
+        profile.num_lookups * batch_size / profile.batch_size, rel=1e-12
+    )
+    assert other.num_distinct <= min(other.num_lookups, rows) * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(profiles(), st.lists(st.floats(0.001, 4), min_size=3, max_size=3))
+def test_distinct_ids_grow_with_the_batch(
+    profile: FeatureProfile, factors: list[float]
+) -> None:
+    sizes = sorted({max(1, int(f * profile.batch_size)) for f in factors})
+    distinct = [profile.at_batch_size(size).num_distinct for size in sizes]
+    for smaller, larger in itertools.pairwise(distinct):
+        assert smaller <= larger * (1 + 1e-9) + 1e-9
+
+
+@settings(deadline=None, max_examples=60)
+@given(profiles())
+def test_own_batch_changes_nothing(profile: FeatureProfile) -> None:
+    assert profile.at_batch_size(profile.batch_size).access_histogram == pytest.approx(
+        profile.access_histogram
+    )
+
+
+ZIPF = [(0.0, 20_000), (0.8, 300_000), (1.05, 5_000_000), (1.3, 300)]
+
+
+@pytest.mark.parametrize(("exponent", "rows"), ZIPF)
+def test_thinning_twice_is_thinning_once(exponent: float, rows: int) -> None:
+    profile = zipf_profile(
+        batch_size=65_536, pooling_factor=5, num_embeddings=rows, exponent=exponent
+    )
+    once, twice = profile.at_batch_size(512), profile.at_batch_size(8_192)
+    twice = twice.at_batch_size(512)
+    assert twice.num_distinct == pytest.approx(once.num_distinct, rel=0.01)
+    np.testing.assert_allclose(
+        twice.access_histogram,
+        once.access_histogram,
+        atol=0.02 * once.num_distinct,
+    )
+
+
+@pytest.mark.parametrize(("exponent", "rows"), ZIPF)
+def test_thinning_is_what_a_subsample_shows(exponent: float, rows: int) -> None:
+    rng = np.random.default_rng(5)
+    distribution = AccessDistribution.power_law(rows, exponent)
+    ids = draw_ids(rng, distribution, rows, 400_000)
+    whole = count_profile(ids, 4_000)
+    part = count_profile(ids[rng.random(len(ids)) < 0.1], 400)
+    thinned = whole.at_batch_size(400)
+    # Sampling noise of a count is at most its square root; four of those.
+    noise = 4 * math.sqrt(part.num_distinct)
+    assert abs(thinned.num_distinct - part.num_distinct) <= noise
+    difference = np.abs(
+        np.array(thinned.access_histogram) - np.array(part.access_histogram)
+    )
+    # Within a bin the counts are known by their mean only: 3 % of the ids move.
+    assert difference.max() <= noise + 0.03 * part.num_distinct
+
+
+@pytest.mark.parametrize(("exponent", "rows"), ZIPF)
+def test_growth_is_what_twice_the_draws_show(exponent: float, rows: int) -> None:
+    rng = np.random.default_rng(6)
+    distribution = AccessDistribution.power_law(rows, exponent)
+    ids = draw_ids(rng, distribution, rows, 200_000)
+    half, whole = count_profile(ids[:100_000], 100), count_profile(ids, 200)
+    grown = half.at_batch_size(200, rows)
+    assert grown.num_distinct == pytest.approx(whole.num_distinct, rel=0.01)
+    difference = np.abs(
+        np.array(grown.access_histogram) - np.array(whole.access_histogram)
+    )
+    assert difference.max() <= 0.1 * whole.num_distinct
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 0.8, 1.05, 1.4])
+@pytest.mark.parametrize("rows", [1_000, 100_000, 5_000_000])
+@pytest.mark.parametrize("pooling_factor", [0.03, 1.0, 30.0])
+def test_growth_stays_within_the_stated_error(
+    exponent: float, rows: int, pooling_factor: float
+) -> None:
+    def at(batch_size: int) -> FeatureProfile:
+        return zipf_profile(
+            batch_size=batch_size,
+            pooling_factor=pooling_factor,
+            num_embeddings=rows,
+            exponent=exponent,
+        )
+
+    for factor, tolerance in ((2, 0.005), (4, 0.03)):
+        grown = at(65_536).at_batch_size(65_536 * factor, rows)
+        expected = at(65_536 * factor).num_distinct
+        assert grown.num_distinct == pytest.approx(expected, rel=tolerance)
+
+
+def test_ids_seen_once_each_stay_new() -> None:
+    profile = FeatureProfile(
+        batch_size=10, num_lookups=10, access_histogram=(10, *[0] * 16)
+    )
+    assert profile.at_batch_size(40).num_distinct == pytest.approx(40, rel=1e-3)
+    assert profile.at_batch_size(40, num_embeddings=15).num_distinct == pytest.approx(
+        15
+    )
+
+
+def test_ids_seen_often_bring_no_new_ones() -> None:
+    profile = FeatureProfile(
+        batch_size=10, num_lookups=1_200, access_histogram=(*[0] * 7, 10, *[0] * 9)
+    )
+    assert profile.at_batch_size(30).num_distinct == pytest.approx(10)
+
+
+def test_unknown_histogram_stays_unknown() -> None:
+    profile = FeatureProfile(
+        batch_size=10, num_lookups=30, pooling_std=2, weighted=True
+    )
+    assert profile.at_batch_size(5) == FeatureProfile(
+        batch_size=5, num_lookups=15, pooling_std=2, weighted=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"num_lookups": math.nan}, "num_lookups=nan"),
+        ({"num_lookups": -1.0}, "finite values of at least 0"),
+        ({"pooling_std": math.inf}, "pooling_std=inf"),
+        ({"access_histogram": (math.nan, *[0.0] * 16)}, "finite values of at least 0"),
+        ({"access_histogram": (-1.0, *[0.0] * 16)}, "finite values of at least 0"),
+        ({"access_histogram": (1.0, 2.0)}, "needs 17 bins, got 2"),
+    ],
+)
+def test_bad_profiles_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        FeatureProfile(**{"batch_size": 4, "num_lookups": 2.0, **options})
+
+
+def test_bad_batch_is_refused() -> None:
+    profile = FeatureProfile(batch_size=4, num_lookups=2.0)
+    with pytest.raises(ProfileError, match="batch_size must be at least 1, got 0"):
+        profile.at_batch_size(0)
+
+
+def test_json_round_trip() -> None:
+    profile = zipf_profile(batch_size=8, pooling_factor=3, num_embeddings=50)
+    assert (
+        FeatureProfile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    )
+    for bad in ({}, {"batch_size": 2}, {**profile.to_json(), "x": 1}, [1], None):
+        with pytest.raises(ProfileError, match="not a feature profile"):
+            FeatureProfile.from_json(bad)  # type: ignore[arg-type]
+
+
+def test_histogram_bins_are_half_open_powers_of_two() -> None:
+    counts = np.array([1, 2, 3, 4, 5, 8, 9, 32_768, 32_769, 10**9])
+    expected = np.zeros(17)
+    np.add.at(expected, [0, 1, 2, 2, 3, 3, 4, 15, 16, 16], 1)
+    assert count_histogram(counts) == tuple(expected)
+    assert count_histogram(np.array([], dtype=np.int64)) == (0.0,) * 17
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 1_000, 12_345_678])
+@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.3])
+def test_power_law_groups_cover_all_rows(rows: int, exponent: float) -> None:
+    num_ids, share = zipf_groups(rows, exponent)
+    assert num_ids.sum() == rows
+    assert share.sum() == pytest.approx(1)
+    assert (np.diff(share / num_ids) <= 1e-12).all()
+    exact = np.arange(1, min(rows, 10**6) + 1, dtype=np.float64) ** -exponent
+    if rows <= 10**6:
+        assert share[0] == pytest.approx(exact[0] / exact.sum(), rel=0.01)
+
+
+def test_power_law_over_nothing_is_refused() -> None:
+    with pytest.raises(ProfileError, match="num_embeddings of at least 1"):
+        zipf_groups(0, 1.0)
+    with pytest.raises(ProfileError, match="exponent of at least 0, got 5 and -1"):
+        zipf_groups(5, -1.0)
+
+
+def test_uniform_profile_by_hand() -> None:
+    profile = uniform_profile(batch_size=100, pooling_factor=2, num_embeddings=400)
+    rate = 200 / 400
+    assert profile.num_distinct == pytest.approx(400 * (1 - math.exp(-rate)))
+    assert profile.access_histogram[0] == pytest.approx(400 * rate * math.exp(-rate))
+    assert profile.access_histogram[1] == pytest.approx(
+        400 * rate**2 / 2 * math.exp(-rate)
+    )
+
+
+def test_expected_histogram_of_nothing_is_empty() -> None:
+    one = np.array([1.0])
+    assert expected_histogram(one, one, 0) == (0.0,) * 17
+    assert expected_histogram(one * 0, one, 5) == (0.0,) * 17
+
+
+def test_merging_adds_up() -> None:
+    first = FeatureProfile(
+        batch_size=4, num_lookups=4, pooling_std=3, access_histogram=(4, *[0] * 16)
+    )
+    second = FeatureProfile(
+        batch_size=4,
+        num_lookups=2,
+        pooling_std=4,
+        access_histogram=(0, 1, *[0] * 15),
+        weighted=True,
+    )
+    merged = merge_profiles([first, second])
+    assert (merged.num_lookups, merged.weighted) == (6, True)
+    assert merged.access_histogram == (4, 1, *[0] * 15)
+    assert merged.pooling_std == pytest.approx(math.sqrt((9 + 16) / 2))
+    bare = FeatureProfile(batch_size=4, num_lookups=2)
+    assert merge_profiles([first, bare]).access_histogram == ()
+
+
+def test_bad_merges_are_refused() -> None:
+    with pytest.raises(ProfileError, match="at least one profile"):
+        merge_profiles([])
+    small, large = (FeatureProfile(batch_size=b, num_lookups=1) for b in (2, 4))
+    with pytest.raises(ProfileError, match=r"share a batch size, got \[2, 4\]"):
+        merge_profiles([small, large])
+
+
+def count_profile(ids: np.ndarray, batch_size: int) -> FeatureProfile:
+    _, counts = np.unique(ids, return_counts=True)
+    return FeatureProfile(
+        batch_size=batch_size,
+        num_lookups=float(len(ids)),
+        access_histogram=count_histogram(counts),
+    )
+
+
+def jagged(
+    bags: dict[str, list[list[int]]], weights: bool = False
+) -> KeyedJaggedTensor:
+    values = [i for rows in bags.values() for bag in rows for i in bag]
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys=list(bags),
+        values=torch.tensor(values, dtype=torch.int64),
+        lengths=torch.tensor(
+            [len(bag) for rows in bags.values() for bag in rows], dtype=torch.int64
+        ),
+        weights=torch.ones(len(values)) if weights else None,
+    )
+
+
+def test_inputs_are_counted_over_all_batches() -> None:
+    found = profile_inputs(
+        [
+            jagged({"a": [[1, 1], []], "b": [[9], [8]]}),
+            jagged({"a": [[1, 2, 3], [3]], "b": [[9], [9]]}),
+        ]
+    )
+    assert list(found) == ["a", "b"]
+    a, b = found["a"], found["b"]
+    assert (a.batch_size, a.num_lookups, a.weighted) == (4, 6, False)
+    # a: 1 three times, 2 once, 3 twice; b: 9 three times, 8 once.
+    assert a.access_histogram == (1, 1, 1, *[0] * 14)
+    assert b.access_histogram == (1, 0, 1, *[0] * 14)
+    assert a.pooling_std == pytest.approx(np.std([2, 0, 3, 1]))
+    assert (a.pooling_factor, b.pooling_std) == (1.5, 0)
+
+
+def test_weights_are_noticed() -> None:
+    found = profile_inputs([jagged({"a": [[1]]}, weights=True)])
+    assert found["a"].weighted
+
+
+def test_key_order_may_change() -> None:
+    batches = [
+        jagged({"a": [[1]], "b": [[2, 2]]}),
+        jagged({"b": [[2]], "a": [[3]]}),
+    ]
+    found = profile_inputs(batches)
+    assert (found["a"].num_lookups, found["b"].num_lookups) == (2, 3)
+
+
+def test_random_inputs_match_a_count_by_hand() -> None:
+    rng = np.random.default_rng(0)
+    bags = {
+        key: [list(rng.zipf(1.5, rng.poisson(6)) % 50) for _ in range(200)]
+        for key in ("x", "y")
+    }
+    found = profile_inputs([jagged(bags)])
+    for key, rows in bags.items():
+        counts: dict[int, int] = {}
+        for bag in rows:
+            for i in bag:
+                counts[int(i)] = counts.get(int(i), 0) + 1
+        expected = [
+            sum(low <= c <= high for c in counts.values())
+            for low, high in zip(COUNT_BIN_LOW, COUNT_BIN_HIGH, strict=True)
+        ]
+        assert found[key].access_histogram == tuple(expected)
+
+
+def test_features_that_are_never_read_have_empty_profiles() -> None:
+    found = profile_inputs([jagged({"a": [[], []]})])
+    assert found["a"].num_lookups == 0
+    assert found["a"].access_histogram == (0.0,) * 17
+    assert found["a"].at_batch_size(100).num_distinct == 0
+
+
+def test_bad_inputs_are_refused() -> None:
+    with pytest.raises(ProfileError, match="got no batches"):
+        profile_inputs([])
+    with pytest.raises(ProfileError, match=r"batch 1 has other features.*\['a', 'b'\]"):
+        profile_inputs([jagged({"a": [[1]]}), jagged({"b": [[1]]})])
+    with pytest.raises(ProfileError, match="feature 'a' has no samples"):
+        profile_inputs([jagged({"a": []})])

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from torchrec_neuroshard.errors import ProfileError, TableError
+from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
+from torchrec_neuroshard.tables import TableConfig, check_tables
+
+PROFILE = zipf_profile(batch_size=64, pooling_factor=2.0, num_embeddings=100)
+
+
+def table(**options: object) -> TableConfig:
+    fields = {"name": "t", "num_embeddings": 100, "embedding_dim": 8, **options}
+    return TableConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_embeddings": 0}, "'t': num_embeddings must be at least 1, got 0"),
+        ({"num_embeddings": math.nan}, "num_embeddings must be at least 1, got nan"),
+        ({"embedding_dim": 0}, "positive multiple of 4, got 0; pad the table to 4"),
+        ({"embedding_dim": 10}, "positive multiple of 4, got 10; pad the table to 12"),
+        ({"embedding_dim": -4}, "positive multiple of 4, got -4"),
+        ({"pooling_factor": -0.5}, "finite and at least 0, got -0.5"),
+        ({"pooling_factor": math.nan}, "finite and at least 0, got nan"),
+        ({"pooling_factor": math.inf}, "finite and at least 0, got inf"),
+        ({"num_features": 0}, "num_features must be at least 1, got 0"),
+        ({"data_type": "fp8"}, "unknown data_type 'fp8'; one of fp32, fp16"),
+        ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; one of rowwise_adagrad"),
+    ],
+)
+def test_bad_tables_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(TableError, match=message):
+        table(**options)
+
+
+@pytest.mark.parametrize(
+    ("data_type", "value_bytes"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1)]
+)
+def test_weight_bytes(data_type: str, value_bytes: int) -> None:
+    assert table(data_type=data_type).weight_bytes == 100 * 8 * value_bytes
+
+
+def test_column_shards_conserve_bytes() -> None:
+    whole = table(embedding_dim=64, profile=PROFILE)
+    shards = [whole.with_width(width) for width in (4, 12, 48)]
+    assert sum(s.weight_bytes for s in shards) == whole.weight_bytes
+    assert {s.profile for s in shards} == {PROFILE}
+    with pytest.raises(TableError, match="multiple of 4, got 5"):
+        whole.with_width(5)
+
+
+@pytest.mark.parametrize("profile", [None, PROFILE])
+def test_json_round_trip(profile: FeatureProfile | None) -> None:
+    before = table(profile=profile, weighted=True, data_type="fp16", optimizer="sgd")
+    assert TableConfig.from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{}, {"name": "t"}, [], {**table().to_json(), "colour": "red"}, {"profile": 3}],
+)
+def test_bad_json_is_refused(data: dict[str, object]) -> None:
+    with pytest.raises(
+        (TableError, ProfileError), match=r"not a (table|feature profile)"
+    ):
+        TableConfig.from_json(data)
+
+
+def test_profile_decides_the_lookups() -> None:
+    with_profile = table(pooling_factor=7.0, profile=PROFILE)
+    assert with_profile.profile_at(128).num_lookups == 256
+    without = table(pooling_factor=7.0, weighted=True).profile_at(128)
+    assert (without.num_lookups, without.weighted) == (896, True)
+    assert 0 < without.num_distinct <= 100 + 1e-9
+
+
+def test_profile_without_histogram_gets_a_power_law() -> None:
+    bare = FeatureProfile(batch_size=64, num_lookups=128.0, pooling_std=1.5)
+    filled = table(profile=bare).profile_at(64)
+    assert filled.access_histogram == PROFILE.access_histogram
+    assert filled.pooling_std == 1.5
+
+
+def test_sets_need_tables_with_different_names() -> None:
+    check_tables([table(), table(name="u")])
+    with pytest.raises(TableError, match="no tables given; pass at least one"):
+        check_tables([])
+    with pytest.raises(TableError, match="'t' is given twice"):
+        check_tables([table(), table()])
