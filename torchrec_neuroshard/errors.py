@@ -14,6 +14,8 @@ The tree, with the built-in class that each branch also derives from:
         - RecordMismatchError: records that do not belong together
     - PlacementError (ValueError): a placement breaks one of its own rules
         - InfeasibleError: no placement satisfies the limits given
+    - RankFailureError (RuntimeError): a rank died or fell silent while the others
+      measured
     - EnvironmentMismatchError (RuntimeError): installed packages are missing
       or do not belong together; `neuroshard doctor` prints the repair
 
@@ -32,6 +34,7 @@ __all__ = [
     "NeuroShardError",
     "PlacementError",
     "ProfileError",
+    "RankFailureError",
     "RecordError",
     "RecordMismatchError",
     "TableError",
@@ -84,6 +87,10 @@ class PlacementError(NeuroShardError, ValueError):
 
 class InfeasibleError(PlacementError):
     """No placement satisfies the limits given."""
+
+
+class RankFailureError(NeuroShardError, RuntimeError):
+    """A rank died or fell silent while the others measured."""
 
 
 class EnvironmentMismatchError(NeuroShardError, RuntimeError):

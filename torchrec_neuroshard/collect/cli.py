@@ -9,6 +9,7 @@ __all__ = ["add_arguments", "run"]
 
 _KINDS = {
     "compute": "forward and backward of fused embedding kernels",
+    "comms": "collectives between ranks; start it with torchrun",
 }
 
 

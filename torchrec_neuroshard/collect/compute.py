@@ -14,15 +14,8 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
+from torchrec_neuroshard.collect.progress import measuring_progress
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.store import RecordStore, read_header, read_records
 from torchrec_neuroshard.collect.tbe import fbgemm_version
@@ -156,36 +149,25 @@ def _collect(
         reference_ms=known.reference_ms if known else None,
     )
     header = known or dataclasses.replace(header, reference_ms=timer.reference_ms)
-    with RecordStore(path, header) as store, _progress(console) as progress:
+    with (
+        RecordStore(path, header) as store,
+        measuring_progress(console, "sets") as progress,
+    ):
         bar = progress.add_task(
-            "collect", total=config.num_sets, completed=len(store.done), sets_per_s=0.0
+            "collect", total=config.num_sets, completed=len(store.done), rate=0.0
         )
         todo = (i for i in range(config.num_sets) if i not in store.done)
         for index in todo:
             record = _measure(index, config, base_tables, timer)
             store.append(record)
             task = progress.tasks[0]
-            progress.update(bar, advance=1, sets_per_s=task.speed or 0.0)
+            progress.update(bar, advance=1, rate=task.speed or 0.0)
     console.print(summary(path))
 
 
 def _plain(data: dict[str, object]) -> dict[str, object]:
     """Tuples as lists, as JSON gives them back."""
     return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[sets_per_s]:.2f} sets/s"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=2,
-    )
 
 
 def _measure(
