@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.errors import FeatureSchemaError
+from torchrec_neuroshard.features import (
+    FEATURE_NAMES,
+    FEATURE_VERSION,
+    NUM_TOTALS,
+    ShardFeaturizer,
+    check_schema,
+    table_features,
+)
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.tables import TableConfig
+
+PROFILE = FeatureProfile(
+    batch_size=8,
+    num_lookups=16,
+    pooling_std=1.0,
+    access_histogram=(4, 2, 2, *[0] * 14),
+)
+TABLES = (
+    TableConfig(name="a", num_embeddings=1_024, embedding_dim=32, profile=PROFILE),
+    TableConfig(
+        name="b",
+        num_embeddings=512,
+        embedding_dim=20,
+        pooling_factor=6.0,
+        num_features=3,
+        weighted=True,
+        data_type="fp16",
+        optimizer="sgd",
+    ),
+    TableConfig(name="c", num_embeddings=7, embedding_dim=4, optimizer="adam"),
+)
+
+
+def named(row: np.ndarray) -> dict[str, float]:
+    return dict(zip(FEATURE_NAMES, map(float, row), strict=True))
+
+
+def test_one_table_by_hand() -> None:
+    found = named(table_features(TABLES, 8)[0])
+    expected = {
+        "num_tables": 1,
+        "num_lookups": 16,
+        "num_distinct": 8,
+        "lookup_bytes": 16 * 32 * 4,
+        "distinct_bytes": 8 * 32 * 4,
+        "output_bytes": 8 * 32 * 4,
+        "num_bags": 8,
+        "weighted_lookups": 0,
+        "weight_bytes": 1_024 * 32 * 4,
+        "log2_rows": 10,
+        "log2_width": 5,
+        "width_mod_16": 0,
+        "log2_pooling": 1,
+        "pooling_cv": 0.5,
+        "log2_batch": 3,
+        "log2_reuse": 1,
+        "is_weighted": 0,
+        "is_half": 0,
+        "is_rowwise_adagrad": 1,
+        "is_adagrad": 0,
+        "is_adam": 0,
+        "distinct_share_0": 0.5,
+        "distinct_share_1": 0.25,
+        "distinct_share_2": 0.25,
+        **{f"distinct_share_{j}": 0.0 for j in range(3, 17)},
+    }
+    assert found == pytest.approx(expected)
+
+
+def test_flags_and_several_features() -> None:
+    _, b, c = (named(row) for row in table_features(TABLES, 16))
+    assert b["num_lookups"] == b["weighted_lookups"] == 96
+    assert b["num_bags"] == 48
+    assert b["log2_pooling"] == 1
+    assert b["lookup_bytes"] == 96 * 20 * 2
+    assert b["output_bytes"] == 48 * 20 * 4
+    assert b["width_mod_16"] == 0.25
+    assert (b["is_weighted"], b["is_half"], b["is_rowwise_adagrad"]) == (1, 1, 0)
+    assert (c["is_adam"], c["is_adagrad"]) == (1, 0)
+
+
+def test_batch_moves_lookups_in_proportion() -> None:
+    small, large = table_features(TABLES, 8), table_features(TABLES, 32)
+    column = FEATURE_NAMES.index("num_lookups")
+    np.testing.assert_allclose(large[:, column], 4 * small[:, column])
+    column = FEATURE_NAMES.index("num_distinct")
+    assert (large[:, column] > small[:, column]).all()
+    assert (large[:, column] < 4 * small[:, column] + 1e-3).all()
+
+
+def test_order_of_tables_does_not_matter_to_a_set() -> None:
+    rows = table_features(TABLES, 64)
+    backwards = table_features(TABLES[::-1], 64)
+    np.testing.assert_array_equal(rows, backwards[::-1])
+    np.testing.assert_allclose(rows.sum(axis=0), backwards.sum(axis=0), rtol=1e-6)
+
+
+def test_totals_in_bytes_are_conserved_by_a_split() -> None:
+    featurizer = ShardFeaturizer(TABLES, 64)
+    whole = featurizer.features([0], [32])[0]
+    split = featurizer.features([0, 0, 0], [4, 12, 16])
+    for name in ("lookup_bytes", "distinct_bytes", "output_bytes", "weight_bytes"):
+        column = FEATURE_NAMES.index(name)
+        assert split[:, column].sum() == pytest.approx(whole[column])
+    for name in ("num_lookups", "num_distinct", "log2_pooling", "distinct_share_0"):
+        column = FEATURE_NAMES.index(name)
+        assert set(split[:, column]) == {whole[column]}
+
+
+def test_shard_is_the_narrower_table() -> None:
+    featurizer = ShardFeaturizer(TABLES, 64)
+    narrow = dataclasses.replace(TABLES[1], embedding_dim=8)
+    np.testing.assert_array_equal(
+        featurizer.features([1], [8]), table_features([narrow], 64)
+    )
+
+
+def test_shape_and_type() -> None:
+    rows = table_features(TABLES, 64)
+    assert rows.shape == (3, len(FEATURE_NAMES)) and rows.dtype == np.float32
+    assert np.isfinite(rows).all()
+    assert ShardFeaturizer(TABLES, 64).features([], []).shape == (
+        0,
+        len(FEATURE_NAMES),
+    )
+
+
+def test_table_that_is_never_read_stays_finite() -> None:
+    empty = FeatureProfile(batch_size=8, num_lookups=0, access_histogram=(0,) * 17)
+    rows = table_features([dataclasses.replace(TABLES[0], profile=empty)], 64)
+    assert np.isfinite(rows).all()
+    assert named(rows[0])["num_lookups"] == 0
+
+
+def test_schema() -> None:
+    check_schema(FEATURE_NAMES, FEATURE_VERSION)
+    assert len(set(FEATURE_NAMES)) == len(FEATURE_NAMES)
+    assert FEATURE_NAMES[NUM_TOTALS - 1] == "weight_bytes"
+    with pytest.raises(FeatureSchemaError, match=r"differing: \['hue'\]"):
+        check_schema((*FEATURE_NAMES, "hue"), FEATURE_VERSION)
+    with pytest.raises(FeatureSchemaError, match="differing: order"):
+        check_schema(FEATURE_NAMES[::-1], FEATURE_VERSION)
+    with pytest.raises(FeatureSchemaError, match="version 999 were given"):
+        check_schema(FEATURE_NAMES, 999)

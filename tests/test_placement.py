@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    InfeasibleError,
+    PlacementError,
+    TableError,
+)
+from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.tables import TableConfig
+
+GIB = 2**30
+
+
+def tables(*widths: int) -> tuple[TableConfig, ...]:
+    return tuple(
+        TableConfig(name=f"t{i}", num_embeddings=100 * (i + 1), embedding_dim=w)
+        for i, w in enumerate(widths)
+    )
+
+
+def make_task(*widths: int, world_size: int = 4, **options: Any) -> ShardingTask:
+    return ShardingTask(
+        tables=tables(*widths), world_size=world_size, batch_size=8, **options
+    )
+
+
+@st.composite
+def triples(draw: st.DrawFn) -> tuple[ShardingTask, list[tuple[int, int, int]]]:
+    """A task and pieces of 4 columns, or multiples, on any ranks."""
+    widths = draw(st.lists(st.integers(1, 16).map(lambda n: 4 * n), min_size=1))
+    world_size = draw(st.integers(1, 6))
+    pieces = []
+    for i, width in enumerate(widths):
+        while width:
+            piece = 4 * draw(st.integers(1, width // 4))
+            pieces.append((i, piece, draw(st.integers(0, world_size - 1))))
+            width -= piece
+    return make_task(*widths, world_size=world_size), draw(st.permutations(pieces))
+
+
+@settings(deadline=None, max_examples=60)
+@given(triples())
+def test_every_column_is_placed_once(
+    example: tuple[ShardingTask, list[tuple[int, int, int]]],
+) -> None:
+    task, pieces = example
+    placement = Placement.from_widths(task.world_size, pieces)
+    placement.check(task)
+    for i, table in enumerate(task.tables):
+        columns = [
+            c
+            for shard in placement.table_shards(i)
+            for c in range(shard.offset, shard.offset + shard.width)
+        ]
+        assert columns == list(range(table.embedding_dim))
+    for i, _, rank in pieces:
+        held = sum(w for j, w, r in pieces if (j, r) == (i, rank))
+        (shard,) = (s for s in placement.table_shards(i) if s.rank == rank)
+        assert shard.width == held
+    assert sum(placement.rank_bytes(task)) == sum(t.weight_bytes for t in task.tables)
+    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+
+
+def test_fixed_bytes_are_paid_per_shard() -> None:
+    task = make_task(8, 8, fixed_bytes=(1_000, 0), column_bytes=(10.0, 1.0))
+    placement = Placement.from_widths(4, [(0, 4, 0), (0, 4, 2), (1, 8, 2)])
+    assert placement.rank_bytes(task) == [1_040, 0, 1_048, 0]
+    assert task.shard_bytes(0, 8) == 1_080
+
+
+def test_defaults_are_filled() -> None:
+    task = make_task(8, 16)
+    assert task.local_world_size == 4
+    assert task.column_bytes == (400, 800)
+    assert task.min_widths == (4, 4)
+    assert task.max_shards == (4, 4)
+    assert task.num_groups == 1
+    assert make_task(8, 16, groups=(0, 2)).num_groups == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"world_size": 0},
+            "world_size and batch_size must be at least 1, got 0 and 8",
+        ),
+        ({"local_world_size": 3}, r"world_size \(4\) must be a multiple .* \(3\)"),
+        ({"local_world_size": -1}, "must be a multiple"),
+        ({"fixed_bytes": (1,)}, r"fixed_bytes needs one value per table \(2\), got 1"),
+        ({"column_bytes": (1.0,)}, "column_bytes needs one value per table"),
+        ({"min_widths": (4, 4, 4)}, "min_widths needs one value per table"),
+        ({"max_shards": (4,)}, "max_shards needs one value per table"),
+        ({"groups": (0,)}, "groups needs one value per table"),
+        ({"memory_bytes": (5, 5)}, r"one value per rank \(4\), got 2"),
+    ],
+)
+def test_bad_tasks_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(8, 16, **options)
+
+
+def test_task_needs_tables() -> None:
+    with pytest.raises(TableError, match="no tables given"):
+        make_task()
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([(0, 0, 4, 0)], "'t0': 4 of 8 columns placed"),
+        ([(0, 0, 4, 0), (0, 8, 4, 1)], "columns 4 to 8 are missing or placed twice"),
+        ([(0, 0, 8, 0), (0, 4, 4, 1)], "columns 4 to 8 are missing or placed twice"),
+        ([(0, 0, 6, 0), (0, 6, 2, 1)], "a shard is 6 wide; widths are multiples of 4"),
+        ([(0, 0, 8, 4)], "rank 4 is not in 0 to 3"),
+        ([(0, 0, 8, -1)], "rank -1 is not in 0 to 3"),
+        ([(0, 0, 4, 0), (0, 4, 4, 0)], "a rank holds two shards of it"),
+        ([(0, 0, 8, 0), (2, 0, 8, 0)], "shard of table 2, which is not there"),
+        ([(0, 0, 8, 0)], "'t1': 0 of 16 columns placed"),
+        (
+            [(0, 0, 8, 0), *((1, 4 * i, 4, i) for i in range(4))],
+            "'t1': a shard is 4 wide; .* at least 8",
+        ),
+        (
+            [(0, 0, 4, 0), (0, 4, 4, 1), (1, 0, 16, 0)],
+            "'t0': 2 shards, at most 1 allowed",
+        ),
+    ],
+)
+def test_broken_placements_are_refused(
+    shards: list[tuple[int, int, int, int]], message: str
+) -> None:
+    task = make_task(8, 16, min_widths=(4, 8), max_shards=(1, 4))
+    placement = Placement(4, tuple(ColumnShard(*s) for s in shards))
+    with pytest.raises(PlacementError, match=message):
+        placement.check(task)
+
+
+def test_a_table_may_be_narrower_than_the_narrowest_shard() -> None:
+    task = make_task(8, min_widths=(32,))
+    Placement.from_widths(4, [(0, 8, 1)]).check(task)
+
+
+def test_other_world_size_is_refused() -> None:
+    with pytest.raises(PlacementError, match="for 2 ranks, the task has 4"):
+        Placement.from_widths(2, [(0, 8, 1)]).check(make_task(8))
+
+
+def test_full_rank_is_named() -> None:
+    task = make_task(8, 8, column_bytes=(GIB, GIB), memory_bytes=(9 * GIB,) * 4)
+    Placement.from_widths(4, [(0, 8, 1), (1, 8, 2)]).check(task)
+    with pytest.raises(InfeasibleError, match=r"rank 1 holds 16\.00 GiB, it has 9\.00"):
+        Placement.from_widths(4, [(0, 8, 1), (1, 8, 1)]).check(task)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        [],
+        {"world_size": 2, "shards": [[0, 0, 4]]},
+        {"world_size": 2, "shards": [["a", 0, 4, 0]]},
+        {"world_size": None, "shards": []},
+    ],
+)
+def test_bad_json_is_refused(data: Any) -> None:
+    with pytest.raises(PlacementError, match="not a placement"):
+        Placement.from_json(data)

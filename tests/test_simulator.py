@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.cost_models.base import CostModel
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.simulator import Simulator, critical_path
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
+
+BATCH = 1_000
+TABLES = (
+    TableConfig(name="a", num_embeddings=500, embedding_dim=16, pooling_factor=2.0),
+    TableConfig(name="b", num_embeddings=500, embedding_dim=8, pooling_factor=5.0),
+    TableConfig(name="c", num_embeddings=500, embedding_dim=4, num_features=3),
+)
+LAUNCH, LOOKUP, BYTE = 0.5, 1_000.0, 10.0
+
+
+def simulator(groups: tuple[int, ...] = (), world_size: int = 2) -> Simulator:
+    task = ShardingTask(
+        tables=TABLES, world_size=world_size, batch_size=BATCH, groups=groups
+    )
+    return Simulator(
+        task,
+        AnalyticCostModel(launch_ms=LAUNCH, lookup_ns=LOOKUP, byte_ns=BYTE),
+        AnalyticCommsModel(gb_per_s=0.001),
+    )
+
+
+def forward(*shards: tuple[int, int]) -> float:
+    """The analytic model by hand: (lookups, width) of the shards of one set."""
+    if not shards:
+        return 0.0
+    return LAUNCH + sum(n * LOOKUP + n * w * 4 * BYTE for n, w in shards) * 1e-6
+
+
+A, B, C = 2 * BATCH, 5 * BATCH, BATCH
+"""Lookups of the three tables."""
+
+
+def test_phases_by_hand() -> None:
+    placement = Placement.from_widths(2, [(0, 12, 0), (0, 4, 1), (1, 8, 1), (2, 4, 0)])
+    costs = simulator().evaluate(placement)
+    expected = [forward((A, 12), (C, 4)), forward((A, 4), (B, 8))]
+    for rank, fwd in zip(costs.ranks, expected, strict=True):
+        assert rank.fwd_compute == pytest.approx(fwd)
+        assert rank.bwd_compute == pytest.approx(2 * fwd)
+    # 12 + 3 * 4 and 4 + 8 columns, half of the samples remote, 1 kB per ms.
+    sent = np.array([24, 12]) * BATCH * 4 / 2 / 1_000
+    received = np.full(2, 36 * BATCH * 4 / 2 / 2 / 1_000)
+    comms = np.maximum(sent, received)
+    for rank, ms in zip(costs.ranks, comms, strict=True):
+        assert rank.fwd_comms == rank.bwd_comms == pytest.approx(ms)
+    assert costs.critical_path_ms == pytest.approx(
+        3 * max(expected) + 2 * float(comms.max())
+    )
+    assert costs.compute_source == costs.comms_source == "analytic"
+
+
+def test_splitting_pays_the_lookups_again() -> None:
+    sim = simulator()
+    whole, left, right = sim.single_costs([(0, 16), (0, 12), (0, 4)])[:, 0]
+    assert left + right - whole == pytest.approx(LAUNCH + A * LOOKUP * 1e-6)
+
+
+def test_fusion_saves_a_launch() -> None:
+    placement = Placement.from_widths(2, [(0, 16, 0), (1, 8, 0), (2, 4, 1)])
+    fused = simulator().evaluate(placement).ranks[0].fwd_compute
+    apart = simulator(groups=(0, 1, 0)).evaluate(placement).ranks[0].fwd_compute
+    assert apart - fused == pytest.approx(LAUNCH)
+
+
+def test_empty_rank_costs_nothing_to_compute() -> None:
+    placement = Placement.from_widths(3, [(0, 16, 0), (1, 8, 0), (2, 4, 0)])
+    idle = simulator(world_size=3).evaluate(placement).ranks[2]
+    assert (idle.fwd_compute, idle.bwd_compute) == (0, 0)
+    assert idle.fwd_comms > 0  # it receives its samples' outputs
+
+
+def test_rank_sums_are_sums_of_encodings() -> None:
+    sim = simulator(groups=(0, 1, 0))
+    placement = Placement.from_widths(2, [(0, 8, 0), (0, 8, 1), (1, 8, 0), (2, 4, 0)])
+    sums, columns = sim.rank_sums(placement)
+    assert sums.shape == (2, 2, 3)
+    np.testing.assert_allclose(
+        sums[0, 0], sim.encodings([(0, 8), (2, 4)]).sum(axis=0), rtol=1e-6
+    )
+    np.testing.assert_array_equal(sums[1, 1], 0)
+    np.testing.assert_array_equal(columns, [[8 + 12, 8], [8, 0]])
+
+
+def test_sets_predict_as_their_sums() -> None:
+    sim = simulator()
+    pairs = [(0, 16), (1, 8), (2, 4)]
+    found = sim.cost_model.predict_sets(sim.features(pairs), np.array([1, 1, 0]), 3)
+    np.testing.assert_allclose(
+        found[:, 0], [forward((C, 4)), forward((A, 16), (B, 8)), 0], rtol=1e-6
+    )
+
+
+class CountingModel(AnalyticCostModel):
+    """Counts the shards it encodes."""
+
+    num_encoded = 0
+
+    def encode(self, features_NF: np.ndarray) -> np.ndarray:
+        """Count, then encode."""
+        self.num_encoded += len(features_NF)
+        return super().encode(features_NF)
+
+
+def test_a_shard_is_encoded_once() -> None:
+    model = CountingModel()
+    sim = Simulator(simulator().task, model, AnalyticCommsModel())
+    sim.encodings([(0, 16), (0, 16), (1, 8)])
+    sim.single_costs([(1, 8), (2, 4)])
+    assert model.num_encoded == 3
+    assert sim.encodings([]).shape == (0, 3)
+    assert isinstance(model, CostModel)
+
+
+def test_json_holds_all_phases() -> None:
+    placement = Placement.from_widths(2, [(0, 16, 0), (1, 8, 1), (2, 4, 1)])
+    costs = simulator().evaluate(placement)
+    data = json.loads(json.dumps(costs.to_json()))
+    assert data["critical_path_ms"] == costs.critical_path_ms
+    assert len(data["ranks"]) == 2
+    assert data["ranks"][1]["bwd_compute"] == costs.ranks[1].bwd_compute
+
+
+def test_critical_path_waits_for_the_slowest_of_each_phase() -> None:
+    compute = np.array([[[1.0, 10.0], [4.0, 2.0]], [[0.0, 0.0], [0.0, 0.0]]])
+    comms = np.array([[[0.5, 0.0], [0.25, 3.0]], [[0.0, 0.0], [1.0, 0.0]]])
+    np.testing.assert_array_equal(critical_path(compute, comms), [4 + 0.5 + 3 + 10, 1])
