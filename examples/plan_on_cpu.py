@@ -93,6 +93,19 @@ def rank_lines(predicted: PredictedCosts, placement: Placement) -> list[str]:
     return lines
 
 
+def phase_changes(now: PredictedCosts, then: PredictedCosts) -> tuple[float, float]:
+    """How much longer the slowest ranks' compute and collectives take [ms]."""
+
+    def slowest(costs: PredictedCosts, phase: str) -> float:
+        return float(max(getattr(rank, phase) for rank in costs.ranks))
+
+    compute, comms = (
+        sum(slowest(then, p) - slowest(now, p) for p in phases)
+        for phases in (("fwd_compute", "bwd_compute"), ("fwd_comms", "bwd_comms"))
+    )
+    return compute, comms
+
+
 def why_split(planner: NeuroShardPlanner, memory_bytes: float) -> list[str]:
     """Say of each split table what the plan would cost with it in one piece."""
     result, task = planner.last_result, planner.last_task
@@ -125,17 +138,22 @@ def why_split(planner: NeuroShardPlanner, memory_bytes: float) -> list[str]:
                 Placement.from_widths(
                     task.world_size, [*others, (index, table.embedding_dim, rank)]
                 )
-            ).critical_path_ms
+            )
             for rank in range(task.world_size)
         ]
-        best = min(range(task.world_size), key=whole.__getitem__)
+        best = min(
+            range(task.world_size), key=lambda rank: whole[rank].critical_path_ms
+        )
+        then = whole[best].critical_path_ms
+        compute, comms = phase_changes(result.predicted, whole[best])
         alone = float(simulator.single_costs([(index, table.embedding_dim)]).sum())
         where = "part of it is" if any(s.rank == critical for s in shards) else "not"
         lines += [
             f"    {where} on the critical rank, {critical}, whose kernel takes "
             f"{per_rank[critical]:.3f} ms; whole, its kernel would take {alone:.3f} ms",
             f"    in one piece on its best rank, {best}, the critical path would be "
-            f"{whole[best]:.3f} instead of {now:.3f} ms ({whole[best] / now - 1:+.1%})",
+            f"{then:.3f} instead of {now:.3f} ms ({then / now - 1:+.1%}: compute "
+            f"{compute:+.3f}, collectives {comms:+.3f})",
         ]
     return lines or ["no table is split"]
 

@@ -117,12 +117,18 @@ class DemoConfig:
     profile_rounds: int = option(1, "global batches' worth of input that is profiled")
     embedding_lr: float = option(0.01, "learning rate of the tables (row-wise Adagrad)")
     dense_lr: float = option(0.005, "learning rate of the dense layers (Adam)")
+    all_to_all_gb_per_s: float = option(0.0, "bandwidth to plan with; 0 measures it")
     seed: int = option(0, "makes weights, ids and clicks")
     output: str = option("demo.json", "where the results are written")
 
     def __post_init__(self) -> None:
         if self.device not in ("auto", "cpu", "cuda"):
             raise DemoError(f"--device is auto, cpu or cuda, not '{self.device}'")
+        if not self.all_to_all_gb_per_s >= 0:
+            raise DemoError(
+                "--all-to-all-gb-per-s must be at least 0, got "
+                f"{self.all_to_all_gb_per_s}"
+            )
         for name in ("max_rows", "batch_size", "pairs", "profile_rounds"):
             if getattr(self, name) < 1:
                 raise DemoError(
@@ -503,9 +509,19 @@ class LookupTimer:
 
     def _after_forward(self, kernel: nn.Module, inputs: Any, output: Any) -> None:
         self._mark("forward")
-        node = output.grad_fn
+        node = kernel_node(output)
         node.register_prehook(lambda grads: self._mark("backward"))
         node.register_hook(lambda grads_in, grads_out: self._mark("backward"))
+
+
+def kernel_node(output: torch.Tensor) -> Any:
+    """The fused kernel's node in the autograd graph of its output."""
+    node: Any = output.grad_fn
+    while node is not None and "SplitLookup" not in node.name():
+        node = node.next_functions[0][0]
+    if node is None:
+        raise DemoError("this fbgemm's kernels have no autograd node that is known")
+    return node
 
 
 def fused_kernels(model: nn.Module) -> Iterator[nn.Module]:
@@ -803,7 +819,7 @@ class PlanningDesk:
             local_world_size=ranks.local_world_size,
             intra_gb_per_s=bytes_per_ms / 1e6,
             inter_gb_per_s=bytes_per_ms / 1e6,
-            source="one all-to-all measured at the start",
+            source="given" if config.all_to_all_gb_per_s else "measured at the start",
         )
 
     def plan_stock(self) -> Planned:
@@ -983,8 +999,9 @@ def report(results: dict[str, Any]) -> str:
         f"{config['batch_size']:,} samples on each of {where['world_size']} ranks",
         f"{where['device']}, {where['backend']}; torch {where['torch']}, fbgemm "
         f"{where['fbgemm']}, torchrec {where['torchrec']}",
-        f"cost model '{model['name']}' ({model['source']}, {model['hardware']}); "
-        f"all-to-all {results['all_to_all_gb_per_s']:.2f} GB/s and dense part "
+        f"cost model '{model['name']}' ({model['source']}, {model['hardware']})",
+        f"all-to-all {results['all_to_all_gb_per_s']:.2f} GB/s "
+        f"({results['planners'][OURS]['predicted']['comms_source']}); dense part "
         f"{results['dense_ms']:.1f} ms, measured alone beforehand",
         "",
         *table_lines(results),
@@ -1016,7 +1033,9 @@ def run(config: DemoConfig, ranks: Ranks) -> None:
     )
     profiles = gather_profiles(profile_inputs(first_batches), ranks)
     clock = Clock(ranks)
-    bytes_per_ms = measure_all_to_all(tables, config, ranks)
+    bytes_per_ms = config.all_to_all_gb_per_s * 1e6
+    if not bytes_per_ms:
+        bytes_per_ms = measure_all_to_all(tables, config, ranks)
     before = clock.read()
     dense_raw_ms = measure_dense(tables, config, ranks, stream.batch(0))
     dense_ref_ms = statistics.mean(ranks.gather((before + clock.read()) / 2))
