@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchrec_neuroshard import FeatureProfile
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PAIRS, BLOCK, DIM, BATCH = 5, 5, 16, 128
 PLANNERS = ("torchrec", "neuroshard")
@@ -228,6 +230,73 @@ def test_clicks_can_be_learnt_from_dense_features_and_ids(
     labels = batch.labels.bool()
     assert explained[labels].mean() > explained[~labels].mean() + 0.1
     assert rates.max() - rates.min() > 0.05
+
+
+def block(
+    module: ModuleType, planner: str, pair: int, ref_ms: float, times: list[float]
+) -> Any:
+    steps = tuple(
+        {"iteration_ms": 10 * t, "fwd_ms": t, "bwd_ms": 2 * t, "loss": t} for t in times
+    )
+    return module.Block(planner=planner, pair=pair, ref_ms=ref_ms, steps=steps)
+
+
+def test_times_are_scaled_by_the_reference_beside_them(train_dlrm: ModuleType) -> None:
+    # Rank 1 is twice as slow by the clock, and so is its reference: same scaled times.
+    # The first iteration of a block (1000) is left out.
+    fast = [block(train_dlrm, "a", i, 4.0, [1000.0, 3.0, 3.0]) for i in range(2)]
+    slow = [block(train_dlrm, "a", i, 8.0, [1000.0, 6.0, 6.0]) for i in range(2)]
+    other = [block(train_dlrm, "b", 0, 4.0, [1000.0, 9.0, 9.0])]
+    measured = train_dlrm.summarise("a", [[*fast, *other], [*slow, *other]], 2.0)
+    assert measured.fwd_raw_ms == (3.0, 6.0) and measured.bwd_raw_ms == (6.0, 12.0)
+    assert measured.fwd_ms == (1.5, 1.5) and measured.bwd_ms == (3.0, 3.0)
+    assert measured.compute_critical_path_ms == 4.5
+    assert measured.iteration_raw_ms == 60.0  # the slowest rank's
+    assert measured.iteration_ms == 60.0 * (2 / 4 + 2 / 8) / 2
+    assert measured.num_timed == 4
+    assert measured.loss == (1000.0, 4.5, 4.5) * 2
+    unscaled = train_dlrm.summarise("a", [fast, slow], 0.0)  # a GPU
+    assert unscaled.fwd_ms == unscaled.fwd_raw_ms
+
+
+def test_critical_path_takes_the_slowest_rank_of_each_phase(
+    train_dlrm: ModuleType,
+) -> None:
+    def steps(fwd: float, bwd: float) -> Any:
+        step = {"iteration_ms": 50.0, "fwd_ms": fwd, "bwd_ms": bwd, "loss": 0.5}
+        return train_dlrm.Block(planner="a", pair=0, ref_ms=1.0, steps=(step, step))
+
+    measured = train_dlrm.summarise("a", [[steps(5.0, 1.0)], [steps(2.0, 8.0)]], 1.0)
+    assert measured.compute_critical_path_ms == 13.0
+
+
+def test_speedup_is_of_pairs_of_blocks(train_dlrm: ModuleType) -> None:
+    ratio = train_dlrm.speedup([2.0, 4.0, 9.0], [1.0, 4.0, 3.0])
+    assert ratio == {
+        "median": 2.0,
+        "low_quartile": 1.5,
+        "high_quartile": 2.5,
+        "num_pairs": 3,
+    }
+
+
+def test_profiles_of_the_ranks_are_averaged(train_dlrm: ModuleType) -> None:
+    def profile(lookups: float, std: float, once: float) -> FeatureProfile:
+        return FeatureProfile(
+            batch_size=8,
+            num_lookups=lookups,
+            pooling_std=std,
+            access_histogram=(once, 1.0, *[0.0] * 15),
+        )
+
+    mine, theirs = profile(6.0, 3.0, 4.0), profile(10.0, 1.0, 8.0)
+
+    class TwoRanks:
+        def gather(self, value: object) -> list[object]:
+            return [value, {"f": theirs}]
+
+    merged = train_dlrm.gather_profiles({"f": mine}, TwoRanks())
+    assert merged == {"f": profile(8.0, math.sqrt(5.0), 6.0)}
 
 
 @pytest.fixture(scope="module")
