@@ -9,7 +9,7 @@ shards, replicas, offloaded tables) keep TorchRec's own costs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,11 @@ __all__ = [
     "check_profiles",
     "device_tier",
     "fusion_key",
+    "is_dense",
+    "is_modelled_config",
     "lower_plan",
     "placement_from_plan",
+    "table_configs",
     "table_name",
 ]
 
@@ -82,15 +85,32 @@ def table_name(option: ShardingOption) -> str:
     return f"{option.path}.{option.name}" if option.path else str(option.name)
 
 
-def _configs(module: nn.Module) -> dict[str, Any]:
-    """TorchRec's configuration of each table that lies in `module`, by table name."""
-    found: dict[str, Any] = {}
+def is_dense(option: ShardingOption) -> bool:
+    """Whether the option runs PyTorch's own kernels instead of a fused one."""
+    return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
+
+
+def table_configs(module: nn.Module) -> Iterator[Any]:
+    """Return TorchRec's configurations of the tables in `module`.
+
+    A wrapper's tables come once for each module that knows them.
+    """
     for child in module.modules():
         for method in ("embedding_bag_configs", "embedding_configs"):
             read = getattr(child, method, None)
             if callable(read):
-                found.update({c.name: c for c in read()})
-    return found
+                yield from read()
+
+
+def is_modelled_config(config: Any) -> bool:
+    """Whether the cost model knows tables of such a configuration."""
+    width = int(config.embedding_dim)
+    return (
+        config.data_type.value.lower() in DATA_TYPE_BYTES
+        and int(config.num_embeddings) > 0
+        and width > 0
+        and width % COLUMN_MULTIPLE == 0
+    )
 
 
 def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:
@@ -101,8 +121,11 @@ def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) ->
     """
     if not profiles:
         return
-    configs = (c for child in module.modules() for c in _configs(child).values())
-    known = {f for c in configs for f in (c.feature_names or [c.name])}
+    known = {
+        feature
+        for config in table_configs(module)
+        for feature in (config.feature_names or [config.name])
+    }
     unknown = sorted(set(profiles) - known)
     if unknown:
         raise ProfileError(
@@ -150,7 +173,7 @@ class TableReader:
         """Return TorchRec's configuration of the option's table, if it has one."""
         module = option.module[1]
         if module not in self._configs:
-            self._configs[module] = _configs(module)
+            self._configs[module] = {c.name: c for c in table_configs(module)}
         return self._configs[module].get(option.name)
 
     def is_described(self, option: ShardingOption) -> bool:
@@ -160,9 +183,8 @@ class TableReader:
             option.sharding_type in DESCRIBED_TYPES
             and option.compute_kernel == _FUSED
             and config is not None
-            and config.data_type.value.lower() in DATA_TYPE_BYTES
+            and is_modelled_config(config)
             and option.tensor.dim() == 2
-            and option.tensor.shape[0] > 0
             and all(
                 s.size[1] > 0 and s.size[1] % COLUMN_MULTIPLE == 0
                 for s in option.shards

@@ -147,6 +147,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             [o for o, s in zip(proposal, is_searched, strict=True) if not s],
             storage_constraint,
         )
+        self.costs.share_launches(others)
         chosen: list[ShardingOption] = []
         if searched:
             chosen = self._search(searched, _left(storage_constraint, others))

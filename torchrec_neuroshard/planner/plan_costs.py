@@ -36,6 +36,8 @@ from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.lowering import (
     LoweredPlan,
     TableReader,
+    fusion_key,
+    is_dense,
     lower_plan,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
@@ -99,6 +101,7 @@ class PlanCosts:
         self.comms_model = comms_model or _comms_model(topology)
         self._simulator: Simulator | None = None
         self._launch: tuple[float, float] | None = None
+        self._launches_added = False
 
     def simulator(self, task: ShardingTask) -> Simulator:
         """Return a simulator; one for the same tables keeps its encodings."""
@@ -179,6 +182,42 @@ class PlanCosts:
             forward, backward = simulator.single_costs([(0, 4)])[0]
             self._launch = float(forward), float(backward)
         return self._launch
+
+    def add_launches(self, options: Sequence[ShardingOption]) -> None:
+        """Add the launch of a kernel to each shard of options of stock cost, in place.
+
+        Args:
+            options: Options with TorchRec's own estimates.
+        """
+        self._launches_added = True
+        forward, backward = self.launch_ms()
+        for option in options:
+            if is_dense(option):
+                continue
+            for shard in option.shards:
+                shard.perf.fwd_compute += forward
+                shard.perf.bwd_compute += backward
+
+    def share_launches(self, options: Sequence[ShardingOption]) -> None:
+        """Count each rank's launch of a kernel once for all shards in it, in place.
+
+        Args:
+            options: Placed options of stock cost, after `add_launches`.
+        """
+        if not self._launches_added:
+            return
+        kernels: dict[tuple[Any, ...], list[Any]] = {}
+        for option in options:
+            if not is_dense(option):
+                key = fusion_key(option, self.reader, option.sharding_type)
+                for shard in option.shards:
+                    kernels.setdefault((shard.rank, key), []).append(shard)
+        forward, backward = self.launch_ms()
+        for shards in kernels.values():
+            excess = 1 - 1 / len(shards)
+            for shard in shards:
+                shard.perf.fwd_compute -= forward * excess
+                shard.perf.bwd_compute -= backward * excess
 
     def lower(self, plan: Sequence[ShardingOption]) -> LoweredPlan:
         """Describe a plan whose shards have ranks."""

@@ -14,7 +14,9 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
+from torchrec_neuroshard.planner.lowering import is_dense
 from torchrec_neuroshard.planner.plan_costs import CostedPart
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["NeuroShardProposer"]
 
@@ -101,12 +103,23 @@ class NeuroShardProposer(CostedPart, Proposer):
             self._smallest = None
 
 
-def _cost_order(option: ShardingOption) -> tuple[float, str, str]:
+def _cannot_run(option: ShardingOption) -> bool:
+    """Fused kernels need widths that are multiples of four."""
+    widths = (s.size[1] for s in option.shards)
+    return not is_dense(option) and any(w % COLUMN_MULTIPLE for w in widths)
+
+
+def _cost_order(option: ShardingOption) -> tuple[Any, ...]:
     cost = max(s.perf.total for s in option.shards)
-    return cost, option.sharding_type, option.compute_kernel
+    return (_cannot_run(option), cost, *_name_order(option))
 
 
-def _memory_order(option: ShardingOption) -> tuple[float, float, str, str]:
+def _memory_order(option: ShardingOption) -> tuple[Any, ...]:
     scarce = max(s.storage.hbm for s in option.shards)
     other = max(s.storage.ddr for s in option.shards)
-    return scarce, other, option.sharding_type, option.compute_kernel
+    return (_cannot_run(option), scarce, other, *_name_order(option))
+
+
+def _name_order(option: ShardingOption) -> tuple[Any, ...]:
+    kind = option.sharding_type
+    return kind != _TABLE_WISE, kind, option.compute_kernel

@@ -12,7 +12,6 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 
@@ -24,8 +23,8 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
 
     All options of a search space are predicted in one batch. Options that the cost
     model does not describe (row shards, replicas, offloaded and quantised tables) keep
-    TorchRec's estimate, which knows no launch overhead: their compute is raised to
-    what the cost model says any kernel costs, so that both can be compared.
+    TorchRec's estimate, which knows no launch overhead: what the cost model says any
+    kernel costs is added to their compute, so that both can be compared.
 
     The arguments are those of `CostedPart`.
     """
@@ -63,13 +62,7 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
                 shard.perf = perf
         if others:
             self._stock.estimate(others, *args, **kwargs)
-            forward, backward = self.costs.launch_ms()
-            for option in others:
-                if option.sharding_type == ShardingType.DATA_PARALLEL.value:
-                    continue  # dense kernels, not the fused one
-                for shard in option.shards:
-                    shard.perf.fwd_compute = max(shard.perf.fwd_compute, forward)
-                    shard.perf.bwd_compute = max(shard.perf.bwd_compute, backward)
+            self.costs.add_launches(others)
 
     def _note_sharders(self, *maps: Any) -> None:
         for entries in maps:
