@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.collect.sampling import (
+    AccessDistribution,
+    SampledSet,
+    SamplingConfig,
+    sample_set,
+)
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.tables import DATA_TYPE_BYTES, TableConfig
+
+CONFIG = SamplingConfig(
+    max_shards=12,
+    widths=(8, 96),
+    batch_sizes=(600, 3_000),
+    rows=(20, 50_000),
+    max_lookups=300_000,
+    max_weight_bytes=20_000_000,
+    repeat_every=5,
+    repeat_lag=10,
+)
+BASE = tuple(
+    TableConfig(
+        name=f"real/{i}",
+        num_embeddings=1_000 * (i + 1),
+        embedding_dim=64,
+        pooling_factor=1.0 + i % 7,
+        profile=zipf_profile(
+            batch_size=65_536,
+            pooling_factor=1.0 + i % 7,
+            num_embeddings=1_000 * (i + 1),
+        ),
+    )
+    for i in range(40)
+)
+NUM_SETS = 200
+
+_IN_ANOTHER_PROCESS = """
+import json
+from tests.collect.test_sampling import BASE, CONFIG, sample_set
+sets = [sample_set(i, 9, CONFIG, BASE) for i in range(5)]
+print(json.dumps([[t.to_json() for t in s.tables] for s in sets]))
+"""
+
+
+@pytest.fixture(scope="module")
+def sets() -> list[SampledSet]:
+    return [sample_set(i, 9, CONFIG, BASE) for i in range(NUM_SETS)]
+
+
+def base_name(table: TableConfig) -> str:
+    return table.name.rsplit("#", 1)[0]
+
+
+def test_ranges_are_respected(sets: list[SampledSet]) -> None:
+    for sampled in sets:
+        tables = sampled.tables
+        assert 1 <= len(tables) <= CONFIG.max_shards
+        assert len(tables) == len(sampled.access)
+        assert len({t.name for t in tables}) == len(tables)
+        assert 600 <= sampled.batch_size <= 3_000
+        assert len({(t.optimizer, t.data_type, t.weighted) for t in tables}) == 1
+        lookups = sum(t.profile.num_lookups for t in tables if t.profile)
+        assert 0 < lookups <= CONFIG.max_lookups * (1 + 1e-9)
+        assert sum(t.weight_bytes for t in tables) <= CONFIG.max_weight_bytes
+        for table, access in zip(tables, sampled.access, strict=True):
+            assert 8 <= table.embedding_dim <= 96
+            assert 20 <= table.num_embeddings <= 50_000
+            assert table.profile is not None
+            assert table.profile.batch_size == sampled.batch_size
+            assert table.pooling_factor == pytest.approx(table.profile.pooling_factor)
+            assert sum(access.share) == pytest.approx(1)
+            assert sum(access.num_ids) <= table.num_embeddings * (1 + 1e-9)
+            assert table.profile.access_histogram == access.histogram(
+                table.profile.num_lookups
+            )
+
+
+def test_all_kinds_occur(sets: list[SampledSet]) -> None:
+    tables = [t for s in sets for t in s.tables]
+    assert {t.optimizer for t in tables} == {"rowwise_adagrad", "sgd"}
+    assert {t.data_type for t in tables} == {"fp32", "fp16"} <= set(DATA_TYPE_BYTES)
+    assert {t.weighted for t in tables} == {True, False}
+    assert {t.embedding_dim % 16 for t in tables} == {0, 4, 8, 12}
+    assert {t.num_features > 1 for t in tables} == {True, False}
+    assert {t.name.split("/")[0] for t in tables} == {"real", "generated"}
+    assert {len(s.tables) for s in sets} >= {1, 5, 10}
+    # Usual batch sizes and unusual ones.
+    assert {s.batch_size for s in sets} >= {1_024, 2_048}
+    assert len({s.batch_size for s in sets}) > 50
+
+
+def test_held_out_tables_are_never_trained_on(sets: list[SampledSet]) -> None:
+    def real(held_out: bool) -> set[str]:
+        return {
+            base_name(t)
+            for s in sets
+            if s.held_out == held_out
+            for t in s.tables
+            if t.name.startswith("real")
+        }
+
+    assert real(True) and real(False)
+    assert not real(True) & real(False)
+    share = sum(s.held_out for s in sets) / len(sets)
+    assert share == pytest.approx(CONFIG.held_out_sets, abs=0.1)
+
+
+def test_repeats_point_to_the_same_set(sets: list[SampledSet]) -> None:
+    repeats = [s for s in sets if s.repeat_of is not None]
+    assert len(repeats) == pytest.approx(NUM_SETS / CONFIG.repeat_every, abs=4)
+    for repeat in repeats:
+        assert repeat.index % 5 == 4
+        assert repeat.repeat_of is not None
+        first = sets[repeat.repeat_of]
+        assert first.repeat_of is None
+        assert repeat.index - first.index >= CONFIG.repeat_lag
+        assert repeat.tables == first.tables
+        assert repeat.access == first.access
+        assert (repeat.batch_size, repeat.held_out) == (
+            first.batch_size,
+            first.held_out,
+        )
+    # Every position of the cycle is measured again at some time.
+    assert {s.repeat_of % 5 for s in repeats if s.repeat_of is not None} == {0, 1, 2, 3}
+
+
+def test_index_and_seed_decide_the_set() -> None:
+    first = sample_set(3, 9, CONFIG, BASE)
+    assert first == sample_set(3, 9, CONFIG, BASE)
+    assert first.tables != sample_set(3, 10, CONFIG, BASE).tables
+    assert first.tables != sample_set(2, 9, CONFIG, BASE).tables
+
+
+def test_another_process_samples_the_same(sets: list[SampledSet]) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", _IN_ANOTHER_PROCESS],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={"PYTHONHASHSEED": "77", "PYTHONPATH": ":".join(p for p in sys.path if p)},
+    )
+    here = [[t.to_json() for t in s.tables] for s in sets[:5]]
+    assert json.loads(found.stdout) == json.loads(json.dumps(here))
+
+
+def test_generated_tables_alone() -> None:
+    sampled = [sample_set(i, 1, CONFIG, []) for i in range(20)]
+    assert all(t.name.startswith("generated") for s in sampled for t in s.tables)
+
+
+def test_tables_that_are_never_read_are_left_out() -> None:
+    idle = TableConfig(
+        name="idle",
+        num_embeddings=100,
+        embedding_dim=8,
+        profile=zipf_profile(batch_size=8, pooling_factor=0, num_embeddings=100),
+    )
+    for i in range(20):
+        assert all(
+            "idle" not in t.name for t in sample_set(i, 1, CONFIG, [idle]).tables
+        )
+
+
+def test_tight_limits_still_give_a_set() -> None:
+    config = SamplingConfig(
+        max_shards=3,
+        batch_sizes=(512, 512),
+        max_lookups=600,
+        max_weight_bytes=2_000_000,
+    )
+    for i in range(30):
+        sampled = sample_set(i, 0, config, BASE)
+        assert len(sampled.tables) >= 1
+        assert sum(t.weight_bytes for t in sampled.tables) <= 2_000_000
+        lookups = sum(t.profile.num_lookups for t in sampled.tables if t.profile)
+        assert lookups <= 600 * (1 + 1e-9)
+
+
+def test_access_distribution_is_importable_from_here() -> None:
+    assert np.sum(AccessDistribution.power_law(10, 1.0).num_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"widths": (0, 8)}, r"widths needs 0 < low <= high, got \(0, 8\)"),
+        ({"widths": (6, 16)}, r"widths must be multiples of 4, got \(6, 16\)"),
+        ({"batch_sizes": (9, 8)}, "batch_sizes needs 0 < low <= high"),
+        ({"rows": (-1, 8)}, "rows needs 0 < low <= high"),
+        ({"max_shards": 0}, "max_shards and max_lookups must be at least 1"),
+        ({"max_lookups": 0}, "max_shards and max_lookups must be at least 1"),
+        ({"repeat_every": 1}, "repeat_every at least 2"),
+    ],
+)
+def test_bad_configs_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig(**options)  # type: ignore[arg-type]

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from torchrec_neuroshard.collect.store import (
+    RecordStore,
+    journal_path,
+    read_header,
+    read_records,
+)
+from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.tables import TableConfig
+
+HEADER = RunHeader(
+    fingerprint=Fingerprint(
+        device="cpu x", device_type="cpu", num_threads=1, torch="2.13", fbgemm="1.8"
+    ),
+    reference_ms=2.5,
+    seed=3,
+    sampling={"max_shards": 4, "widths": [4, 64]},
+    command="neuroshard collect compute",
+    created="2026-01-01T00:00:00+00:00",
+)
+
+
+def record(index: int) -> CostRecord:
+    # Halves and quarters: the file keeps single precision.
+    profile = FeatureProfile(
+        batch_size=16,
+        num_lookups=40.0,
+        pooling_std=0.5,
+        access_histogram=(20.25, 5.0, *[0.0] * 14, 1.5),
+        weighted=True,
+    )
+    table = TableConfig(
+        name=f"t#{index}",
+        num_embeddings=100 + index,
+        embedding_dim=8,
+        pooling_factor=2.5,
+        num_features=2,
+        profile=profile,
+        weighted=True,
+        data_type="fp16",
+        optimizer="sgd",
+    )
+    return CostRecord(
+        index=index,
+        repeat_of=index - 1 if index % 2 else None,
+        held_out=index % 3 == 0,
+        batch_size=16,
+        tables=(table, dataclasses.replace(table, name="other")),
+        fwd_raw_ms=(1.0, 1.5),
+        bwd_raw_ms=(3.0, 2.5),
+        ref_raw_ms=(2.0, 2.25),
+        fwd_ms=1.1,
+        bwd_ms=2.2,
+    )
+
+
+def write(path: Path, *indices: int, header: RunHeader = HEADER) -> None:
+    with RecordStore(path, header) as store:
+        for index in indices:
+            store.append(record(index))
+
+
+def write_and_be_killed(path: Path, *indices: int) -> None:
+    """Leave what a process leaves that is killed after its last record."""
+    before = path.read_bytes() if path.exists() else None
+    with RecordStore(path, HEADER) as store:
+        for index in indices:
+            store.append(record(index))
+        journal = journal_path(path).read_bytes()
+    journal_path(path).write_bytes(journal)
+    path.unlink()
+    if before is not None:
+        path.write_bytes(before)
+
+
+def test_parquet_round_trip(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "r.parquet"
+    write(path, 2, 0, 1)
+    assert not journal_path(path).exists()
+    assert [p.name for p in path.parent.iterdir()] == ["r.parquet"]
+    headers, records = read_records([path])
+    assert headers == [HEADER]
+    assert records == [record(0), record(1), record(2)]
+    assert read_header(path) == HEADER
+
+
+def test_records_are_readable_before_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    write(path, 0)
+    store = RecordStore(path, HEADER)
+    store.append(record(5))
+    assert store.done == {0, 5}
+    assert read_records([path])[1] == [record(0), record(5)]
+    store.close()
+    assert read_records([path])[1] == [record(0), record(5)]
+
+
+def test_an_exception_keeps_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    with pytest.raises(KeyboardInterrupt), RecordStore(path, HEADER) as store:
+        store.append(record(0))
+        raise KeyboardInterrupt
+    assert read_records([path])[1] == [record(0)]
+
+
+@pytest.mark.parametrize("torn", ['{"index": 3, "repeat', "{"])
+def test_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "r.parquet"
+    write_and_be_killed(path, 0, 1)
+    with journal_path(path).open("a") as journal:
+        journal.write(torn)
+    assert read_records([path])[1] == [record(0), record(1)]
+    write(path, 2)
+    assert read_records([path])[1] == [record(0), record(1), record(2)]
+
+
+@pytest.mark.parametrize("start", ["", '{"finger'])
+@pytest.mark.parametrize("before", [(), (0,)])
+def test_torn_header_is_written_again(
+    tmp_path: Path, start: str, before: tuple[int, ...]
+) -> None:
+    path = tmp_path / "r.parquet"
+    if before:
+        write(path, *before)
+    journal_path(path).write_text(start)
+    assert read_header(path) == (HEADER if before else None)
+    write_and_be_killed(path, 4)
+    assert [r.index for r in read_records([path])[1]] == [*before, 4]
+    write(path, 5)
+    assert [r.index for r in read_records([path])[1]] == [*before, 4, 5]
+
+
+def test_killed_between_parquet_and_journal(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    store = RecordStore(path, HEADER)
+    store.append(record(0))
+    kept = journal_path(path).read_bytes()
+    store.close()
+    journal_path(path).write_bytes(kept)
+    assert read_records([path])[1] == [record(0)]
+    write(path, 1)
+    assert read_records([path])[1] == [record(0), record(1)]
+
+
+def test_empty_run_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    write(path)
+    assert not path.exists()
+    assert read_records([path])[1] == []
+
+
+def test_other_runs_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    write(path, 0)
+    other = dataclasses.replace(HEADER, seed=4)
+    with pytest.raises(RecordMismatchError, match=r"r\.parquet .*seed: 3 against 4"):
+        RecordStore(path, other)
+    foreign = dataclasses.replace(
+        HEADER, fingerprint=dataclasses.replace(HEADER.fingerprint, torch="9")
+    )
+    journal_path(path).write_text(json.dumps(foreign.to_json()) + "\n")
+    with pytest.raises(RecordMismatchError, match=r"torch: '2\.13' against '9'"):
+        read_records([path])
+
+
+def test_files_of_two_machines_are_not_read_together(tmp_path: Path) -> None:
+    foreign = dataclasses.replace(
+        HEADER, fingerprint=dataclasses.replace(HEADER.fingerprint, device="cpu y")
+    )
+    write(tmp_path / "a.parquet", 0)
+    write(tmp_path / "b.parquet", 1, header=dataclasses.replace(HEADER, seed=9))
+    write(tmp_path / "c.parquet", 2, header=foreign)
+    headers, records = read_records([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    assert [h.seed for h in headers] == [3, 9] and len(records) == 2
+    with pytest.raises(RecordMismatchError, match="one machine's records at a time"):
+        read_records([tmp_path / "a.parquet", tmp_path / "c.parquet"])
+
+
+def test_missing_file_names_the_command(tmp_path: Path) -> None:
+    assert read_header(tmp_path / "none.parquet") is None
+    with pytest.raises(RecordError, match="does not exist; measure with 'neuroshard"):
+        read_records([tmp_path / "none.parquet"])
+
+
+@pytest.mark.parametrize("keep", [0, 3, 0.5, 0.99])
+def test_truncated_parquet_is_refused(tmp_path: Path, keep: float) -> None:
+    path = tmp_path / "r.parquet"
+    write(path, 0, 1)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep if keep >= 1 else keep * len(data))])
+    with pytest.raises(RecordError, match=r"not a file of cost records.*truncated"):
+        read_records([path])
+    with pytest.raises(RecordError, match="not a file of cost records"):
+        RecordStore(path, HEADER)
+
+
+def test_foreign_parquet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    pq.write_table(pa.table({"x": [1]}), path)
+    with pytest.raises(RecordError, match="not a file of cost records"):
+        read_records([path])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{oops}\n", "is damaged"),
+        (b"\xff\xfe\n", "is damaged"),
+        (b"[1]\n", "not a journal of records"),
+        (b'{"index": 1}\n', "not a cost record"),
+    ],
+)
+def test_damaged_journal_is_refused(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "r.parquet"
+    header = json.dumps(HEADER.to_json()).encode() + b"\n"
+    journal_path(path).write_bytes(header + line)
+    with pytest.raises(RecordError, match=message):
+        read_records([path])

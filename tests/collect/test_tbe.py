@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import embedding_bag
+
+from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.collect.tbe import (
+    Arena,
+    FusedTables,
+    InputBatch,
+    draw_inputs,
+    fbgemm_version,
+)
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.profiles import FeatureProfile, count_histogram
+from torchrec_neuroshard.tables import TableConfig
+
+CPU = torch.device("cpu")
+BATCH = 32
+LEARNING_RATE = 1e-6
+"""The fused step's; small, so that timed passes leave the weights as they are."""
+
+
+def profile(
+    access: AccessDistribution, pooling_factor: float, std: float
+) -> FeatureProfile:
+    lookups = BATCH * pooling_factor
+    return FeatureProfile(
+        batch_size=BATCH,
+        num_lookups=lookups,
+        pooling_std=std,
+        access_histogram=access.histogram(lookups),
+    )
+
+
+ACCESS = (
+    AccessDistribution.power_law(100, 1.0),
+    AccessDistribution.power_law(40, 0.0),
+    AccessDistribution.power_law(7, 1.2),
+)
+TABLES = (
+    TableConfig(
+        name="a",
+        num_embeddings=100,
+        embedding_dim=12,
+        profile=profile(ACCESS[0], 3.0, 2.0),
+    ),
+    TableConfig(
+        name="b",
+        num_embeddings=40,
+        embedding_dim=32,
+        num_features=2,
+        profile=profile(ACCESS[1], 2.0, 0.0),
+    ),
+    TableConfig(
+        name="c",
+        num_embeddings=7,
+        embedding_dim=4,
+        profile=profile(ACCESS[2], 0.5, 0.0),
+    ),
+)
+FEATURES = (0, 1, 1, 2)
+"""The table of each feature."""
+
+
+def variants(**changes: object) -> tuple[TableConfig, ...]:
+    return tuple(dataclasses.replace(t, **changes) for t in TABLES)  # type: ignore[arg-type]
+
+
+def bags(batch: InputBatch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Per feature: indices, offsets from 0 and weights."""
+    weights = batch.weights_L
+    if weights is None:
+        weights = torch.ones(len(batch.indices_L))
+    found = []
+    for feature in range(len(FEATURES)):
+        offsets = batch.offsets[feature * BATCH : (feature + 1) * BATCH + 1]
+        part = slice(int(offsets[0]), int(offsets[-1]))
+        found.append((batch.indices_L[part], offsets - offsets[0], weights[part]))
+    return found
+
+
+def expected_output(batch: InputBatch, weights: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(
+        [
+            embedding_bag(
+                indices,
+                weights[table],
+                offsets,
+                mode="sum",
+                include_last_offset=True,
+                per_sample_weights=per_sample,
+            )
+            for table, (indices, offsets, per_sample) in zip(
+                FEATURES, bags(batch), strict=True
+            )
+        ],
+        dim=1,
+    )
+
+
+def arena() -> Arena:
+    return Arena(CPU, 1 << 16)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("data_type", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
+@pytest.mark.parametrize("use_arena", [False, True])
+def test_forward_is_the_sum_over_each_bag(
+    weighted: bool, data_type: str, optimizer: str, use_arena: bool
+) -> None:
+    tables = variants(weighted=weighted, data_type=data_type, optimizer=optimizer)
+    kernel = FusedTables(tables, CPU, arena() if use_arena else None)
+    weights = kernel.split_weights()
+    assert [tuple(w.shape) for w in weights] == [(100, 12), (40, 32), (7, 4)]
+    assert {w.dtype for w in weights} == {
+        torch.float32 if data_type == "fp32" else torch.float16
+    }
+    for w in weights:
+        w.data.uniform_(-1, 1)
+    batch = draw_inputs(tables, ACCESS, BATCH, (1,), CPU)
+    assert (batch.weights_L is not None) == weighted
+    output = kernel.forward(batch)
+    assert output.dtype == torch.float32
+    assert output.shape == (BATCH, kernel.output_dim) == (BATCH, 12 + 2 * 32 + 4)
+    expected = expected_output(batch, [w.detach().float() for w in weights])
+    torch.testing.assert_close(output.detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sgd_step_is_the_one_by_hand(weighted: bool) -> None:
+    tables = variants(weighted=weighted, optimizer="sgd")
+    kernel = FusedTables(tables, CPU, arena())
+    batch = draw_inputs(tables, ACCESS, BATCH, (2,), CPU)
+    for w in kernel.split_weights():
+        w.data.zero_()
+    # Gradients of a million times the learning rate's inverse: steps of order one.
+    grad = torch.randn(BATCH, kernel.output_dim) / LEARNING_RATE
+    expected = [torch.zeros_like(w) for w in kernel.split_weights()]
+    column = 0
+    for table, (indices, offsets, per_sample) in zip(
+        FEATURES, bags(batch), strict=True
+    ):
+        width = tables[table].embedding_dim
+        samples = torch.repeat_interleave(torch.arange(BATCH), offsets.diff())
+        rows = grad[samples, column : column + width] * per_sample[:, None]
+        expected[table].index_add_(0, indices, -LEARNING_RATE * rows)
+        column += width
+    kernel.forward(batch).backward(grad)
+    for found, wanted in zip(kernel.split_weights(), expected, strict=True):
+        torch.testing.assert_close(found.detach(), wanted, rtol=1e-4, atol=1e-4)
+        assert wanted.abs().max() > 0.1
+
+
+def test_rowwise_adagrad_shrinks_hot_rows_steps() -> None:
+    (table,) = variants(optimizer="rowwise_adagrad")[:1]
+    kernel = FusedTables([table], CPU)
+    (weights,) = kernel.split_weights()
+    weights.data.zero_()
+    batch = InputBatch(torch.tensor([3]), torch.tensor([0, 1]), None)
+    steps = []
+    for _ in range(2):
+        before = weights.detach()[3].clone()
+        kernel.forward(batch).backward(torch.full((1, 12), 2.0))
+        steps.append((weights.detach()[3] - before).abs())
+    # State 4, then 8: steps of the learning rate times 2 / 2, then 2 / sqrt(8).
+    torch.testing.assert_close(steps[0], torch.full((12,), LEARNING_RATE))
+    torch.testing.assert_close(steps[1] / steps[0], torch.full((12,), 0.5**0.5))
+    assert weights.detach()[[2, 4]].abs().sum() == 0
+
+
+def test_drawn_ids_follow_the_distribution() -> None:
+    access = AccessDistribution.power_law(5_000, 1.05)
+    batch_size = 4_000
+    table = TableConfig(
+        name="t",
+        num_embeddings=5_000,
+        embedding_dim=4,
+        profile=FeatureProfile(
+            batch_size=batch_size,
+            num_lookups=20_000,
+            pooling_std=3.0,
+            access_histogram=access.histogram(20_000),
+        ),
+    )
+    batch = draw_inputs([table], [access], batch_size, (4,), CPU)
+    lengths = batch.offsets.diff()
+    assert batch.offsets.dtype == batch.indices_L.dtype == torch.int64
+    assert float(lengths.double().mean()) == pytest.approx(5, abs=0.25)
+    assert float(lengths.double().std()) == pytest.approx(3, rel=0.1)
+    assert 0 <= int(batch.indices_L.min()) and int(batch.indices_L.max()) < 5_000
+    _, counts = np.unique(batch.indices_L.numpy(), return_counts=True)
+    expected = np.array(access.histogram(len(batch.indices_L)))
+    noise = 4 * np.sqrt(np.maximum(expected, 1))
+    assert (np.abs(np.array(count_histogram(counts)) - expected) <= noise).all()
+
+
+def test_seed_decides_the_draw() -> None:
+    first, same, other = (
+        draw_inputs(TABLES, ACCESS, BATCH, seed, CPU)
+        for seed in ((1, 2), (1, 2), (1, 3))
+    )
+    assert torch.equal(first.indices_L, same.indices_L)
+    assert torch.equal(first.offsets, same.offsets)
+    assert not torch.equal(first.offsets, other.offsets)
+
+
+def test_arena_is_one_memory_for_all_sets() -> None:
+    memory = arena()
+    first = FusedTables(TABLES, CPU, memory).split_weights()[0]
+    second = FusedTables(TABLES[::-1], CPU, memory).split_weights()[0]
+    assert first.data_ptr() == second.data_ptr()
+    assert first.data_ptr() == memory.view("weights", torch.float32, 1).data_ptr()
+    assert memory.view("weights", torch.float32, 5).shape == (5,)
+
+
+def test_arena_grows_when_asked_for_more() -> None:
+    memory = Arena(CPU, 400)
+    assert memory.view("weights", torch.float32, 1_000).numel() == 1_000
+    values = memory.view("weights", torch.float32, 100)
+    assert float(values.min()) < 0 < float(values.max())
+    assert float(values.abs().max()) <= 0.05
+
+
+def test_mixed_sets_are_refused() -> None:
+    mixed = [TABLES[0], dataclasses.replace(TABLES[1], optimizer="sgd")]
+    with pytest.raises(ConfigError, match="one optimizer, weight type and weighting"):
+        FusedTables(mixed, CPU)
+
+
+@pytest.mark.parametrize("change", [{"optimizer": "adam"}, {"data_type": "int8"}])
+def test_kernels_that_do_not_exist_are_refused(change: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"cpu kernels for .* cannot be measured"):
+        FusedTables(variants(**change), CPU)
+
+
+def test_adagrad_runs() -> None:
+    tables = variants(optimizer="adagrad")
+    kernel = FusedTables(tables, CPU, arena())
+    output = kernel.forward(draw_inputs(tables, ACCESS, BATCH, (1,), CPU))
+    output.backward(torch.ones_like(output))
+
+
+def test_version_is_reported() -> None:
+    assert fbgemm_version().count(".") >= 1

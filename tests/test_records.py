@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.tables import TableConfig
+
+FINGERPRINT = Fingerprint(
+    device="cpu x", device_type="cpu", num_threads=1, torch="2.13.0", fbgemm="1.8.0"
+)
+HEADER = RunHeader(
+    fingerprint=FINGERPRINT,
+    reference_ms=2.5,
+    seed=3,
+    sampling={"max_shards": 4, "widths": [4, 64]},
+    command="neuroshard collect compute",
+    created="2026-01-01T00:00:00+00:00",
+)
+TABLE = TableConfig(
+    name="t",
+    num_embeddings=100,
+    embedding_dim=8,
+    pooling_factor=2.0,
+    profile=zipf_profile(batch_size=16, pooling_factor=2.0, num_embeddings=100),
+)
+
+
+def record(**options: Any) -> CostRecord:
+    fields: dict[str, Any] = {
+        "index": 7,
+        "batch_size": 16,
+        "tables": (TABLE,),
+        "fwd_raw_ms": (1.0, 1.5, 0.5),
+        "bwd_raw_ms": (3.0, 2.5, 2.5),
+        "ref_raw_ms": (2.0, 2.0, 1.0),
+        "fwd_ms": 1.0,
+        "bwd_ms": 2.5,
+        **options,
+    }
+    return CostRecord(**fields)
+
+
+def test_total_and_spread_by_hand() -> None:
+    assert record().total_ms == 3.5
+    # (4, 4, 3) over (2, 2, 1): 2, 2, 3; their deviations from 2: 0, 0, 1.
+    assert record().spread() == 0
+    # Without the reference: 4, 4, 2, 5 deviate from 4 by 0, 0, 2, 1.
+    plain = record(fwd_raw_ms=(1, 1, 1, 1), bwd_raw_ms=(3, 3, 1, 4), ref_raw_ms=())
+    assert plain.spread() == 0.5 / 4
+
+
+@pytest.mark.parametrize("repeat_of", [None, 3])
+def test_record_round_trip(repeat_of: int | None) -> None:
+    before = record(repeat_of=repeat_of, held_out=True)
+    assert CostRecord.from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+def test_header_round_trip() -> None:
+    assert RunHeader.from_json(json.loads(json.dumps(HEADER.to_json()))) == HEADER
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fwd_raw_ms": (1.0,)}, "unequal numbers of passes: 1 forward, 3 backward"),
+        ({"ref_raw_ms": (1.0,)}, "unequal numbers of passes"),
+        ({"fwd_raw_ms": (), "bwd_raw_ms": (), "ref_raw_ms": ()}, "unequal numbers"),
+        ({"tables": ()}, "record 7 has no tables"),
+    ],
+)
+def test_bad_records_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        record(**options)
+
+
+def test_bad_json_is_refused() -> None:
+    good = record().to_json()
+    negative = {**good["tables"][0], "num_embeddings": -1}
+    for bad in (
+        {},
+        {**good, "mood": 1},
+        {**good, "tables": [1]},
+        {**good, "tables": [negative]},
+    ):
+        with pytest.raises(RecordError, match="not a cost record"):
+            CostRecord.from_json(bad)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 99, "novelty": 1}, "layout 99, this version reads 1"),
+        ({"fingerprint": {"device": "x"}}, "not a record header"),
+        ({"novelty": 1}, "not a record header"),
+    ],
+)
+def test_bad_headers_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        RunHeader.from_json({**HEADER.to_json(), **change})
+
+
+def test_fingerprints_name_what_differs() -> None:
+    other = dataclasses.replace(FINGERPRINT, torch="2.14.0", num_threads=2)
+    assert FINGERPRINT.mismatch(FINGERPRINT) == []
+    assert FINGERPRINT.mismatch(other) == [
+        "num_threads: 1 against 2",
+        "torch: '2.13.0' against '2.14.0'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": 4}, "seed: 3 against 4"),
+        ({"sampling": {"max_shards": 5}}, "sampling: .*against"),
+        (
+            {"fingerprint": dataclasses.replace(FINGERPRINT, device="gpu")},
+            "device: 'cpu x' against 'gpu'",
+        ),
+    ],
+)
+def test_another_run_is_refused(change: dict[str, Any], message: str) -> None:
+    HEADER.check_same_run(dataclasses.replace(HEADER, command="x", created="y"), "f")
+    with pytest.raises(RecordMismatchError, match=message) as caught:
+        HEADER.check_same_run(dataclasses.replace(HEADER, **change), "file.parquet")
+    assert "file.parquet holds records of another run" in str(caught.value)
