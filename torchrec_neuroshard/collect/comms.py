@@ -182,7 +182,7 @@ class Ranks:
         if 1 < self.local_world_size < self.world_size:
             self._add_subgroups(timeout)
         self._clock_offset_s = self._measure_clock_offset()
-        self.hosts = self._gather_hosts()
+        self._processes = self._gather_processes()
 
     def _add_subgroups(self, timeout: datetime.timedelta) -> None:
         """Make the groups that table-row-wise and grid sharding use."""
@@ -237,11 +237,11 @@ class Ranks:
                     dist.send(stamp, other, group=self._control)
         return offset
 
-    def _gather_hosts(self) -> list[str]:
-        names: list[Any] = [None] * self.world_size
-        mine = f"{socket.gethostname()}, process {os.getpid()}"
-        dist.all_gather_object(names, mine, group=self._control)
-        return [str(name) for name in names]
+    def _gather_processes(self) -> list[tuple[str, int]]:
+        processes: list[Any] = [None] * self.world_size
+        mine = (socket.gethostname(), os.getpid())
+        dist.all_gather_object(processes, mine, group=self._control)
+        return processes
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all ranks; also a barrier."""
@@ -278,6 +278,22 @@ class Ranks:
             times.append(time.perf_counter() - start)
         return float(self.share(2 * num_bytes / statistics.median(times[1:]) / 1e9))
 
+    def describe(self, rank: int) -> str:
+        """Return a rank with its host and process."""
+        host, process = self._processes[rank]
+        return f"rank {rank} ({host}, process {process})"
+
+    def _known_dead(self, rank: int) -> bool:
+        """Whether a rank's process is gone; False where that cannot be seen."""
+        host, process = self._processes[rank]
+        if host != socket.gethostname():
+            return False
+        try:
+            state = Path(f"/proc/{process}/stat").read_text(encoding="ascii")
+        except FileNotFoundError:
+            return Path("/proc/self").exists()
+        return state.rpartition(")")[2].split()[0] in "XZ"
+
     def roll_call(self, reason: str) -> dict[int, str | None]:
         """After a failure: find out which ranks are still there, and why they stopped.
 
@@ -294,12 +310,15 @@ class Ranks:
         answers: dict[int, str | None] = {r: None for r in range(self.world_size)}
         answers[self.rank] = reason
         deadline = time.monotonic() + self._timeout_seconds + 2
-        while None in answers.values() and time.monotonic() < deadline:
-            for rank in [r for r, answer in answers.items() if answer is None]:
+        while time.monotonic() < deadline:
+            awaited = [r for r, answer in answers.items() if answer is None]
+            for rank in awaited:
                 key = f"neuroshard/stopped/{rank}"
                 with contextlib.suppress(RuntimeError):
                     if self._store.check([key]):
                         answers[rank] = self._store.get(key).decode()
+            if all(answers[r] is not None or self._known_dead(r) for r in awaited):
+                break
             time.sleep(0.1)
         return answers
 
@@ -463,7 +482,6 @@ class _Meter:
             "world",
             batch_size=256,
         )
-        self.stop_requested = False
 
     def _runner(
         self,
@@ -576,17 +594,20 @@ def collect_comms(config: CommsConfig, console: Console | None = None) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a rank on a CPU has one core
     ranks = Ranks(config.backend, config.timeout_seconds)
-    try:
-        _collect(config, ranks, console or Console(quiet=ranks.rank > 0))
-    except NeuroShardError:
-        ranks.close()
-        raise
-    except RuntimeError as error:
-        raise _explain_failure(ranks.roll_call(str(error)), ranks, config) from error
-    else:
-        ranks.close()
-    finally:
-        torch.set_num_threads(threads)
+    # torchrun ends all ranks when one dies: they still have to say so and to tidy up.
+    with _stop_on_signal() as stop:
+        try:
+            _collect(config, ranks, stop, console or Console(quiet=ranks.rank > 0))
+        except NeuroShardError:
+            ranks.close()
+            raise
+        except RuntimeError as error:
+            answers = ranks.roll_call(str(error))
+            raise _explain_failure(answers, ranks, config) from error
+        else:
+            ranks.close()
+        finally:
+            torch.set_num_threads(threads)
 
 
 def _explain_failure(
@@ -595,8 +616,7 @@ def _explain_failure(
     """Return the error of the whole run, on the lowest rank that is left."""
     silent = [r for r, answer in answers.items() if answer is None]
     if silent:
-        who = ", ".join(f"rank {r} ({ranks.hosts[r]})" for r in silent)
-        what = f"{who} died or fell silent"
+        what = f"{', '.join(map(ranks.describe, silent))} died or fell silent"
     else:
         what = f"rank {ranks.rank} failed: {answers[ranks.rank]}"
     kept = f"{config.out} and {journal_path(config.out)} keep what was measured"
@@ -606,7 +626,9 @@ def _explain_failure(
     return RankFailureError(f"{what}; {kept}; the same command goes on from there")
 
 
-def _collect(config: CommsConfig, ranks: Ranks, console: Console) -> None:
+def _collect(
+    config: CommsConfig, ranks: Ranks, stop: Sequence[int], console: Console
+) -> None:
     known, cap = _open_together(config, ranks)
     meter = _Meter(ranks, config)
     sampling = _capped(config.sampling, cap)
@@ -638,7 +660,6 @@ def _collect(config: CommsConfig, ranks: Ranks, console: Console) -> None:
             )
             progress.update(bar, completed=len(store.done))
         done = ranks.share(store.done if store else None)
-        stop = stack.enter_context(_stop_on_signal())
         deadline = time.monotonic() + config.time_limit_seconds
         for index in (i for i in range(config.num_samples) if i not in done):
             late = ranks.rank == 0 and time.monotonic() > deadline
