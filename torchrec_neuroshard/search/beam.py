@@ -14,7 +14,6 @@ from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
     ShardBank,
-    legal_splits,
     split_widths,
 )
 
@@ -46,7 +45,7 @@ def required_splits(bank: ShardBank) -> State:
     largest = float(bank.caps_W.max())
     needed = []
     for table in range(len(task.tables)):
-        splits = legal_splits(task, table)
+        splits = bank.splits(table)
         needed.append(splits[0])
         if task.shard_bytes(table, task.tables[table].embedding_dim) <= largest:
             continue
@@ -68,7 +67,7 @@ class _Beam:
         self.bank = bank
         self.config = config
         self.base = required_splits(bank)
-        self.splits = [legal_splits(bank.task, t) for t in range(len(self.base))]
+        self.splits = [bank.splits(t) for t in range(len(self.base))]
         self.seen: set[State] = set()
         self.kept: list[tuple[float, State, Ints, Floats]] = []
 
@@ -102,7 +101,7 @@ class _Beam:
     def start_states(self) -> list[State]:
         """Split by thresholds on the share of an average rank's load."""
         bank = self.bank
-        cost_T = bank.approximate_costs(bank.whole_T).sum(axis=1)
+        cost_T = bank.approximate(np.arange(len(bank.dims_T)), bank.dims_T).sum(axis=1)
         mean = cost_T.sum() / bank.task.world_size
         states = []
         for threshold in START_THRESHOLDS:
@@ -128,8 +127,8 @@ class _Beam:
         bank, count = self.bank, self.config.num_candidates
         hottest = np.argsort(-loads_W, kind="stable")[: max(1, len(loads_W) // 8)]
         table, column = np.nonzero(widths_TW[:, hottest])
-        rows = bank.rows(table, widths_TW[:, hottest][table, column])
-        cost = bank.approximate_costs(rows).sum(axis=1)
+        width = widths_TW[table, hottest[column]]
+        cost = bank.approximate(table, width).sum(axis=1)
         hot = table[np.argsort(-cost, kind="stable")][:count]
         size = bank.bytes(np.arange(len(bank.dims_T)), bank.dims_T)
         big = np.argsort(-size / np.array(state), kind="stable")[: max(1, count // 3)]

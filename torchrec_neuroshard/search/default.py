@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
-import numpy as np
-
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.beam import beam_search
 from torchrec_neuroshard.search.bounds import lower_bound
+from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.refine import refine
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
@@ -44,13 +44,20 @@ class NeuroShardSearcher(Searcher):
         deadline = start + self.config.time_budget_seconds
         check_memory(task)
         simulator = Simulator(task, cost_model, comms_model)
+        if count_placements(task) <= self.config.exhaustive_limit:
+            result = ExhaustiveSearcher().search(task, cost_model, comms_model)
+            return dataclasses.replace(
+                result,
+                warnings=range_messages(simulator, result.placement),
+                search_seconds=time.monotonic() - start,
+            )
         bank = ShardBank(simulator)
         plans = [p.widths for p in beam_search(bank, self.config, deadline)]
         if not plans:
             plans = [pack(task)]
         best = plans[0]
         if self.config.refine:
-            best, _ = refine(bank, plans[0], self.config, deadline)
+            best, _ = refine(bank, plans, self.config, deadline)
         bound = lower_bound(bank, [best, *plans], self.config.seed)
         return finish_result(bank, best, bound, start)
 
@@ -78,23 +85,19 @@ def finish_result(
         gap=gap,
         search_seconds=time.monotonic() - start,
         num_evaluated=bank.num_evaluated + bank.task.world_size,
-        warnings=range_messages(bank, width_TW),
+        warnings=range_messages(bank.simulator, placement),
     )
 
 
-def range_messages(bank: ShardBank, width_TW: Ints) -> tuple[str, ...]:
+def range_messages(simulator: Simulator, placement: Placement) -> tuple[str, ...]:
     """Say which placed shards lie outside the cost model's training range."""
-    table, rank = np.nonzero(width_TW)
-    pairs = sorted(
-        set(zip(table.tolist(), width_TW[table, rank].tolist(), strict=True))
-    )
-    simulator = bank.simulator
+    pairs = sorted({(s.table, s.width) for s in placement.shards})
     found: dict[tuple[int, str], str] = {}
     for warning in simulator.cost_model.range_warnings(simulator.features(pairs)):
         index = pairs[warning.shard][0]
         found.setdefault(
             (index, warning.feature),
-            f"table '{bank.task.tables[index].name}': {warning.feature} "
+            f"table '{simulator.task.tables[index].name}': {warning.feature} "
             f"{warning.value:.4g} is outside the cost model's range "
             f"{warning.low:.4g} to {warning.high:.4g}",
         )

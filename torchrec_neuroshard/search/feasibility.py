@@ -17,7 +17,7 @@ from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.shards import Floats, Ints, legal_splits, split_widths
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["check_memory", "pack"]
+__all__ = ["check_memory", "pack", "spread_columns"]
 
 _GIB = 2**30
 
@@ -120,7 +120,7 @@ def _fill(task: ShardingTask) -> Ints | None:
         if len(fits):
             widths = {int(fits[free[fits].argmin()]): task.tables[table].embedding_dim}
         else:
-            spread = _spread(task, table, free)
+            spread = spread_columns(task, table, free)
             if spread is None:
                 return None
             widths = spread
@@ -130,8 +130,14 @@ def _fill(task: ShardingTask) -> Ints | None:
     return width_TW
 
 
-def _spread(task: ShardingTask, table: int, free: Floats) -> dict[int, int] | None:
-    """Return widths by rank for one split table, in as few shards as fit."""
+def spread_columns(
+    task: ShardingTask, table: int, free: Floats
+) -> dict[int, int] | None:
+    """Split one table over the freest ranks, in as few shards as fit.
+
+    Returns:
+        Widths by rank; None where there is no room.
+    """
     ranks = np.argsort(-free, kind="stable")
     for k in legal_splits(task, table)[1:]:
         widths = split_widths(task, table, k)

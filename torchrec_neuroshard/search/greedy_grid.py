@@ -66,7 +66,8 @@ def place_lanes(
     num_ranks = bank.task.world_size
     used = np.maximum(rows_LN, 0)
     table_LN, width_LN = bank.table(used), bank.width(used)
-    cost_LN = bank.approximate_costs(used.reshape(-1)).sum(axis=1).reshape(used.shape)
+    cost_N3 = bank.approximate(table_LN.reshape(-1), width_LN.reshape(-1))
+    cost_LN = cost_N3.sum(axis=1).reshape(used.shape)
     columns_LN = bank.columns(table_LN, width_LN)
     bytes_LN = bank.bytes(table_LN, width_LN)
     split_LN = (width_LN < bank.dims_T[table_LN]) & (rows_LN >= 0)
@@ -74,7 +75,7 @@ def place_lanes(
     slot_T = np.full(len(bank.dims_T), -1)
     slot_T[split_tables] = np.arange(len(split_tables))
     slot_LN = slot_T[table_LN]
-    is_split_N = split_LN.any(axis=0)
+    is_split_N: list[bool] = split_LN.any(axis=0).tolist()
 
     limited = bool(np.isfinite(bank.caps_W).any())
     loads = np.zeros((num_lanes, num_ranks))
@@ -136,7 +137,7 @@ def plan_states(
     ordered = np.full((len(states), len(orders), longest), -1, dtype=np.int64)
     for s, rows in enumerate(states):
         table, width = bank.table(rows), bank.width(rows)
-        cost = bank.approximate_costs(rows).sum(axis=1)
+        cost = bank.approximate(table, width).sum(axis=1)
         size = bank.bytes(table, width)
         for o, order in enumerate(orders):
             first, second = (cost, size) if order == "cost" else (size, cost)

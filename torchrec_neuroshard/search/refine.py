@@ -8,26 +8,50 @@ A swap is two such transfers. Shapes: `K` candidates, `T` tables, `W` ranks.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.search.base import SearchConfig
-from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, sum_by
+from torchrec_neuroshard.search.feasibility import spread_columns
+from torchrec_neuroshard.search.shards import (
+    Floats,
+    Ints,
+    ShardBank,
+    split_widths,
+    sum_by,
+)
+from torchrec_neuroshard.simulator import critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["Plan", "refine"]
 
 NUM_TARGETS = 12
 """Ranks tried as the other side of a transfer: the least loaded ones."""
-NUM_EXACT = 32
-"""Candidates of a step whose cost is evaluated exactly, best approximations first."""
+NUM_FIRST = 12
+NUM_EXACT = 48
+"""Candidates of a step that are evaluated exactly, best approximations first; those
+after the first few only where none of these pays."""
 SPREAD_WEIGHT = 0.02
 """Weight of the spread of the loads beside the critical path: lets a step pay that
 relieves one of several equally critical ranks."""
 SPREAD_POWER = 6
+NUM_RESPLIT = 4
+"""Tables of a critical rank, the costliest first, that are split anew."""
+SMALL_TASK = 64
+"""Tasks with fewer tables than this are restarted more often."""
+RESTART_GAIN = 1e-3
+"""Relative gain of a restart that makes further ones worth while."""
+ACCEPT_WORSE = 0.003
+"""Mean relative loss at which a restart is gone on from although it is worse."""
+KICK_NOISE = 0.3
+"""Random load on each rank, relative to the mean, while a disturbance places tables."""
+KICK_RESPLIT = 0.4
+"""Share of the tables of a disturbance that are split differently."""
 MIN_GAIN = 1e-7
 """Relative improvement below which a step does not count."""
 
@@ -58,10 +82,10 @@ class _Candidates:
         return len(self.source_K)
 
     @staticmethod
-    def join(first: _Candidates, second: _Candidates) -> _Candidates:
+    def join(parts: Sequence[_Candidates]) -> _Candidates:
         return _Candidates(
             *(
-                np.concatenate([getattr(first, name), getattr(second, name)])
+                np.concatenate([getattr(part, name) for part in parts])
                 for name in _Candidates.__slots__
             )
         )
@@ -75,28 +99,14 @@ class Plan:
         self.bank = bank
         self.width_TW = width_TW.copy()
         task = bank.task
-        table, rank = np.nonzero(width_TW)
-        width = width_TW[table, rank]
-        num_groups = task.num_groups
-        self.sums_WGE: Floats = sum_by(
-            rank * num_groups + bank.groups_T[table],
-            bank.encoding(bank.rows(table, width)),
-            task.world_size * num_groups,
-        ).reshape(task.world_size, num_groups, -1)
-        self.columns_W: Floats = np.bincount(
-            rank, weights=bank.columns(table, width), minlength=task.world_size
-        )
-        self.bytes_W: Floats = np.bincount(
-            rank, weights=bank.bytes(table, width), minlength=task.world_size
-        )
-        self.count_WG: Ints = np.zeros((task.world_size, num_groups), dtype=np.int64)
-        np.add.at(self.count_WG, (rank, bank.groups_T[table]), 1)
+        num_ranks, num_groups = task.world_size, task.num_groups
+        self.sums_WGE: Floats = np.zeros((num_ranks, num_groups, bank.encoding_dim))
+        self.columns_W: Floats = np.zeros(num_ranks)
+        self.bytes_W: Floats = np.zeros(num_ranks)
+        self.count_WG: Ints = np.zeros((num_ranks, num_groups), dtype=np.int64)
         self.shards_T: Ints = (width_TW > 0).sum(axis=1)
-        self.compute_WG2: Floats = self._predict(
-            self.sums_WGE.reshape(task.world_size * num_groups, -1),
-            self.count_WG.reshape(-1),
-        ).reshape(task.world_size, num_groups, 2)
-        self._summarise()
+        self.compute_WG2: Floats = np.zeros((num_ranks, num_groups, 2))
+        self._refresh(np.arange(num_ranks))
 
     def _predict(self, sums_SE: Floats, count_S: Ints) -> Floats:
         held = np.flatnonzero(count_S)
@@ -122,13 +132,34 @@ class Plan:
         spread = ((self.loads_W / self.unit) ** SPREAD_POWER).mean()
         self.score = self.critical_ms + SPREAD_WEIGHT * self.unit * float(spread)
 
-    def copy(self) -> Plan:
-        """Return a plan that can be changed on its own."""
-        other = object.__new__(Plan)
-        for name, value in vars(self).items():
-            is_array = isinstance(value, np.ndarray)
-            setattr(other, name, value.copy() if is_array else value)
-        return other
+    def set_row(self, table: int, width_W: Ints) -> None:
+        """Lay one table's columns out anew."""
+        changed = np.flatnonzero(width_W != self.width_TW[table])
+        self.width_TW[table] = width_W
+        self.shards_T[table] = (width_W > 0).sum()
+        self._refresh(changed)
+
+    def _refresh(self, ranks: Ints) -> None:
+        """Recompute some ranks from their shards, so that rounding does not pile up."""
+        bank = self.bank
+        num_groups = self.sums_WGE.shape[1]
+        table, place = np.nonzero(self.width_TW[:, ranks])
+        width = self.width_TW[table, ranks[place]]
+        ids = place * num_groups + bank.groups_T[table]
+        count = np.bincount(ids, minlength=len(ranks) * num_groups)
+        sums = sum_by(ids, bank.encoding(bank.rows(table, width)), len(count))
+        self.sums_WGE[ranks] = sums.reshape(len(ranks), num_groups, -1)
+        self.count_WG[ranks] = count.reshape(len(ranks), num_groups)
+        self.columns_W[ranks] = np.bincount(
+            place, weights=bank.columns(table, width), minlength=len(ranks)
+        )
+        self.bytes_W[ranks] = np.bincount(
+            place, weights=bank.bytes(table, width), minlength=len(ranks)
+        )
+        self.compute_WG2[ranks] = self._predict(sums, count).reshape(
+            len(ranks), num_groups, 2
+        )
+        self._summarise()
 
     # Candidates.
 
@@ -158,7 +189,7 @@ class Plan:
         options = [width]
         if task.uneven:
             # Halves and thirds, and the share that evens out the two ranks.
-            cost = bank.approximate_costs(bank.rows(table, width)).sum(axis=1)
+            cost = bank.approximate(table, width).sum(axis=1)
             excess = (self.loads_W[source] - self.loads_W[target]) / 2
             ideal = width * np.clip(excess / np.maximum(cost, 1e-12), 0.0, 1.0)
             down = np.floor(ideal / COLUMN_MULTIPLE).astype(np.int64) * COLUMN_MULTIPLE
@@ -230,34 +261,23 @@ class Plan:
 
     # Scores.
 
-    def _scale(self, table_K: Ints, old_K: Ints, new_K: Ints) -> Floats:
-        """Approximate change of a rank's phases as a shard changes width, `K x 3`."""
-        bank = self.bank
-        known = np.where(old_K > 0, old_K, bank.dims_T[table_K])
-        cost = bank.approximate_costs(bank.rows(table_K, known))
-        change: Floats = cost * ((new_K - old_K) / known)[:, None]
-        return change
-
     def approximate(self, candidates: _Candidates) -> Floats:
         """Score candidates by the additive approximation: lower is better."""
-        c = candidates
-        gone, came = (
-            self.width_TW[c.table_K, c.source_K],
-            self.width_TW[c.table_K, c.target_K],
-        )
-        cost = self._scale(c.table_K, gone, gone - c.columns_K)
-        source = self.phases_W3[c.source_K] + cost
-        gain = np.where((came > 0)[:, None], self._scale(c.table_K, came, came), 0.0)
-        target = self.phases_W3[c.target_K] - cost + gain
-        swapped = c.back_table_K >= 0
-        if swapped.any():
-            back = self._scale(
-                c.back_table_K[swapped],
-                c.back_columns_K[swapped],
-                np.zeros_like(c.back_columns_K[swapped]),
-            )
-            target[swapped] += back
-            source[swapped] -= back
+        c, bank = candidates, self.bank
+        source, target = self.phases_W3[c.source_K], self.phases_W3[c.target_K]
+        offset, slope = bank.affine(c.table_K)
+        change = slope * c.columns_K[:, None]
+        held = self.width_TW[c.table_K, c.source_K]
+        had = self.width_TW[c.table_K, c.target_K]
+        source -= change + offset * (held == c.columns_K)[:, None]
+        target += change + offset * (had == 0)[:, None]
+        if (c.back_table_K >= 0).any():
+            # What comes back is always a whole shard.
+            offset, slope = bank.affine(c.back_table_K)
+            change = slope * c.back_columns_K[:, None] + offset
+            change[c.back_table_K < 0] = 0.0
+            source += change
+            target -= change
         return self._worst(c, source, target) + self._spread(c, source, target)
 
     def _worst(self, c: _Candidates, source_KP: Floats, target_KP: Floats) -> Floats:
@@ -293,44 +313,31 @@ class Plan:
         pair_K2 = np.stack([c.source_K, c.target_K], axis=1)
         sums = self.sums_WGE[pair_K2]
         count = self.count_WG[pair_K2]
-        steps = (
+        num = np.arange(len(c))
+        tables, ids, widths, signs = [], [], [], []
+        for side, rank, table, columns in (
             (0, c.source_K, c.table_K, -c.columns_K),
             (1, c.target_K, c.table_K, c.columns_K),
             (0, c.source_K, c.back_table_K, c.back_columns_K),
             (1, c.target_K, c.back_table_K, -c.back_columns_K),
-        )
-        pairs = []
-        for side, rank, table, columns in steps:
-            index = np.flatnonzero(table >= 0)
-            old = self.width_TW[table[index], rank[index]]
-            pairs.append((side, index, table[index], old, old + columns[index]))
-        # One batch for all widths not met before.
-        bank.rows(
-            np.concatenate([np.tile(p[2], 2) for p in pairs]),
-            np.concatenate(
-                [
-                    np.concatenate(
-                        [np.where(w > 0, w, bank.dims_T[p[2]]) for w in p[3:]]
-                    )
-                    for p in pairs
-                ]
-            ),
-        )
-        for side, index, table, old, new in pairs:
-            group = bank.groups_T[table]
-            for width, sign in ((old, -1), (new, 1)):
-                held = np.flatnonzero(width > 0)
-                rows = bank.rows(table[held], width[held])
-                sums[index[held], side, group[held]] += sign * bank.encoding(rows)
-                count[index[held], side, group[held]] += sign
+        ):
+            old = np.where(table >= 0, self.width_TW[table, rank], 0)
+            for width, sign in ((old, -1), (old + columns, 1)):
+                held = width > 0
+                tables.append(table[held])
+                widths.append(width[held])
+                ids.append(num[held] * 2 + side)
+                signs.append(np.full(len(tables[-1]), sign))
+        table, sign = np.concatenate(tables), np.concatenate(signs)
+        id_ = np.concatenate(ids) * sums.shape[2] + bank.groups_T[table]
+        encoding = bank.encoding(bank.rows(table, np.concatenate(widths)))
+        flat = sums.reshape(-1, sums.shape[-1])
+        flat += sum_by(id_, encoding * sign[:, None], len(flat))
+        np.add.at(count.reshape(-1), id_, sign)
         return sums, count
 
-    def evaluate(self, candidates: _Candidates) -> tuple[Floats, Floats]:
-        """Score candidates exactly.
-
-        Returns:
-            `K` scores and `K` critical paths [ms].
-        """
+    def evaluate(self, candidates: _Candidates) -> Floats:
+        """Score candidates exactly, `K`."""
         c, bank = candidates, self.bank
         num = len(c)
         sums, count = self._changed_sums(c)
@@ -347,7 +354,6 @@ class Plan:
         columns[line, c.source_K] -= shifted
         columns[line, c.target_K] += shifted
         comms = bank.simulator.comms_model.all_to_all(columns, bank.task.batch_size)
-        comms_ms = comms.max(axis=1).sum(axis=1)
         slope = bank.comms_per_column_2.sum()
         source = np.append(
             compute[:, 0], columns[line, c.source_K, None] * slope, axis=1
@@ -355,43 +361,46 @@ class Plan:
         target = np.append(
             compute[:, 1], columns[line, c.target_K, None] * slope, axis=1
         )
-        critical = self._worst(c, compute[:, 0], compute[:, 1]) + comms_ms
-        return critical + self._spread(c, source, target), critical
+        critical = self._worst(c, compute[:, 0], compute[:, 1])
+        critical += comms.max(axis=1).sum(axis=1)
+        return critical + self._spread(c, source, target)
+
+    def evaluate_rows(self, rows: Sequence[tuple[int, Ints]]) -> Floats:
+        """Score other layouts of one table each, `K`: (table, `W` widths)."""
+        bank = self.bank
+        table_K = np.array([table for table, _ in rows])
+        new_KW = np.stack([width_W for _, width_W in rows])
+        old_KW = self.width_TW[table_K]
+        k, rank = np.nonzero(new_KW != old_KW)
+        table, group = table_K[k], bank.groups_T[table_K[k]]
+        sums, count = self.sums_WGE[rank, group], self.count_WG[rank, group]
+        for width, sign in ((old_KW[k, rank], -1), (new_KW[k, rank], 1)):
+            held = np.flatnonzero(width)
+            encoding = bank.encoding(bank.rows(table[held], width[held]))
+            sums[held] += sign * encoding
+            count[held] += sign
+        compute = np.repeat(self.compute_W2[None], len(rows), axis=0)
+        compute[k, rank] += self._predict(sums, count) - self.compute_WG2[rank, group]
+        features = bank.simulator.features_per_table[table_K, None]
+        columns = self.columns_W + features * (new_KW - old_KW)
+        comms = bank.simulator.comms_model.all_to_all(columns, bank.task.batch_size)
+        loads = compute.sum(axis=2) + columns * bank.comms_per_column_2.sum()
+        spread = ((loads / self.unit) ** SPREAD_POWER).mean(axis=1)
+        return critical_path(compute, comms) + SPREAD_WEIGHT * self.unit * spread
 
     def apply(self, candidates: _Candidates, k: int) -> None:
         """Make one candidate's change."""
-        c = candidates.pick(np.array([k]))
-        source, target = int(c.source_K[0]), int(c.target_K[0])
-        table, back = int(c.table_K[0]), int(c.back_table_K[0])
-        sums, count = self._changed_sums(c)
-        self.sums_WGE[[source, target]] = sums[0]
-        self.count_WG[[source, target]] = count[0]
-        self.width_TW[table, source] -= c.columns_K[0]
-        self.width_TW[table, target] += c.columns_K[0]
+        c = candidates
+        source, target = int(c.source_K[k]), int(c.target_K[k])
+        table, back = int(c.table_K[k]), int(c.back_table_K[k])
+        self.width_TW[table, source] -= c.columns_K[k]
+        self.width_TW[table, target] += c.columns_K[k]
         if back >= 0:
-            self.width_TW[back, source] += c.back_columns_K[0]
-            self.width_TW[back, target] -= c.back_columns_K[0]
-        bank = self.bank
-        for rank in (source, target):
-            held = np.flatnonzero(self.width_TW[:, rank])
-            width = self.width_TW[held, rank]
-            self.columns_W[rank] = bank.columns(held, width).sum()
-            self.bytes_W[rank] = bank.bytes(held, width).sum()
-            # Recomputed, so that rounding does not pile up over many steps.
-            self.sums_WGE[rank] = sum_by(
-                bank.groups_T[held],
-                bank.encoding(bank.rows(held, width)),
-                self.sums_WGE.shape[1],
-            )
+            self.width_TW[back, source] += c.back_columns_K[k]
+            self.width_TW[back, target] -= c.back_columns_K[k]
         for changed in {table, back} - {-1}:
             self.shards_T[changed] = (self.width_TW[changed] > 0).sum()
-        pair = [source, target]
-        shape = self.compute_WG2[pair].shape
-        self.compute_WG2[pair] = self._predict(
-            self.sums_WGE[pair].reshape(-1, self.sums_WGE.shape[-1]),
-            self.count_WG[pair].reshape(-1),
-        ).reshape(shape)
-        self._summarise()
+        self._refresh(np.array([source, target]))
 
     def critical_ranks(self) -> list[int]:
         """Ranks that set a phase: forward, backward or collectives, and the total."""
@@ -399,76 +408,186 @@ class Plan:
         return list(dict.fromkeys(worst))
 
 
+def _insert(
+    bank: ShardBank,
+    table: int,
+    widths: tuple[int, ...],
+    loads_W: Floats,
+    free_W: Floats,
+) -> Ints | None:
+    """Put a table's shards on the least loaded ranks with memory, one rank each.
+
+    Where they do not fit so, and widths may differ, columns go where there is memory.
+    Changes `loads_W` and `free_W`.
+
+    Returns:
+        `W` widths; None where there is no room.
+    """
+    width_W: Ints = np.zeros(len(loads_W), dtype=np.int64)
+    for width in widths:
+        size = bank.task.shard_bytes(table, width)
+        loads = np.where((free_W >= size) & (width_W == 0), loads_W, np.inf)
+        rank = int(loads.argmin())
+        if not np.isfinite(loads[rank]):
+            spread = spread_columns(bank.task, table, free_W)
+            if spread is None:
+                return None
+            width_W[:] = 0
+            width_W[list(spread)] = list(spread.values())
+            break
+        width_W[rank] = width
+    tables = np.full(len(loads_W), table)
+    loads_W += bank.approximate(tables, width_W).sum(axis=1)
+    free_W -= bank.bytes(tables, width_W)
+    return width_W
+
+
+def _resplit(plan: Plan) -> bool:
+    """Split the costliest tables of the critical ranks anew, in more or fewer shards.
+
+    Returns whether that paid; the plan has then changed.
+    """
+    bank = plan.bank
+    tables = list[int]()
+    for rank in plan.critical_ranks():
+        held = np.flatnonzero(plan.width_TW[:, rank])
+        cost = bank.approximate(held, plan.width_TW[held, rank]).sum(axis=1)
+        tables += held[np.argsort(-cost, kind="stable")[:NUM_RESPLIT]].tolist()
+    found: list[tuple[int, Ints]] = []
+    for table in dict.fromkeys(tables):
+        splits = bank.splits(table)
+        place = sum(k < plan.shards_T[table] for k in splits)
+        row = plan.width_TW[table]
+        index = np.full(len(row), table)
+        loads = plan.loads_W - bank.approximate(index, row).sum(axis=1)
+        free = bank.caps_W - plan.bytes_W + bank.bytes(index, row)
+        for k in splits[max(0, place - 1) : place + 2]:
+            widths = split_widths(bank.task, table, k)
+            width_W = _insert(bank, table, widths, loads.copy(), free.copy())
+            if width_W is not None and (width_W != row).any():
+                found.append((table, width_W))
+    if not found:
+        return False
+    score = plan.evaluate_rows(found)
+    best = int(score.argmin())
+    if score[best] >= plan.score * (1 - MIN_GAIN):
+        return False
+    plan.set_row(*found[best])
+    return True
+
+
 def _descend(plan: Plan, deadline: float) -> None:
     """Take the best step off the critical ranks until none pays."""
     while time.monotonic() < deadline:
-        found = None
-        for rank in plan.critical_ranks():
-            for kind in (plan.transfers, plan.swaps):
-                more = kind(rank)
-                found = more if found is None else _Candidates.join(found, more)
-        assert found is not None
-        if not len(found):
+        if not _step(plan) and not _resplit(plan):
             return
-        rough = plan.approximate(found)
-        best = np.argsort(rough, kind="stable")[:NUM_EXACT]
-        some = found.pick(best)
-        score, _ = plan.evaluate(some)
+
+
+def _step(plan: Plan) -> bool:
+    """Take the best transfer or swap off the critical ranks; False where none pays."""
+    kinds = [
+        kind(rank)
+        for rank in plan.critical_ranks()
+        for kind in (plan.transfers, plan.swaps)
+    ]
+    found = _Candidates.join(kinds)
+    if not len(found):
+        return False
+    order = np.argsort(plan.approximate(found), kind="stable")
+    for tier in (order[:NUM_FIRST], order[NUM_FIRST:NUM_EXACT]):
+        if not len(tier):
+            break
+        some = found.pick(tier)
+        score = plan.evaluate(some)
         k = int(score.argmin())
-        if score[k] >= plan.score * (1 - MIN_GAIN):
-            return
-        before = plan.score
-        plan.apply(some, k)
-        if plan.score >= before:
-            return
+        if score[k] < plan.score * (1 - MIN_GAIN):
+            before = plan.score
+            plan.apply(some, k)
+            return plan.score < before
+    return False
 
 
-def _kick(plan: Plan, rng: np.random.Generator) -> None:
-    """Disturb a plan by a few random transfers and swaps off its critical ranks."""
-    for _ in range(int(rng.integers(1, 4))):
-        ranks = plan.critical_ranks()
-        rank = int(rng.integers(plan.bank.task.world_size))
-        source = ranks[int(rng.integers(len(ranks)))] if rng.random() < 0.5 else rank
-        every = plan.bank.task.world_size
-        found = _Candidates.join(
-            plan.transfers(source, every), plan.swaps(source, every)
-        )
-        if len(found):
-            plan.apply(found, int(rng.integers(len(found))))
+def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
+    """Take some tables out and put them back elsewhere, split differently or not.
+
+    Returns:
+        The disturbed plan, or None where a table found no room.
+    """
+    bank = plan.bank
+    num_tables, num_ranks = plan.width_TW.shape
+    pool = np.arange(num_tables)
+    if rng.random() < 0.5:
+        ranks = [*plan.critical_ranks()[:1], int(rng.integers(num_ranks))]
+        pool = np.flatnonzero(plan.width_TW[:, ranks].any(axis=1))
+    count = min(len(pool), 2 + int(rng.integers(0, 2 + min(6, num_tables // 4))))
+    out = rng.choice(pool, count, replace=False)
+    width_TW = plan.width_TW.copy()
+    held, rank = np.nonzero(width_TW[out])
+    width = width_TW[out[held], rank]
+    cost = bank.approximate(out[held], width).sum(axis=1)
+    loads = plan.loads_W - np.bincount(rank, weights=cost, minlength=num_ranks)
+    size = bank.bytes(out[held], width)
+    free = bank.caps_W - plan.bytes_W
+    free += np.bincount(rank, weights=size, minlength=num_ranks)
+    width_TW[out] = 0
+    loads += rng.uniform(0.0, KICK_NOISE, num_ranks) * plan.unit
+    whole = bank.approximate(out, bank.dims_T[out]).sum(axis=1)
+    for table in out[np.argsort(-whole * rng.uniform(0.5, 1.5, count), kind="stable")]:
+        splits = bank.splits(int(table))
+        k = int(plan.shards_T[table])
+        if k not in splits or rng.random() < KICK_RESPLIT:
+            near = [o for o in splits if o <= k + 2]
+            k = near[int(rng.integers(len(near)))]
+        widths = split_widths(bank.task, int(table), k)
+        width_W = _insert(bank, int(table), widths, loads, free)
+        if width_W is None:
+            return None
+        width_TW[table] = width_W
+    return Plan(bank, width_TW)
 
 
 def refine(
-    bank: ShardBank, width_TW: Ints, config: SearchConfig, deadline: float
+    bank: ShardBank, starts: Sequence[Ints], config: SearchConfig, deadline: float
 ) -> tuple[Ints, float]:
-    """Improve a placement by steepest descent, restarted from disturbed optima.
+    """Improve placements by steepest descent, restarted from disturbed optima.
 
     Args:
         bank: The task's shards.
-        width_TW: Columns of each table on each rank.
+        starts: Placements, best first: columns of each table on each rank.
         config: Restarts and seed.
         deadline: `time.monotonic()` after which the best so far is returned.
 
     Returns:
         The widths, never worse than those given, and their critical path [ms].
     """
-    plan = Plan(bank, width_TW)
-    best, best_ms = width_TW, plan.critical_ms
+    base = Plan(bank, starts[0])
+    best, best_ms = base.width_TW, base.critical_ms
     if bank.task.world_size < 2:
         return best, best_ms
-    rng = np.random.default_rng(config.seed)
-    _descend(plan, deadline)
-    if plan.critical_ms < best_ms:
-        best, best_ms = plan.width_TW.copy(), plan.critical_ms
-    base = plan
-    misses = 0
-    while misses < config.restarts and time.monotonic() < deadline:
-        trial = base.copy()
-        _kick(trial, rng)
+    for number, width_TW in enumerate(starts):
+        if number and time.monotonic() > deadline:
+            break
+        trial = Plan(bank, width_TW)
         _descend(trial, deadline)
-        misses += 1
-        if trial.critical_ms < best_ms * (1 - MIN_GAIN):
+        if trial.critical_ms < best_ms:
             best, best_ms = trial.width_TW.copy(), trial.critical_ms
-            misses = 0
-        if trial.score <= base.score:
+        if trial.score < base.score:
             base = trial
+    # Small tasks have rugged landscapes, and their restarts cost next to nothing.
+    scale = min(3.0, max(1.0, SMALL_TASK / len(bank.dims_T)))
+    patience = math.ceil(config.restarts * scale)
+    rng = np.random.default_rng(config.seed)
+    misses = 0
+    while misses < patience and time.monotonic() < deadline:
+        misses += 1
+        kicked = _kick(base, rng)
+        if kicked is None:
+            continue
+        _descend(kicked, deadline)
+        if kicked.critical_ms < best_ms * (1 - MIN_GAIN):
+            if kicked.critical_ms < best_ms * (1 - RESTART_GAIN):
+                misses = 0
+            best, best_ms = kicked.width_TW.copy(), kicked.critical_ms
+        if kicked.score <= base.score * (1 + rng.exponential(ACCEPT_WORSE)):
+            base = kicked
     return best, best_ms

@@ -88,21 +88,45 @@ class ShardBank:
         self._width_R: Ints = np.zeros(size, dtype=np.int64)
         self._encoding_RE: Floats = np.zeros((size, simulator.cost_model.encoding_dim))
         self._marginal_R2: Floats = np.zeros((size, 2))
+        self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._affine_T6: Floats | None = None
         everything = np.arange(len(task.tables))
         encodings = simulator.encodings(
             list(zip(everything.tolist(), self.dims_T.tolist(), strict=True))
         )
         total_GE = np.zeros((task.num_groups, encodings.shape[1]))
         np.add.at(total_GE, self.groups_T, encodings)
-        crowded = len(task.tables) >= 2 * task.world_size
         self.mean_GE: Floats = total_GE / task.world_size
-        self._context_GE = self.mean_GE if crowded else np.zeros_like(total_GE)
-        self._context_G2 = self.predict(self._context_GE)
+        # The average rank, or the average table where ranks hold less than one.
+        num_G = np.bincount(self.groups_T, minlength=task.num_groups)
+        self.context_share_G: Floats = np.maximum(
+            1.0 / task.world_size, 1.0 / np.maximum(num_G, 1)
+        )
+        self._context_GE = total_GE * self.context_share_G[:, None]
+        self.context_G2: Floats = np.zeros((task.num_groups, 2))
+        self.context_G2[num_G > 0] = self.predict(self._context_GE[num_G > 0])
         self.mean_columns = float(
             (self.dims_T * simulator.features_per_table).sum() / task.world_size
         )
         self.comms_per_column_2 = self._comms_slope()
         self.whole_T = self.rows(everything, self.dims_T)
+
+    @property
+    def encoding_dim(self) -> int:
+        """Values per encoding."""
+        return self.simulator.cost_model.encoding_dim
+
+    def splits(self, table: int) -> tuple[int, ...]:
+        """Return the numbers of near-even shards that a table may be split into."""
+        task = self.task
+        key = (
+            task.tables[table].embedding_dim,
+            task.min_widths[table],
+            task.max_shards[table],
+        )
+        if key not in self._splits:
+            self._splits[key] = legal_splits(task, table)
+        return self._splits[key]
 
     def _comms_slope(self) -> Floats:
         """Milliseconds, forward and backward, of one more column on the worst rank."""
@@ -156,10 +180,9 @@ class ShardBank:
         self._encoding_RE[new] = encoding
         group = self.groups_T[table_N]
         with_shard = self.predict(self._context_GE[group] + encoding)
-        marginal = with_shard - self._context_G2[group]
-        if self._context_GE.any():
-            alone = self.predict(encoding)
-            marginal = np.maximum(marginal, MIN_MARGINAL_SHARE * alone)
+        marginal = with_shard - self.context_G2[group]
+        alone = self.predict(encoding)
+        marginal = np.maximum(marginal, MIN_MARGINAL_SHARE * alone)
         self._marginal_R2[new] = marginal
         self._row_TU[table_N, width_N // COLUMN_MULTIPLE] = np.arange(self._used, end)
         self._used = end
@@ -196,11 +219,39 @@ class ShardBank:
         )
         return size
 
-    def approximate_costs(self, rows_N: Ints) -> Floats:
-        """Forward, backward and collectives that each shard adds, `N x 3` [ms]."""
-        columns = self.columns(self.table(rows_N), self.width(rows_N))
-        comms = columns * self.comms_per_column_2.sum()
-        return np.concatenate([self.marginal(rows_N), comms[:, None]], axis=1)
+    def approximate(self, table_N: Ints, width_N: Ints) -> Floats:
+        """Forward, backward and collectives that shards add to an average rank.
+
+        Affine in the width, exact at 4 columns and at the whole table.
+
+        Returns:
+            `N x 3` milliseconds; 0 where the width is 0.
+        """
+        offset, slope = self.affine(table_N)
+        width = width_N[:, None]
+        cost: Floats = offset * (width > 0) + slope * width
+        return cost
+
+    def affine(self, table_N: Ints) -> tuple[Floats, Floats]:
+        """Offset and cost per column of `approximate`, `N x 3` each."""
+        if self._affine_T6 is None:
+            self._affine_T6 = self._fit_affine()
+        affine = self._affine_T6[table_N]
+        return affine[:, :3], affine[:, 3:]
+
+    def _fit_affine(self) -> Floats:
+        tables = np.arange(len(self.dims_T))
+        narrow = self.marginal(self.rows(tables, np.full(len(tables), COLUMN_MULTIPLE)))
+        whole = self.marginal(self.whole_T)
+        extra = (self.dims_T - COLUMN_MULTIPLE)[:, None]
+        # A table of 4 columns has no other width: any slope will do.
+        slope = np.where(
+            extra > 0, np.maximum(whole - narrow, 0.0) / np.maximum(extra, 1), 0.0
+        )
+        comms = self.comms_per_column_2.sum() * self.simulator.features_per_table
+        offset = whole - slope * self.dims_T[:, None]
+        zero = np.zeros((len(tables), 1))
+        return np.concatenate([offset, zero, slope, comms[:, None]], axis=1)
 
     def critical_paths(self, rows_LN: Ints, rank_LN: Ints) -> tuple[Floats, Floats]:
         """Evaluate placements exactly.
@@ -228,11 +279,15 @@ class ShardBank:
         compute = np.zeros((len(sums), 2))
         compute[held] = self.predict(sums[held])
         compute_LW2 = compute.reshape(num_lanes, num_ranks, num_groups, 2).sum(axis=2)
-        columns = np.bincount(
-            lane * num_ranks + rank,
-            weights=self.columns(table, width),
-            minlength=num_lanes * num_ranks,
-        ).reshape(num_lanes, num_ranks)
+        columns = (
+            np.bincount(
+                lane * num_ranks + rank,
+                weights=self.columns(table, width),
+                minlength=num_lanes * num_ranks,
+            )
+            .reshape(num_lanes, num_ranks)
+            .astype(np.float64)
+        )
         comms = self.simulator.comms_model.all_to_all(columns, task.batch_size)
         loads = compute_LW2.sum(axis=2) + columns * self.comms_per_column_2.sum()
         return critical_path(compute_LW2, comms), loads

@@ -1,0 +1,164 @@
+"""Every placement of a tiny task: the yardstick for the other searches.
+
+Shapes: `C` placements of a chunk, `T` tables, `W` ranks, `O` options of a table, `S`
+sets that a rank can hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
+from torchrec_neuroshard.simulator import Simulator, critical_path
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["ExhaustiveSearcher", "count_placements"]
+
+CHUNK = 100_000
+
+
+class ExhaustiveSearcher(Searcher):
+    """Tries all column splits on all ranks."""
+
+    name = "exhaustive"
+
+    def __init__(self, max_placements: int = 20_000_000) -> None:
+        """Refuse tasks with more placements than this."""
+        self.max_placements = max_placements
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Find the best placement there is.
+
+        Raises:
+            ConfigError: The task has too many placements.
+            InfeasibleError: No placement keeps to the memory.
+        """
+        start = time.monotonic()
+        if count_placements(task) > self.max_placements * (1 + 1e-9):
+            raise ConfigError(
+                f"the task has {count_placements(task):.3g} placements, exhaustive "
+                f"search takes at most {self.max_placements}; use fewer or narrower "
+                "tables"
+            )
+        options = [_options(task, t) for t in range(len(task.tables))]
+        count = math.prod(len(o) for o in options)
+        simulator = Simulator(task, cost_model, comms_model)
+        radix = np.cumprod([1, *(t.embedding_dim // 4 + 1 for t in task.tables)])
+        sets = _RankSets(simulator, radix)
+        best, best_ms = -1, np.inf
+        for first in range(0, count, CHUNK):
+            index = np.arange(first, min(count, first + CHUNK))
+            cost = self._costs(simulator, options, index, radix, sets)
+            if cost.min() < best_ms:
+                best, best_ms = first + int(cost.argmin()), float(cost.min())
+        if not np.isfinite(best_ms):
+            raise InfeasibleError(
+                "none of the task's placements keeps to the ranks' memory; give them "
+                "more or allow narrower shards"
+            )
+        widths = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+        for table, option in enumerate(options):
+            best, place = divmod(best, len(option))
+            widths[table] = option[place] * COLUMN_MULTIPLE
+        placement = placement_from_widths(widths)
+        return SearchResult(
+            placement=placement,
+            predicted=simulator.evaluate(placement),
+            lower_bound_ms=best_ms,
+            gap=0.0,
+            search_seconds=time.monotonic() - start,
+            num_evaluated=len(sets.cost_S2),
+        )
+
+    @staticmethod
+    def _costs(
+        simulator: Simulator,
+        options: list[Ints],
+        index_C: Ints,
+        radix: Ints,
+        sets: _RankSets,
+    ) -> Floats:
+        """Critical path of each placement; infinite where it breaks the memory."""
+        task = simulator.task
+        code = np.zeros((len(index_C), task.world_size), dtype=np.int64)
+        rest = index_C
+        for table, option in enumerate(options):
+            rest, place = np.divmod(rest, len(option))
+            code += option[place] * radix[table]
+        columns = sets.columns_S[code]
+        comms = simulator.comms_model.all_to_all(columns, task.batch_size)
+        cost = critical_path(sets.cost_S2[code], comms)
+        if task.memory_bytes:
+            over = sets.bytes_S[code] > np.asarray(task.memory_bytes)
+            cost[over.any(axis=1)] = np.inf
+        return cost
+
+
+def count_placements(task: ShardingTask) -> float:
+    """Return how many placements there are, limits on widths and memory aside."""
+    ranks = task.world_size
+    units = [t.embedding_dim // COLUMN_MULTIPLE for t in task.tables]
+    logs = [
+        math.lgamma(u + ranks) - math.lgamma(u + 1) - math.lgamma(ranks) for u in units
+    ]
+    return math.exp(min(sum(logs), 700.0))
+
+
+def _options(task: ShardingTask, table: int) -> Ints:
+    """Every way to spread a table's columns, `O x W` in units of four columns."""
+    units = task.tables[table].embedding_dim // COLUMN_MULTIPLE
+    narrowest = max(1, -(-task.min_widths[table] // COLUMN_MULTIPLE))
+    found = []
+    for cuts in itertools.combinations(
+        range(units + task.world_size - 1), task.world_size - 1
+    ):
+        bounds = [-1, *cuts, units + task.world_size - 1]
+        parts = [b - a - 1 for a, b in itertools.pairwise(bounds)]
+        held = [p for p in parts if p]
+        legal = len(held) == 1 or (
+            min(held) >= narrowest
+            and len(held) <= task.max_shards[table]
+            and (task.uneven or len(set(held)) == 1)
+        )
+        if legal:
+            found.append(parts)
+    return np.array(found, dtype=np.int64)
+
+
+class _RankSets:
+    """Cost, columns and bytes of every set that a rank can hold."""
+
+    def __init__(self, simulator: Simulator, radix: Ints) -> None:
+        task = simulator.task
+        self.columns_S: Floats = np.zeros(int(radix[-1]))
+        self.bytes_S: Floats = np.zeros(int(radix[-1]))
+        self.cost_S2: npt.NDArray[np.float64] = np.zeros((int(radix[-1]), 2))
+        for first in range(0, int(radix[-1]), CHUNK):
+            code = np.arange(first, min(int(radix[-1]), first + CHUNK))
+            self._fill(simulator, radix, code, task)
+
+    def _fill(
+        self, simulator: Simulator, radix: Ints, code: Ints, task: ShardingTask
+    ) -> None:
+        sums = np.zeros((len(code), task.num_groups, simulator.cost_model.encoding_dim))
+        for table, config in enumerate(task.tables):
+            units = code // radix[table] % (radix[table + 1] // radix[table])
+            widths = np.arange(config.embedding_dim // 4 + 1) * COLUMN_MULTIPLE
+            known = simulator.encodings([(table, int(w)) for w in widths[1:]])
+            encodings = np.concatenate([np.zeros((1, known.shape[1])), known])
+            sums[:, task.groups[table]] += encodings[units]
+            size = [0.0, *(task.shard_bytes(table, int(w)) for w in widths[1:])]
+            self.bytes_S[code] += np.array(size)[units]
+            self.columns_S[code] += widths[units] * config.num_features
+        self.cost_S2[code] = simulator.compute_costs(sums).sum(axis=1)
