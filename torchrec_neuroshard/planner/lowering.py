@@ -21,6 +21,11 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
 
 from torchrec_neuroshard.errors import PlacementError, ProfileError
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
@@ -90,26 +95,22 @@ def is_dense(option: ShardingOption) -> bool:
     return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
 
 
-def table_configs(module: nn.Module) -> Iterator[Any]:
-    """Return TorchRec's configurations of the tables in `module`.
-
-    A wrapper's tables come once for each module that knows them.
-    """
+def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
+    """Return TorchRec's configurations of the tables in `module`."""
     for child in module.modules():
-        for method in ("embedding_bag_configs", "embedding_configs"):
-            read = getattr(child, method, None)
-            if callable(read):
-                yield from read()
+        if isinstance(child, EmbeddingBagCollectionInterface):
+            yield from child.embedding_bag_configs()
+        elif isinstance(child, EmbeddingCollectionInterface):
+            yield from child.embedding_configs()
 
 
-def is_modelled_config(config: Any) -> bool:
+def is_modelled_config(config: BaseEmbeddingConfig) -> bool:
     """Whether the cost model knows tables of such a configuration."""
-    width = int(config.embedding_dim)
-    return (
+    return bool(
         config.data_type.value.lower() in DATA_TYPE_BYTES
-        and int(config.num_embeddings) > 0
-        and width > 0
-        and width % COLUMN_MULTIPLE == 0
+        and config.num_embeddings > 0
+        and config.embedding_dim > 0
+        and config.embedding_dim % COLUMN_MULTIPLE == 0
     )
 
 
@@ -156,9 +157,9 @@ class TableReader:
         self._world_size = world_size
         self._constraints = constraints or {}
         self._profiles = profiles or {}
-        self._configs: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._configs: weakref.WeakKeyDictionary[
+            nn.Module, dict[str, BaseEmbeddingConfig]
+        ] = weakref.WeakKeyDictionary()
         self._tables: dict[tuple[Any, ...], TableConfig] = {}
 
     def note_sharders(self, sharders: Iterable[ModuleSharder[Any]]) -> None:
@@ -169,7 +170,7 @@ class TableReader:
                 getattr(sharder, "fused_params", None) or {}
             )
 
-    def config(self, option: ShardingOption) -> Any | None:
+    def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""
         module = option.module[1]
         if module not in self._configs:
