@@ -151,7 +151,7 @@ def test_sgd_step_is_the_one_by_hand(weighted: bool) -> None:
         rows = grad[samples, column : column + width] * per_sample[:, None]
         expected[table].index_add_(0, indices, -LEARNING_RATE * rows)
         column += width
-    kernel.forward(batch).backward(grad)
+    torch.autograd.backward(kernel.forward(batch), grad)
     for found, wanted in zip(kernel.split_weights(), expected, strict=True):
         torch.testing.assert_close(found.detach(), wanted, rtol=1e-4, atol=1e-4)
         assert wanted.abs().max() > 0.1
@@ -166,7 +166,7 @@ def test_rowwise_adagrad_shrinks_hot_rows_steps() -> None:
     steps = []
     for _ in range(2):
         before = weights.detach()[3].clone()
-        kernel.forward(batch).backward(torch.full((1, 12), 2.0))
+        torch.autograd.backward(kernel.forward(batch), torch.full((1, 12), 2.0))
         steps.append((weights.detach()[3] - before).abs())
     # State 4, then 8: steps of the learning rate times 2 / 2, then 2 / sqrt(8).
     torch.testing.assert_close(steps[0], torch.full((12,), LEARNING_RATE))
@@ -222,9 +222,32 @@ def test_arena_is_one_memory_for_all_sets() -> None:
 def test_arena_grows_when_asked_for_more() -> None:
     memory = Arena(CPU, 400)
     assert memory.view("weights", torch.float32, 1_000).numel() == 1_000
-    values = memory.view("weights", torch.float32, 100)
-    assert float(values.min()) < 0 < float(values.max())
-    assert float(values.abs().max()) <= 0.05
+
+
+def test_types_share_the_arena_and_find_usual_values() -> None:
+    memory = arena()
+    first = memory.view("weights", torch.float32, 50)
+    for dtype, numel in (
+        (torch.float16, 3_000),
+        (torch.float32, 100),
+        (torch.float32, 1_500),
+        (torch.float16, 10),
+    ):
+        values = memory.view("weights", dtype, numel)
+        assert (values.dtype, values.numel()) == (dtype, numel)
+        assert values.data_ptr() == first.data_ptr()
+        assert float(values.min()) < 0 < float(values.max())
+        assert 1e-3 < float(values.abs().max()) <= 0.051
+    state = memory.view("momentum", torch.float32, 100)
+    assert state.data_ptr() != first.data_ptr()
+    torch.testing.assert_close(state, torch.full((100,), 0.1))
+
+
+def test_arena_keeps_values_of_one_type() -> None:
+    memory = arena()
+    memory.view("weights", torch.float32, 100).fill_(7)
+    values = memory.view("weights", torch.float32, 200)
+    assert (values[:100] == 7).all() and float(values[100:].abs().max()) <= 0.05
 
 
 def test_mixed_sets_are_refused() -> None:
@@ -243,7 +266,7 @@ def test_adagrad_runs() -> None:
     tables = variants(optimizer="adagrad")
     kernel = FusedTables(tables, CPU, arena())
     output = kernel.forward(draw_inputs(tables, ACCESS, BATCH, (1,), CPU))
-    output.backward(torch.ones_like(output))
+    torch.autograd.backward(output, torch.ones_like(output))
 
 
 def test_version_is_reported() -> None:

@@ -62,11 +62,11 @@ class Arena:
 
     On a CPU the first touch of fresh pages costs more than the kernels do, so weights
     and optimizer state are cut from buffers that were touched once. A GPU's caching
-    allocator does the same by itself: there every buffer is None.
+    allocator does the same by itself: there no arena is needed.
     """
 
     def __init__(self, device: torch.device, weight_bytes: int) -> None:
-        """Allocate and touch the buffers.
+        """Start without buffers; each is allocated when it is first asked for.
 
         Args:
             device: Where the sets will live.
@@ -74,24 +74,35 @@ class Arena:
         """
         self.device = device
         self.weight_bytes = weight_bytes
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._filled: dict[str, tuple[torch.dtype, int]] = {}
 
     def view(self, role: str, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return the first `numel` elements of the buffer for `role`."""
-        buffer = self._buffers.get((role, dtype))
-        if buffer is None or buffer.numel() < numel:
-            if role == "weights":
-                size = max(numel, self.weight_bytes // dtype.itemsize)
-                if dtype != torch.float32:  # half as many sets: grow with the need
-                    size = numel
-            else:
-                size = max(numel, 1 << 24)
-            self._buffers.pop((role, dtype), None)
-            buffer = torch.empty(size, dtype=dtype, device=self.device)
+        """Return the first `numel` elements of the buffer for `role`, as `dtype`.
+
+        All types share the buffer's bytes. What was not filled as this type since it
+        last served another is filled now.
+        """
+        num_bytes = numel * dtype.itemsize
+        buffer = self._buffers.get(role)
+        if buffer is None or len(buffer) < num_bytes:
+            least = self.weight_bytes if role == "weights" else 1 << 26
+            self._buffers.pop(role, None)
+            self._filled.pop(role, None)
+            buffer = torch.empty(
+                max(num_bytes, least), dtype=torch.uint8, device=self.device
+            )
+            self._buffers[role] = buffer
+        last_dtype, num_filled = self._filled.get(role, (dtype, 0))
+        if last_dtype != dtype:
+            num_filled = 0
+        values = buffer[:num_bytes].view(dtype)
+        if num_filled < numel:
             # Small values of both signs: no denormals, no overflow in any layout.
-            buffer.uniform_(-0.05, 0.05) if role == "weights" else buffer.fill_(0.1)
-            self._buffers[(role, dtype)] = buffer
-        return buffer[:numel]
+            fresh = values[num_filled:]
+            fresh.uniform_(-0.05, 0.05) if role == "weights" else fresh.fill_(0.1)
+        self._filled[role] = (dtype, max(num_filled, numel))
+        return values
 
 
 @dataclass(frozen=True, slots=True)
