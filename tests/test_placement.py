@@ -79,7 +79,7 @@ def test_fixed_bytes_are_paid_per_shard() -> None:
 def test_defaults_are_filled() -> None:
     task = make_task(8, 16)
     assert task.local_world_size == 4
-    assert task.column_bytes == (400, 800)
+    assert list(task.column_bytes) == [400, 800]
     assert task.min_widths == (4, 4)
     assert task.max_shards == (4, 4)
     assert task.num_groups == 1

@@ -117,4 +117,7 @@ def draw_ids(
     low_rank = np.cumsum(num_ids) - num_ids
     rank = (low_rank[group] + within * num_ids[group]).astype(np.int64)
     rank = np.clip(rank, 0, num_embeddings - 1)
-    return (rank * coprime_step(num_embeddings) + num_embeddings // 3) % num_embeddings
+    spread: npt.NDArray[np.int64] = (
+        rank * coprime_step(num_embeddings) + num_embeddings // 3
+    ) % num_embeddings
+    return spread

@@ -274,8 +274,9 @@ class _RareIds:
         log_share = np.concatenate([[0.0], np.cumsum(log_step)])
         share = np.exp(log_share - log_share.max())
         bins = np.searchsorted(COUNT_BIN_HIGH, count)
-        histogram = np.bincount(bins, weights=share, minlength=NUM_COUNT_BINS)
-        return histogram / histogram.sum()
+        histogram = np.zeros(NUM_COUNT_BINS)
+        np.add.at(histogram, bins, share / share.sum())
+        return histogram
 
 
 def _extrapolate(

@@ -114,6 +114,9 @@ _REUSE_QUANTILES = (
     (0.95, 16_384.0),
     (1.0, 131_072.0),
 )
+_LOG_REUSE_QUANTILES = tuple(
+    (share, math.log(reuse)) for share, reuse in _REUSE_QUANTILES
+)
 
 # Only tables of few ids per sample have more lookups per distinct id than this: 4 % of
 # all lookups go to ids of such counts.
@@ -207,8 +210,8 @@ def _draw_sizes(
     partner = rng.choice(np.flatnonzero(small & ~empty), len(wrong), replace=False)
     to, source = np.r_[wrong, partner], np.r_[partner, wrong]
     stratum_T3[np.ix_(to, [0, 2])] = stratum_T3[np.ix_(source, [0, 2])]
-    rows = np.interp(stratum_T3[:, 0], *zip(*_ROW_QUANTILES, strict=True))
-    pooling = np.interp(stratum_T3[:, 1], *zip(*_POOLING_QUANTILES, strict=True))
+    rows = _interpolate(stratum_T3[:, 0], _ROW_QUANTILES)
+    pooling = _interpolate(stratum_T3[:, 1], _POOLING_QUANTILES)
     pooling[empty] = 0.0
     # No table is read so often that its ids must all be hotter than 95 % of the tables
     # have them: it trades its pooling factor with a large table's.
@@ -217,10 +220,19 @@ def _draw_sizes(
     swap = rng.choice(large, len(too_hot), replace=False)
     pooling[too_hot], pooling[swap] = pooling[swap], pooling[too_hot]
     lookups = _settle_lookups(pooling)
-    share, value = zip(*_REUSE_QUANTILES, strict=True)
-    reuse = np.exp(np.interp(stratum_T3[:, 2], share, np.log(value)))
+    reuse = np.exp(_interpolate(stratum_T3[:, 2], _LOG_REUSE_QUANTILES))
     reuse = np.where(pooling > _HOT_POOLING, np.minimum(reuse, _HOT_REUSE), reuse)
     return np.round(rows).astype(np.int64), lookups, reuse
+
+
+def _interpolate(
+    stratum_T: npt.NDArray[np.float64], quantiles: tuple[tuple[float, float], ...]
+) -> npt.NDArray[np.float64]:
+    share, value = zip(*quantiles, strict=True)
+    result: npt.NDArray[np.float64] = np.interp(
+        stratum_T, np.array(share), np.array(value)
+    )
+    return result
 
 
 def _settle_lookups(
