@@ -135,6 +135,13 @@ class DemoConfig:
                     f"--{name.replace('_', '-')} must be at least 1, got "
                     f"{getattr(self, name)}"
                 )
+        for name in ("bottom_layers", "top_layers"):
+            text = getattr(self, name)
+            if not all(part.strip().isdigit() for part in text.split(",") if part):
+                raise DemoError(
+                    f"--{name.replace('_', '-')} is a list of sizes such as 256,128, "
+                    f"not '{text}'"
+                )
         if self.block_iterations < 2:
             raise DemoError(
                 "--block-iterations must be at least 2 (the first is not timed), got "
@@ -381,7 +388,7 @@ def build_model(
 
 
 def _sizes(text: str) -> list[int]:
-    return [int(size) for size in text.split(",") if size.strip()]
+    return [int(size) for size in text.split(",") if size]
 
 
 def measure_all_to_all(

@@ -190,6 +190,7 @@ def test_demo_refuses_more_ranks_than_gpus(
         (["--embedding-dim", "30"], "must be a multiple of 4.*got 30"),
         (["--block-iterations", "1"], "at least 2 .*got 1"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--top-layers", "64,wide"], "list of sizes such as 256,128, not '64,wide'"),
         (["--all-to-all-gb-per-s", "-1"], "at least 0, got -1.0"),
         (["--device", "tpu"], "auto, cpu or cuda, not 'tpu'"),
     ],
