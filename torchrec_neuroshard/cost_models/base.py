@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
+
 __all__ = ["CommsModel", "CostModel", "RangeWarning"]
 
 
@@ -122,3 +124,47 @@ class CommsModel(ABC):
         Returns:
             `C x W x 2` milliseconds, forward and backward.
         """
+
+    # The other collectives move bytes in the patterns of the pooled all-to-all; a model
+    # that knows them better overrides these.
+
+    def index_all_to_all(
+        self, bytes_CW: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Predict the all-to-all of the KeyedJaggedTensor's lengths and ids.
+
+        Args:
+            bytes_CW: What each rank is sent by all ranks together, itself included.
+
+        Returns:
+            `C x W` milliseconds.
+        """
+        columns_CW = bytes_CW / OUTPUT_BYTES_PER_VALUE
+        return self.all_to_all(columns_CW, 1)[..., 1]
+
+    def row_wise(
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """Predict the reduce-scatter and the all-gather of row-wise tables.
+
+        Args:
+            columns_CW: Output columns of the row-wise tables, the same on every rank.
+            batch_size: Samples over all ranks.
+
+        Returns:
+            `C x W x 2` milliseconds: forward reduce-scatter, backward all-gather.
+        """
+        return self.all_to_all(columns_CW, batch_size)
+
+    def all_reduce(self, bytes_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Predict the all-reduce of data-parallel tables' gradients.
+
+        Args:
+            bytes_CW: Gradient bytes, the same on every rank.
+
+        Returns:
+            `C x W` milliseconds.
+        """
+        halves = self.all_to_all(bytes_CW / OUTPUT_BYTES_PER_VALUE, 1)
+        both: npt.NDArray[np.float64] = halves.sum(axis=2)
+        return both

@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from torchrec_neuroshard.cost_models.base import CommsModel
+from torchrec_neuroshard.cost_models.comms_network import (
+    CommsNetwork,
+    lateness_overlap,
+    physical_terms,
+    traffic_shares,
+)
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
+from torchrec_neuroshard.records import COLLECTIVES
 
-__all__ = ["BandwidthCommsModel"]
+__all__ = [
+    "DATASHEET_NODES",
+    "BandwidthCommsModel",
+    "LearnedCommsModel",
+    "NodeLinks",
+    "datasheet_comms_model",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeLinks:
+    """Published links of one kind of node."""
+
+    intra_gb_per_s: float
+    """One GPU to the others of its node, one direction."""
+    inter_gb_per_s: float
+    """One GPU to other nodes, one direction."""
+    intra_latency_us: float
+    inter_latency_us: float
+
+
+_HOPPER = NodeLinks(
+    # NVLink 4: 900 GB/s both ways together. NVIDIA H100 (and H200) data sheet.
+    intra_gb_per_s=450.0,
+    # One ConnectX-7 of 400 Gb/s (NDR InfiniBand) per GPU. NVIDIA DGX H100 data sheet.
+    inter_gb_per_s=50.0,
+    # Start of a collective (8.4) and one hop over NVLink (3.4) or network (9.6), of the
+    # ring with the simple protocol. Constants of NCCL's own tuning model,
+    # src/graph/tuning.cc of NVIDIA/nccl at 01afd20.
+    intra_latency_us=8.4 + 3.4,
+    inter_latency_us=8.4 + 9.6,
+)
+
+DATASHEET_NODES: dict[str, NodeLinks] = {"h100": _HOPPER, "h200": _HOPPER}
+"""Nodes of eight GPUs whose links are published."""
+
+
+def datasheet_comms_model(
+    node: str, *, world_size: int, local_world_size: int
+) -> BandwidthCommsModel:
+    """Return the latency-bandwidth form with a node's published constants.
+
+    Args:
+        node: A name of `DATASHEET_NODES`.
+        world_size: Ranks.
+        local_world_size: Ranks per node.
+
+    Raises:
+        ConfigError: The node is unknown, or the ranks do not fill whole nodes.
+    """
+    if node not in DATASHEET_NODES:
+        raise ConfigError(
+            f"no published links of node '{node}'; known are "
+            f"{', '.join(DATASHEET_NODES)}. Measure with 'neuroshard collect comms' or "
+            "give bandwidths to BandwidthCommsModel"
+        )
+    links = DATASHEET_NODES[node]
+    one_node = world_size == local_world_size
+    return BandwidthCommsModel(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        intra_gb_per_s=links.intra_gb_per_s,
+        inter_gb_per_s=links.inter_gb_per_s,
+        latency_us=links.intra_latency_us if one_node else links.inter_latency_us,
+    )
 
 
 class BandwidthCommsModel(CommsModel):
@@ -72,3 +146,143 @@ class BandwidthCommsModel(CommsModel):
         received = sent.sum(axis=1, keepdims=True) / self._world_size
         ms = np.maximum(sent, received) * self._ms_per_byte + self._latency_ms
         return np.stack([ms, ms], axis=2)
+
+
+class LearnedCommsModel(CommsModel):
+    """What was measured, for one group of ranks; see `comms_network`."""
+
+    source = "measured"
+
+    def __init__(
+        self,
+        network: CommsNetwork,
+        *,
+        backend: str,
+        world_size: int,
+        local_world_size: int,
+        measured_gb_per_s: tuple[float, float],
+        intra_gb_per_s: float | None = None,
+        inter_gb_per_s: float | None = None,
+    ) -> None:
+        """Take a trained network and the topology.
+
+        Args:
+            network: Trained or loaded weights.
+            backend: What was measured: `gloo` or `nccl`.
+            world_size: Ranks to predict for; need not have been measured.
+            local_world_size: Ranks per node.
+            measured_gb_per_s: Bandwidth inside a node and between nodes on the machine
+                measured; the second is 0 where one node was measured.
+            intra_gb_per_s: Bandwidth inside a node to predict for; None is as measured.
+            inter_gb_per_s: Same between nodes.
+
+        Raises:
+            ConfigError: The ranks do not fill whole nodes, or a bandwidth that is
+                needed is not known.
+        """
+        if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
+            raise ConfigError(
+                f"world_size ({world_size}) must be a multiple of local_world_size "
+                f"({local_world_size})"
+            )
+        intra = measured_gb_per_s[0] if intra_gb_per_s is None else intra_gb_per_s
+        inter = measured_gb_per_s[1] if inter_gb_per_s is None else inter_gb_per_s
+        needs_inter = world_size > local_world_size
+        if not intra > 0 or (needs_inter and not inter > 0):
+            raise ConfigError(
+                f"bandwidths must be above 0 GB/s, got {intra} inside a node and "
+                f"{inter} between nodes; the collectives were measured on one node or "
+                "the topology lacks them: give intra_gb_per_s and inter_gb_per_s, or "
+                "run 'neuroshard collect comms' on several nodes"
+            )
+        self.backend = backend
+        self._world_size, self._local_world_size = world_size, local_world_size
+        self._links = intra, inter
+        group = torch.tensor([[float(world_size), float(local_world_size)]])
+        with torch.no_grad():
+            self._coefficients_LK = network.coefficients(group)[0].double().numpy()
+            self._gain_L = network.overlap_gain().double().numpy()
+
+    def predict(
+        self,
+        collective: str,
+        bytes_per_peer_CW: npt.NDArray[np.float64],
+        wait_ms_CW: npt.NDArray[np.float64] | None = None,
+    ) -> npt.NDArray[np.float64]:
+        """Predict each rank's time from the last rank's arrival until it is through.
+
+        Args:
+            collective: One of `COLLECTIVES`.
+            bytes_per_peer_CW: As in `CommsRecord`.
+            wait_ms_CW: How long before the last rank each one arrives; None: together.
+
+        Returns:
+            `C x W` milliseconds; 0 where nobody has anything to send.
+
+        Raises:
+            ConfigError: The number of ranks is not the model's.
+        """
+        if bytes_per_peer_CW.shape[1] != self._world_size:
+            raise ConfigError(
+                f"the model is for {self._world_size} ranks, got values of "
+                f"{bytes_per_peer_CW.shape[1]}"
+            )
+        if self._world_size == 1:
+            return np.zeros(bytes_per_peer_CW.shape)
+        number = COLLECTIVES.index(collective)
+        terms_CWK = physical_terms(
+            collective, bytes_per_peer_CW, self._local_world_size, *self._links
+        )
+        ms = np.asarray(terms_CWK @ self._coefficients_LK[number], dtype=np.float64)
+        if wait_ms_CW is not None:
+            overlap = lateness_overlap(
+                torch.from_numpy(np.asarray(wait_ms_CW, dtype=np.float64)),
+                torch.from_numpy(traffic_shares(bytes_per_peer_CW)),
+                torch.from_numpy(ms),
+            )
+            ms = ms * (1.0 - self._gain_L[number] * overlap.numpy())
+        ms[bytes_per_peer_CW.sum(axis=1) == 0] = 0.0
+        return ms
+
+    def all_to_all(
+        self,
+        columns_CW: npt.NDArray[np.float64],
+        batch_size: int,
+        wait_ms_CW2: npt.NDArray[np.float64] | None = None,
+    ) -> npt.NDArray[np.float64]:
+        """Predict each rank's pooled-output all-to-all; see `CommsModel.all_to_all`.
+
+        Args:
+            columns_CW: As there.
+            batch_size: As there.
+            wait_ms_CW2: How long before the last rank each one arrives, forward and
+                backward; None: all together.
+        """
+        bytes_CW = columns_CW * (OUTPUT_BYTES_PER_VALUE * batch_size / self._world_size)
+        both = [
+            self.predict(
+                name, bytes_CW, None if wait_ms_CW2 is None else wait_ms_CW2[..., i]
+            )
+            for i, name in enumerate(("pooled_forward", "pooled_backward"))
+        ]
+        return np.stack(both, axis=2)
+
+    def index_all_to_all(
+        self, bytes_CW: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Predict the index all-to-all; see `CommsModel.index_all_to_all`."""
+        return self.predict("index", bytes_CW / self._world_size)
+
+    def row_wise(
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """Predict reduce-scatter and all-gather; see `CommsModel.row_wise`."""
+        bytes_CW = columns_CW * (OUTPUT_BYTES_PER_VALUE * batch_size / self._world_size)
+        both = [
+            self.predict(name, bytes_CW) for name in ("reduce_scatter", "all_gather")
+        ]
+        return np.stack(both, axis=2)
+
+    def all_reduce(self, bytes_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Predict the all-reduce; see `CommsModel.all_reduce`."""
+        return self.predict("all_reduce", bytes_CW / self._world_size)

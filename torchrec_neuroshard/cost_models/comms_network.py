@@ -1,0 +1,183 @@
+"""The learned model of collectives: latencies and bandwidths bent by a small net.
+
+The time of a rank is a sum of physical terms (launch, messages, bytes sent and received
+by it, by the busiest rank and by all, each in segments of size), every one with a
+coefficient above 0. A small net bends the coefficients by world and node size, not by
+bytes: so more bytes never cost less, and beyond the measured sizes the last segment
+goes on as a straight line. Terms of other ranks enter as maxima and sums alone, so the
+order of ranks cannot matter.
+
+Shapes: `C` samples, `W` ranks (padded to the most), `K` terms, `L` collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from torchrec_neuroshard.records import COLLECTIVES
+
+__all__ = [
+    "TERM_NAMES",
+    "CommsNetwork",
+    "lateness_overlap",
+    "physical_terms",
+    "traffic_shares",
+]
+
+SEGMENT_BYTES: tuple[float, ...] = (2.0**14, 2.0**18, 2.0**22)
+"""Where one segment of a byte term ends and the next begins: a message's cost per byte
+changes with the buffers and caches that it fills."""
+_BYTE_TERMS = ("sent", "received", "own", "most_sent", "most_received", "total")
+_COUNT_TERMS = ("launch", "peers", "messages", "mean_messages")
+TERM_NAMES: tuple[str, ...] = (
+    *_COUNT_TERMS,
+    *(f"{name}_{i}" for name in _BYTE_TERMS for i in range(len(SEGMENT_BYTES) + 1)),
+)
+"""Terms of a rank's time; a count or milliseconds at the nominal bandwidth."""
+
+_FROM_OWNER = ("pooled_backward", "index")
+"""Collectives whose bytes per peer are those that the rank is sent."""
+_MAX_BEND = 2.0
+"""Bound of a coefficient's log correction by the net."""
+_CONTEXT_SCALE = 2.0
+
+
+def _segments(
+    values: npt.NDArray[np.float64], bytes_per_ms: float
+) -> list[npt.NDArray[np.float64]]:
+    edges = (0.0, *SEGMENT_BYTES, float("inf"))
+    return [
+        np.clip(values - low, 0.0, high - low) / bytes_per_ms
+        for low, high in itertools.pairwise(edges)
+    ]
+
+
+def physical_terms(
+    collective: str,
+    bytes_per_peer_CW: npt.NDArray[np.float64],
+    local_world_size: int,
+    intra_gb_per_s: float,
+    inter_gb_per_s: float,
+) -> npt.NDArray[np.float64]:
+    """Return the terms of every rank.
+
+    Args:
+        collective: One of `COLLECTIVES`.
+        bytes_per_peer_CW: As in `CommsRecord`.
+        local_world_size: Ranks per node.
+        intra_gb_per_s: Bandwidth inside a node.
+        inter_gb_per_s: Bandwidth between nodes; a byte over it counts as so many more
+            as it is slower. Not used where there is one node.
+
+    Returns:
+        `C x W x K`, columns in TERM_NAMES order.
+    """
+    num_samples, world_size = bytes_per_peer_CW.shape
+    bytes_CW = np.asarray(bytes_per_peer_CW, dtype=np.float64)
+    outside = world_size - local_world_size
+    ratio = intra_gb_per_s / inter_gb_per_s if outside else 1.0
+
+    def from_others(values_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        by_node = values_CW.reshape(num_samples, -1, local_world_size)
+        node = np.repeat(by_node.sum(axis=2), local_world_size, axis=1)
+        rest: npt.NDArray[np.float64] = values_CW.sum(axis=1, keepdims=True) - node
+        return node - values_CW + ratio * rest
+
+    spread = bytes_CW * (local_world_size - 1 + ratio * outside)
+    joined = from_others(bytes_CW)
+    sent, received = (joined, spread) if collective in _FROM_OWNER else (spread, joined)
+    used = (bytes_CW > 0).astype(np.float64)
+    messages = used * (world_size - 2) + used.sum(axis=1, keepdims=True)
+    ones = np.ones_like(bytes_CW)
+    byte_terms = (
+        sent,
+        received,
+        bytes_CW,
+        ones * sent.max(axis=1, keepdims=True),
+        ones * received.max(axis=1, keepdims=True),
+        ones * sent.sum(axis=1, keepdims=True),
+    )
+    columns = [
+        ones,
+        ones * (world_size - 1),
+        messages,
+        ones * messages.mean(axis=1, keepdims=True),
+    ]
+    for values in byte_terms:
+        columns += _segments(values, intra_gb_per_s * 1e6)
+    return np.stack(columns, axis=2)
+
+
+def traffic_shares(
+    bytes_per_peer_CW: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """Share of each rank's traffic that it has with each other one, `C x W x W`."""
+    bytes_CW = np.asarray(bytes_per_peer_CW, dtype=np.float64)
+    pairs = bytes_CW[:, :, None] + bytes_CW[:, None, :] + 1.0
+    pairs *= 1.0 - np.eye(bytes_CW.shape[1])
+    shares: npt.NDArray[np.float64] = pairs / np.maximum(
+        pairs.sum(axis=2, keepdims=True), 1e-30
+    )
+    return shares
+
+
+def lateness_overlap(
+    wait_CW: torch.Tensor, shares_CWW: torch.Tensor, transfer_CW: torch.Tensor
+) -> torch.Tensor:
+    """Share of each rank's traffic that can be over before the last rank arrives.
+
+    Two ranks can begin when the later of them is there; how far they get follows from
+    how long the collective takes.
+
+    Args:
+        wait_CW: Time from each rank's arrival to the last one's [ms].
+        shares_CWW: `traffic_shares`.
+        transfer_CW: Time without skew [ms]; 0 where padded.
+
+    Returns:
+        `C x W`, in 0 to 1; 0 for the last rank.
+    """
+    both = torch.minimum(wait_CW[:, :, None], wait_CW[:, None, :])
+    scale = transfer_CW.amax(dim=1).clamp_min(1e-6)[:, None, None]
+    return (shares_CWW * (1.0 - torch.exp(-both / scale))).sum(dim=2)
+
+
+class CommsNetwork(nn.Module):
+    """Coefficients of the terms, a row per collective, and the net that bends them."""
+
+    def __init__(self, hidden: int) -> None:
+        """Make the layers; a fresh net bends nothing."""
+        super().__init__()
+        num_terms, num_collectives = len(TERM_NAMES), len(COLLECTIVES)
+        self.log_coefficients_LK = nn.Parameter(torch.zeros(num_collectives, num_terms))
+        self.overlap_logit_L = nn.Parameter(torch.zeros(num_collectives))
+        self.bend = nn.Sequential(
+            nn.Linear(2, hidden),
+            nn.Tanh(),
+            nn.Linear(hidden, num_collectives * num_terms),
+        )
+        last = self.bend[2]
+        assert isinstance(last, nn.Linear)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def bends(self, groups_S2: torch.Tensor) -> torch.Tensor:
+        """Log corrections for world and local sizes, `S x L x K`."""
+        world, local = groups_S2[:, 0], groups_S2[:, 1]
+        context = torch.stack([world.log2(), (world / local).log2()], dim=1)
+        out = self.bend((context - _CONTEXT_SCALE) / _CONTEXT_SCALE)
+        shape = (len(groups_S2), *self.log_coefficients_LK.shape)
+        return _MAX_BEND * torch.tanh(out.view(shape) / _MAX_BEND)
+
+    def coefficients(self, groups_S2: torch.Tensor) -> torch.Tensor:
+        """Coefficients above 0 for world and local sizes, `S x L x K`."""
+        return torch.exp(self.log_coefficients_LK + self.bends(groups_S2))
+
+    def overlap_gain(self) -> torch.Tensor:
+        """How much of the overlap each collective makes use of, `L` in 0 to 1."""
+        return torch.sigmoid(self.overlap_logit_L)

@@ -1,0 +1,380 @@
+"""Training the model of collectives on records, judging it on others.
+
+Shapes: `N` records, `W` ranks padded to the most, `K` terms, `L` collectives, `S`
+group sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import optimize, stats
+
+from torchrec_neuroshard.cost_models.comms_network import (
+    TERM_NAMES,
+    CommsNetwork,
+    lateness_overlap,
+    physical_terms,
+    traffic_shares,
+)
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
+
+__all__ = [
+    "CommsData",
+    "CommsEvaluation",
+    "CommsStepReport",
+    "CommsTrainConfig",
+    "build_comms",
+    "evaluate_comms",
+    "fit_bandwidth",
+    "fit_coefficients",
+    "predict_comms",
+    "train_comms",
+]
+
+_LEAST_SHARE = 0.05
+"""A rank that is through sooner than this share of the slowest one's time counts as
+needing that share: such times are noise, and nobody waits for them."""
+_LEAST_MS = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsTrainConfig:
+    """How to train."""
+
+    steps: int = 1_500
+    """Steps over all records."""
+    learning_rate: float = 1e-2
+    """Peak; cosine to zero."""
+    hidden: int = 16
+    bend_penalty: float = 1e-3
+    """On the squared log corrections of the net, which is to bend, not to replace."""
+    validation_share: float = 0.15
+    """Share of the training records that picks the best step."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.hidden < 1:
+            raise ConfigError(
+                f"steps and hidden must be at least 1, got {self.steps}, {self.hidden}"
+            )
+        if not 0 < self.validation_share < 1:
+            raise ConfigError(
+                f"validation_share must lie between 0 and 1, got "
+                f"{self.validation_share}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CommsData:
+    """Measured collectives as arrays, padded to the largest world."""
+
+    terms_NWK: npt.NDArray[np.float32]
+    shares_NWW: npt.NDArray[np.float32]
+    wait_NW: npt.NDArray[np.float32]
+    present_NW: npt.NDArray[np.bool_]
+    collective_N: npt.NDArray[np.int64]
+    groups_N2: npt.NDArray[np.float32]
+    """World and local size."""
+    transfer_NW: npt.NDArray[np.float32]
+    """Measured; 0 where padded."""
+
+    def select(self, rows: npt.NDArray[np.int64]) -> CommsData:
+        """Return some records."""
+        return CommsData(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    def slowest_ms(self) -> npt.NDArray[np.float64]:
+        """Time of each record's slowest rank, `N`."""
+        slowest = self.transfer_NW.max(axis=1).astype(np.float64)
+        return np.asarray(np.maximum(slowest, _LEAST_MS))
+
+
+def build_comms(
+    records: Sequence[CommsRecord], intra_gb_per_s: float, inter_gb_per_s: float
+) -> CommsData:
+    """Turn records into arrays.
+
+    Args:
+        records: Of any world sizes.
+        intra_gb_per_s: Nominal bandwidth inside a node.
+        inter_gb_per_s: Nominal bandwidth between nodes.
+
+    Raises:
+        RecordError: There are no records, or a bandwidth that they need is missing.
+    """
+    if not records:
+        raise RecordError("no records to train on; run 'neuroshard collect comms'")
+    crossing = any(r.world_size > r.local_world_size for r in records)
+    if not intra_gb_per_s > 0 or (crossing and not inter_gb_per_s > 0):
+        raise RecordError(
+            "records of collectives need bandwidths above 0 GB/s, got "
+            f"{intra_gb_per_s} inside a node and {inter_gb_per_s} between nodes; "
+            "measure them again with 'neuroshard collect comms'"
+        )
+    count, width = len(records), max(r.world_size for r in records)
+    data = CommsData(
+        np.zeros((count, width, len(TERM_NAMES)), dtype=np.float32),
+        np.zeros((count, width, width), dtype=np.float32),
+        np.zeros((count, width), dtype=np.float32),
+        np.zeros((count, width), dtype=np.bool_),
+        np.array([COLLECTIVES.index(r.collective) for r in records]),
+        np.array([[r.world_size, r.local_world_size] for r in records], np.float32),
+        np.zeros((count, width), dtype=np.float32),
+    )
+    for i, r in enumerate(records):
+        w = r.world_size
+        units = np.array([r.bytes_per_peer], dtype=np.float64)
+        data.terms_NWK[i, :w] = physical_terms(
+            r.collective, units, r.local_world_size, intra_gb_per_s, inter_gb_per_s
+        )[0]
+        data.shares_NWW[i, :w, :w] = traffic_shares(units)[0]
+        data.wait_NW[i, :w] = r.wait_ms
+        data.present_NW[i, :w] = True
+        data.transfer_NW[i, :w] = r.transfer_ms
+    return data
+
+
+def _least_time(data: CommsData) -> npt.NDArray[np.float64]:
+    """Measured times, `N x W`, kept from being smaller than means anything."""
+    slowest = data.slowest_ms()[:, None]
+    floored: npt.NDArray[np.float64] = np.maximum(
+        data.transfer_NW, _LEAST_SHARE * slowest
+    )
+    return floored
+
+
+def fit_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
+    """Fit non-negative coefficients per collective by relative least squares.
+
+    What the net starts from, for all world sizes alike. A collective without data
+    takes the mean of the others.
+
+    Returns:
+        `L x K`.
+    """
+    fitted = np.zeros((len(COLLECTIVES), len(TERM_NAMES)))
+    measured_NW = _least_time(data)
+    together = data.wait_NW.max(axis=1) <= 0.1 * data.slowest_ms()
+    known = np.zeros(len(COLLECTIVES), dtype=bool)
+    for number in range(len(COLLECTIVES)):
+        rows = data.collective_N == number
+        if not rows.any():
+            continue
+        if (rows & together).sum() >= 10:
+            rows &= together
+        present = data.present_NW[rows]
+        matrix = data.terms_NWK[rows][present].astype(np.float64)
+        matrix /= measured_NW[rows][present][:, None]
+        scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
+        solution = optimize.nnls(matrix / scale, np.ones(len(matrix)))[0] / scale
+        fitted[number], known[number] = solution, True
+    fitted[~known] = fitted[known].mean(axis=0)
+    return fitted
+
+
+def fit_bandwidth(data: CommsData) -> npt.NDArray[np.float64]:
+    """Fit one latency and one bandwidth per collective: the yardstick.
+
+    Returns:
+        `L x 2`: milliseconds, and what they grow by per millisecond that the busiest
+        rank's bytes take at the nominal bandwidth.
+    """
+    fitted = np.zeros((len(COLLECTIVES), 2))
+    busiest_N, measured_N = _busiest(data), data.slowest_ms()
+    for number in range(len(COLLECTIVES)):
+        rows = data.collective_N == number
+        if rows.any():
+            matrix = np.stack([np.ones(rows.sum()), busiest_N[rows]], axis=1)
+            matrix /= measured_N[rows][:, None]
+            scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
+            solution = optimize.nnls(matrix / scale, np.ones(len(matrix)))[0]
+            fitted[number] = solution / scale
+    return fitted
+
+
+def _busiest(data: CommsData) -> npt.NDArray[np.float64]:
+    """Bytes that the busiest rank sends or receives, `N`, as nominal time [ms]."""
+    sums = []
+    for name in ("most_sent", "most_received"):
+        columns = [i for i, n in enumerate(TERM_NAMES) if n.rpartition("_")[0] == name]
+        sums.append(data.terms_NWK[:, 0, columns].sum(axis=1).astype(np.float64))
+    return np.asarray(np.maximum(*sums))
+
+
+class _Tensors:
+    """A `CommsData` as tensors, with its distinct group sizes."""
+
+    def __init__(self, data: CommsData) -> None:
+        self.terms = torch.from_numpy(data.terms_NWK)
+        self.shares = torch.from_numpy(data.shares_NWW)
+        self.wait = torch.from_numpy(data.wait_NW)
+        self.present = torch.from_numpy(data.present_NW)
+        self.collective = torch.from_numpy(data.collective_N)
+        groups, which = np.unique(data.groups_N2, axis=0, return_inverse=True)
+        self.groups = torch.from_numpy(groups)
+        self.which = torch.from_numpy(which.reshape(-1).astype(np.int64))
+        self.log_transfer = torch.from_numpy(_least_time(data)).float().log()
+        self.log_slowest = torch.from_numpy(data.slowest_ms()).float().log()
+
+
+def _forward(network: CommsNetwork, data: _Tensors) -> torch.Tensor:
+    """Times of every rank, `N x W` [ms]; 0 where padded."""
+    table = network.coefficients(data.groups)  # S x L x K
+    rows = table[data.which, data.collective]
+    ms = torch.einsum("nwk,nk->nw", data.terms, rows) * data.present
+    overlap = lateness_overlap(data.wait, data.shares, ms.detach())
+    gain = network.overlap_gain()[data.collective]
+    return ms * (1.0 - gain[:, None] * overlap)
+
+
+def predict_comms(network: CommsNetwork, data: CommsData) -> npt.NDArray[np.float64]:
+    """Predict the times of measured records, `N x W` [ms]; 0 where padded."""
+    with torch.no_grad():
+        return _forward(network, _Tensors(data)).double().numpy()
+
+
+CommsStepReport = Callable[[int, float, float], None]
+"""Called now and then with step, training loss and median error in validation."""
+
+
+def train_comms(
+    data: CommsData, config: CommsTrainConfig, report: CommsStepReport | None = None
+) -> CommsNetwork:
+    """Train the model of collectives.
+
+    Args:
+        data: Records to train on; a part picks the best step.
+        config: Steps and rates.
+        report: Called 20 times.
+
+    Raises:
+        RecordError: Too few records.
+    """
+    count = len(data.collective_N)
+    order = np.random.default_rng(config.seed).permutation(count)
+    num_validation = max(1, int(count * config.validation_share))
+    if count - num_validation < 20:
+        raise RecordError(f"{count} records are too few to train on; measure more")
+    validation = data.select(order[:num_validation])
+    training = data.select(order[num_validation:])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        network = CommsNetwork(config.hidden)
+    start = fit_coefficients(training)
+    least = 1e-3 * start.max(axis=1, keepdims=True)
+    with torch.no_grad():
+        network.log_coefficients_LK.copy_(
+            torch.from_numpy(np.log(np.maximum(start, np.maximum(least, 1e-9))))
+        )
+    _fit(network, _Tensors(training), validation, config, report)
+    return network.eval()
+
+
+def _loss(network: CommsNetwork, data: _Tensors) -> torch.Tensor:
+    ms = _forward(network, data).clamp_min(_LEAST_MS * 0.1)
+    each = (ms.log() - data.log_transfer)[data.present]
+    slowest = ms.amax(dim=1).log() - data.log_slowest
+    zero = torch.zeros(1)
+    huber = torch.nn.functional.smooth_l1_loss
+    return huber(slowest, zero.expand_as(slowest), beta=0.05) + 0.5 * huber(
+        each, zero.expand_as(each), beta=0.05
+    )
+
+
+def _fit(
+    network: CommsNetwork,
+    training: _Tensors,
+    validation: CommsData,
+    config: CommsTrainConfig,
+    report: CommsStepReport | None,
+) -> None:
+    optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
+    best, kept = float("inf"), copy.deepcopy(network.state_dict())
+    every = max(1, config.steps // 20)
+    for step in range(config.steps):
+        loss = _loss(network, training)
+        penalty = network.bends(training.groups).square().sum(dim=2).mean()
+        optimizer.zero_grad()
+        (loss + config.bend_penalty * penalty).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        if step % every == every - 1 or step == config.steps - 1:
+            error = float(np.median(_slowest_error(network, validation)))
+            if error < best:
+                best, kept = error, copy.deepcopy(network.state_dict())
+            if report is not None:
+                report(step, float(loss.detach()), error)
+    network.load_state_dict(kept)
+
+
+def _slowest_error(network: CommsNetwork, data: CommsData) -> npt.NDArray[np.float64]:
+    predicted = predict_comms(network, data).max(axis=1)
+    error: npt.NDArray[np.float64] = np.abs(predicted / data.slowest_ms() - 1)
+    return error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsEvaluation:
+    """How well a model predicts the slowest rank of measured collectives."""
+
+    world_size: int
+    collective: str
+    """One of `COLLECTIVES`, or `all`."""
+    trained: bool
+    """Whether the training records have this world size."""
+    num_records: int
+    median: float
+    """Of the absolute error relative to the measured time."""
+    mean: float
+    percentile_90: float
+    kendall_tau: float
+    bandwidth_median: float
+    """Median error of one latency and one bandwidth, fitted to the same records."""
+
+
+def evaluate_comms(
+    network: CommsNetwork, training: CommsData, test: CommsData
+) -> list[CommsEvaluation]:
+    """Judge a model on records that it was not trained on.
+
+    Returns:
+        One row per world size and collective, and one per world size for all.
+    """
+    predicted = predict_comms(network, test).max(axis=1)
+    latency_L2 = fit_bandwidth(training)
+    latency_N, factor_N = latency_L2[test.collective_N].T
+    plain = latency_N + factor_N * _busiest(test)
+    measured = test.slowest_ms()
+    seen = set(training.groups_N2[:, 0].astype(int))
+    rows = []
+    for world_size in sorted(set(test.groups_N2[:, 0].astype(int))):
+        for number, name in [(-1, "all"), *enumerate(COLLECTIVES)]:
+            chosen = test.groups_N2[:, 0] == world_size
+            if number >= 0:
+                chosen = chosen & (test.collective_N == number)
+            if not chosen.any():
+                continue
+            error = np.abs(predicted[chosen] / measured[chosen] - 1)
+            plain_error = np.abs(plain[chosen] / measured[chosen] - 1)
+            tau = stats.kendalltau(predicted[chosen], measured[chosen]).statistic
+            rows.append(
+                CommsEvaluation(
+                    world_size=int(world_size),
+                    collective=name,
+                    trained=world_size in seen,
+                    num_records=int(chosen.sum()),
+                    median=float(np.median(error)),
+                    mean=float(error.mean()),
+                    percentile_90=float(np.quantile(error, 0.9)),
+                    kendall_tau=float(tau),
+                    bandwidth_median=float(np.median(plain_error)),
+                )
+            )
+    return rows
