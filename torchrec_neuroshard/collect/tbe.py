@@ -86,11 +86,14 @@ class Arena:
         num_bytes = numel * dtype.itemsize
         buffer = self._buffers.get(role)
         if buffer is None or len(buffer) < num_bytes:
-            least = self.weight_bytes if role == "weights" else 1 << 26
             self._buffers.pop(role, None)
             self._filled.pop(role, None)
+            # Full size at once: pages that are never touched cost nothing, but a
+            # buffer that grows leaves holes in the heap, up to many times its size.
             buffer = torch.empty(
-                max(num_bytes, least), dtype=torch.uint8, device=self.device
+                max(num_bytes, self.weight_bytes),
+                dtype=torch.uint8,
+                device=self.device,
             )
             self._buffers[role] = buffer
         last_dtype, num_filled = self._filled.get(role, (dtype, 0))
