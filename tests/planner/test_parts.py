@@ -1,0 +1,544 @@
+"""The parts of the planner, each alone inside TorchRec's own planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.shard_estimators import (
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+)
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
+from torchrec.distributed.planner.types import (
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+)
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner import (
+    NeuroShardEnumerator,
+    NeuroShardEstimator,
+    NeuroShardPartitioner,
+    NeuroShardPerfModel,
+    NeuroShardProposer,
+    PlanCosts,
+)
+from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+# Attaching an optimizer to a table, as TorchRec's users do.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
+    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
+]
+
+MakeEbc = Callable[..., EmbeddingBagCollection]
+Sharders = list[EmbeddingBagCollectionSharder]
+SIZES = [(1000, 16), (2000, 256), (3000, 64), (500, 8)]
+QUICK = SearchConfig(max_rounds=2, time_budget_seconds=5.0)
+
+
+def models() -> dict[str, Any]:
+    return {"cost_model": AnalyticCostModel(), "comms_model": AnalyticCommsModel()}
+
+
+def gpus(world_size: int = 2, **arguments: Any) -> Topology:
+    return Topology(world_size=world_size, compute_device="cuda", **arguments)
+
+
+def searchable(
+    enumerator: EmbeddingEnumerator, module: Any, sharders: Sharders, kind: str
+) -> list[ShardingOption]:
+    """The fused option of one sharding type of each table."""
+    return [
+        o
+        for o in enumerator.enumerate(module, sharders)
+        if o.sharding_type == kind and o.compute_kernel == "fused"
+    ]
+
+
+@pytest.mark.parametrize(
+    "part", ["enumerator", "estimator", "proposer", "partitioner", "performance_model"]
+)
+@pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
+def test_each_part_works_in_the_stock_planner(
+    make_ebc: MakeEbc, sharders: Sharders, part: str, compute_device: str
+) -> None:
+    topology = Topology(world_size=2, compute_device=compute_device)
+    constraints = {"t1": ParameterConstraints(min_partition=32)}
+    if part == "enumerator":
+        arguments: dict[str, Any] = {
+            "enumerator": NeuroShardEnumerator(topology, 64, constraints, **models())
+        }
+    elif part == "estimator":
+        estimators = [
+            NeuroShardEstimator(topology, constraints, **models()),
+            EmbeddingStorageEstimator(topology, constraints),
+        ]
+        arguments = {
+            "enumerator": EmbeddingEnumerator(topology, 64, constraints, estimators)
+        }
+    elif part == "proposer":
+        arguments = {"proposer": NeuroShardProposer(topology, constraints, **models())}
+    elif part == "partitioner":
+        arguments = {
+            "partitioner": NeuroShardPartitioner(
+                topology, constraints, search=QUICK, **models()
+            ),
+            # One proposal: each of the stock ones' would be searched.
+            "proposer": NeuroShardProposer(topology, constraints, **models()),
+        }
+    else:
+        arguments = {
+            "performance_model": NeuroShardPerfModel(topology, constraints, **models())
+        }
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=64,
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        stats=[],
+        **arguments,
+    )
+    plan = planner.plan(make_ebc(SIZES), sharders)
+    assert set(plan.plan[""]) == {"t0", "t1", "t2", "t3"}
+
+
+# --- enumerator -----------------------------------------------------------------
+
+
+def test_enumerator_keeps_what_the_search_places(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    constraints = {
+        "t1": ParameterConstraints(sharding_types=["row_wise", "data_parallel"]),
+        "t2": ParameterConstraints(sharding_types=["row_wise", "table_wise"]),
+        "t3": ParameterConstraints(compute_kernels=["fused_uvm"]),
+    }
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **models())
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for option in enumerator.enumerate(make_ebc(SIZES), sharders):
+        kinds.setdefault(option.name, []).append(
+            (option.sharding_type, option.compute_kernel)
+        )
+    assert kinds["t0"] == [("column_wise", "fused"), ("table_wise", "fused")]
+    assert kinds["t1"][0] == ("data_parallel", "dense")
+    assert {k for k, _ in kinds["t1"]} == {"data_parallel", "row_wise"}
+    assert kinds["t2"] == [("table_wise", "fused")]
+    assert {k for _, k in kinds["t3"]} == {"fused_uvm"}
+    assert len({k for k, _ in kinds["t3"]}) > 2
+
+
+def test_enumerator_leaves_unknown_tables_alone(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    ebc = make_ebc([(1000, 16), (1000, 10)])
+    ours = NeuroShardEnumerator(gpus(), 64, **models()).enumerate(ebc, sharders)
+    stock = EmbeddingEnumerator(gpus(), 64).enumerate(ebc, sharders)
+
+    def kinds(options: list[ShardingOption]) -> set[tuple[str, str]]:
+        return {(o.sharding_type, o.compute_kernel) for o in options if o.name == "t1"}
+
+    assert kinds(ours) == kinds(stock)
+
+
+# --- estimator ------------------------------------------------------------------
+
+
+def test_estimates_are_those_of_single_shards(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    constraints = {"t1": ParameterConstraints(pooling_factors=[7.0], min_partition=64)}
+    topology = gpus()
+    estimator = NeuroShardEstimator(topology, constraints, **models())
+    enumerator = EmbeddingEnumerator(
+        topology,
+        64,
+        constraints,
+        [estimator, EmbeddingStorageEstimator(topology, constraints)],
+    )
+    options = enumerator.enumerate(make_ebc(SIZES), sharders)
+    checked = 0
+    for option in options:
+        if not estimator.costs.reader.is_described(option):
+            continue
+        table = estimator.costs.reader.table(option)
+        task = ShardingTask(tables=(table,), world_size=2, batch_size=128)
+        simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
+        for shard in option.shards:
+            forward, backward = simulator.single_costs([(0, shard.size[1])])[0]
+            comms = AnalyticCommsModel().all_to_all(
+                np.array([[shard.size[1], 0.0]]), 128
+            )[0, 0]
+            assert (shard.perf.fwd_compute, shard.perf.bwd_compute) == pytest.approx(
+                (forward, backward)
+            )
+            assert (shard.perf.fwd_comms, shard.perf.bwd_comms) == pytest.approx(
+                tuple(comms)
+            )
+            checked += 1
+    kinds = {o.sharding_type for o in options}
+    assert "table_column_wise" in kinds and checked > 12
+
+
+def test_other_options_keep_stock_costs_plus_a_launch(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    topology = gpus()
+    ebc = make_ebc([(1000, 64)])
+    storage = EmbeddingStorageEstimator(topology)
+
+    def perfs(estimator: Any) -> dict[tuple[str, str], Any]:
+        enumerator = EmbeddingEnumerator(topology, 64, None, [estimator, storage])
+        return {
+            (o.sharding_type, o.compute_kernel): o.shards[0].perf
+            for o in enumerator.enumerate(ebc, sharders)
+        }
+
+    ours = perfs(
+        NeuroShardEstimator(
+            topology,
+            cost_model=AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0),
+        )
+    )
+    stock = perfs(EmbeddingPerfEstimator(topology))
+    rows = ours[("row_wise", "fused")]
+    assert rows.fwd_compute == pytest.approx(
+        stock[("row_wise", "fused")].fwd_compute + 0.5
+    )
+    assert rows.bwd_compute == pytest.approx(
+        stock[("row_wise", "fused")].bwd_compute + 1.0
+    )
+    assert rows.fwd_comms == stock[("row_wise", "fused")].fwd_comms
+    dense = ("data_parallel", "dense")
+    assert ours[dense] == stock[dense]
+
+
+def test_launches_of_fused_stock_tables_count_once(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(3)
+    }
+    model = AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0)
+    costs = PlanCosts(gpus(), constraints, cost_model=model)
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, costs=costs)
+    proposal = enumerator.enumerate(make_ebc([(1000, 64)] * 3), sharders)
+    proposal = [o for o in proposal if o.compute_kernel == "fused"]
+    plan = NeuroShardPartitioner(gpus(), constraints, costs=costs).partition(
+        proposal, gpus()
+    )
+    ranks = costs.evaluate(costs.lower(plan)).ranks
+    stock = 3 * (proposal[0].shards[0].perf.fwd_compute - 0.5)
+    assert ranks[0].fwd_compute == pytest.approx(0.5 + stock)
+    assert ranks[1].bwd_compute == pytest.approx(1.0 + 2 * stock)
+
+
+# --- proposer -------------------------------------------------------------------
+
+
+def proposals(
+    proposer: NeuroShardProposer, options: list[ShardingOption], fits: bool
+) -> list[dict[str, str]]:
+    proposer.load(options)
+    found = []
+    while (proposal := proposer.propose()) is not None:
+        found.append(
+            {o.name: f"{o.sharding_type} {o.compute_kernel}" for o in proposal}
+        )
+        proposer.feedback(partitionable=fits)
+        assert len(found) < 10
+    return found
+
+
+def test_one_proposal_where_every_table_may_be_split(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    options = NeuroShardEnumerator(gpus(), 64, **models()).enumerate(
+        make_ebc(SIZES), sharders
+    )
+    proposer = NeuroShardProposer(gpus(), **models())
+    for fits in (True, False):
+        assert proposals(proposer, options, fits) == [
+            {f"t{i}": "column_wise fused" for i in range(4)}
+        ]
+
+
+def test_mixed_modules_are_proposed_whole_as_well(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=["table_wise"]),
+        "t1": ParameterConstraints(sharding_types=["column_wise"]),
+    }
+    options = NeuroShardEnumerator(gpus(), 64, constraints, **models()).enumerate(
+        make_ebc([(100, 16)] * 3), sharders
+    )
+    table, column = "table_wise fused", "column_wise fused"
+    assert proposals(
+        NeuroShardProposer(gpus(), constraints, **models()), options, True
+    ) == [
+        {"t0": table, "t1": column, "t2": column},
+        {"t0": table, "t1": column, "t2": table},
+    ]
+
+
+def test_least_memory_follows_when_the_fastest_does_not_fit(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=["row_wise", "data_parallel"])
+    }
+    options = NeuroShardEnumerator(gpus(), 64, constraints, **models()).enumerate(
+        make_ebc([(1_000_000, 16), (100, 16)]), sharders
+    )
+    for option in options:
+        if option.sharding_type == "data_parallel":
+            for shard in option.shards:
+                shard.perf.fwd_compute = shard.perf.bwd_compute = 0.0
+                shard.perf.bwd_comms = 0.0
+    proposer = NeuroShardProposer(gpus(), constraints, **models())
+    fitting = proposals(proposer, options, True)
+    assert [p["t0"] for p in fitting] == ["data_parallel dense"]
+    tight = proposals(proposer, options, False)
+    assert tight[0] == fitting[0]
+    assert [p["t0"].split()[0] for p in tight] == ["data_parallel", "row_wise"]
+
+
+def test_widths_that_no_fused_kernel_takes_go_elsewhere(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    options = NeuroShardEnumerator(gpus(), 64, **models()).enumerate(
+        make_ebc([(1000, 10)]), sharders
+    )
+    found = proposals(NeuroShardProposer(gpus(), **models()), options, True)
+    assert found == [{"t0": "data_parallel dense"}]
+
+
+# --- partitioner ----------------------------------------------------------------
+
+
+def test_partitioner_leaves_the_proposal_as_it_was(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    constraints = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **models())
+    options = enumerator.enumerate(make_ebc([(1000, 64)] * 3), sharders)
+    proposal = [o for o in options if o.sharding_type != "table_wise"][:1] + [
+        o for o in options if o.sharding_type == "column_wise"
+    ]
+    assert [o.name for o in proposal] == ["t0", "t1", "t2"]
+    before = [str(o) for o in proposal]
+    partitioner = NeuroShardPartitioner(gpus(), constraints, search=QUICK, **models())
+    plan = partitioner.partition(proposal, gpus())
+    assert [str(o) for o in proposal] == before
+    assert [o.name for o in plan] == ["t0", "t1", "t2"]
+    assert all(s.rank is not None for o in plan for s in o.shards)
+    assert not any(a is b for a, b in zip(proposal, plan, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [None, RowWiseAdagrad])
+@pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
+def test_memory_of_splits_is_that_of_torchrec(
+    make_ebc: MakeEbc,
+    sharders: Sharders,
+    fixed_searcher: Any,
+    compute_device: str,
+    optimizer: Any,
+) -> None:
+    rows, width = 100_000, 64
+    ebc = make_ebc([(rows, width)])
+    if optimizer is not None:
+        apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": 0.1})
+    topology = Topology(world_size=2, compute_device=compute_device)
+    enumerator = NeuroShardEnumerator(topology, 64, **models())
+    proposal = searchable(enumerator, ebc, sharders, "column_wise")
+    partitioner = NeuroShardPartitioner(
+        topology,
+        search=fixed_searcher([(0, 32, 0), (0, 32, 1)]),
+        enumerator=enumerator,
+        **models(),
+    )
+    (split,) = partitioner.partition(proposal, topology)
+    (again,) = searchable(enumerator, ebc, sharders, "column_wise")
+    again.shards = [Shard(size=s.size, offset=s.offset) for s in split.shards]
+    enumerator.populate_estimates([again])
+    tier = "ddr" if compute_device == "cpu" else "hbm"
+    # Row-wise Adagrad keeps a value per row and shard, TorchRec counts one per row.
+    missing = 0 if optimizer is None else 4 * rows / 2
+    for ours, theirs in zip(split.shards, again.shards, strict=True):
+        assert getattr(ours.storage, tier) == pytest.approx(
+            getattr(theirs.storage, tier) + missing, abs=4
+        )
+
+
+def test_memory_without_an_enumerator_is_an_upper_bound(
+    make_ebc: MakeEbc, sharders: Sharders, fixed_searcher: Any
+) -> None:
+    enumerator = NeuroShardEnumerator(gpus(), 64, **models())
+    constraints = {"t0": ParameterConstraints(pooling_factors=[30.0])}
+    ebc = make_ebc([(10_000, 64)])
+    proposal = searchable(enumerator, ebc, sharders, "column_wise")
+    searcher = fixed_searcher([(0, 48, 0), (0, 16, 1)])
+    searcher.triples = [(0, 32, 0), (0, 32, 1)]
+    exact, bound = (
+        NeuroShardPartitioner(
+            gpus(), constraints, search=searcher, enumerator=e, **models()
+        ).partition(proposal, gpus())[0]
+        for e in (enumerator, None)
+    )
+    whole = proposal[0].shards[0].storage.hbm
+    for a, b in zip(exact.shards, bound.shards, strict=True):
+        assert a.storage.hbm <= b.storage.hbm < whole
+
+
+def test_infeasible_proposals_are_partition_errors(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    enumerator = NeuroShardEnumerator(gpus(), 64, **models())
+    proposal = searchable(enumerator, make_ebc([(10**6, 64)]), sharders, "table_wise")
+    partitioner = NeuroShardPartitioner(gpus(), **models())
+    with pytest.raises(PlannerError, match=r"table 't0'.*GiB") as caught:
+        partitioner.partition(proposal, gpus(hbm_cap=10**8))
+    assert caught.value.error_type == PlannerErrorType.PARTITION
+    assert partitioner.infeasible == str(caught.value)
+    partitioner.reset()
+    assert partitioner.infeasible is None
+
+
+def test_task_of_a_proposal(
+    make_ebc: MakeEbc, sharders: Sharders, fixed_searcher: Any
+) -> None:
+    constraints = {"t1": ParameterConstraints(min_partition=30)}
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **models())
+    options = enumerator.enumerate(make_ebc([(100, 64)] * 3), sharders)
+    kinds = {"t0": "table_wise", "t1": "column_wise", "t2": "column_wise"}
+    proposal = [o for o in options if kinds[o.name] == o.sharding_type]
+    searcher = fixed_searcher([(i, 64, i % 2) for i in range(3)])
+    NeuroShardPartitioner(
+        gpus(), constraints, search=searcher, enumerator=enumerator, **models()
+    ).partition(proposal, gpus(hbm_cap=10**9))
+    (task,) = searcher.tasks
+    assert task.min_widths == (64, 32, 4)
+    assert task.groups == (0, 1, 1)
+    assert task.memory_bytes == (10**9,) * 2
+    assert not task.uneven
+    # Beside 100 rows of 64 floats: ids of 128 samples, their outputs.
+    assert task.shard_bytes(2, 64) == pytest.approx(
+        proposal[2].shards[0].storage.hbm, abs=2
+    )
+    assert task.fixed_bytes == (8 * 128,) * 3
+
+
+# --- performance model ----------------------------------------------------------
+
+
+def test_rating_is_the_critical_path(make_ebc: MakeEbc, sharders: Sharders) -> None:
+    topology = Topology(world_size=2, compute_device="cpu")
+    enumerator = EmbeddingEnumerator(topology, 64)
+    plan = searchable(enumerator, make_ebc([(100, 16)] * 3), sharders, "table_wise")
+    model = AnalyticCostModel(launch_ms=1.0, lookup_ns=0.0, byte_ns=1000.0)
+    rating = NeuroShardPerfModel(
+        topology, cost_model=model, comms_model=AnalyticCommsModel(gb_per_s=0.001)
+    )
+
+    def rate(*ranks: int) -> float:
+        for option, rank in zip(plan, ranks, strict=True):
+            option.shards[0].rank = rank
+        return rating.rate(plan)
+
+    # 128 samples read 64 bytes of a table each: 8.192 ms, and twice that backward.
+    table, column = 128 * 64 * 1e-3, 128 * 4 / 2 / 1000
+    assert rate(0, 0, 1) == pytest.approx(3 * (1 + 2 * table) + 2 * 32 * column)
+    assert rate(0, 0, 0) == pytest.approx(3 * (1 + 3 * table) + 2 * 48 * column)
+    assert rate(1, 0, 1) == rate(0, 1, 0)
+
+
+def test_rating_counts_stock_tables(make_ebc: MakeEbc, sharders: Sharders) -> None:
+    topology = gpus()
+    options = EmbeddingEnumerator(topology, 64).enumerate(
+        make_ebc([(100, 16)] * 2), sharders
+    )
+    by_kind = {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
+    whole = by_kind[("t0", "table_wise", "fused")]
+    rows = by_kind[("t1", "row_wise", "fused")]
+    whole.shards[0].rank = 1
+    for rank, shard in enumerate(rows.shards):
+        shard.rank = rank
+        shard.perf.fwd_compute = 10.0
+        shard.perf.fwd_comms = shard.perf.bwd_comms = shard.perf.bwd_compute = 0.0
+        shard.perf.prefetch_compute = 5.0
+    rating = NeuroShardPerfModel(topology, **models())
+    assert rating.rate([whole, rows]) == pytest.approx(rating.rate([whole]) + 15.0)
+
+
+# --- costs ----------------------------------------------------------------------
+
+
+def test_encodings_are_kept_between_plans(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    class Counting(AnalyticCostModel):
+        num_encoded = 0
+
+        def encode(self, features_NF: Any) -> Any:
+            self.num_encoded += len(features_NF)
+            return super().encode(features_NF)
+
+    topology, model = gpus(), Counting()
+    costs = PlanCosts(topology, cost_model=model)
+    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    plan = searchable(enumerator, make_ebc(SIZES), sharders, "table_wise")
+    encoded = model.num_encoded
+    assert encoded >= 4
+    rating = NeuroShardPerfModel(topology, costs=costs)
+    for rank in (0, 1):
+        for option in plan:
+            option.shards[0].rank = rank
+        rating.rate(plan)
+    assert model.num_encoded == encoded
+
+
+def test_bandwidths_come_from_the_topology() -> None:
+    columns = np.array([[64.0, 0.0]])
+
+    def forward_ms(**bandwidths: Any) -> float:
+        topology = gpus(local_world_size=1, **bandwidths)
+        costs = PlanCosts(topology, cost_model=AnalyticCostModel())
+        return float(costs.comms_model.all_to_all(columns, 1000)[0, 0, 0])
+
+    slow = forward_ms(inter_host_bw=10 * 2**30 / 1000)
+    # Half of 256 kB leave the node, at 10 GB/s.
+    assert slow == pytest.approx(64 * 4 * 1000 / 2 / 10e6)
+    assert forward_ms(inter_host_bw=20 * 2**30 / 1000) == pytest.approx(slow / 2)
+    default = PlanCosts(gpus(), cost_model=AnalyticCostModel()).comms_model.source
+    assert default == "TorchRec default bandwidths, not measured"
+
+
+def test_attribution_of_a_free_model(make_ebc: MakeEbc, sharders: Sharders) -> None:
+    # Nothing to share in proportion to: shares are equal.
+    topology = gpus()
+    free = AnalyticCostModel(launch_ms=3.0, lookup_ns=0.0, byte_ns=0.0)
+    costs = PlanCosts(topology, cost_model=free, comms_model=AnalyticCommsModel())
+    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    plan = searchable(enumerator, make_ebc([(100, 16)] * 3), sharders, "table_wise")
+    for option in plan:
+        option.shards[0].rank = 0
+    costs.attribute(plan)
+    assert [o.shards[0].perf.fwd_compute for o in plan] == pytest.approx([1.0] * 3)
+    assert [o.shards[0].perf.bwd_compute for o in plan] == pytest.approx([2.0] * 3)
