@@ -1,0 +1,84 @@
+"""Greedy and random placement of whole tables."""
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.baselines.heuristics import (
+    GREEDY_KEYS,
+    GreedySearcher,
+    RandomSearcher,
+)
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.base import Searcher
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+MODELS = AnalyticCostModel(), AnalyticCommsModel()
+
+
+def task(memory: int = 0, widths: tuple[int, ...] = (64, 32, 32, 16)) -> ShardingTask:
+    return ShardingTask(
+        tables=tuple(
+            TableConfig(name=f"t{i}", num_embeddings=1000, embedding_dim=w)
+            for i, w in enumerate(widths)
+        ),
+        world_size=2,
+        batch_size=512,
+        memory_bytes=(memory, memory) if memory else (),
+    )
+
+
+def ranks(searcher: Searcher, problem: ShardingTask) -> list[int]:
+    placement = searcher.search(problem, *MODELS).placement
+    assert len(placement.shards) == len(problem.tables)  # whole tables only
+    return [s.rank for s in placement.shards]
+
+
+def test_largest_first_on_the_emptiest_rank() -> None:
+    # 64 | 32 -> 64 | 32 + 32 -> 64 + 16 | 64
+    assert ranks(GreedySearcher("dim"), task()) == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("key", GREEDY_KEYS)
+def test_every_key_balances_what_it_names(key: str) -> None:
+    rng = np.random.default_rng(1)
+    tables = tuple(
+        TableConfig(
+            name=f"t{i}",
+            num_embeddings=int(rng.integers(10, 10**6)),
+            embedding_dim=4 * int(rng.integers(1, 33)),
+            pooling_factor=float(rng.uniform(0, 30)),
+        )
+        for i in range(40)
+    )
+    problem = ShardingTask(tables=tables, world_size=4, batch_size=512)
+    held = np.zeros(4)
+    for table, rank in zip(tables, ranks(GreedySearcher(key), problem), strict=True):
+        held[rank] += GREEDY_KEYS[key](table)
+    # Whoever goes on the emptiest rank ends at most (1 - 1 / W) of itself above the mean.
+    largest = max(GREEDY_KEYS[key](t) for t in tables)
+    assert held.max() <= held.mean() + 0.75 * largest
+
+
+def test_a_full_rank_is_not_offered() -> None:
+    # By columns rank 0 would be next, but it holds the 64 columns and is full.
+    memory = 64 * 4000
+    assert ranks(GreedySearcher("dim"), task(memory, (64, 32, 32))) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("searcher", [GreedySearcher("size"), RandomSearcher()])
+def test_a_table_that_fits_nowhere_is_named(searcher: Searcher) -> None:
+    with pytest.raises(InfeasibleError, match=r"table 't\d' needs .* GiB; the freest"):
+        searcher.search(task(32 * 4000), *MODELS)
+
+
+def test_random_follows_its_seed() -> None:
+    problem = task(widths=(16,) * 30)
+    assert ranks(RandomSearcher(3), problem) == ranks(RandomSearcher(3), problem)
+    assert ranks(RandomSearcher(3), problem) != ranks(RandomSearcher(4), problem)
+
+
+def test_unknown_key_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown greedy key 'rows'; one of size"):
+        GreedySearcher("rows")

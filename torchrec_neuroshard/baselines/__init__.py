@@ -1,0 +1,1 @@
+"""Other people's ways to place tables, behind the same interface."""
