@@ -53,6 +53,8 @@ class Case:
     weighted: bool = False
     mean: Sequence[int] = ()
     """Tables with mean pooling: they cannot share a kernel with the others."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """Learning rates unlike the others': such tables need a kernel of their own."""
     sequence: bool = False
 
 
@@ -100,6 +102,12 @@ CASES = {
         triples=[(0, 8, 0), (0, 24, 1), (1, 16, 0), (2, 8, 0)],
         types=(COLUMN,) * 3,
         mean=(1,),
+    ),
+    "two learning rates": Case(
+        dims=(32, 16, 8),
+        triples=[(0, 20, 0), (0, 12, 1), (1, 16, 0), (2, 8, 0)],
+        types=(COLUMN,) * 3,
+        rates={1: 0.1},
     ),
     "data-parallel": Case(
         dims=(32, 16),
@@ -286,9 +294,9 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
 
     whole = build_model(case)
     model = copy.deepcopy(whole)
-    apply_optimizer_in_backward(
-        torch.optim.SGD, model.parameters(), {"lr": LEARNING_RATE}
-    )
+    for i, parameter in enumerate(model.parameters()):
+        rate = case.rates.get(i, LEARNING_RATE)
+        apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": rate})
     planner = build_planner(case)
     plan = planner.collective_plan(model, get_default_sharders())
     sharded = DistributedModelParallel(
@@ -302,7 +310,12 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     # Not every table is trained in its kernel: data-parallel ones are not.
     rest = [p for n, p in sharded.named_parameters() if "t1" in n] if case.other else []
     rest_optimizer = torch.optim.SGD(rest, lr=LEARNING_RATE) if rest else None
-    optimizer = torch.optim.SGD(whole.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [p], "lr": case.rates.get(i, LEARNING_RATE)}
+            for i, p in enumerate(whole.parameters())
+        ]
+    )
     forward = 0.0
     for step in range(NUM_STEPS):
         batches = global_batch(case, step)

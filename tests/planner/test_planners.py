@@ -558,8 +558,8 @@ def test_stock_stats_print_the_set_cost(
     assert planner.last_result is not None
     text = "\n".join(stats._stats_table)
     expected = planner.last_result.predicted.critical_path_ms
-    assert f"{expected:.3g}"[:4] in text
-    assert "Critical Path" in text
+    assert f"Critical Path (comms + compute): {round(expected, 3)}" in text
+    assert round(expected, 3) > 0.01
 
 
 def test_the_inputs_are_not_changed(
@@ -661,19 +661,21 @@ print(planner.hash_planner_context_inputs_str())
 def test_plan_does_not_depend_on_the_hash_seed() -> None:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    outputs = []
-    for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
-        outputs.append(
-            subprocess.run(
-                [sys.executable, "-W", "ignore", "-c", SAME_EVERYWHERE],
-                env=environment,
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=120,
-            ).stdout
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", SAME_EVERYWHERE],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        for seed in ("1", "2")
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     assert "row_wise" in outputs[0]
     assert outputs[0] == outputs[1]
 

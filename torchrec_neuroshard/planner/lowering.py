@@ -221,21 +221,27 @@ class TableReader:
             option: A described option.
         """
         optimizer = self.optimizer(option)
+        config = self.config(option)
+        assert config is not None, "only described options have tables"
         key = (
-            id(option.tensor),
             table_name(option),
+            tuple(option.tensor.shape),
+            tuple(config.feature_names),
+            config.data_type,
             tuple(option.input_lengths),
             option.batch_size,
+            option.is_weighted,
+            option.is_pooled,
             optimizer,
         )
         table = self._tables.get(key)
         if table is None:
-            table = self._tables[key] = self._describe(option, optimizer)
+            table = self._tables[key] = self._describe(option, config, optimizer)
         return table
 
-    def _describe(self, option: ShardingOption, optimizer: str) -> TableConfig:
-        config = self.config(option)
-        assert config is not None, "only described options have tables"
+    def _describe(
+        self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
+    ) -> TableConfig:
         rows, width = (int(n) for n in option.tensor.shape)
         features = list(config.feature_names or []) or [option.name]
         pooling = self._pooling_factors(option, len(features))
