@@ -35,7 +35,7 @@ class SearchConfig:
     """Improve the placement by moves, swaps and re-splits afterwards."""
     restarts: int = 10
     """Disturbed restarts of the refinement without a gain after which it stops."""
-    exhaustive_limit: int = 200_000
+    exhaustive_limit: int = 500_000
     """Tasks with no more placements than this are solved by trying all; 0: none."""
     time_budget_seconds: float = 20.0
     """The best plan so far is returned after this."""

@@ -48,7 +48,7 @@ RESTART_GAIN = 1e-3
 """Relative gain of a restart that makes further ones worth while."""
 ACCEPT_WORSE = 0.003
 """Mean relative loss at which a restart is gone on from although it is worse."""
-KICK_NOISE = 0.3
+KICK_NOISE = 1.0
 """Random load on each rank, relative to the mean, while a disturbance places tables."""
 KICK_RESPLIT = 0.4
 """Share of the tables of a disturbance that are split differently."""
@@ -520,6 +520,8 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
         ranks = [*plan.critical_ranks()[:1], int(rng.integers(num_ranks))]
         pool = np.flatnonzero(plan.width_TW[:, ranks].any(axis=1))
     count = min(len(pool), 2 + int(rng.integers(0, 2 + min(6, num_tables // 4))))
+    if num_tables <= SMALL_TASK and rng.random() < 0.1:
+        pool, count = np.arange(num_tables), num_tables
     out = rng.choice(pool, count, replace=False)
     width_TW = plan.width_TW.copy()
     held, rank = np.nonzero(width_TW[out])
@@ -530,7 +532,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     free = bank.caps_W - plan.bytes_W
     free += np.bincount(rank, weights=size, minlength=num_ranks)
     width_TW[out] = 0
-    loads += rng.uniform(0.0, KICK_NOISE, num_ranks) * plan.unit
+    loads += rng.uniform(0.0, rng.uniform(0.0, KICK_NOISE), num_ranks) * plan.unit
     whole = bank.approximate(out, bank.dims_T[out]).sum(axis=1)
     for table in out[np.argsort(-whole * rng.uniform(0.5, 1.5, count), kind="stable")]:
         splits = bank.splits(int(table))
@@ -574,7 +576,7 @@ def refine(
         if trial.score < base.score:
             base = trial
     # Small tasks have rugged landscapes, and their restarts cost next to nothing.
-    scale = min(3.0, max(1.0, SMALL_TASK / len(bank.dims_T)))
+    scale = min(10.0, max(1.0, SMALL_TASK / len(bank.dims_T)))
     patience = math.ceil(config.restarts * scale)
     rng = np.random.default_rng(config.seed)
     misses = 0
