@@ -1,7 +1,8 @@
 """A trained cost model on disk: weights, schema, statistics, hardware, card.
 
 A bundle is a folder: `weights.safetensors`, `bundle.json` (everything else, and the
-weights' checksum) and `CARD.md` for people.
+weights' checksum) and `CARD.md` for people. A model of collectives may stand beside it
+(`comms_bundle`), as files of its own and the end of the card.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from torch import nn
 
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
@@ -29,9 +31,24 @@ from torchrec_neuroshard.errors import (
 from torchrec_neuroshard.features import FEATURE_NAMES, FEATURE_VERSION, check_schema
 from torchrec_neuroshard.records import Fingerprint
 
-__all__ = ["BUNDLE_VERSION", "BundleInfo", "load_bundle", "read_info", "save_bundle"]
+__all__ = [
+    "BUNDLE_VERSION",
+    "COMMS_HEADING",
+    "BundleInfo",
+    "check_finite",
+    "load_bundle",
+    "read_checked",
+    "read_description",
+    "read_info",
+    "save_bundle",
+    "write_card",
+    "write_whole",
+]
 
 BUNDLE_VERSION = 1
+
+COMMS_HEADING = "# Communication cost model"
+"""Begins the part of a card that is about collectives."""
 
 _WEIGHTS, _INFO, _CARD = "weights.safetensors", "bundle.json", "CARD.md"
 
@@ -65,31 +82,53 @@ def save_bundle(
     weights = save_tensors(state)
     data = dataclasses.asdict(info)
     data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
-    _write(path / _WEIGHTS, weights)
-    _write(path / _CARD, card.encode())
-    _write(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
+    write_whole(path / _WEIGHTS, weights)
+    write_card(path, compute=card)
+    write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_card(
+    folder: Path, *, compute: str | None = None, comms: str | None = None
+) -> None:
+    """Replace one part of a bundle's card; None keeps the part that is there."""
+    path = folder / _CARD
+    old = path.read_text(encoding="utf-8") if path.is_file() else ""
+    start = old.find(COMMS_HEADING)
+    old_compute, old_comms = (old, "") if start < 0 else (old[:start], old[start:])
+    parts = [
+        old_compute if compute is None else compute,
+        old_comms if comms is None else comms,
+    ]
+    text = "\n\n".join(part.strip() for part in parts if part.strip())
+    write_whole(path, f"{text}\n".encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that appears whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not (path / _INFO).is_file():
+def read_description(path: Path) -> dict[str, Any]:
+    """Read one of a bundle's JSON files.
+
+    Raises:
+        BundleCorruptError: It is missing or damaged.
+    """
+    if not path.is_file():
         raise BundleCorruptError(
-            f"{path} is not a cost-model bundle: it has no {_INFO}; make one with "
-            "'neuroshard train'"
+            f"{path.parent} is not a cost-model bundle: it has no {path.name}; make "
+            "one with 'neuroshard train'"
         )
     try:
-        data = json.loads((path / _INFO).read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
         raise BundleCorruptError(
-            f"{path / _INFO} is damaged ({error}); restore it or train again"
+            f"{path} is damaged ({error}); restore it or train again"
         ) from error
     if not isinstance(data, dict):
-        raise BundleCorruptError(f"{path / _INFO} is not a bundle description")
+        raise BundleCorruptError(f"{path} is not a bundle description")
     return data
 
 
@@ -100,7 +139,7 @@ def read_info(folder: str | Path) -> BundleInfo:
         BundleCorruptError: A file is missing or damaged.
         BundleMismatchError: The bundle is of another version of this package.
     """
-    return _info(Path(folder), _read_json(Path(folder)))
+    return _info(Path(folder), read_description(Path(folder) / _INFO))
 
 
 def _info(path: Path, data: dict[str, Any]) -> BundleInfo:
@@ -129,6 +168,35 @@ def _info(path: Path, data: dict[str, Any]) -> BundleInfo:
     return info
 
 
+def read_checked(path: Path, sha256: str | None) -> bytes:
+    """Read a weights file.
+
+    Raises:
+        BundleCorruptError: It is missing, or its checksum is not the one given.
+    """
+    try:
+        weights = path.read_bytes()
+    except OSError as error:
+        raise BundleCorruptError(
+            f"{path.parent} has no readable {path.name} ({error}); restore it or train "
+            "again"
+        ) from error
+    digest = hashlib.sha256(weights).hexdigest()
+    if digest != sha256:
+        raise BundleCorruptError(
+            f"{path} is damaged or not of this bundle (checksum {digest[:12]}, "
+            f"expected {str(sha256)[:12]}); restore it or train again"
+        )
+    return weights
+
+
+def check_finite(path: Path, network: nn.Module) -> None:
+    """Raise `BundleCorruptError` if a weight is not a finite number."""
+    for name, tensor in network.state_dict().items():
+        if not bool(tensor.isfinite().all()):
+            raise BundleCorruptError(f"{path}: weight '{name}' is not finite")
+
+
 def load_bundle(folder: str | Path) -> NeuralCostModel:
     """Load a bundle and check all of it.
 
@@ -137,21 +205,9 @@ def load_bundle(folder: str | Path) -> NeuralCostModel:
         BundleMismatchError: The bundle is of another version of this package.
     """
     path = Path(folder)
-    data = _read_json(path)
+    data = read_description(path / _INFO)
     info = _info(path, data)
-    try:
-        weights = (path / _WEIGHTS).read_bytes()
-    except OSError as error:
-        raise BundleCorruptError(
-            f"{path} has no readable {_WEIGHTS} ({error}); restore it or train again"
-        ) from error
-    digest = hashlib.sha256(weights).hexdigest()
-    if digest != data.get("weights_sha256"):
-        raise BundleCorruptError(
-            f"{path / _WEIGHTS} is damaged or not of this bundle (checksum "
-            f"{digest[:12]}, expected {str(data.get('weights_sha256'))[:12]}); restore "
-            "it or train again"
-        )
+    weights = read_checked(path / _WEIGHTS, data.get("weights_sha256"))
     try:
         network = SetCostNetwork(**info.network)
         network.load_state_dict(load_tensors(weights))
@@ -160,9 +216,7 @@ def load_bundle(folder: str | Path) -> NeuralCostModel:
             f"{path / _WEIGHTS} does not hold this bundle's network ({error}); restore "
             "it or train again"
         ) from error
-    for name, tensor in network.state_dict().items():
-        if not bool(tensor.isfinite().all()):
-            raise BundleCorruptError(f"{path}: weight '{name}' is not finite")
+    check_finite(path, network)
     return NeuralCostModel(
         network,
         name=info.name,

@@ -335,6 +335,7 @@ class CommsEvaluation:
     mean: float
     percentile_90: float
     kendall_tau: float
+    """Not a number for fewer than three records."""
     bandwidth_median: float
     """Median error of one latency and one bandwidth, fitted to the same records."""
 
@@ -363,7 +364,9 @@ def evaluate_comms(
                 continue
             error = np.abs(predicted[chosen] / measured[chosen] - 1)
             plain_error = np.abs(plain[chosen] / measured[chosen] - 1)
-            tau = stats.kendalltau(predicted[chosen], measured[chosen]).statistic
+            tau = float("nan")
+            if chosen.sum() > 2:
+                tau = stats.kendalltau(predicted[chosen], measured[chosen]).statistic
             rows.append(
                 CommsEvaluation(
                     world_size=int(world_size),

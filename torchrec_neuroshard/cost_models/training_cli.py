@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from torchrec_neuroshard.collect.store import read_records
+from torchrec_neuroshard.collect.store import read_records, record_kind
+from torchrec_neuroshard.cost_models import comms_training_cli
 from torchrec_neuroshard.cost_models.bundle import BundleInfo, save_bundle
 from torchrec_neuroshard.cost_models.card import Repeatability, compute_card
 from torchrec_neuroshard.cost_models.training import (
@@ -124,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `neuroshard train`."""
     defaults = TrainConfig()
     parser.add_argument(
-        "records", type=Path, nargs="+", help="Parquet files of 'collect compute'"
+        "records", type=Path, nargs="+", help="Parquet files of 'collect'"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the bundle")
     parser.add_argument("--name", help="name of the bundle; default: the folder's")
@@ -133,10 +134,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-sets", type=int, default=defaults.batch_sets)
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument("--seed", type=int, default=defaults.seed)
+    collectives = parser.add_argument_group("records of 'collect comms'")
+    collectives.add_argument(
+        "--test-world-sizes",
+        type=int,
+        nargs="+",
+        default=[],
+        help="numbers of ranks to test on and not to train on",
+    )
+    collectives.add_argument("--backend", help="what they must be measured over")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard train`."""
+    if record_kind(args.records[0]) == "comms":
+        return comms_training_cli.run(args)
     train_bundle(
         args.records,
         args.out,

@@ -1,0 +1,261 @@
+"""The model of collectives in a bundle: `comms.json`, `comms.safetensors`, the card.
+
+It stands beside a compute model or alone, and is for one kind of hardware and backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_HEADING,
+    check_finite,
+    read_checked,
+    read_description,
+    read_info,
+    write_card,
+    write_whole,
+)
+from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
+from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, CommsNetwork
+from torchrec_neuroshard.cost_models.comms_training import CommsEvaluation
+from torchrec_neuroshard.errors import BundleCorruptError, BundleMismatchError
+from torchrec_neuroshard.records import COLLECTIVES, Fingerprint
+
+__all__ = [
+    "COMMS_VERSION",
+    "CommsBundleInfo",
+    "comms_card",
+    "has_comms",
+    "load_comms_bundle",
+    "read_comms_info",
+    "save_comms_bundle",
+]
+
+COMMS_VERSION = 1
+"""Version of the files' layout; another version is refused."""
+
+_WEIGHTS, _INFO, _COMPUTE_INFO = "comms.safetensors", "comms.json", "bundle.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsBundleInfo:
+    """What the model of collectives says of itself."""
+
+    name: str
+    fingerprint: Fingerprint
+    backend: str
+    """`gloo` or `nccl`."""
+    hidden: int
+    """Argument of `CommsNetwork`."""
+    intra_gb_per_s: float
+    """Nominal bandwidth inside a node, as measured."""
+    inter_gb_per_s: float
+    """Same between nodes; 0 where one node was measured."""
+    world_sizes: tuple[int, ...]
+    """Ranks of the groups in training."""
+    bytes_per_rank: tuple[float, float]
+    """Least and most in training."""
+    trained_on: Mapping[str, Any]
+    """Records, seeds and commands behind the weights."""
+    term_names: tuple[str, ...] = TERM_NAMES
+    collectives: tuple[str, ...] = COLLECTIVES
+    comms_version: int = COMMS_VERSION
+
+
+def has_comms(folder: str | Path) -> bool:
+    """Whether a bundle holds a model of collectives."""
+    return (Path(folder) / _INFO).is_file()
+
+
+def save_comms_bundle(
+    folder: str | Path, network: CommsNetwork, info: CommsBundleInfo, card: str
+) -> None:
+    """Write the model of collectives into a bundle, new or not.
+
+    Raises:
+        BundleMismatchError: The bundle's compute model is of other hardware.
+    """
+    path = Path(folder)
+    if (path / _COMPUTE_INFO).is_file():
+        compute = read_info(path).fingerprint
+        mine = info.fingerprint
+        if (compute.device_type, compute.device) != (mine.device_type, mine.device):
+            raise BundleMismatchError(
+                f"{path} holds a compute model of {compute.device}, the collectives "
+                f"were measured on {mine.device}; name another folder"
+            )
+    path.mkdir(parents=True, exist_ok=True)
+    state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
+    weights = save_tensors(state)
+    data = dataclasses.asdict(info)
+    data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+    write_whole(path / _WEIGHTS, weights)
+    write_card(path, comms=card)
+    write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def read_comms_info(folder: str | Path) -> CommsBundleInfo:
+    """Read and check the description without the weights.
+
+    Raises:
+        BundleCorruptError: It is missing or damaged.
+        BundleMismatchError: It is of another version of this package.
+    """
+    path = Path(folder) / _INFO
+    return _info(path, read_description(path))
+
+
+def _info(path: Path, data: dict[str, Any]) -> CommsBundleInfo:
+    expected = (COMMS_VERSION, list(TERM_NAMES), list(COLLECTIVES))
+    found = tuple(data.get(n) for n in ("comms_version", "term_names", "collectives"))
+    if found != expected:
+        raise BundleMismatchError(
+            f"{path} has version {found[0]} or other terms than this package, which "
+            f"reads version {COMMS_VERSION}; train again or install the matching one"
+        )
+    fields = {f.name for f in dataclasses.fields(CommsBundleInfo)}
+    try:
+        values = {k: v for k, v in data.items() if k in fields}
+        values["fingerprint"] = Fingerprint(**data["fingerprint"])
+        for name in ("world_sizes", "bytes_per_rank", "term_names", "collectives"):
+            values[name] = tuple(data[name])
+        return CommsBundleInfo(**values)
+    except (KeyError, TypeError) as error:
+        raise BundleCorruptError(
+            f"{path} lacks or garbles a field ({error!r}); restore it or train again"
+        ) from error
+
+
+def load_comms_bundle(
+    folder: str | Path,
+    *,
+    backend: str,
+    world_size: int,
+    local_world_size: int,
+    intra_gb_per_s: float | None = None,
+    inter_gb_per_s: float | None = None,
+) -> LearnedCommsModel:
+    """Load the model of collectives for one group of ranks.
+
+    Warns where the world size is beyond those measured.
+
+    Args:
+        folder: The bundle.
+        backend: What the ranks will talk over: `gloo` or `nccl`.
+        world_size: Ranks to predict for.
+        local_world_size: Ranks per node.
+        intra_gb_per_s: Bandwidth inside a node; None is as measured.
+        inter_gb_per_s: Same between nodes.
+
+    Raises:
+        BundleCorruptError: A file is missing, truncated or damaged.
+        BundleMismatchError: It is of another backend or version of this package.
+        ConfigError: The ranks do not fill whole nodes, or a bandwidth is not known.
+    """
+    path = Path(folder)
+    data = read_description(path / _INFO)
+    info = _info(path / _INFO, data)
+    if info.backend != backend:
+        raise BundleMismatchError(
+            f"{path} was measured over {info.backend}, {backend} was asked for; "
+            f"measure with 'neuroshard collect comms --backend {backend}' and train"
+        )
+    weights = read_checked(path / _WEIGHTS, data.get("weights_sha256"))
+    try:
+        network = CommsNetwork(info.hidden)
+        network.load_state_dict(load_tensors(weights))
+    except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
+        raise BundleCorruptError(
+            f"{path / _WEIGHTS} does not hold this bundle's network ({error}); restore "
+            "it or train again"
+        ) from error
+    check_finite(path, network)
+    if world_size > 2 * max(info.world_sizes):
+        warnings.warn(
+            f"collectives of {world_size} ranks are extrapolated: {path} was measured "
+            f"at {', '.join(map(str, info.world_sizes))}",
+            stacklevel=2,
+        )
+    return LearnedCommsModel(
+        network,
+        backend=backend,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
+        intra_gb_per_s=intra_gb_per_s,
+        inter_gb_per_s=inter_gb_per_s,
+    )
+
+
+def comms_card(
+    info: CommsBundleInfo,
+    repeatability_line: str,
+    evaluations: Sequence[CommsEvaluation],
+) -> str:
+    """Write the card's part on collectives in Markdown."""
+    fingerprint, trained_on = info.fingerprint, info.trained_on
+    low, high = info.bytes_per_rank
+    lines = [
+        f"{COMMS_HEADING} `{info.name}`",
+        "",
+        "Milliseconds from the last rank's arrival until the slowest rank is through, "
+        "TorchRec's copies around the collective included.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        f"| device, backend | {fingerprint.device}, {info.backend} |",
+        f"| torch | {fingerprint.torch} |",
+        f"| cores for the ranks of a node | {trained_on['cores']} |",
+        f"| world sizes trained on | {', '.join(map(str, info.world_sizes))} |",
+        f"| records trained on | {trained_on['num_training']} |",
+        f"| bytes per rank | {low:.0f} to {high:.0f} |",
+        f"| one message inside a node | {info.intra_gb_per_s:.2f} GB/s |",
+        "| one message between nodes | "
+        + (
+            f"{info.inter_gb_per_s:.2f} GB/s |"
+            if info.inter_gb_per_s
+            else "not measured |"
+        ),
+        f"| measured | {', '.join(trained_on['created'])} |",
+        "",
+        "## Noise of the collectives",
+        "",
+        repeatability_line,
+        "",
+        "## Error on collectives never seen in training",
+        "",
+        "Absolute error relative to the measured time; tau is Kendall's. `bandwidth` "
+        "is one latency and one bandwidth per collective, fitted to the same records.",
+        "",
+        "| ranks | collective | in training | records | median | mean | 90th "
+        "percentile | tau | bandwidth, median |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {e.world_size} | {e.collective} | {'yes' if e.trained else 'no'} | "
+        f"{e.num_records} | {e.median:.1%} | {e.mean:.1%} | {e.percentile_90:.1%} | "
+        f"{'-' if math.isnan(e.kendall_tau) else f'{e.kendall_tau:.3f}'} | "
+        f"{e.bandwidth_median:.1%} |"
+        for e in evaluations
+    ]
+    lines += [
+        "",
+        "## Collectives measured by",
+        "",
+        *(f"- `{command}`" for command in trained_on["commands"]),
+        "",
+    ]
+    return "\n".join(lines)
