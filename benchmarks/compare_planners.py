@@ -112,9 +112,7 @@ def make_tasks(path: Path | None, batch_size: int, seed: int) -> list[Task]:
     for world_size, count in ((4, 32), (8, 64)):
         for number in range(4):
             optimizer = ("rowwise_adagrad", "sgd")[number % 2]
-            plan.append(
-                ("dlrm", world_size, count, power_of_two_widths(128), optimizer)
-            )
+            plan.append(("dlrm", world_size, count, seed_widths, optimizer))
     for number in range(4):
         optimizer = ("rowwise_adagrad", "sgd")[number % 2]
         world_size = (4, 8)[number // 2]
