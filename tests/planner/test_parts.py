@@ -522,12 +522,28 @@ def test_bandwidths_come_from_the_topology() -> None:
         costs = PlanCosts(topology, cost_model=AnalyticCostModel())
         return float(costs.comms_model.all_to_all(columns, 1000)[0, 0, 0])
 
-    slow = forward_ms(inter_host_bw=10 * 2**30 / 1000)
+    slow = forward_ms(inter_host_bw=10e6)  # bytes per millisecond
     # Half of 256 kB leave the node, at 10 GB/s.
     assert slow == pytest.approx(64 * 4 * 1000 / 2 / 10e6)
-    assert forward_ms(inter_host_bw=20 * 2**30 / 1000) == pytest.approx(slow / 2)
+    assert forward_ms(inter_host_bw=20e6) == pytest.approx(slow / 2)
     default = PlanCosts(gpus(), cost_model=AnalyticCostModel()).comms_model.source
     assert default == "TorchRec default bandwidths, not measured"
+
+
+def test_memory_bandwidth_comes_from_the_topology(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    def forward_ms(bandwidth: float) -> float:
+        with pytest.warns(UserWarning, match="no cost model was measured on"):
+            rating = NeuroShardPerfModel(gpus(hbm_mem_bw=bandwidth))
+        enumerator = EmbeddingEnumerator(gpus(), 100_000)
+        (option,) = searchable(
+            enumerator, make_ebc([(10**6, 256)]), sharders, "table_wise"
+        )
+        option.shards[0].rank = 0
+        return rating.costs.evaluate(rating.costs.lower([option])).ranks[0].fwd_compute
+
+    assert forward_ms(1e9) > 1.5 * forward_ms(2e9)
 
 
 def test_attribution_of_a_free_model(make_ebc: MakeEbc, sharders: Sharders) -> None:

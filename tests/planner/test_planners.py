@@ -27,6 +27,7 @@ from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import (
+    CustomTopologyData,
     PlannerError,
     ShardingOption,
 )
@@ -172,6 +173,23 @@ def test_memory_tight_table_is_split(
     assert planner.last_result is not None
     assert [s.width for s in planner.last_result.placement.shards] == [32, 32]
     assert planner.last_result.fallback is None
+
+
+def test_ranks_of_unequal_memory(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    caps = [2**20, 300 * 2**20]
+    planner = make_planner(
+        2,
+        "cuda",
+        topology_arguments={
+            "custom_topology_data": CustomTopologyData({"hbm_cap": caps}, 2)
+        },
+    )
+    planner.plan(make_ebc([(1_000_000, 64)]), sharders)
+    check(planner)
+    assert planner.last_result is not None
+    assert [s.rank for s in planner.last_result.placement.shards] == [1]
 
 
 def test_cpu_topology_is_limited_by_its_ddr(

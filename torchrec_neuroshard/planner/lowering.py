@@ -160,6 +160,9 @@ class TableReader:
         self._configs: weakref.WeakKeyDictionary[
             nn.Module, dict[str, BaseEmbeddingConfig]
         ] = weakref.WeakKeyDictionary()
+        self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         self._tables: dict[tuple[Any, ...], TableConfig] = {}
 
     def note_sharders(self, sharders: Iterable[ModuleSharder[Any]]) -> None:
@@ -176,6 +179,19 @@ class TableReader:
         if module not in self._configs:
             self._configs[module] = {c.name: c for c in table_configs(module)}
         return self._configs[module].get(option.name)
+
+    def _is_weighted(self, option: ShardingOption) -> bool:
+        """Whether lookups carry weights, given or made by a feature processor."""
+        if option.is_weighted or option.has_feature_processor:
+            return True
+        module = option.module[1]
+        if module not in self._weighted:
+            self._weighted[module] = any(
+                isinstance(child, EmbeddingBagCollectionInterface)
+                and bool(child.is_weighted())
+                for child in module.modules()
+            )
+        return self._weighted[module]
 
     def is_described(self, option: ShardingOption) -> bool:
         """Whether the cost model and a placement can describe the option."""
@@ -230,7 +246,7 @@ class TableReader:
             config.data_type,
             tuple(option.input_lengths),
             option.batch_size,
-            option.is_weighted,
+            self._is_weighted(option),
             option.is_pooled,
             optimizer,
         )
@@ -246,7 +262,7 @@ class TableReader:
         features = list(config.feature_names or []) or [option.name]
         pooling = self._pooling_factors(option, len(features))
         batch_size = option.batch_size * self._world_size
-        weighted = bool(option.is_weighted) or option.has_feature_processor
+        weighted = self._is_weighted(option)
         profile: FeatureProfile | None = None
         total = sum(pooling)
         if any(f in self._profiles for f in features):

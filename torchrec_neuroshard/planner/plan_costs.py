@@ -47,8 +47,8 @@ from torchrec_neuroshard.tables import TableConfig
 
 __all__ = ["CostedPart", "PlanCosts"]
 
-_GB_PER_S = 1000 / 1024**3
-"""TorchRec counts bandwidth in bytes per millisecond, and a GB as 2**30 bytes."""
+_GB_PER_S = 1e-6
+"""TorchRec counts bandwidth in bytes per millisecond."""
 
 
 class PlanCosts:

@@ -1,0 +1,208 @@
+"""Module kinds beside plain EmbeddingBagCollections: what stock plans, we plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
+from torchrec.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import (
+    FeatureProcessedEmbeddingBagCollection,
+)
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.quant.embedding_modules import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+)
+
+from torchrec_neuroshard.planner import NeuroShardPlanner
+
+MakePlanner = Callable[..., NeuroShardPlanner]
+
+META = torch.device("meta")
+NUM_TABLES = 3
+
+
+def configs(dim: int = 32, **arguments: Any) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=f"t{i}",
+            num_embeddings=1000,
+            embedding_dim=dim,
+            feature_names=[f"f{i}"],
+            **arguments,
+        )
+        for i in range(NUM_TABLES)
+    ]
+
+
+def feature_processed() -> Any:
+    return FeatureProcessedEmbeddingBagCollection(
+        EmbeddingBagCollection(tables=configs(), device=META, is_weighted=True),
+        PositionWeightedModuleCollection(
+            {f"f{i}": 10 for i in range(NUM_TABLES)}, device=torch.device("cpu")
+        ),
+    )
+
+
+def quantised() -> Any:
+    return QuantEmbeddingBagCollection(
+        tables=configs(data_type=DataType.INT8), is_weighted=False, device=META
+    )
+
+
+def fused() -> Any:
+    return FusedEmbeddingBagCollection(
+        tables=configs(),
+        optimizer_type=torch.optim.SGD,
+        optimizer_kwargs={"lr": 0.1},
+        device=META,
+    )
+
+
+def tower() -> Any:
+    return EmbeddingTower(
+        embedding_module=EmbeddingBagCollection(tables=configs(), device=META),
+        interaction_module=nn.Linear(3, 3),
+    )
+
+
+def tied() -> Any:
+    shared = EmbeddingBagCollection(tables=configs(), device=META)
+    return nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
+
+
+def empty() -> Any:
+    return EmbeddingBagCollection(tables=[], device=META)
+
+
+def odd_widths() -> Any:
+    return EmbeddingBagCollection(tables=configs(dim=10), device=META)
+
+
+def half_precision() -> Any:
+    tables = configs()
+    for table, kind in zip(
+        tables, (DataType.FP32, DataType.FP16, DataType.BF16), strict=True
+    ):
+        table.data_type = kind
+    return EmbeddingBagCollection(tables=tables, device=META)
+
+
+def without_features() -> Any:
+    tables = configs()
+    tables[0].feature_names = []
+    return EmbeddingBagCollection(tables=tables, device=META)
+
+
+KINDS: dict[str, tuple[Callable[[], Any], int]] = {
+    "feature processed": (feature_processed, NUM_TABLES),
+    "fused": (fused, NUM_TABLES),
+    "half precision": (half_precision, NUM_TABLES),
+    "without features": (without_features, NUM_TABLES),
+    "tied": (tied, 2 * NUM_TABLES),
+    "quantised": (quantised, 0),
+    "tower": (tower, 0),
+    "odd widths": (odd_widths, 0),
+    "empty": (empty, 0),
+}
+"""Kind -> its module and how many of its tables the search places."""
+
+
+def sharders_of(kind: str) -> list[Any]:
+    if kind == "quantised":
+        return [QuantEmbeddingBagCollectionSharder()]
+    if kind == "tower":
+        return [EmbeddingTowerSharder()]
+    return list(get_default_sharders())
+
+
+@pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_stock_plans(
+    make_planner: MakePlanner, kind: str, compute_device: str
+) -> None:
+    build, num_searched = KINDS[kind]
+    module, sharders = build(), sharders_of(kind)
+    planner = make_planner(2, compute_device)
+    stock = EmbeddingShardingPlanner(
+        topology=planner._topology,
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        stats=[],
+    ).plan(module, sharders)
+    plan = planner.plan(module, sharders)
+    assert {p: set(m) for p, m in plan.plan.items()} == {
+        p: set(m) for p, m in stock.plan.items()
+    }
+    result, task = planner.last_result, planner.last_task
+    assert (0 if task is None else len(task.tables)) == num_searched
+    if plan.plan:
+        assert result is not None and result.fallback is None
+        assert result.predicted.critical_path_ms > 0
+
+
+def test_feature_processed_tables_count_as_weighted(make_planner: MakePlanner) -> None:
+    planner = make_planner()
+    planner.plan(feature_processed(), sharders_of("feature processed"))
+    assert planner.last_task is not None
+    assert all(t.weighted for t in planner.last_task.tables)
+
+
+def test_weight_types_run_in_kernels_of_their_own(make_planner: MakePlanner) -> None:
+    planner = make_planner()
+    planner.plan(half_precision(), sharders_of("half precision"))
+    assert planner.last_task is not None
+    assert planner.last_task.num_groups == 3
+    assert [t.data_type for t in planner.last_task.tables] == ["fp32", "fp16", "bf16"]
+
+
+def test_modules_with_sharders_of_their_own(make_planner: MakePlanner) -> None:
+    class Unheard(nn.Module):
+        """No TorchRec module: no configurations, sharded table-wise only."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(100, 16, device="meta"))
+
+    class UnheardSharder:
+        fused_params = None
+        module_type = Unheard
+        qcomm_codecs_registry = None
+
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return ["table_wise"]
+
+        def compute_kernels(
+            self, sharding_type: str, compute_device_type: str
+        ) -> list[str]:
+            return ["fused"]
+
+        def shardable_parameters(self, module: Unheard) -> dict[str, nn.Parameter]:
+            return {"weight": module.weight}
+
+        def storage_usage(self, tensor: Any, device: str, kernel: str) -> Any:
+            return {"hbm": tensor.numel() * 4}
+
+    model = nn.ModuleDict(
+        {
+            "own": Unheard(),
+            "plain": EmbeddingBagCollection(tables=configs(), device=META),
+        }
+    )
+    planner = make_planner(2, "cuda")
+    plan = planner.plan(model, [UnheardSharder(), *get_default_sharders()])
+    assert plan.plan["own"]["weight"].sharding_type == "table_wise"
+    assert planner.last_task is not None
+    assert len(planner.last_task.tables) == NUM_TABLES
