@@ -107,7 +107,7 @@ def make_planner() -> MakePlanner:
             "batch_size": 64,
             "cost_model": AnalyticCostModel(),
             "comms_model": AnalyticCommsModel(),
-            "search": SearchConfig(max_rounds=3, time_budget_seconds=5.0),
+            "search": SearchConfig(beam_width=1, num_candidates=4, refine=False),
             "storage_reservation": FixedPercentageStorageReservation(percentage=0.0),
             "stats": [],
             "debug": False,

@@ -50,7 +50,7 @@ pytestmark = [
 MakeEbc = Callable[..., EmbeddingBagCollection]
 Sharders = list[EmbeddingBagCollectionSharder]
 SIZES = [(1000, 16), (2000, 256), (3000, 64), (500, 8)]
-QUICK = SearchConfig(max_rounds=2, time_budget_seconds=5.0)
+QUICK = SearchConfig(beam_width=1, num_candidates=4, refine=False)
 
 
 def models() -> dict[str, Any]:
