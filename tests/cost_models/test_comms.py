@@ -1,10 +1,22 @@
-"""The bandwidth model of collectives, by hand."""
+"""Models of collectives: bandwidths by hand, and what holds for any learned weights."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
+from torchrec_neuroshard.cost_models.comms import (
+    LearnedCommsModel,
+    datasheet_comms_model,
+)
+from torchrec_neuroshard.cost_models.comms_network import (
+    TERM_NAMES,
+    CommsNetwork,
+    physical_terms,
+)
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.records import COLLECTIVES
 
 
 def model(world: int = 4, local: int = 4) -> BandwidthCommsModel:
@@ -62,3 +74,232 @@ def test_ranks_must_fill_nodes_and_bandwidths_be_given() -> None:
         BandwidthCommsModel(
             world_size=2, local_world_size=2, intra_gb_per_s=0, inter_gb_per_s=1
         )
+
+
+def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
+    """By hand: 4 ranks, 100 GB/s; a rank passes three quarters of what it holds."""
+    per_byte = 0.75 / 100e6
+    sent_to = np.array([[1e6, 2e6, 0.0, 5e6]])
+    index = model().index_all_to_all(sent_to)
+    busiest = np.maximum(sent_to, sent_to.sum() / 4)
+    np.testing.assert_allclose(index, busiest * per_byte)
+
+    scatter_gather = model().row_wise(np.full((1, 4), 16.0), 1000)
+    np.testing.assert_allclose(scatter_gather, 16 * 1000 * 4 * per_byte)
+
+    reduced = model().all_reduce(np.full((1, 4), 8e6))
+    np.testing.assert_allclose(reduced, 2 * 8e6 * per_byte)
+
+
+@pytest.mark.parametrize("node", ["h100", "h200"])
+def test_published_links_are_labelled(node: str) -> None:
+    one = datasheet_comms_model(node, world_size=8, local_world_size=8)
+    assert one.source == "datasheet, not measured"
+    columns = np.full((1, 8), 1024.0)
+    sent = 1024 * 65536 * 4
+    expected = sent * 7 / 8 / 450e6 + 0.0118
+    np.testing.assert_allclose(one.all_to_all(columns, 65536), expected)
+
+    two = datasheet_comms_model(node, world_size=16, local_world_size=8)
+    ms = two.all_to_all(np.full((1, 16), 1024.0), 65536)
+    expected = sent * (7 / 16 / 450e6 + 8 / 16 / 50e6) + 0.018
+    np.testing.assert_allclose(ms, expected)
+
+
+def test_unpublished_links_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"node 'tpu'; known are h100, h200\. Measure"
+    ):
+        datasheet_comms_model("tpu", world_size=8, local_world_size=8)
+    with pytest.raises(ConfigError, match=r"\(12\) must be a multiple"):
+        datasheet_comms_model("h100", world_size=12, local_world_size=8)
+
+
+# The learned model, with any weights
+
+
+WORLDS = [(2, 2), (3, 3), (6, 3), (8, 2), (4, 1)]
+LINKS = (2.0, 0.5)
+
+
+def random_network(seed: int = 0) -> CommsNetwork:
+    generator = torch.Generator().manual_seed(seed)
+    network = CommsNetwork(hidden=4)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return network
+
+
+def learned(world: int = 4, local: int = 4, seed: int = 0) -> LearnedCommsModel:
+    return LearnedCommsModel(
+        random_network(seed),
+        backend="gloo",
+        world_size=world,
+        local_world_size=local,
+        measured_gb_per_s=LINKS,
+    )
+
+
+def units(world: int, count: int = 5, largest: float = 1e7) -> npt.NDArray[np.float64]:
+    rng = np.random.default_rng(world)
+    drawn = largest ** rng.uniform(0.3, 1, (count, world))
+    return np.where(rng.random((count, world)) < 0.2, 0.0, drawn)
+
+
+def test_terms_by_hand() -> None:
+    """Three ranks of one node; sizes that stay in the first segment."""
+    terms = physical_terms(
+        "pooled_forward", np.array([[100.0, 200.0, 0.0]]), 3, *LINKS
+    )[0]
+    named = {name: terms[:, i] * LINKS[0] * 1e6 for i, name in enumerate(TERM_NAMES)}
+    np.testing.assert_allclose(named["sent_0"], [200, 400, 0])
+    np.testing.assert_allclose(named["received_0"], [200, 100, 300])
+    np.testing.assert_allclose(named["most_sent_0"], 400)
+    np.testing.assert_allclose(named["most_received_0"], 300)
+    np.testing.assert_allclose(named["total_0"], 600)
+    counts = dict(zip(TERM_NAMES, terms.T, strict=True))
+    np.testing.assert_allclose(counts["peers"], 2)
+    # Two ranks send to two peers each; each rank receives from its senders.
+    np.testing.assert_allclose(counts["messages"], [2 + 1, 2 + 1, 2])
+    np.testing.assert_allclose(counts["mean_messages"], 8 / 3)
+
+
+def test_backward_is_forward_with_sides_changed() -> None:
+    bytes_CW = units(6)
+    forward = physical_terms("pooled_forward", bytes_CW, 3, *LINKS)
+    backward = physical_terms("pooled_backward", bytes_CW, 3, *LINKS)
+    column = {name: i for i, name in enumerate(TERM_NAMES)}
+    for i in range(4):
+        for one, other in (("sent", "received"), ("most_sent", "most_received")):
+            np.testing.assert_array_equal(
+                forward[..., column[f"{one}_{i}"]],
+                backward[..., column[f"{other}_{i}"]],
+            )
+
+
+def test_segments_of_a_term_add_up_to_its_bytes() -> None:
+    bytes_CW = units(4, largest=1e9)
+    terms = physical_terms("pooled_forward", bytes_CW, 4, *LINKS)
+    own = [i for i, n in enumerate(TERM_NAMES) if n.startswith("own_")]
+    total = terms[..., own].sum(axis=2) * LINKS[0] * 1e6
+    np.testing.assert_allclose(total, bytes_CW)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(("world", "local"), WORLDS)
+def test_order_of_ranks_does_not_matter(
+    collective: str, world: int, local: int
+) -> None:
+    """Of the nodes, and of the ranks of each node."""
+    rng = np.random.default_rng(0)
+    blocks = [rng.permutation(np.arange(n, n + local)) for n in range(0, world, local)]
+    order = np.concatenate([blocks[i] for i in rng.permutation(len(blocks))])
+    bytes_CW, wait = units(world), rng.exponential(1.0, (5, world))
+    wait -= wait.min(axis=1, keepdims=True)
+    model = learned(world, local)
+    ms = model.predict(collective, bytes_CW, wait)
+    moved = model.predict(collective, bytes_CW[:, order], wait[:, order])
+    np.testing.assert_allclose(moved, ms[:, order], rtol=1e-6)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(("world", "local"), WORLDS)
+def test_more_bytes_never_cost_less(collective: str, world: int, local: int) -> None:
+    bytes_CW = units(world, largest=1e9)
+    model = learned(world, local, seed=1)
+    before = model.predict(collective, bytes_CW)
+    for rank in range(world):
+        more = bytes_CW.copy()
+        more[:, rank] = more[:, rank] * 1.7 + 8
+        assert (model.predict(collective, more) >= before - 1e-12).all()
+
+
+def test_large_messages_go_on_as_a_straight_line() -> None:
+    base = np.full((1, 4), 1e9)
+    model = learned()
+    times = [model.predict("pooled_forward", k * base)[0] for k in (1, 2, 3)]
+    np.testing.assert_allclose(times[2] - times[1], times[1] - times[0], rtol=1e-9)
+    assert (times[1] > times[0]).all()
+
+
+def test_learned_candidates_are_independent() -> None:
+    columns = units(4, count=6, largest=500.0)
+    together = learned().all_to_all(columns, 512)
+    assert together.shape == (6, 4, 2)
+    for i in range(6):
+        np.testing.assert_allclose(
+            learned().all_to_all(columns[i : i + 1], 512)[0], together[i]
+        )
+
+
+def test_columns_and_samples_become_bytes_per_peer() -> None:
+    """96 samples over 4 ranks: 24 of each, of 4 bytes per column."""
+    model, columns = learned(), np.array([[8.0, 0.0, 64.0, 4.0]])
+    bytes_CW = columns * 24 * 4
+    ms = model.all_to_all(columns, 96)
+    np.testing.assert_allclose(ms[..., 0], model.predict("pooled_forward", bytes_CW))
+    np.testing.assert_allclose(ms[..., 1], model.predict("pooled_backward", bytes_CW))
+    row_wise = model.row_wise(columns, 96)
+    np.testing.assert_allclose(
+        row_wise[..., 0], model.predict("reduce_scatter", bytes_CW)
+    )
+    np.testing.assert_allclose(row_wise[..., 1], model.predict("all_gather", bytes_CW))
+    np.testing.assert_allclose(
+        model.index_all_to_all(bytes_CW * 4), model.predict("index", bytes_CW)
+    )
+    np.testing.assert_allclose(
+        model.all_reduce(bytes_CW * 4), model.predict("all_reduce", bytes_CW)
+    )
+
+
+def test_nothing_to_send_costs_nothing() -> None:
+    columns = np.array([[0.0, 0.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0]])
+    ms = learned().all_to_all(columns, 64)
+    assert (ms[0] == 0).all()
+    assert (ms[1] > 0).all()
+    assert (learned(1, 1).all_to_all(np.full((2, 1), 64.0), 64) == 0).all()
+
+
+def test_early_ranks_gain_and_the_last_one_does_not() -> None:
+    bytes_CW = np.full((1, 4), 1e6)
+    model = learned()
+    together = model.predict("pooled_forward", bytes_CW)[0]
+    waited = model.predict("pooled_forward", bytes_CW, np.array([[9.0, 9.0, 9.0, 0.0]]))
+    assert waited[0, 3] == pytest.approx(together[3])
+    assert (waited[0, :3] < together[:3]).all()
+    assert (waited > 0).all()
+    nobody = model.predict("pooled_forward", bytes_CW, np.zeros((1, 4)))
+    np.testing.assert_allclose(nobody[0], together)
+
+
+def test_bytes_scale_with_the_bandwidth_and_starts_do_not() -> None:
+    def at(intra: float) -> npt.NDArray[np.float64]:
+        model = LearnedCommsModel(
+            random_network(),
+            backend="gloo",
+            world_size=4,
+            local_world_size=4,
+            measured_gb_per_s=LINKS,
+            intra_gb_per_s=intra,
+        )
+        return model.predict("pooled_forward", np.full((1, 4), 3e6))
+
+    limit = at(1e12)
+    np.testing.assert_allclose(at(2.0) - limit, 2 * (at(4.0) - limit), rtol=1e-6)
+    assert (limit > 0).all()
+
+
+def test_learned_model_needs_whole_nodes_and_bandwidths() -> None:
+    with pytest.raises(ConfigError, match=r"world_size \(6\) must be a multiple"):
+        learned(6, 4)
+    with pytest.raises(ConfigError, match=r"and 0\.0 between nodes; the collectives"):
+        LearnedCommsModel(
+            random_network(),
+            backend="gloo",
+            world_size=4,
+            local_world_size=2,
+            measured_gb_per_s=(2.0, 0.0),
+        )
+    with pytest.raises(ConfigError, match="is for 4 ranks, got values of 3"):
+        learned().all_to_all(np.ones((1, 3)), 64)

@@ -20,6 +20,7 @@ import signal
 import socket
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -305,8 +306,7 @@ class Ranks:
         # Closing the connections wakes whoever waits for this rank.
         self._control = None
         self._groups.clear()
-        with contextlib.suppress(RuntimeError, AssertionError, ValueError):
-            dist.destroy_process_group()
+        self.close()
         answers: dict[int, str | None] = {r: None for r in range(self.world_size)}
         answers[self.rank] = reason
         deadline = time.monotonic() + self._timeout_seconds + 2
@@ -323,9 +323,15 @@ class Ranks:
         return answers
 
     def close(self) -> None:
-        """Leave the group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        """Leave the group, or give that up when it does not come to an end."""
+
+        def leave() -> None:
+            with contextlib.suppress(RuntimeError, AssertionError, ValueError):
+                dist.destroy_process_group()
+
+        thread = threading.Thread(target=leave, daemon=True)
+        thread.start()
+        thread.join(self._timeout_seconds)
 
 
 class CollectiveRunner:
