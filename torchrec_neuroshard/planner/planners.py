@@ -230,7 +230,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             The same plan on every rank; `last_result` is the same, too.
 
         Raises:
-            NeuroShardError: Everything that `plan` raises.
+            Exception: What `plan` raised on the first rank; where that cannot be sent,
+                an error of the same kind that quotes it.
+            RuntimeError: There is no process group.
         """
         if pg is None:
             if not dist.is_initialized():
