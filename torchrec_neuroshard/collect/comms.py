@@ -808,6 +808,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-bytes", type=int, default=high, help="per rank; capped by free memory"
     )
     parser.add_argument(
+        "--max-delay-ms",
+        type=float,
+        default=sampling.max_delay_ms,
+        help="longest delay of a rank's start",
+    )
+    parser.add_argument(
         "--timeout", type=float, default=20.0, help="a silent rank's [s]"
     )
     parser.add_argument(
@@ -829,7 +835,8 @@ def run(args: argparse.Namespace) -> int:
                 time_limit_seconds=args.time_limit,
                 sample_seconds=args.sample_seconds,
                 sampling=CommsSamplingConfig(
-                    bytes_per_rank=(args.min_bytes, args.max_bytes)
+                    bytes_per_rank=(args.min_bytes, args.max_bytes),
+                    max_delay_ms=args.max_delay_ms,
                 ),
             )
         )

@@ -2,21 +2,31 @@
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import load_bundle
-from torchrec_neuroshard.cost_models.comms import BandwidthCommsModel
+from torchrec_neuroshard.cost_models.comms import (
+    BandwidthCommsModel,
+    LearnedCommsModel,
+    datasheet_comms_model,
+)
 from torchrec_neuroshard.cost_models.compute import (
     NeuralCostModel,
     PhysicalCostModel,
     StockCostModel,
 )
-from torchrec_neuroshard.cost_models.loading import load_cost_model
+from torchrec_neuroshard.cost_models.loading import (
+    load_comms_model,
+    load_cost_model,
+)
 
 __all__ = [
     "BandwidthCommsModel",
     "CommsModel",
     "CostModel",
+    "LearnedCommsModel",
     "NeuralCostModel",
     "PhysicalCostModel",
     "StockCostModel",
+    "datasheet_comms_model",
     "load_bundle",
+    "load_comms_model",
     "load_cost_model",
 ]

@@ -5,8 +5,17 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from torchrec_neuroshard.cost_models.base import CostModel
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
+from torchrec_neuroshard.cost_models.comms import (
+    DATASHEET_NODES,
+    datasheet_comms_model,
+)
+from torchrec_neuroshard.cost_models.comms_bundle import (
+    has_comms,
+    load_comms_bundle,
+    read_comms_info,
+)
 from torchrec_neuroshard.cost_models.compute import (
     PhysicalConstants,
     PhysicalCostModel,
@@ -14,7 +23,7 @@ from torchrec_neuroshard.cost_models.compute import (
 from torchrec_neuroshard.devices import current_device_name
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 
-__all__ = ["load_cost_model", "pretrained_names"]
+__all__ = ["load_comms_model", "load_cost_model", "pretrained_names"]
 
 _PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
@@ -64,6 +73,57 @@ def load_cost_model(
         f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a folder made by "
         "'neuroshard train'"
     )
+
+
+def load_comms_model(
+    cost_model: str | Path = "auto",
+    *,
+    device_type: str,
+    world_size: int,
+    local_world_size: int,
+) -> CommsModel | None:
+    """Find the model of collectives that belongs to a cost model.
+
+    Args:
+        cost_model: As for `load_cost_model`.
+        device_type: Device that is planned for: "cpu" (gloo) or "cuda" (NCCL).
+        world_size: Ranks.
+        local_world_size: Ranks per node.
+
+    Returns:
+        What was measured, if the bundle holds it for this backend; else the published
+        links of this machine's GPU; None where neither is known and the topology's
+        bandwidths have to do.
+
+    Raises:
+        BundleCorruptError: The bundle is damaged.
+        BundleMismatchError: The bundle is of another version of this package.
+        ConfigError: The ranks do not fill whole nodes, or were measured on one node.
+    """
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    device = current_device_name(device_type)
+    if str(cost_model) == "auto":
+        folders = sorted(p.parent for p in _PRETRAINED.glob("*/comms.json"))
+    elif (_PRETRAINED / str(cost_model)).is_dir():
+        folders = [_PRETRAINED / str(cost_model)]
+    else:
+        folders = [Path(cost_model)]
+    for folder in filter(has_comms, folders):
+        info = read_comms_info(folder)
+        wanted = str(cost_model) != "auto" or info.fingerprint.device == device
+        if wanted and info.backend == backend:
+            return load_comms_bundle(
+                folder,
+                backend=backend,
+                world_size=world_size,
+                local_world_size=local_world_size,
+            )
+    for node in DATASHEET_NODES:
+        if device_type == "cuda" and node in (device or "").lower():
+            return datasheet_comms_model(
+                node, world_size=world_size, local_world_size=local_world_size
+            )
+    return None
 
 
 def _auto(device_type: str, hbm_gb_per_s: float | None) -> CostModel:

@@ -1,0 +1,437 @@
+"""Training the model of collectives, its bundle and the train command.
+
+The records follow a law that is known: launch, peers, the busiest direction, all bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.collect.comms_sampling import (
+    CommsSamplingConfig,
+    sample_collective,
+)
+from torchrec_neuroshard.collect.store import CommsStore
+from torchrec_neuroshard.cost_models import CommsModel, loading
+from torchrec_neuroshard.cost_models.bundle import COMMS_HEADING, write_card
+from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
+from torchrec_neuroshard.cost_models.comms_bundle import (
+    has_comms,
+    load_comms_bundle,
+    read_comms_info,
+    save_comms_bundle,
+)
+from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, physical_terms
+from torchrec_neuroshard.cost_models.comms_training import (
+    CommsData,
+    CommsTrainConfig,
+    build_comms,
+    evaluate_comms,
+    fit_bandwidth,
+    fit_coefficients,
+    predict_comms,
+    train_comms,
+)
+from torchrec_neuroshard.cost_models.comms_training_cli import train_comms_bundle
+from torchrec_neuroshard.cost_models.loading import load_comms_model
+from torchrec_neuroshard.errors import (
+    BundleCorruptError,
+    BundleMismatchError,
+    ConfigError,
+    RecordError,
+    RecordMismatchError,
+)
+from torchrec_neuroshard.records import (
+    COLLECTIVES,
+    CommsHeader,
+    CommsRecord,
+    Fingerprint,
+)
+
+GB_PER_S = 2.0
+STEPS = CommsTrainConfig(steps=250)
+
+
+def law(collective: str, bytes_per_peer: Sequence[int]) -> np.ndarray:
+    """Time of each rank [ms]; its dependence on the world size is not a term."""
+    world = len(bytes_per_peer)
+    units = np.array([bytes_per_peer], dtype=np.float64)
+    terms = physical_terms(collective, units, world, GB_PER_S, 0.0)[0]
+    values = dict(zip(TERM_NAMES, terms.T, strict=True))
+
+    def total(name: str) -> np.ndarray:
+        return np.asarray(np.sum([values[f"{name}_{i}"] for i in range(4)], axis=0))
+
+    busiest = np.maximum(total("sent"), total("received"))
+    crowd = 1 + 0.3 * np.log2(world)
+    return np.asarray(
+        0.1 + 0.05 * values["peers"] + crowd * busiest + 0.2 * total("total")
+    )
+
+
+def measure(world: int, count: int, seed: int) -> list[CommsRecord]:
+    rng = np.random.default_rng(seed)
+    config = CommsSamplingConfig(bytes_per_rank=(1024, 2**24), delayed_share=0.0)
+    records = []
+    for index in range(count):
+        sample = sample_collective(index, seed, config, {"world": world})
+        ms = law(sample.collective, sample.bytes_per_peer)
+        ms = ms * np.exp(rng.normal(0, 0.02, world))
+        records.append(
+            CommsRecord(
+                index=index,
+                repeat_of=sample.repeat_of,
+                collective=sample.collective,
+                world_size=world,
+                local_world_size=world,
+                bytes_per_peer=sample.bytes_per_peer,
+                delay_ms=sample.delay_ms,
+                arrival_raw_ms=((0.0,) * world,),
+                done_raw_ms=(tuple(map(float, ms)),),
+                ref_raw_ms=(1.0,),
+                wait_ms=(0.0,) * world,
+                transfer_ms=tuple(map(float, ms)),
+            )
+        )
+    return records
+
+
+def data(worlds: Sequence[int], count: int = 150, seed: int = 0) -> CommsData:
+    records = [r for w in worlds for r in measure(w, count, seed + w)]
+    return build_comms(records, GB_PER_S, 0.0)
+
+
+@pytest.fixture(scope="module")
+def training() -> CommsData:
+    return data((2, 4, 8))
+
+
+def test_world_sizes_not_trained_on_are_predicted(training: CommsData) -> None:
+    network = train_comms(training, STEPS)
+    rows = evaluate_comms(network, training, data((3, 6), seed=100))
+    totals = {r.world_size: r for r in rows if r.collective == "all"}
+    assert set(totals) == {3, 6}
+    for row in totals.values():
+        assert not row.trained
+        assert row.num_records == 150
+        assert row.median < 0.08
+        assert row.kendall_tau > 0.9
+    assert totals[6].median < totals[6].bandwidth_median / 3
+    by_name = [r for r in rows if r.collective != "all" and r.world_size == 3]
+    assert {r.collective for r in by_name} == set(COLLECTIVES)
+    assert sum(r.num_records for r in by_name) == 150
+
+
+def test_same_seed_same_weights(training: CommsData) -> None:
+    few = CommsTrainConfig(steps=5)
+    one, two = train_comms(training, few), train_comms(training, few)
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, two.state_dict()[name])
+
+
+def test_fit_finds_a_law_made_of_its_terms() -> None:
+    found = data((4,), count=200)
+    rng = np.random.default_rng(0)
+    true_LK = rng.uniform(0.5, 2.0, (len(COLLECTIVES), len(TERM_NAMES)))
+    ms = np.einsum("nwk,nk->nw", found.terms_NWK, true_LK[found.collective_N])
+    exact = dataclasses.replace(found, transfer_NW=ms.astype(np.float32))
+    fitted = fit_coefficients(exact)
+    assert (fitted >= 0).all()
+    again = np.einsum("nwk,nk->nw", found.terms_NWK, fitted[found.collective_N])
+    assert np.median(np.abs(again / ms - 1)) < 0.01
+
+
+def test_yardstick_is_one_latency_and_one_bandwidth() -> None:
+    found = data((4,), count=200)
+    busiest = np.zeros(len(found.collective_N))
+    for name in ("most_sent", "most_received"):
+        columns = [TERM_NAMES.index(f"{name}_{i}") for i in range(4)]
+        busiest = np.maximum(busiest, found.terms_NWK[:, 0, columns].sum(axis=1))
+    ms = np.repeat((0.3 + 1.5 * busiest)[:, None], 4, axis=1)
+    exact = dataclasses.replace(found, transfer_NW=ms.astype(np.float32))
+    np.testing.assert_allclose(
+        fit_bandwidth(exact), [[0.3, 1.5]] * len(COLLECTIVES), rtol=1e-3
+    )
+
+
+def test_padding_does_not_matter(training: CommsData) -> None:
+    network = train_comms(training, CommsTrainConfig(steps=5))
+    small, large = measure(2, 10, 0), measure(8, 10, 0)
+    alone = predict_comms(network, build_comms(small, GB_PER_S, 0.0))
+    padded = predict_comms(network, build_comms(small + large, GB_PER_S, 0.0))
+    np.testing.assert_allclose(padded[:10, :2], alone, rtol=1e-5)
+    assert (padded[:10, 2:] == 0).all()
+
+
+def test_too_little_to_train_on() -> None:
+    with pytest.raises(RecordError, match="no records to train on"):
+        build_comms([], GB_PER_S, 0.0)
+    with pytest.raises(RecordError, match="10 records are too few to train on"):
+        train_comms(data((2,), count=10), STEPS)
+    with pytest.raises(RecordError, match=r"bandwidths above 0 GB/s, got 0\.0 inside"):
+        build_comms(measure(2, 1, 0), 0.0, 0.0)
+    crossing = dataclasses.replace(measure(2, 1, 0)[0], local_world_size=1)
+    with pytest.raises(RecordError, match=r"2\.0 inside a node and 0\.0 between"):
+        build_comms([crossing], GB_PER_S, 0.0)
+    with pytest.raises(ConfigError, match="steps and hidden must be at least 1"):
+        CommsTrainConfig(steps=0)
+
+
+# Bundles and the command
+
+
+def header(world: int, backend: str = "gloo", device: str = "a CPU") -> CommsHeader:
+    return CommsHeader(
+        fingerprint=Fingerprint(
+            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
+        ),
+        reference_ms=1.0,
+        seed=0,
+        sampling={"cores": 2},
+        command="neuroshard collect comms",
+        created="2026-01-01T00:00:00+00:00",
+        backend=backend,
+        world_size=world,
+        local_world_size=world,
+        intra_gb_per_s=GB_PER_S,
+        inter_gb_per_s=0.0,
+    )
+
+
+def write(folder: Path, worlds: Sequence[int], backend: str = "gloo") -> list[Path]:
+    paths = []
+    for world in worlds:
+        paths.append(folder / f"{backend}_{world}.parquet")
+        with CommsStore(paths[-1], header(world, backend)) as store:
+            for record in measure(world, 60, world):
+                store.append(record)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle trained on 2 and 4 ranks and tested on 3."""
+    folder = tmp_path_factory.mktemp("comms")
+    evaluations = train_comms_bundle(
+        write(folder, (2, 3, 4)),
+        folder / "bundle",
+        "mine",
+        CommsTrainConfig(steps=40),
+        test_world_sizes=(3,),
+        console=Console(quiet=True),
+    )
+    assert {(e.world_size, e.trained) for e in evaluations} == {
+        (2, True),
+        (3, False),
+        (4, True),
+    }
+    return folder / "bundle"
+
+
+@pytest.fixture
+def bundle(trained: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    shutil.copytree(trained, tmp_path / "bundle")
+    return tmp_path / "bundle"
+
+
+def load(folder: Path, world: int = 3, backend: str = "gloo") -> np.ndarray:
+    model = load_comms_bundle(
+        folder, backend=backend, world_size=world, local_world_size=world
+    )
+    assert model.source == "measured"
+    return model.all_to_all(np.full((1, world), 64.0), 512)
+
+
+def test_bundle_predicts_its_records(trained: Path) -> None:
+    info = read_comms_info(trained)
+    assert (info.backend, info.world_sizes) == ("gloo", (2, 4))
+    assert info.intra_gb_per_s == GB_PER_S
+    expected = law("pooled_forward", [64 * 512 * 4 // 4] * 4)
+    np.testing.assert_allclose(load(trained, 4)[0, :, 0], expected, rtol=0.25)
+
+
+def test_card_states_errors_hardware_and_what_is_missing(trained: Path) -> None:
+    card = (trained / "CARD.md").read_text()
+    assert card.startswith(f"{COMMS_HEADING} `mine`")
+    assert "| device, backend | a CPU, gloo |" in card
+    assert "| 3 | all | no | 60 |" in card
+    assert "| one message between nodes | not measured |" in card
+
+
+def test_card_keeps_its_other_part(bundle: Path) -> None:
+    comms = (bundle / "CARD.md").read_text()
+    write_card(bundle, compute="# Compute\n\nnumbers\n")
+    assert (bundle / "CARD.md").read_text() == f"# Compute\n\nnumbers\n\n{comms}"
+    write_card(bundle, compute="# Other\n")
+    write_card(bundle, comms=f"{COMMS_HEADING} new\n")
+    assert (bundle / "CARD.md").read_text() == f"# Other\n\n{COMMS_HEADING} new\n"
+
+
+def test_collectives_of_another_device_do_not_join_a_compute_model(
+    bundle: Path, tmp_path: Path
+) -> None:
+    from torchrec_neuroshard.cost_models.loading import (
+        load_cost_model,
+        pretrained_names,
+    )
+
+    shipped = Path(__file__).parents[2] / "torchrec_neuroshard" / "pretrained"
+    assert "cpu" in pretrained_names()
+    both = tmp_path / "both"
+    shutil.copytree(shipped / "cpu", both)
+    info = read_comms_info(bundle)
+    network = train_comms(data((2,), count=40), CommsTrainConfig(steps=1))
+    with pytest.raises(BundleMismatchError, match="measured on a CPU; name another"):
+        save_comms_bundle(both, network, info, "card")
+    device = load_cost_model(both).hardware
+    own = dataclasses.replace(info.fingerprint, device=device)
+    save_comms_bundle(
+        both,
+        network,
+        dataclasses.replace(info, fingerprint=own),
+        f"{COMMS_HEADING}\n",
+    )
+    assert has_comms(both)
+    assert load_cost_model(both).hardware == device
+    assert load(both, 2).shape == (1, 2, 2)
+    card = (both / "CARD.md").read_text()
+    assert card.startswith("# Compute cost model")
+    assert card.endswith(f"{COMMS_HEADING}\n")
+
+
+def test_other_backend_is_refused(bundle: Path) -> None:
+    with pytest.raises(BundleMismatchError, match="over gloo, nccl was asked for"):
+        load(bundle, backend="nccl")
+
+
+def test_nodes_never_measured_need_a_bandwidth(bundle: Path) -> None:
+    with pytest.raises(ConfigError, match="give intra_gb_per_s and inter_gb_per_s"):
+        load_comms_bundle(bundle, backend="gloo", world_size=4, local_world_size=2)
+    slow, slower = (
+        load_comms_bundle(
+            bundle,
+            backend="gloo",
+            world_size=4,
+            local_world_size=2,
+            inter_gb_per_s=inter,
+        ).all_to_all(np.full((1, 4), 512.0), 4096)
+        for inter in (1.0, 0.1)
+    )
+    assert (slower > slow).all()
+
+
+def test_far_more_ranks_are_warned_about(bundle: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(bundle, 8)
+    with pytest.warns(UserWarning, match=r"of 9 ranks are extrapolated.*at 2, 4"):
+        load(bundle, 9)
+
+
+def test_damage_is_found(bundle: Path) -> None:
+    weights = bundle / "comms.safetensors"
+    sound = weights.read_bytes()
+    weights.write_bytes(sound[:-1])
+    with pytest.raises(BundleCorruptError, match="damaged or not of this bundle"):
+        load(bundle)
+    weights.unlink()
+    with pytest.raises(BundleCorruptError, match=r"no readable comms\.safetensors"):
+        load(bundle)
+    weights.write_bytes(sound)
+    description = bundle / "comms.json"
+    stored = json.loads(description.read_text())
+    for changes, error, message in (
+        ({"comms_version": 9}, BundleMismatchError, "has version 9 or other terms"),
+        ({"term_names": ["a"]}, BundleMismatchError, "or other terms than this"),
+        ({"fingerprint": {}}, BundleCorruptError, "lacks or garbles a field"),
+        ({"hidden": 3}, BundleCorruptError, "does not hold this bundle's network"),
+    ):
+        description.write_text(json.dumps({**stored, **changes}))
+        with pytest.raises(error, match=message):
+            load(bundle)
+    description.unlink()
+    assert not has_comms(bundle)
+    with pytest.raises(BundleCorruptError, match=r"it has no comms\.json"):
+        load(bundle)
+
+
+def test_command_dispatches_on_the_kind_of_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "torchrec_neuroshard.cost_models.comms_training_cli.CommsTrainConfig",
+        lambda seed: CommsTrainConfig(steps=3, seed=seed),
+    )
+    paths = [str(p) for p in write(tmp_path, (2, 3))]
+    out = tmp_path / "out"
+    command = ["train", *paths, "--out", str(out), "--backend", "gloo"]
+    assert main([*command, "--test-world-sizes", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 ranks (not in training): median error" in printed
+    assert load(out, 2).shape == (1, 2, 2)
+
+
+def test_records_that_were_not_asked_for(tmp_path: Path) -> None:
+    def attempt(paths: list[Path], **options: object) -> None:
+        train_comms_bundle(
+            paths,
+            tmp_path / "b",
+            "b",
+            STEPS,
+            console=Console(quiet=True),
+            **options,  # type: ignore[arg-type]
+        )
+
+    two = write(tmp_path, (2,))
+    with pytest.raises(RecordMismatchError, match="over gloo, nccl was asked for"):
+        attempt(two, backend="nccl")
+    with pytest.raises(RecordError, match="no records of world size 6 to test on"):
+        attempt(two, test_world_sizes=(6,))
+    with pytest.raises(RecordError, match="every world size is kept for the test"):
+        attempt(two, test_world_sizes=(2,))
+    with pytest.raises(RecordMismatchError, match="different backends: gloo, nccl"):
+        attempt(two + write(tmp_path, (2,), backend="nccl"))
+    assert not (tmp_path / "b").exists()
+
+
+def test_planner_finds_what_was_measured_or_published(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def find(cost_model: str | Path, device_type: str = "cpu") -> CommsModel | None:
+        return load_comms_model(
+            cost_model, device_type=device_type, world_size=8, local_world_size=8
+        )
+
+    found = find(bundle)
+    assert isinstance(found, LearnedCommsModel)
+    np.testing.assert_array_equal(
+        found.all_to_all(np.full((1, 8), 64.0), 512), load(bundle, 8)
+    )
+
+    # Measured over gloo: not for GPUs. Their published links are labelled as such.
+    monkeypatch.setattr(loading, "current_device_name", lambda _: "NVIDIA H200")
+    published = find(bundle, "cuda")
+    assert published is not None
+    assert published.source == "datasheet, not measured"
+    monkeypatch.setattr(loading, "current_device_name", lambda _: "NVIDIA A10")
+    assert find(bundle, "cuda") is None
+
+    # "auto" takes a shipped bundle of this very device.
+    monkeypatch.setattr(loading, "_PRETRAINED", tmp_path / "shipped")
+    shutil.copytree(bundle, tmp_path / "shipped" / "one")
+    monkeypatch.setattr(loading, "current_device_name", lambda _: "another CPU")
+    assert find("auto") is None
+    monkeypatch.setattr(loading, "current_device_name", lambda _: "a CPU")
+    assert isinstance(find("auto"), LearnedCommsModel)

@@ -1,0 +1,267 @@
+"""The collector of collectives at work over gloo, and what a dead rank does to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.collect.store import journal_path, read_comms_records
+from torchrec_neuroshard.records import CommsHeader, CommsRecord
+
+pytestmark = pytest.mark.distributed
+
+END_SECONDS = 120
+
+Ranks = list["subprocess.Popen[str]"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Launcher:
+    """Starts one process per rank, as torchrun would."""
+
+    def __init__(self) -> None:
+        self.started: Ranks = []
+
+    def __call__(
+        self, arguments: Sequence[str], world_size: int, local_world_size: int = 0
+    ) -> Ranks:
+        port = free_port()
+        ranks = []
+        for rank in range(world_size):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(local_world_size or world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-W", "error::FutureWarning", *arguments],
+                    env=environment,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        self.started += ranks
+        return ranks
+
+    def collect(
+        self, out: Path, world_size: int, *options: str, local_world_size: int = 0
+    ) -> Ranks:
+        arguments = ["-m", "torchrec_neuroshard", "collect", "comms", "--out", str(out)]
+        small = ["--max-bytes", "65536", "--sample-seconds", "0.01"]
+        return self([*arguments, *small, *options], world_size, local_world_size)
+
+    def stop(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def launch() -> Iterator[Launcher]:
+    launcher = Launcher()
+    yield launcher
+    launcher.stop()
+
+
+def ends(ranks: Ranks) -> list[tuple[int, str]]:
+    """Exit code and error output of every rank."""
+    outputs = [r.communicate(timeout=END_SECONDS)[1] for r in ranks]
+    return [(r.returncode, text) for r, text in zip(ranks, outputs, strict=True)]
+
+
+def read(path: Path) -> tuple[CommsHeader, list[CommsRecord]]:
+    [(header, records)] = read_comms_records([path])
+    return header, records
+
+
+def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
+    path = tmp_path / "c.parquet"
+    options = ["--seed", "11", "--max-delay-ms", "400", "--num-samples"]
+    assert ends(launch.collect(path, 2, *options, "12")) == [(0, "")] * 2
+    header, first = read(path)
+    assert (header.backend, header.world_size, header.local_world_size) == (
+        "gloo",
+        2,
+        2,
+    )
+    assert header.reference_ms > 0
+    assert header.intra_gb_per_s > 0
+    assert header.inter_gb_per_s == 0
+    assert [r.index for r in first] == list(range(12))
+    for record in first:
+        assert len(record.ref_raw_ms) >= 3
+        assert all(len(row) == 2 and min(row) == 0 for row in record.arrival_raw_ms)
+        assert min(record.ref_raw_ms) > 0
+        assert max(record.transfer_ms) > 0
+
+    assert ends(launch.collect(path, 2, *options, "24")) == [(0, "")] * 2
+    again, both = read(path)
+    assert again == header
+    assert both[:12] == first
+    assert [r.index for r in both] == list(range(24))
+
+    # The waits follow from the arrivals. Start skews far above the noise of a busy
+    # machine are there as asked for.
+    for record in both:
+        arrival_PW = np.array(record.arrival_raw_ms)
+        wait_PW = arrival_PW.max(axis=1, keepdims=True) - arrival_PW
+        np.testing.assert_allclose(
+            record.wait_ms, np.median(wait_PW, axis=0), rtol=1e-4, atol=1e-3
+        )
+    skewed = [r for r in both if max(r.delay_ms) - min(r.delay_ms) > 150]
+    assert skewed
+    for record in skewed:
+        assert np.argmin(record.wait_ms) == np.argmax(record.delay_ms)
+        assert max(record.wait_ms) > 30
+
+    # Another group of ranks must not add to it: one rank says so, all of them end.
+    others = ends(launch.collect(path, 3, *options, "30"))
+    assert [code for code, _ in others] == [2, 2, 2]
+    assert "holds records of world_size 2, 3 was asked for" in others[0][1]
+    assert [text for _, text in others[1:]] == ["", ""]
+    assert read(path) == (again, both)
+
+
+def test_dead_rank_is_named_and_records_are_kept(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.parquet"
+    ranks = launch.collect(path, 3, "--num-samples", "100000", "--timeout", "10")
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        journal = journal_path(path)
+        if journal.exists() and journal.read_text().count("\n") >= 4:
+            break
+        assert all(r.poll() is None for r in ranks), ends(ranks)
+        time.sleep(0.1)
+    ranks[1].kill()
+    first, _, last = ends(ranks)
+    assert first[0] == 2
+    assert f"rank 1 ({socket.gethostname()}, process {ranks[1].pid})" in first[1]
+    assert "died or fell silent" in first[1]
+    assert last == (2, "")
+    assert not journal_path(path).exists()  # rank 0 folded it
+    _, kept = read(path)
+    assert len(kept) >= 3
+    assert [r.index for r in kept] == list(range(len(kept)))
+
+
+def test_interruption_ends_the_run_between_samples(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.parquet"
+    ranks = launch.collect(path, 4, "--num-samples", "100000", local_world_size=2)
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        journal = journal_path(path)
+        if journal.exists() and journal.read_text().count("\n") >= 25:
+            break
+        assert all(r.poll() is None for r in ranks), ends(ranks)
+        time.sleep(0.1)
+    ranks[2].send_signal(signal.SIGTERM)
+    assert ends(ranks) == [(0, "")] * 4
+    header, records = read(path)
+
+    # Two nodes of two ranks: also the groups inside and across them were measured.
+    assert (header.world_size, header.local_world_size) == (4, 2)
+    assert header.inter_gb_per_s > 0
+    groups = {(r.group, r.world_size, r.local_world_size) for r in records}
+    assert groups == {("world", 4, 2), ("local", 2, 2), ("cross", 2, 1)}
+
+
+COMPARE = """
+    import datetime, os, sys, warnings
+    import torch, torch.distributed as dist
+    warnings.simplefilter("ignore")
+    from torchrec.distributed.dist_data import (
+        PooledEmbeddingsAllToAll, PooledEmbeddingsReduceScatter,
+    )
+    from torchrec_neuroshard.collect.comms import CollectiveRunner
+
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch, columns = 6, [8, 0, 20]
+    group = dist.group.WORLD
+    torch.manual_seed(rank)
+
+    def runner(collective, units):
+        return CollectiveRunner(
+            collective, units, batch, 0.3,
+            process_group=None, rank=rank, device=torch.device("cpu"),
+        )
+
+    units = [4 * batch * c for c in columns]
+    embeddings = torch.randn(batch * world, columns[rank], requires_grad=True)
+    theirs = PooledEmbeddingsAllToAll(
+        group, columns, torch.device("cpu")
+    )(embeddings, batch_size_per_rank=[batch] * world).wait()
+    forward = runner("pooled_forward", units)
+    forward.set_input(embeddings.detach())
+    forward.run()
+    assert torch.equal(forward.output, theirs)
+
+    gradient = torch.randn_like(theirs)
+    theirs.backward(gradient)
+    backward = runner("pooled_backward", units)
+    backward.set_input(gradient)
+    backward.run()
+    assert torch.equal(backward.output, embeddings.grad)
+
+    partial = torch.randn(batch * world, 4, requires_grad=True)
+    reduced = PooledEmbeddingsReduceScatter(group)(partial).wait()
+    scatter = runner("reduce_scatter", [4 * batch * 4] * world)
+    scatter.set_input(partial.detach().view(world, -1))
+    scatter.run()
+    assert torch.equal(scatter.output.view(batch, 4), reduced)
+
+    gradient = torch.randn_like(reduced)
+    reduced.backward(gradient)
+    gather = runner("all_gather", [4 * batch * 4] * world)
+    gather.set_input(gradient.view(1, -1))
+    gather.run()
+    assert torch.equal(gather.output.view_as(partial) / world, partial.grad)
+
+    index = runner("index", [8 * 10, 0, 8 * 30])
+    index.run()
+    lengths = [3, 0, 9][rank]
+    received = [len(t) for t in index.output]
+    assert received == [lengths * world, ([10, 0, 30][rank] - lengths) * world]
+
+    total = runner("all_reduce", [4 * 5] * world)
+    total.set_input(torch.full((world, 5), float(rank)))
+    total.run()
+    assert torch.equal(total.output, torch.full((world, 5), 3.0))
+    dist.destroy_process_group()
+"""
+
+
+def test_collectives_compute_what_torchrec_computes(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    script = tmp_path / "compare.py"
+    script.write_text(textwrap.dedent(COMPARE))
+    ranks = launch(["-W", "ignore", str(script)], 3)
+    for code, text in ends(ranks):
+        assert code == 0, text
