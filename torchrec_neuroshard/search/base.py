@@ -35,6 +35,8 @@ class SearchConfig:
     """Improve the placement by moves, swaps and re-splits afterwards."""
     restarts: int = 10
     """Disturbed restarts of the refinement without a gain after which it stops."""
+    effort: float = 1.0
+    """Factor on the number of refinement steps: more find better plans, slowly."""
     exhaustive_limit: int = 500_000
     """Tasks with no more placements than this are solved by trying all; 0: none."""
     time_budget_seconds: float = 20.0
@@ -47,10 +49,9 @@ class SearchConfig:
                 "beam_width, num_candidates and the number of caps must be at least 1, "
                 f"got {self.beam_width}, {self.num_candidates}, {self.caps}"
             )
-        if self.time_budget_seconds <= 0:
-            raise ConfigError(
-                f"time_budget_seconds must be above 0, got {self.time_budget_seconds}"
-            )
+        for name in ("effort", "time_budget_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,11 @@ START_THRESHOLDS: tuple[float, ...] = (float("inf"), 1.0, 0.7, 0.5, 0.35, 0.25, 
 average rank's load."""
 
 MAX_LANE_SHARDS = 2_000_000
-"""Shards x ranks placed in one lockstep call; bounds memory and time of a round."""
+"""Shards of all lanes placed in one lockstep call; bounds the memory of a round."""
+NUM_CAPS = 3
+"""Caps tried after the first round: those that served the start states best."""
+MIN_GAIN = 1e-3
+"""Relative gain of a round below which the beam stops and refinement goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class _Beam:
         self.splits = [bank.splits(t) for t in range(len(self.base))]
         self.seen: set[State] = set()
         self.kept: list[tuple[float, State, Ints, Floats]] = []
+        self.caps = config.caps
 
     def shards(self, state: State) -> Ints:
         """Bank rows of a state."""
@@ -138,20 +143,25 @@ class _Beam:
 
     def evaluate(self, states: Sequence[State], orders: Sequence[str]) -> None:
         """Place new states and keep the best."""
-        caps, bank = self.config.caps, self.bank
+        caps, bank = self.caps, self.bank
         fresh = [s for s in dict.fromkeys(states) if s not in self.seen]
         self.seen.update(fresh)
-        per_state = len(caps) * len(orders) * len(bank.dims_T) * bank.task.world_size
-        batch = max(1, MAX_LANE_SHARDS // per_state)
+        lanes = len(caps) * len(orders)
+        batch = max(1, MAX_LANE_SHARDS // (lanes * len(bank.dims_T)))
         for start in range(0, len(fresh), batch):
             some = fresh[start : start + batch]
             plans = plan_states(bank, [self.shards(s) for s in some], caps, orders)
-            self._keep(some, plans, len(caps) * len(orders))
+            self._keep(some, plans, lanes)
+            if len(self.caps) > NUM_CAPS and np.isfinite(plans.cost_L).any():
+                # The best lane of each cap, over all states and orders.
+                by_cap = plans.cost_L.reshape(len(some), len(caps), len(orders))
+                best = np.argsort(by_cap.min(axis=(0, 2)), kind="stable")[:NUM_CAPS]
+                self.caps = tuple(caps[c] for c in sorted(best.tolist()))
 
     def _keep(self, states: Sequence[State], plans: LanePlans, lanes: int) -> None:
         for i, state in enumerate(states):
             lane = i * lanes + int(plans.cost_L[i * lanes : (i + 1) * lanes].argmin())
-            if plans.placed_L[lane]:
+            if np.isfinite(plans.cost_L[lane]):
                 self.kept.append(
                     (
                         float(plans.cost_L[lane]),
@@ -190,6 +200,6 @@ def beam_search(
                 expanded.add(state)
                 states += beam.neighbours(state, widths_TW, loads_W)
         beam.evaluate(states, ORDERS[:1])
-        if beam.kept[0][0] >= best:
+        if beam.kept[0][0] > best * (1 - MIN_GAIN):
             break
     return [BeamPlan(cost, widths) for cost, _, widths, _ in beam.kept]

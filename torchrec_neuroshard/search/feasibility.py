@@ -299,7 +299,7 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
     most, fewest = block(most_K[kind], cells, size), block(fewest_K[kind], cells, size)
     memory = [block(column, ranks, num_ranks), block(fixed, ranks, num_ranks)]
     limits = np.asarray(counts, dtype=np.float64)
-    blocks = [
+    blocks: list[tuple[sparse.csr_array, Floats | float, Floats | float]] = [
         # Units only where there is a shard, and then at least the fewest.
         (sparse.hstack([one, -most]), -np.inf, 0.0),
         (sparse.hstack([one, -fewest]), 0.0, np.inf),

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.feasibility import spread_columns
@@ -30,7 +29,7 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["Plan", "refine"]
 
-NUM_TARGETS = 12
+NUM_TARGETS = 8
 """Ranks tried as the other side of a transfer: the least loaded ones."""
 NUM_FIRST = 12
 NUM_EXACT = 48
@@ -40,12 +39,16 @@ SPREAD_WEIGHT = 0.02
 """Weight of the spread of the loads beside the critical path: lets a step pay that
 relieves one of several equally critical ranks."""
 SPREAD_POWER = 6
+BASE_STEPS, STEPS_PER_TABLE, SMALL_TASK_STEPS = 50, 1.25, 8000.0
+"""Steps of all descents together, at effort 1: see `refine`."""
 NUM_RESPLIT = 4
 """Tables of a critical rank, the costliest first, that are split anew."""
 SMALL_TASK = 64
 """Tasks with fewer tables than this are restarted more often."""
 RESTART_GAIN = 1e-3
 """Relative gain of a restart that makes further ones worth while."""
+MAX_START_TABLES = 500
+"""Several starts are refined where they have no more tables than this together."""
 ACCEPT_WORSE = 0.003
 """Mean relative loss at which a restart is gone on from although it is worse."""
 KICK_NOISE = 1.0
@@ -100,6 +103,10 @@ class Plan:
         self.width_TW = width_TW.copy()
         task = bank.task
         num_ranks, num_groups = task.world_size, task.num_groups
+        narrowest = -(-np.asarray(task.min_widths) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+        self._narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
+        self._most_T: Ints = np.asarray(task.max_shards)
+        self._limited = bool(np.isfinite(bank.caps_W).any())
         self.sums_WGE: Floats = np.zeros((num_ranks, num_groups, bank.encoding_dim))
         self.columns_W: Floats = np.zeros(num_ranks)
         self.bytes_W: Floats = np.zeros(num_ranks)
@@ -163,51 +170,47 @@ class Plan:
 
     # Candidates.
 
-    def _legal_width(self, table_K: Ints, width_K: Ints) -> npt.NDArray[np.bool_]:
-        """Whether a shard may be this wide; 0 is no shard."""
-        task = self.bank.task
-        narrowest = np.asarray(task.min_widths)[table_K]
-        whole = width_K == self.bank.dims_T[table_K]
-        legal: npt.NDArray[np.bool_] = (width_K == 0) | whole | (width_K >= narrowest)
-        return legal
+    def _targets(self, num_targets: int) -> Ints:
+        """Ranks to take columns: the least loaded ones."""
+        targets: Ints = np.argsort(self.loads_W, kind="stable")[:num_targets]
+        return targets
 
-    def transfers(self, source: int, num_targets: int = NUM_TARGETS) -> _Candidates:
-        """List the transfers off one rank to the least loaded ranks and the joins."""
+    def transfers(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
+        """List transfers off some ranks to the least loaded ranks, and the joins."""
         bank, task = self.bank, self.bank.task
-        tables = np.flatnonzero(self.width_TW[:, source])
-        loads = self.loads_W.copy()
-        loads[source] = np.inf
-        targets = np.argsort(loads, kind="stable")[: min(num_targets, len(loads) - 1)]
-        table, target = (
-            a.reshape(-1) for a in np.meshgrid(tables, targets, indexing="ij")
-        )
-        joined = np.nonzero(self.width_TW[tables] > 0)
-        keep = (joined[1] != source) & ~np.isin(joined[1], targets)
-        table = np.concatenate([table, tables[joined[0][keep]]])
-        target = np.concatenate([target, joined[1][keep]])
+        targets = self._targets(num_targets)
+        held, place = np.nonzero(self.width_TW[:, sources])
+        table = np.repeat(held, len(targets))
+        source = np.repeat(sources[place], len(targets))
+        target = np.tile(targets, len(held))
+        split = np.flatnonzero(self.shards_T[held] > 1)
+        if len(split):
+            shard, other_rank = np.nonzero(self.width_TW[held[split]])
+            table = np.concatenate([table, held[split[shard]]])
+            source = np.concatenate([source, sources[place[split[shard]]]])
+            target = np.concatenate([target, other_rank])
         width = self.width_TW[table, source]
         options = [width]
         if task.uneven:
-            # Halves and thirds, and the share that evens out the two ranks.
+            # The share that evens out the two ranks, a half, and the least there is.
             cost = bank.approximate(table, width).sum(axis=1)
             excess = (self.loads_W[source] - self.loads_W[target]) / 2
             ideal = width * np.clip(excess / np.maximum(cost, 1e-12), 0.0, 1.0)
-            down = np.floor(ideal / COLUMN_MULTIPLE).astype(np.int64) * COLUMN_MULTIPLE
+            down = ideal.astype(np.int64) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
             half = width // (2 * COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-            narrow = np.asarray(task.min_widths)[table]
-            narrow = -(-narrow // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-            options += [half, down, down + COLUMN_MULTIPLE, narrow]
-        num = len(table)
+            options += [half, down, down + COLUMN_MULTIPLE, self._narrowest_T[table]]
         columns = np.concatenate(options)
-        table, target = np.tile(table, len(options)), np.tile(target, len(options))
-        width = np.tile(width, len(options))
+        table, source, target, width = (
+            np.tile(a, len(options)) for a in (table, source, target, width)
+        )
         other = self.width_TW[table, target]
         after, grown = width - columns, other + columns
         shards = self.shards_T[table] - (after == 0) + (other == 0)
-        legal = (columns > 0) & (after >= 0)
-        legal &= self._legal_width(table, np.maximum(after, 0))
-        legal &= self._legal_width(table, grown)
-        legal &= shards <= np.maximum(1, np.asarray(task.max_shards)[table])
+        narrowest = self._narrowest_T[table]
+        legal = (columns > 0) & (source != target)
+        legal &= (after == 0) | (after >= narrowest)
+        legal &= (grown >= narrowest) | (grown == bank.dims_T[table])
+        legal &= (shards <= self._most_T[table]) | (shards <= 1)
         if not task.uneven:
             # All shards of a table keep one width: only moves to a rank without it.
             legal &= (other == 0) & (after == 0)
@@ -215,16 +218,10 @@ class Plan:
             self.bytes_W[target] - bank.bytes(table, other) + bank.bytes(table, grown)
             <= bank.caps_W[target]
         )
-        key = (table * task.world_size + target) * (
-            int(bank.dims_T.max()) + 1
-        ) + columns
-        first = np.zeros(len(key), dtype=bool)
-        first[np.unique(key, return_index=True)[1]] = True
-        index = np.flatnonzero(legal & first)
-        assert num * len(options) == len(key)
+        index = np.flatnonzero(legal)
         none = np.full(len(index), -1, dtype=np.int64)
         return _Candidates(
-            np.full(len(index), source, dtype=np.int64),
+            source[index],
             target[index],
             table[index],
             columns[index],
@@ -232,32 +229,27 @@ class Plan:
             np.zeros_like(none),
         )
 
-    def swaps(self, source: int, num_targets: int = NUM_TARGETS) -> _Candidates:
-        """List the exchanges of whole shards between one rank and less loaded ones."""
+    def swaps(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
+        """List exchanges of whole shards between some ranks and less loaded ones."""
         bank = self.bank
-        loads = self.loads_W.copy()
-        loads[source] = np.inf
-        targets = np.argsort(loads, kind="stable")[: min(num_targets, len(loads) - 1)]
-        mine = np.flatnonzero(self.width_TW[:, source])
+        targets = self._targets(num_targets)
+        mine, place = np.nonzero(self.width_TW[:, sources])
         theirs, column = np.nonzero(self.width_TW[:, targets])
-        rank = targets[column]
-        table = np.repeat(mine, len(theirs))
-        back, target = np.tile(theirs, len(mine)), np.tile(rank, len(mine))
+        table, source = (np.repeat(a, len(theirs)) for a in (mine, sources[place]))
+        back, target = (np.tile(a, len(mine)) for a in (theirs, targets[column]))
+        legal = (self.width_TW[table, target] == 0) & (self.width_TW[back, source] == 0)
+        index = np.flatnonzero(legal)
+        table, source, back, target = (a[index] for a in (table, source, back, target))
         columns = self.width_TW[table, source]
         back_columns = self.width_TW[back, target]
-        legal = (self.width_TW[table, target] == 0) & (self.width_TW[back, source] == 0)
-        size, back_size = bank.bytes(table, columns), bank.bytes(back, back_columns)
-        legal &= self.bytes_W[target] - back_size + size <= bank.caps_W[target]
-        legal &= self.bytes_W[source] - size + back_size <= bank.caps_W[source]
-        index = np.flatnonzero(legal)
-        return _Candidates(
-            np.full(len(index), source, dtype=np.int64),
-            target[index],
-            table[index],
-            columns[index],
-            back[index],
-            back_columns[index],
-        )
+        if self._limited:
+            more = bank.bytes(table, columns) - bank.bytes(back, back_columns)
+            fits = self.bytes_W[target] + more <= bank.caps_W[target]
+            fits &= self.bytes_W[source] - more <= bank.caps_W[source]
+            table, source, back, target, columns, back_columns = (
+                a[fits] for a in (table, source, back, target, columns, back_columns)
+            )
+        return _Candidates(source, target, table, columns, back, back_columns)
 
     # Scores.
 
@@ -313,7 +305,7 @@ class Plan:
         pair_K2 = np.stack([c.source_K, c.target_K], axis=1)
         sums = self.sums_WGE[pair_K2]
         count = self.count_WG[pair_K2]
-        num = np.arange(len(c))
+        line = np.arange(len(c))
         tables, ids, widths, signs = [], [], [], []
         for side, rank, table, columns in (
             (0, c.source_K, c.table_K, -c.columns_K),
@@ -326,14 +318,14 @@ class Plan:
                 held = width > 0
                 tables.append(table[held])
                 widths.append(width[held])
-                ids.append(num[held] * 2 + side)
+                ids.append(line[held] * 2 + side)
                 signs.append(np.full(len(tables[-1]), sign))
-        table, sign = np.concatenate(tables), np.concatenate(signs)
-        id_ = np.concatenate(ids) * sums.shape[2] + bank.groups_T[table]
-        encoding = bank.encoding(bank.rows(table, np.concatenate(widths)))
+        table_N, sign_N = np.concatenate(tables), np.concatenate(signs)
+        id_N = np.concatenate(ids) * sums.shape[2] + bank.groups_T[table_N]
+        encoding = bank.encoding(bank.rows(table_N, np.concatenate(widths)))
         flat = sums.reshape(-1, sums.shape[-1])
-        flat += sum_by(id_, encoding * sign[:, None], len(flat))
-        np.add.at(count.reshape(-1), id_, sign)
+        flat += sum_by(id_N, encoding * sign_N[:, None], len(flat))
+        np.add.at(count.reshape(-1), id_N, sign_N)
         return sums, count
 
     def evaluate(self, candidates: _Candidates) -> Floats:
@@ -386,7 +378,9 @@ class Plan:
         comms = bank.simulator.comms_model.all_to_all(columns, bank.task.batch_size)
         loads = compute.sum(axis=2) + columns * bank.comms_per_column_2.sum()
         spread = ((loads / self.unit) ** SPREAD_POWER).mean(axis=1)
-        return critical_path(compute, comms) + SPREAD_WEIGHT * self.unit * spread
+        score: Floats = critical_path(compute, comms)
+        score += SPREAD_WEIGHT * self.unit * spread
+        return score
 
     def apply(self, candidates: _Candidates, k: int) -> None:
         """Make one candidate's change."""
@@ -476,21 +470,30 @@ def _resplit(plan: Plan) -> bool:
     return True
 
 
-def _descend(plan: Plan, deadline: float) -> None:
+class _Effort:
+    """Steps left, and time."""
+
+    def __init__(self, num_steps: int, deadline: float) -> None:
+        self.num_steps = num_steps
+        self.deadline = deadline
+
+    def spend(self) -> bool:
+        """Take one step off; False where none, or no time, is left."""
+        self.num_steps -= 1
+        return self.num_steps >= 0 and time.monotonic() < self.deadline
+
+
+def _descend(plan: Plan, effort: _Effort) -> None:
     """Take the best step off the critical ranks until none pays."""
-    while time.monotonic() < deadline:
+    while effort.spend():
         if not _step(plan) and not _resplit(plan):
             return
 
 
 def _step(plan: Plan) -> bool:
     """Take the best transfer or swap off the critical ranks; False where none pays."""
-    kinds = [
-        kind(rank)
-        for rank in plan.critical_ranks()
-        for kind in (plan.transfers, plan.swaps)
-    ]
-    found = _Candidates.join(kinds)
+    ranks = np.array(plan.critical_ranks())
+    found = _Candidates.join([plan.transfers(ranks), plan.swaps(ranks)])
     if not len(found):
         return False
     order = np.argsort(plan.approximate(found), kind="stable")
@@ -566,26 +569,28 @@ def refine(
     best, best_ms = base.width_TW, base.critical_ms
     if bank.task.world_size < 2:
         return best, best_ms
-    for number, width_TW in enumerate(starts):
-        if number and time.monotonic() > deadline:
-            break
+    starts = starts[: max(1, MAX_START_TABLES // len(bank.dims_T))]
+    num_tables = len(bank.dims_T)
+    # Few tables make a rugged landscape and cheap steps; many tables need many steps.
+    steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + SMALL_TASK_STEPS / num_tables
+    effort = _Effort(math.ceil(config.effort * steps), deadline)
+    for width_TW in starts:
         trial = Plan(bank, width_TW)
-        _descend(trial, deadline)
+        _descend(trial, effort)
         if trial.critical_ms < best_ms:
             best, best_ms = trial.width_TW.copy(), trial.critical_ms
         if trial.score < base.score:
             base = trial
-    # Small tasks have rugged landscapes, and their restarts cost next to nothing.
-    scale = min(10.0, max(1.0, SMALL_TASK / len(bank.dims_T)))
+    scale = min(10.0, max(1.0, SMALL_TASK / num_tables))
     patience = math.ceil(config.restarts * scale)
     rng = np.random.default_rng(config.seed)
     misses = 0
-    while misses < patience and time.monotonic() < deadline:
+    while misses < patience and effort.spend():
         misses += 1
         kicked = _kick(base, rng)
         if kicked is None:
             continue
-        _descend(kicked, deadline)
+        _descend(kicked, effort)
         if kicked.critical_ms < best_ms * (1 - MIN_GAIN):
             if kicked.critical_ms < best_ms * (1 - RESTART_GAIN):
                 misses = 0
