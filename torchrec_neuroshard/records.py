@@ -265,7 +265,7 @@ class CommsRecord:
     """Median time from each rank's arrival to the last one's."""
     transfer_ms: tuple[float, ...]
     """Median time of each rank from the last arrival until it was through, relative
-    to the reference."""
+    to the reference's speed in this and the samples before."""
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:

@@ -22,6 +22,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,9 @@ __all__ = [
 
 _REFERENCE_BYTES_PER_PEER = 64 * 1024
 _BANDWIDTH_BYTES = 16 * 2**20
+_REFERENCE_SAMPLES = 5
+"""The reference's speed is the median over so many samples: the machine drifts over
+minutes, while a single pass of the reference is as noisy as the sample's."""
 _START_MARGIN_S = 1e-3
 """From the agreement on a start to the start, so that all ranks know of it."""
 _MEMORY_SHARE = 0.25
@@ -482,6 +486,7 @@ class _Meter:
 
     def __init__(self, ranks: Ranks, config: CommsConfig) -> None:
         self._ranks, self._config = ranks, config
+        self._recent_ms: deque[list[float]] = deque(maxlen=_REFERENCE_SAMPLES)
         self._reference = self._runner(
             "pooled_forward",
             [_REFERENCE_BYTES_PER_PEER] * ranks.world_size,
@@ -563,7 +568,9 @@ class _Meter:
         arrival_PW, done_PW = arrival_PW - first_P1, done_PW - first_P1
         last_P1 = arrival_PW.max(axis=1, keepdims=True)
         transfer_PW = np.maximum(done_PW - last_P1, 0.0)
-        speed = reference_ms / float(np.median(reference_P))
+        self._recent_ms.append(list(map(float, reference_P)))
+        recent_ms = [ms for passes_ms in self._recent_ms for ms in passes_ms]
+        speed = reference_ms / statistics.median(recent_ms)
         return CommsRecord(
             index=sampled.index,
             repeat_of=sampled.repeat_of,
