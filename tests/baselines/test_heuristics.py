@@ -1,94 +1,107 @@
-from __future__ import annotations
+"""Greedy and random placement of whole tables."""
 
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.baselines import HEURISTICS, make_heuristic
+from torchrec_neuroshard.baselines.heuristics import (
+    GREEDY_KEYS,
+    GreedySearcher,
+    RandomSearcher,
+)
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.search import make_searcher
+from torchrec_neuroshard.search.base import Searcher
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
+MODELS = AnalyticCostModel(), AnalyticCommsModel()
 
-def task_of(
-    rows: list[int], dims: list[int], pooling: list[float], memory: tuple[int, ...] = ()
-) -> ShardingTask:
-    tables = tuple(
-        TableConfig(name=f"t{i}", num_embeddings=r, embedding_dim=d, pooling_factor=p)
-        for i, (r, d, p) in enumerate(zip(rows, dims, pooling, strict=True))
-    )
+
+def task(memory: int = 0, widths: tuple[int, ...] = (64, 32, 32, 16)) -> ShardingTask:
     return ShardingTask(
-        tables=tables, world_size=2, batch_size=256, memory_bytes=memory
+        tables=tuple(
+            TableConfig(name=f"t{i}", num_embeddings=1000, embedding_dim=w)
+            for i, w in enumerate(widths)
+        ),
+        world_size=2,
+        batch_size=512,
+        memory_bytes=(memory, memory) if memory else (),
     )
 
 
-def ranks(name: str, task: ShardingTask) -> list[int]:
-    return [s.rank for s in make_heuristic(name).place(task).shards]
+def ranks(searcher: Searcher, problem: ShardingTask) -> list[int]:
+    placement = searcher.search(problem, *MODELS).placement
+    assert len(placement.shards) == len(problem.tables)  # whole tables only
+    return [s.rank for s in placement.shards]
 
 
-# Sizes 40, 32, 24, 16 (x 100 bytes): 40 | 32, then 24 joins 32 (less), 16 joins 40.
+def test_largest_first_on_the_emptiest_rank() -> None:
+    # 64 | 32 -> 64 | 32 + 32 -> 64 + 16 | 64
+    assert ranks(GreedySearcher("dim"), task()) == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("key", GREEDY_KEYS)
+def test_every_key_balances_what_it_names(key: str) -> None:
+    rng = np.random.default_rng(1)
+    tables = tuple(
+        TableConfig(
+            name=f"t{i}",
+            num_embeddings=int(rng.integers(10, 10**6)),
+            embedding_dim=4 * int(rng.integers(1, 33)),
+            pooling_factor=float(rng.uniform(0, 30)),
+        )
+        for i in range(40)
+    )
+    problem = ShardingTask(tables=tables, world_size=4, batch_size=512)
+    held = np.zeros(4)
+    for table, rank in zip(tables, ranks(GreedySearcher(key), problem), strict=True):
+        held[rank] += GREEDY_KEYS[key](table)
+    # Whoever goes on the emptiest rank ends at most (1 - 1 / W) of itself above the mean.
+    largest = max(GREEDY_KEYS[key](t) for t in tables)
+    assert held.max() <= held.mean() + 0.75 * largest
+
+
+def test_a_full_rank_is_not_offered() -> None:
+    # By columns rank 0 would be next, but it holds the 64 columns and is full.
+    memory = 64 * 4000
+    assert ranks(GreedySearcher("dim"), task(memory, (64, 32, 32))) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("searcher", [GreedySearcher("size"), RandomSearcher()])
+def test_a_table_that_fits_nowhere_is_named(searcher: Searcher) -> None:
+    with pytest.raises(InfeasibleError, match=r"table 't\d' needs .* GiB; the freest"):
+        searcher.search(task(32 * 4000), *MODELS)
+
+
+def test_random_follows_its_seed() -> None:
+    problem = task(widths=(16,) * 30)
+    assert ranks(RandomSearcher(3), problem) == ranks(RandomSearcher(3), problem)
+    assert ranks(RandomSearcher(3), problem) != ranks(RandomSearcher(4), problem)
+
+
+def test_unknown_key_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="unknown greedy key 'rows'; one of size"):
+        GreedySearcher("rows")
+
+
+# Sizes 40, 32, 24, 16 (x 100 bytes): 40 | 32, then 24 joins 32, 16 joins 40.
 # Widths 4, 8, 12, 16: 16 | 12, 8 joins 12, 4 joins 16.
 # Lookups 4, 24, 12, 32: 32 | 24, 12 joins 24, 4 joins 32.
-TASK = task_of([250, 100, 50, 25], [4, 8, 12, 16], [1.0, 3.0, 1.0, 2.0])
-
-
+# Times log10 rows 9.6, 48, 20.4, 44.7: 48 | 44.7, 20.4 joins 44.7, 9.6 joins 48.
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("key", "expected"),
     [
         ("size", [0, 1, 1, 0]),
         ("dim", [0, 1, 1, 0]),
         ("lookup", [0, 1, 1, 0]),
-        # x log10 rows: 9.6, 48, 20.4, 44.7: 48 | 44.7, 20.4 joins 44.7, 9.6 joins 48.
-        ("size_lookup", [0, 0, 1, 1]),
+        ("size-lookup", [0, 0, 1, 1]),
     ],
 )
-def test_greedies_balance_their_quantity(name: str, expected: list[int]) -> None:
-    assert ranks(name, TASK) == expected
-
-
-def test_every_heuristic_gives_a_valid_rated_plan() -> None:
-    rng = np.random.default_rng(0)
-    task = task_of(
-        rng.integers(100, 10_000, 20).tolist(), [8] * 20, rng.uniform(1, 9, 20).tolist()
+def test_greedies_by_hand(key: str, expected: list[int]) -> None:
+    rows, widths, pooling = (250, 100, 50, 25), (4, 8, 12, 16), (1.0, 3.0, 1.0, 2.0)
+    tables = tuple(
+        TableConfig(name=f"t{i}", num_embeddings=r, embedding_dim=w, pooling_factor=p)
+        for i, (r, w, p) in enumerate(zip(rows, widths, pooling, strict=True))
     )
-    best = make_searcher("default").search(
-        task, AnalyticCostModel(), AnalyticCommsModel()
-    )
-    for name in HEURISTICS:
-        result = make_heuristic(name).search(
-            task, AnalyticCostModel(), AnalyticCommsModel()
-        )
-        result.placement.check(task)
-        # Whole tables only, and never better than what the search finds.
-        assert len(result.placement.shards) == 20
-        assert result.predicted.critical_path_ms >= best.predicted.critical_path_ms * (
-            1 - 1e-9
-        )
-
-
-def test_random_depends_on_the_seed_alone() -> None:
-    task = task_of([100] * 20, [8] * 20, [1.0] * 20)
-    same = [make_heuristic("random", 3).place(task) for _ in range(2)]
-    assert same[0] == same[1]
-    assert make_heuristic("random", 4).place(task) != same[0]
-
-
-def test_memory_sends_a_table_to_the_other_rank() -> None:
-    # By width alone table 2 (800 bytes) would join table 1; only rank 0 has room.
-    task = task_of([50, 50, 50], [8, 8, 4], [1.0] * 3, memory=(2400, 1700))
-    assert ranks("dim", task)[2] == 0
-
-
-@pytest.mark.parametrize("name", sorted(HEURISTICS))
-def test_a_table_that_fits_nowhere_is_an_error(name: str) -> None:
-    task = task_of([50, 60, 50], [8, 64, 4], [1.0] * 3, memory=(10_000, 12_000))
-    with pytest.raises(
-        InfeasibleError, match=rf"heuristic '{name}': table 't1' .* GiB left.*splits"
-    ):
-        make_heuristic(name).place(task)
-
-
-def test_unknown_name() -> None:
-    with pytest.raises(ConfigError, match=r"unknown heuristic 'best'; one of dim, "):
-        make_heuristic("best")
+    problem = ShardingTask(tables=tables, world_size=2, batch_size=256)
+    assert ranks(GreedySearcher(key), problem) == expected

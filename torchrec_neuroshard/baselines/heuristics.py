@@ -1,149 +1,149 @@
-"""Placing whole tables by a rule of thumb: random, and four greedy balances.
+"""Random and greedy placement of whole tables, as the seed papers compare with.
 
-Shapes: `T` tables, `W` ranks.
+Their released code puts a table that fits nowhere on the last rank without a word; here
+a rank that is full is not offered, and a table that fits nowhere is an error.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["HEURISTICS", "HeuristicSearcher", "make_heuristic"]
-
-Floats = npt.NDArray[np.float64]
+__all__ = ["GREEDY_KEYS", "GreedySearcher", "RandomSearcher"]
 
 _GIB = 2**30
 
-
-def _size(task: ShardingTask) -> Floats:
-    return np.array(
-        [task.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables)]
-    )
-
-
-def _dim(task: ShardingTask) -> Floats:
-    return np.array([float(c.embedding_dim) for c in task.tables])
-
-
-def _lookup(task: ShardingTask) -> Floats:
-    pooling = [
-        c.profile.pooling_factor if c.profile is not None else c.pooling_factor
-        for c in task.tables
-    ]
-    product: Floats = _dim(task) * np.array(pooling)
-    return product
-
-
-def _size_lookup(task: ShardingTask) -> Floats:
-    rows = np.array([float(c.num_embeddings) for c in task.tables])
-    product: Floats = _lookup(task) * np.log10(rows)
-    return product
-
-
-HEURISTICS: dict[str, Callable[[ShardingTask], Floats] | None] = {
-    "random": None,
-    "size": _size,
-    "dim": _dim,
-    "lookup": _lookup,
-    "size_lookup": _size_lookup,
+GREEDY_KEYS: Mapping[str, Callable[[TableConfig], float]] = {
+    "size": lambda t: float(t.weight_bytes),
+    "dim": lambda t: float(t.embedding_dim),
+    "lookup": lambda t: t.embedding_dim * t.pooling_factor,
+    "size-lookup": lambda t: (
+        t.embedding_dim * t.pooling_factor * math.log10(max(t.num_embeddings, 2))
+    ),
 }
-"""What each greedy balances: bytes, width, width x pooling factor, and that times log10
-rows, as in the published code of AutoShard, DreamShard and NeuroShard. None: random."""
+"""What each greedy balances: DreamShard's (arXiv 2210.02023) four rules."""
 
 
-class HeuristicSearcher(Searcher):
-    """Whole tables, one after the other, each to a rank with memory for it.
+class GreedySearcher(Searcher):
+    """Largest table first, each on the rank that has least so far and room left."""
 
-    Random: any such rank, tables in random order. Greedy: in descending order of the
-    balanced quantity, to the rank that has least of it so far.
-    Source: NeuroShard (arXiv 2305.01868), baselines; differs: a table that fits on no
-    rank is an error, where the published code puts it on the last one.
-    """
+    def __init__(self, key: str) -> None:
+        """Choose what is balanced.
 
-    def __init__(self, name: str, seed: int = 0) -> None:
-        """Take the name of a heuristic and, for the random one, a seed."""
-        if name not in HEURISTICS:
+        Raises:
+            ConfigError: `key` is not one of GREEDY_KEYS.
+        """
+        if key not in GREEDY_KEYS:
             raise ConfigError(
-                f"unknown heuristic '{name}'; one of {', '.join(sorted(HEURISTICS))}"
+                f"unknown greedy key '{key}'; one of {', '.join(GREEDY_KEYS)}"
             )
-        self.name = name
-        self.seed = seed
+        self.name = f"greedy-{key}"
+        self._key = GREEDY_KEYS[key]
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Place the tables; the models only rate the result.
-
-        The lower bound is 0 and the gap infinite: a heuristic proves nothing.
+        """Place whole tables.
 
         Raises:
-            InfeasibleError: A table fits no rank when its turn comes, which another
-                order might avoid.
+            InfeasibleError: A table fits on no rank any more.
         """
         start = time.monotonic()
-        placement = self.place(task)
-        placement.check(task)
-        predicted = Simulator(task, cost_model, comms_model).evaluate(placement)
-        return SearchResult(
-            placement=placement,
-            predicted=predicted,
-            lower_bound_ms=0.0,
-            gap=float("inf"),
-            search_seconds=time.monotonic() - start,
-            num_evaluated=task.world_size,
+        loads = np.array([self._key(t) for t in task.tables])
+        held = np.zeros(task.world_size)
+        used = np.zeros(task.world_size)
+        ranks = np.zeros(len(task.tables), dtype=np.int64)
+        for table in np.argsort(-loads, kind="stable"):
+            free = _ranks_with_room(task, int(table), used)
+            rank = free[np.argmin(held[free])]
+            held[rank] += loads[table]
+            used[rank] += _whole_bytes(task, int(table))
+            ranks[table] = rank
+        return _result(task, ranks, cost_model, comms_model, start)
+
+
+class RandomSearcher(Searcher):
+    """Each table on a random rank that has room."""
+
+    name = "random"
+
+    def __init__(self, seed: int = 0) -> None:
+        """Take the seed."""
+        self._seed = seed
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Place whole tables.
+
+        Raises:
+            InfeasibleError: A table fits on no rank any more.
+        """
+        start = time.monotonic()
+        rng = np.random.default_rng(self._seed)
+        used = np.zeros(task.world_size)
+        ranks = np.zeros(len(task.tables), dtype=np.int64)
+        for table in range(len(task.tables)):
+            rank = rng.choice(_ranks_with_room(task, table, used))
+            used[rank] += _whole_bytes(task, table)
+            ranks[table] = rank
+        return _result(task, ranks, cost_model, comms_model, start)
+
+
+def _whole_bytes(task: ShardingTask, table: int) -> float:
+    return task.shard_bytes(table, task.tables[table].embedding_dim)
+
+
+def _ranks_with_room(
+    task: ShardingTask, table: int, used_W: np.ndarray[tuple[int], np.dtype[np.float64]]
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if not task.memory_bytes:
+        return np.arange(task.world_size)
+    room = np.asarray(task.memory_bytes, dtype=np.float64) - used_W
+    needed = _whole_bytes(task, table)
+    free = np.flatnonzero(room >= needed)
+    if not len(free):
+        rank = int(room.argmax())
+        raise InfeasibleError(
+            f"table '{task.tables[table].name}' needs {needed / _GIB:.2f} GiB; the "
+            f"freest rank, {rank}, has {room[rank] / _GIB:.2f} GiB left. This search "
+            "keeps tables whole and never moves one: allow column splits by another "
+            f"search or raise world_size ({task.world_size})."
         )
-
-    def place(self, task: ShardingTask) -> Placement:
-        """Return the placement alone; see `search`."""
-        rng = np.random.default_rng(self.seed)
-        balance = HEURISTICS[self.name]
-        num_tables = len(task.tables)
-        if balance is None:
-            weight = rng.permutation(num_tables).astype(np.float64)
-        else:
-            weight = balance(task)
-        size_T = _size(task)
-        free_W = np.asarray(
-            task.memory_bytes or (np.inf,) * task.world_size, dtype=np.float64
-        ).copy()
-        load_W = np.zeros(task.world_size)
-        triples = []
-        for table in np.argsort(-weight, kind="stable").tolist():
-            fits = np.flatnonzero(free_W >= size_T[table])
-            if not len(fits):
-                config = task.tables[table]
-                raise InfeasibleError(
-                    f"heuristic '{self.name}': table '{config.name}' "
-                    f"(num_embeddings={config.num_embeddings}, "
-                    f"embedding_dim={config.embedding_dim}, {config.data_type}) needs "
-                    f"{size_T[table] / _GIB:.2f} GiB; the freest rank, "
-                    f"{int(free_W.argmax())}, has {free_W.max() / _GIB:.2f} GiB left. "
-                    "Use a search that splits tables, or raise world_size "
-                    f"({task.world_size})."
-                )
-            if balance is None:
-                rank = int(rng.choice(fits))
-            else:
-                rank = int(fits[load_W[fits].argmin()])
-            load_W[rank] += weight[table]
-            free_W[rank] -= size_T[table]
-            triples.append((table, task.tables[table].embedding_dim, rank))
-        return Placement.from_widths(task.world_size, triples)
+    return free
 
 
-def make_heuristic(name: str, seed: int = 0) -> HeuristicSearcher:
-    """Return a heuristic by name.
-
-    Raises:
-        ConfigError: The name is unknown.
-    """
-    return HeuristicSearcher(name, seed)
+def _result(
+    task: ShardingTask,
+    ranks_T: np.ndarray[tuple[int], np.dtype[np.int64]],
+    cost_model: CostModel,
+    comms_model: CommsModel,
+    start: float,
+) -> SearchResult:
+    placement = Placement.from_widths(
+        task.world_size,
+        [
+            (i, t.embedding_dim, int(r))
+            for i, (t, r) in enumerate(zip(task.tables, ranks_T, strict=True))
+        ],
+    )
+    placement.check(task)
+    predicted = Simulator(task, cost_model, comms_model).evaluate(placement)
+    return SearchResult(
+        placement=placement,
+        predicted=predicted,
+        lower_bound_ms=0.0,
+        gap=math.inf,
+        search_seconds=time.monotonic() - start,
+        num_evaluated=task.world_size,
+    )
