@@ -56,7 +56,7 @@ def test_every_key_balances_what_it_names(key: str) -> None:
     held = np.zeros(4)
     for table, rank in zip(tables, ranks(GreedySearcher(key), problem), strict=True):
         held[rank] += GREEDY_KEYS[key](table)
-    # Whoever goes on the emptiest rank ends at most (1 - 1 / W) of itself above the mean.
+    # Who goes on the emptiest rank ends at most (1 - 1 / W) of itself above the mean.
     largest = max(GREEDY_KEYS[key](t) for t in tables)
     assert held.max() <= held.mean() + 0.75 * largest
 
