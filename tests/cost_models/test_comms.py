@@ -215,6 +215,23 @@ def test_more_bytes_never_cost_less(collective: str, world: int, local: int) -> 
         assert (model.predict(collective, more) >= before - 1e-12).all()
 
 
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(("world", "local"), WORLDS)
+def test_prediction_is_terms_times_coefficients(
+    collective: str, world: int, local: int
+) -> None:
+    bytes_CW = units(world, largest=1e9)
+    group = torch.tensor([[float(world), float(local)]])
+    with torch.no_grad():
+        table = random_network().coefficients(group)[0].double().numpy()
+    terms = physical_terms(collective, bytes_CW, local, *LINKS)
+    expected = terms @ table[COLLECTIVES.index(collective)]
+    expected[bytes_CW.sum(axis=1) == 0] = 0
+    np.testing.assert_allclose(
+        learned(world, local).predict(collective, bytes_CW), expected, rtol=1e-9
+    )
+
+
 def test_large_messages_go_on_as_a_straight_line() -> None:
     base = np.full((1, 4), 1e9)
     model = learned()

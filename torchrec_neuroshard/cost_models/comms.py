@@ -11,8 +11,8 @@ import torch
 from torchrec_neuroshard.cost_models.base import CommsModel
 from torchrec_neuroshard.cost_models.comms_network import (
     CommsNetwork,
+    FixedCollective,
     lateness_overlap,
-    physical_terms,
     traffic_shares,
 )
 from torchrec_neuroshard.errors import ConfigError
@@ -197,11 +197,21 @@ class LearnedCommsModel(CommsModel):
             )
         self.backend = backend
         self._world_size, self._local_world_size = world_size, local_world_size
-        self._links = intra, inter
         group = torch.tensor([[float(world_size), float(local_world_size)]])
         with torch.no_grad():
-            self._coefficients_LK = network.coefficients(group)[0].double().numpy()
+            coefficients_LK = network.coefficients(group)[0].double().numpy()
             self._gain_L = network.overlap_gain().double().numpy()
+        self._collectives = {
+            name: FixedCollective(
+                name,
+                coefficients_LK[number],
+                world_size=world_size,
+                local_world_size=local_world_size,
+                intra_gb_per_s=intra,
+                inter_gb_per_s=inter,
+            )
+            for number, name in enumerate(COLLECTIVES)
+        }
 
     def predict(
         self,
@@ -229,19 +239,17 @@ class LearnedCommsModel(CommsModel):
             )
         if self._world_size == 1:
             return np.zeros(bytes_per_peer_CW.shape)
-        number = COLLECTIVES.index(collective)
-        terms_CWK = physical_terms(
-            collective, bytes_per_peer_CW, self._local_world_size, *self._links
-        )
-        ms = np.asarray(terms_CWK @ self._coefficients_LK[number], dtype=np.float64)
+        bytes_CW = np.asarray(bytes_per_peer_CW, dtype=np.float64)
+        ms = self._collectives[collective](bytes_CW)
         if wait_ms_CW is not None:
             overlap = lateness_overlap(
                 torch.from_numpy(np.asarray(wait_ms_CW, dtype=np.float64)),
-                torch.from_numpy(traffic_shares(bytes_per_peer_CW)),
+                torch.from_numpy(traffic_shares(bytes_CW)),
                 torch.from_numpy(ms),
             )
-            ms = ms * (1.0 - self._gain_L[number] * overlap.numpy())
-        ms[bytes_per_peer_CW.sum(axis=1) == 0] = 0.0
+            gain = self._gain_L[COLLECTIVES.index(collective)]
+            ms = ms * (1.0 - gain * overlap.numpy())
+        ms[bytes_CW.sum(axis=1) == 0] = 0.0
         return ms
 
     def all_to_all(

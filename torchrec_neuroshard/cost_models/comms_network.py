@@ -24,6 +24,7 @@ from torchrec_neuroshard.records import COLLECTIVES
 __all__ = [
     "TERM_NAMES",
     "CommsNetwork",
+    "FixedCollective",
     "lateness_overlap",
     "physical_terms",
     "traffic_shares",
@@ -47,14 +48,35 @@ _MAX_BEND = 2.0
 _CONTEXT_SCALE = 2.0
 
 
-def _segments(
-    values: npt.NDArray[np.float64], bytes_per_ms: float
-) -> list[npt.NDArray[np.float64]]:
-    edges = (0.0, *SEGMENT_BYTES, float("inf"))
-    return [
-        np.clip(values - low, 0.0, high - low) / bytes_per_ms
-        for low, high in itertools.pairwise(edges)
-    ]
+def _exchanged(
+    collective: str,
+    bytes_CW: npt.NDArray[np.float64],
+    local_world_size: int,
+    ratio: float,
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Bytes that each rank sends to and receives from others, and its messages."""
+    num_samples, world_size = bytes_CW.shape
+    outside = world_size - local_world_size
+    total_C1 = bytes_CW.sum(axis=1, keepdims=True)
+    spread = bytes_CW * (local_world_size - 1 + ratio * outside)
+    if outside:
+        by_node = bytes_CW.reshape(num_samples, -1, local_world_size)
+        node = np.repeat(by_node.sum(axis=2), local_world_size, axis=1)
+        joined = node - bytes_CW + ratio * (total_C1 - node)
+    else:
+        joined = total_C1 - bytes_CW
+    used = (bytes_CW > 0).astype(np.float64)
+    messages = used * (world_size - 2) + used.sum(axis=1, keepdims=True)
+    if collective in _FROM_OWNER:
+        return joined, spread, messages
+    return spread, joined, messages
+
+
+def _inter_ratio(
+    world_size: int, local_world_size: int, intra: float, inter: float
+) -> float:
+    """How many bytes inside a node one between nodes counts as."""
+    return intra / inter if world_size > local_world_size else 1.0
 
 
 def physical_terms(
@@ -77,40 +99,98 @@ def physical_terms(
     Returns:
         `C x W x K`, columns in TERM_NAMES order.
     """
-    num_samples, world_size = bytes_per_peer_CW.shape
     bytes_CW = np.asarray(bytes_per_peer_CW, dtype=np.float64)
-    outside = world_size - local_world_size
-    ratio = intra_gb_per_s / inter_gb_per_s if outside else 1.0
-
-    def from_others(values_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        by_node = values_CW.reshape(num_samples, -1, local_world_size)
-        node = np.repeat(by_node.sum(axis=2), local_world_size, axis=1)
-        rest: npt.NDArray[np.float64] = values_CW.sum(axis=1, keepdims=True) - node
-        return node - values_CW + ratio * rest
-
-    spread = bytes_CW * (local_world_size - 1 + ratio * outside)
-    joined = from_others(bytes_CW)
-    sent, received = (joined, spread) if collective in _FROM_OWNER else (spread, joined)
-    used = (bytes_CW > 0).astype(np.float64)
-    messages = used * (world_size - 2) + used.sum(axis=1, keepdims=True)
+    world_size = bytes_CW.shape[1]
+    ratio = _inter_ratio(world_size, local_world_size, intra_gb_per_s, inter_gb_per_s)
+    sent, received, messages = _exchanged(collective, bytes_CW, local_world_size, ratio)
     ones = np.ones_like(bytes_CW)
-    byte_terms = (
-        sent,
-        received,
-        bytes_CW,
-        ones * sent.max(axis=1, keepdims=True),
-        ones * received.max(axis=1, keepdims=True),
-        ones * sent.sum(axis=1, keepdims=True),
-    )
     columns = [
         ones,
         ones * (world_size - 1),
         messages,
         ones * messages.mean(axis=1, keepdims=True),
     ]
-    for values in byte_terms:
-        columns += _segments(values, intra_gb_per_s * 1e6)
+    edges = (0.0, *SEGMENT_BYTES, float("inf"))
+    for values in (
+        sent,
+        received,
+        bytes_CW,
+        ones * sent.max(axis=1, keepdims=True),
+        ones * received.max(axis=1, keepdims=True),
+        ones * sent.sum(axis=1, keepdims=True),
+    ):
+        columns += [
+            np.clip(values - low, 0.0, high - low) / (intra_gb_per_s * 1e6)
+            for low, high in itertools.pairwise(edges)
+        ]
     return np.stack(columns, axis=2)
+
+
+class FixedCollective:
+    """One collective of one group of ranks: the terms times fixed coefficients.
+
+    The same sum as `physical_terms` gives, but each byte term is one look-up in the
+    piecewise linear curve that its segments make.
+    """
+
+    def __init__(
+        self,
+        collective: str,
+        coefficients_K: npt.NDArray[np.float64],
+        *,
+        world_size: int,
+        local_world_size: int,
+        intra_gb_per_s: float,
+        inter_gb_per_s: float,
+    ) -> None:
+        """Prepare the curves; arguments as in `physical_terms`."""
+        self._collective = collective
+        self._local_world_size = local_world_size
+        self._ratio = _inter_ratio(
+            world_size, local_world_size, intra_gb_per_s, inter_gb_per_s
+        )
+        launch, peers, self._message_ms, self._mean_ms = coefficients_K[
+            : len(_COUNT_TERMS)
+        ]
+        self._start_ms = launch + peers * (world_size - 1)
+        slopes = coefficients_K[len(_COUNT_TERMS) :] / (intra_gb_per_s * 1e6)
+        slopes = slopes.reshape(len(_BYTE_TERMS), -1)
+        self._edges = np.array([0.0, *SEGMENT_BYTES])
+        rises = np.cumsum(slopes[:, :-1] * np.diff(self._edges), axis=1)
+        self._values = np.concatenate([np.zeros((len(slopes), 1)), rises], axis=1)
+        self._last_slopes = slopes[:, -1]
+
+    def _curve(
+        self, term: int, values: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        beyond = np.maximum(values - self._edges[-1], 0.0) * self._last_slopes[term]
+        ms: npt.NDArray[np.float64] = beyond + np.interp(
+            values, self._edges, self._values[term]
+        )
+        return ms
+
+    def __call__(
+        self, bytes_per_peer_CW: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Return each rank's time, `C x W` [ms]."""
+        sent, received, messages = _exchanged(
+            self._collective, bytes_per_peer_CW, self._local_world_size, self._ratio
+        )
+        shared_C1 = (
+            self._start_ms
+            + messages.mean(axis=1, keepdims=True) * self._mean_ms
+            + self._curve(3, sent.max(axis=1, keepdims=True))
+            + self._curve(4, received.max(axis=1, keepdims=True))
+            + self._curve(5, sent.sum(axis=1, keepdims=True))
+        )
+        ms: npt.NDArray[np.float64] = (
+            shared_C1
+            + messages * self._message_ms
+            + self._curve(0, sent)
+            + self._curve(1, received)
+            + self._curve(2, bytes_per_peer_CW)
+        )
+        return ms
 
 
 def traffic_shares(

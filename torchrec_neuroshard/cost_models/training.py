@@ -44,10 +44,10 @@ __all__ = [
 class TrainConfig:
     """How to train."""
 
-    epochs: int = 300
+    epochs: int = 200
     batch_sets: int = 128
     """Sets per step."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-2
     """Peak; warmed up over the first steps, then cosine to zero."""
     weight_decay: float = 1e-3
     num_members: int = 5
