@@ -44,8 +44,8 @@ __all__ = [
 class TrainConfig:
     """How to train."""
 
-    epochs: int = 200
-    batch_sets: int = 128
+    epochs: int = 120
+    batch_sets: int = 256
     """Sets per step."""
     learning_rate: float = 1e-2
     """Peak; warmed up over the first steps, then cosine to zero."""
