@@ -127,10 +127,14 @@ class _Beam:
             )
         return states
 
-    def neighbours(self, state: State, widths_TW: Ints, loads_W: Floats) -> list[State]:
+    def neighbours(
+        self, state: State, widths_TW: Ints, phases_W3: Floats
+    ) -> list[State]:
         """Split further what lies on the hottest ranks, and the largest tables."""
         bank, count = self.bank, self.config.num_candidates
-        hottest = np.argsort(-loads_W, kind="stable")[: max(1, len(loads_W) // 8)]
+        loads = phases_W3.sum(axis=1)
+        hottest = np.argsort(-loads, kind="stable")[: max(1, len(loads) // 8)]
+        hottest = np.unique(np.concatenate([hottest, phases_W3.argmax(axis=0)]))
         table, column = np.nonzero(widths_TW[:, hottest])
         width = widths_TW[table, hottest[column]]
         cost = bank.approximate(table, width).sum(axis=1)
@@ -167,7 +171,7 @@ class _Beam:
                         float(plans.cost_L[lane]),
                         state,
                         plans.widths(self.bank, lane),
-                        plans.loads_LW[lane],
+                        plans.phases_LW3[lane],
                     )
                 )
         self.kept.sort(key=lambda k: (k[0], k[1]))
@@ -195,10 +199,10 @@ def beam_search(
             break
         best = beam.kept[0][0]
         states: list[State] = []
-        for _, state, widths_TW, loads_W in beam.kept:
+        for _, state, widths_TW, phases_W3 in beam.kept:
             if state not in expanded:
                 expanded.add(state)
-                states += beam.neighbours(state, widths_TW, loads_W)
+                states += beam.neighbours(state, widths_TW, phases_W3)
         beam.evaluate(states, ORDERS[:1])
         if beam.kept[0][0] > best * (1 - MIN_GAIN):
             break

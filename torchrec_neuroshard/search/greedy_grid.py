@@ -33,8 +33,8 @@ class LanePlans:
     """Whether every shard found a rank with memory for it."""
     cost_L: Floats
     """Critical path [ms]; infinite where not placed or not evaluated."""
-    loads_LW: Floats
-    """Compute plus approximate collectives of each rank [ms]."""
+    phases_LW3: Floats
+    """Forward, backward and approximate collectives of each rank [ms]."""
 
     def widths(self, bank: ShardBank, lane: int) -> Ints:
         """Return one lane as a `T x W` matrix of widths."""
@@ -52,10 +52,12 @@ def place_lanes(
 ) -> tuple[Ints, npt.NDArray[np.bool_]]:
     """Put shards on ranks greedily, all lanes one shard at a time.
 
-    Each shard goes to the rank whose resulting contribution to the critical path is
-    smallest, by the additive approximation, among the ranks that have memory for it,
-    hold no other shard of its table and stay within the lane's cap on columns. Where no
-    rank stays within the cap, the rank with the fewest columns exceeds it.
+    Each shard goes to the rank whose resulting contribution to the critical path grows
+    least, by the additive approximation and a smooth stand-in for the slowest rank of
+    each phase: the sum over ranks and phases of the fourth powers. Eligible are ranks
+    that have memory for it, hold no other shard of its table and stay within the lane's
+    cap on columns. Where no rank stays within the cap, the rank with the fewest columns
+    exceeds it.
 
     Args:
         bank: The task's shards.
@@ -70,7 +72,11 @@ def place_lanes(
     used = np.maximum(rows_LN, 0)
     table_LN, width_LN = bank.table(used), bank.width(used)
     cost_N3 = bank.approximate(table_LN.reshape(-1), width_LN.reshape(-1))
-    cost_LN = cost_N3.sum(axis=1).reshape(used.shape)
+    # Relative to the average rank's phases, of which those that cost nothing are left
+    # out; the potential grows with the fourth power of each.
+    phases = np.flatnonzero(bank.mean_phases_3 > 0)
+    scale = bank.mean_phases_3[phases]
+    cost_PLN = (cost_N3[:, phases] / scale).T.reshape(len(phases), *used.shape)
     columns_LN = bank.columns(table_LN, width_LN)
     bytes_LN = bank.bytes(table_LN, width_LN)
     split_LN = (width_LN < bank.dims_T[table_LN]) & (rows_LN >= 0)
@@ -81,7 +87,8 @@ def place_lanes(
     is_split_N: npt.NDArray[np.bool_] = np.any(split_LN, axis=0)
 
     limited = bool(np.isfinite(bank.caps_W).any())
-    loads = np.zeros((num_lanes, num_ranks))
+    loads = np.zeros((len(phases), num_lanes, num_ranks))
+    potential = np.zeros((num_lanes, num_ranks))
     columns = np.zeros((num_lanes, num_ranks))
     free = np.repeat(bank.caps_W[None], num_lanes, axis=0)
     room = np.repeat(
@@ -94,7 +101,11 @@ def place_lanes(
     lanes = np.arange(num_lanes)
     for i in range(num_shards):
         active = rows_LN[:, i] >= 0
-        result = loads + cost_LN[:, i, None]
+        powers = loads + cost_PLN[:, :, i, None]
+        np.square(powers, out=powers)
+        np.square(powers, out=powers)
+        grown = np.tensordot(scale, powers, axes=1)
+        result = grown - potential
         if capped:
             # Ranks over the cap come after all others, those with fewest columns first.
             over = columns + columns_LN[:, i, None] - room
@@ -110,7 +121,8 @@ def place_lanes(
         lane = lanes[active & fits]
         chosen = best[lane]
         rank_LN[lane, i] = chosen
-        loads[lane, chosen] += cost_LN[lane, i]
+        loads[:, lane, chosen] += cost_PLN[:, lane, i]
+        potential[lane, chosen] = grown[lane, chosen]
         columns[lane, chosen] += columns_LN[lane, i]
         free[lane, chosen] -= bytes_LN[lane, i]
         if is_split_N[i]:
@@ -155,29 +167,33 @@ def plan_states(
     rows_LN = np.repeat(ordered[:, None], len(caps), axis=1).reshape(-1, longest)
     caps_L = np.tile(np.repeat(np.asarray(caps, dtype=float), len(orders)), len(states))
     rank_LN, placed = place_lanes(bank, rows_LN, caps_L)
-    cost_L, loads_LW = _approximate_cost(bank, rows_LN, rank_LN)
+    cost_L, phases = _approximate_cost(bank, rows_LN, rank_LN)
     cost_L[~placed] = np.inf
     best = np.argsort(cost_L, kind="stable")[:num_exact]
     best = np.sort(best[placed[best]])
     cost_L[:] = np.inf
     if len(best):
-        cost_L[best], loads_LW[best] = bank.critical_paths(rows_LN[best], rank_LN[best])
-    return LanePlans(rows_LN, rank_LN, placed, cost_L, loads_LW)
+        cost_L[best], phases[best] = bank.critical_paths(rows_LN[best], rank_LN[best])
+    return LanePlans(rows_LN, rank_LN, placed, cost_L, phases)
 
 
 def _approximate_cost(
     bank: ShardBank, rows_LN: Ints, rank_LN: Ints
 ) -> tuple[Floats, Floats]:
-    """Critical path and loads of lanes by the additive approximation."""
+    """Critical path and phases of lanes by the additive approximation."""
     num_lanes, num_ranks = len(rows_LN), bank.task.world_size
     lane, place = np.nonzero(rank_LN >= 0)
     rows = rows_LN[lane, place]
     phases = bank.approximate(bank.table(rows), bank.width(rows))
     cell = lane * num_ranks + rank_LN[lane, place]
-    phases_3LW = np.stack(
-        [
-            np.bincount(cell, weights=phases[:, p], minlength=num_lanes * num_ranks)
-            for p in range(3)
-        ]
-    ).reshape(3, num_lanes, num_ranks)
-    return phases_3LW.max(axis=2).sum(axis=0), phases_3LW.sum(axis=0)
+    phases_3LW: Floats = (
+        np.stack(
+            [
+                np.bincount(cell, weights=phases[:, p], minlength=num_lanes * num_ranks)
+                for p in range(3)
+            ]
+        )
+        .reshape(3, num_lanes, num_ranks)
+        .astype(np.float64)
+    )
+    return phases_3LW.max(axis=2).sum(axis=0), np.moveaxis(phases_3LW, 0, 2)

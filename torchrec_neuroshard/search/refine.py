@@ -35,10 +35,10 @@ NUM_FIRST = 12
 NUM_EXACT = 48
 """Candidates of a step that are evaluated exactly, best approximations first; those
 after the first few only where none of these pays."""
-SPREAD_WEIGHT = 0.02
-"""Weight of the spread of the loads beside the critical path: lets a step pay that
-relieves one of several equally critical ranks."""
-SPREAD_POWER = 6
+SPREAD_WEIGHT = 0.005
+"""Weight of the spread (the mean over ranks of the sixth powers of the phases, relative
+to the average rank) beside the critical path: lets a step pay that relieves one of
+several equally critical ranks."""
 BASE_STEPS, STEPS_PER_TABLE, SMALL_TASK_STEPS = 50, 1.25, 8000.0
 """Steps of all descents together, at effort 1: see `refine`."""
 NUM_RESPLIT = 4
@@ -53,6 +53,8 @@ ACCEPT_WORSE = 0.003
 """Mean relative loss at which a restart is gone on from although it is worse."""
 KICK_NOISE = 1.0
 """Random load on each rank, relative to the mean, while a disturbance places tables."""
+KICK_HOT = 0.5
+"""Share of the disturbances that split a costly table of a critical rank anew."""
 KICK_RESPLIT = 0.4
 """Share of the tables of a disturbance that are split differently."""
 MIN_GAIN = 1e-7
@@ -106,6 +108,7 @@ class Plan:
         narrowest = -(-np.asarray(task.min_widths) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         self._narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
         self._most_T: Ints = np.asarray(task.max_shards)
+        self._unit_3: Floats = np.maximum(bank.mean_phases_3, 1e-12)
         self._limited = bool(np.isfinite(bank.caps_W).any())
         self.sums_WGE: Floats = np.zeros((num_ranks, num_groups, bank.encoding_dim))
         self.columns_W: Floats = np.zeros(num_ranks)
@@ -135,9 +138,8 @@ class Plan:
             [self.compute_W2, comms_W[:, None]], axis=1
         )
         self.loads_W: Floats = self.phases_W3.sum(axis=1)
-        self.unit = max(float(self.loads_W.mean()), 1e-12)
-        spread = ((self.loads_W / self.unit) ** SPREAD_POWER).mean()
-        self.score = self.critical_ms + SPREAD_WEIGHT * self.unit * float(spread)
+        self.powers_W: Floats = self._powers(self.phases_W3)
+        self.score = self.critical_ms + float(self.powers_W.mean())
 
     def set_row(self, table: int, width_W: Ints) -> None:
         """Lay one table's columns out anew."""
@@ -288,16 +290,19 @@ class Plan:
         return total
 
     def _spread(self, c: _Candidates, source_K3: Floats, target_K3: Floats) -> Floats:
-        powers = (self.loads_W / self.unit) ** SPREAD_POWER
-        changed = (
-            powers.sum()
-            - powers[c.source_K]
-            - powers[c.target_K]
-            + (source_K3.sum(axis=1) / self.unit) ** SPREAD_POWER
-            + (target_K3.sum(axis=1) / self.unit) ** SPREAD_POWER
-        )
-        weighted: Floats = SPREAD_WEIGHT * self.unit * changed / len(powers)
-        return weighted
+        powers = self.powers_W
+        changed = powers.sum() - powers[c.source_K] - powers[c.target_K]
+        changed += self._powers(source_K3) + self._powers(target_K3)
+        spread: Floats = changed / len(powers)
+        return spread
+
+    def _powers(self, phases_N3: Floats) -> Floats:
+        """Smooth stand-in for the worst of each phase, per rank [ms]."""
+        relative = phases_N3 / self._unit_3
+        np.square(relative, out=relative)
+        relative *= np.square(relative)
+        powers: Floats = relative @ (SPREAD_WEIGHT * self._unit_3)
+        return powers
 
     def _changed_sums(self, c: _Candidates) -> tuple[Floats, Ints]:
         """Sums and counts of source and target after each candidate."""
@@ -376,10 +381,10 @@ class Plan:
         features = bank.simulator.features_per_table[table_K, None]
         columns = self.columns_W + features * (new_KW - old_KW)
         comms = bank.simulator.comms_model.all_to_all(columns, bank.task.batch_size)
-        loads = compute.sum(axis=2) + columns * bank.comms_per_column_2.sum()
-        spread = ((loads / self.unit) ** SPREAD_POWER).mean(axis=1)
+        exposed = (columns * bank.comms_per_column_2.sum())[..., None]
+        phases = np.concatenate([compute, exposed], axis=2)
         score: Floats = critical_path(compute, comms)
-        score += SPREAD_WEIGHT * self.unit * spread
+        score += self._powers(phases).mean(axis=1)
         return score
 
     def apply(self, candidates: _Candidates, k: int) -> None:
@@ -510,6 +515,17 @@ def _step(plan: Plan) -> bool:
     return False
 
 
+def _hot_table(plan: Plan, rng: np.random.Generator) -> int:
+    """Pick a table of a critical rank, the costlier the likelier; -1 for none."""
+    ranks = plan.critical_ranks()
+    rank = ranks[int(rng.integers(len(ranks)))]
+    held = np.flatnonzero(plan.width_TW[:, rank])
+    if not len(held):
+        return -1
+    cost = plan.bank.approximate(held, plan.width_TW[held, rank]).sum(axis=1)
+    return int(rng.choice(held, p=cost / cost.sum()))
+
+
 def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     """Take some tables out and put them back elsewhere, split differently or not.
 
@@ -518,6 +534,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     """
     bank = plan.bank
     num_tables, num_ranks = plan.width_TW.shape
+    first = _hot_table(plan, rng) if rng.random() < KICK_HOT else -1
     pool = np.arange(num_tables)
     if rng.random() < 0.5:
         ranks = [*plan.critical_ranks()[:1], int(rng.integers(num_ranks))]
@@ -526,6 +543,8 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     if num_tables <= SMALL_TASK and rng.random() < 0.1:
         pool, count = np.arange(num_tables), num_tables
     out = rng.choice(pool, count, replace=False)
+    if first >= 0:
+        out = np.append(out[out != first], first)
     width_TW = plan.width_TW.copy()
     held, rank = np.nonzero(width_TW[out])
     width = width_TW[out[held], rank]
@@ -535,13 +554,19 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     free = bank.caps_W - plan.bytes_W
     free += np.bincount(rank, weights=size, minlength=num_ranks)
     width_TW[out] = 0
-    loads += rng.uniform(0.0, rng.uniform(0.0, KICK_NOISE), num_ranks) * plan.unit
+    loads += (
+        rng.uniform(0.0, rng.uniform(0.0, KICK_NOISE), num_ranks) * plan.loads_W.mean()
+    )
     whole = bank.approximate(out, bank.dims_T[out]).sum(axis=1)
-    for table in out[np.argsort(-whole * rng.uniform(0.5, 1.5, count), kind="stable")]:
+    order = -whole * rng.uniform(0.5, 1.5, len(out))
+    order[out == first] = -np.inf
+    for table in out[np.argsort(order, kind="stable")]:
         splits = bank.splits(int(table))
         k = int(plan.shards_T[table])
-        if k not in splits or rng.random() < KICK_RESPLIT:
-            near = [o for o in splits if o <= k + 2]
+        near = [o for o in splits if o <= k + 2]
+        if table == first:
+            near = [o for o in near if o != k] or near
+        if table == first or k not in splits or rng.random() < KICK_RESPLIT:
             k = near[int(rng.integers(len(near)))]
         widths = split_widths(bank.task, int(table), k)
         width_W = _insert(bank, int(table), widths, loads, free)

@@ -15,7 +15,13 @@ from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.simulator import Simulator, critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["ShardBank", "legal_splits", "placement_from_widths", "split_widths"]
+__all__ = [
+    "ShardBank",
+    "legal_splits",
+    "placement_from_widths",
+    "split_widths",
+    "sum_by",
+]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -239,6 +245,13 @@ class ShardBank:
         affine = self._affine_T6[table_N]
         return affine[:, :3], affine[:, 3:]
 
+    @property
+    def mean_phases_3(self) -> Floats:
+        """Forward, backward and collectives of the average rank [ms], approximate."""
+        total = self.approximate(np.arange(len(self.dims_T)), self.dims_T).sum(axis=0)
+        mean: Floats = total / self.task.world_size
+        return mean
+
     def _fit_affine(self) -> Floats:
         tables = np.arange(len(self.dims_T))
         narrow = self.marginal(self.rows(tables, np.full(len(tables), COLUMN_MULTIPLE)))
@@ -261,8 +274,8 @@ class ShardBank:
             rank_LN: Rank of each shard; not read where the row is -1.
 
         Returns:
-            `L` critical paths [ms] and `L x W` compute plus approximate collectives of
-            each rank [ms].
+            `L` critical paths [ms] and `L x W x 3` phases of each rank: forward,
+            backward and approximate collectives [ms].
         """
         task = self.task
         num_lanes, num_ranks, num_groups = (
@@ -289,8 +302,9 @@ class ShardBank:
             .astype(np.float64)
         )
         comms = self.simulator.comms_model.all_to_all(columns, task.batch_size)
-        loads = compute_LW2.sum(axis=2) + columns * self.comms_per_column_2.sum()
-        return critical_path(compute_LW2, comms), loads
+        exposed = (columns * self.comms_per_column_2.sum())[..., None]
+        phases = np.concatenate([compute_LW2, exposed], axis=2)
+        return critical_path(compute_LW2, comms), phases
 
 
 def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:
