@@ -20,6 +20,7 @@ from torchrec_neuroshard.collect.compute import (
     device_fingerprint,
     repeatability,
     summary,
+    unit_factor,
 )
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.store import journal_path, read_records
@@ -78,7 +79,9 @@ def test_command_goes_on_where_it_stopped(
     assert headers == before[0]
     assert records[:3] == before[1]
     assert [r.index for r in records] == [0, 1, 2, 3]
-    assert "4 records on" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "3 sets measured again after the restart" in printed
+    assert "4 records on" in printed
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,13 @@ def timed(index: int, ms: float, repeat_of: int | None = None) -> CostRecord:
         fwd_ms=ms,
         bwd_ms=ms,
     )
+
+
+def test_a_slower_reference_after_a_restart_is_made_up_for() -> None:
+    earlier = [timed(i, 10.0 + i) for i in range(5)]
+    again = [timed(i, (10.0 + i) * 0.8) for i in range(4)] + [timed(4, 1000.0)]
+    assert unit_factor(earlier, again) == pytest.approx(1.25)
+    assert unit_factor([], []) == 1.0
 
 
 def test_repeatability_compares_with_the_first_time() -> None:
