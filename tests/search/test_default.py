@@ -4,12 +4,16 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from torchrec_neuroshard.cost_models.base import RangeWarning
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
@@ -200,3 +204,40 @@ def test_make_searcher() -> None:
     assert make_searcher(made) is made
     with pytest.raises(ConfigError, match="unknown search 'best'; one of default"):
         make_searcher("best")
+
+
+def test_a_thousand_tables_on_64_ranks() -> None:
+    task = random_task(1000, 64)
+    result = search(task, SearchConfig(effort=0.05))
+    result.placement.check(task)
+    assert result.gap < 0.2
+
+
+class NarrowModel(AnalyticCostModel):
+    """The analytic model, with a training range on the width."""
+
+    def range_warnings(
+        self, features_NF: npt.NDArray[np.float32]
+    ) -> Sequence[RangeWarning]:
+        width = features_NF[:, FEATURE_NAMES.index("log2_width")]
+        return [
+            RangeWarning(int(i), "log2_width", float(width[i]), 2.0, 6.0)
+            for i in np.flatnonzero(width > 6.0)
+        ]
+
+
+@pytest.mark.parametrize("limit", [0, 10**9])
+def test_warnings_name_table_and_feature_once(limit: int) -> None:
+    tables = tuple(
+        TableConfig(name=n, num_embeddings=100, embedding_dim=w)
+        for n, w in (("wide", 128), ("slim", 16))
+    )
+    task = ShardingTask(
+        tables=tables, world_size=2, batch_size=64, min_widths=(128, 16)
+    )
+    result = NeuroShardSearcher(SearchConfig(exhaustive_limit=limit)).search(
+        task, NarrowModel(), AnalyticCommsModel()
+    )
+    assert result.warnings == (
+        "table 'wide': log2_width 7 is outside the cost model's range 2 to 6",
+    )

@@ -22,9 +22,11 @@ __all__ = ["BeamPlan", "beam_search", "required_splits"]
 State = tuple[int, ...]
 """Shards per table: the multiset of splits, whatever their order."""
 
-START_THRESHOLDS: tuple[float, ...] = (float("inf"), 1.0, 0.7, 0.5, 0.35, 0.25, 0.15)
+START_THRESHOLDS: tuple[float, ...] = (1.1, 0.95, 0.85, 0.7, 0.5, 0.35, 0.2)
 """Initial states: split each table until no shard costs more than this share of an
-average rank's load."""
+average rank's load, in all or in any phase."""
+MIN_PHASE_SHARE = 0.05
+"""Phases with a smaller share of the average rank's load are not looked at apart."""
 
 MAX_LANE_SHARDS = 2_000_000
 """Shards of all lanes placed in one lockstep call; bounds the memory of a round."""
@@ -104,27 +106,25 @@ class _Beam:
         return (*state[:table], k, *state[table + 1 :])
 
     def start_states(self) -> list[State]:
-        """Split by thresholds on the share of an average rank's load."""
+        """Return the fewest splits, and splits by thresholds on a shard's cost."""
         bank = self.bank
-        cost_T = bank.approximate(np.arange(len(bank.dims_T)), bank.dims_T).sum(axis=1)
-        mean = cost_T.sum() / bank.task.world_size
-        states = []
-        for threshold in START_THRESHOLDS:
-            if not np.isfinite(threshold):
-                states.append(self.base)
-                continue
-            wanted = np.ceil(cost_T / max(threshold * mean, 1e-12))
-            states.append(
-                tuple(
-                    max(
-                        k,
-                        next((o for o in self.splits[t] if o >= w), self.splits[t][-1]),
-                    )
-                    for t, (k, w) in enumerate(
-                        zip(self.base, wanted.tolist(), strict=True)
+        cost_T3 = bank.approximate(np.arange(len(bank.dims_T)), bank.dims_T)
+        mean_3 = bank.mean_phases_3
+        total_T = cost_T3.sum(axis=1) / max(float(mean_3.sum()), 1e-12)
+        counted = mean_3 > MIN_PHASE_SHARE * mean_3.sum()
+        phase_T = (cost_T3[:, counted] / mean_3[counted]).max(axis=1, initial=0.0)
+        states = [self.base]
+        for share_T in (total_T, phase_T):
+            for threshold in START_THRESHOLDS:
+                wanted = np.ceil(share_T / threshold).tolist()
+                states.append(
+                    tuple(
+                        max(k, next((o for o in splits if o >= w), splits[-1]))
+                        for k, w, splits in zip(
+                            self.base, wanted, self.splits, strict=True
+                        )
                     )
                 )
-            )
         return states
 
     def neighbours(
@@ -192,7 +192,9 @@ def beam_search(
         The best placements, best first; empty where greedy placing found no room.
     """
     beam = _Beam(bank, config)
-    beam.evaluate(beam.start_states(), ORDERS)
+    starts = beam.start_states()
+    beam.evaluate(starts[:1], ORDERS)
+    beam.evaluate(starts[1:], ORDERS if not beam.kept else ORDERS[:1])
     expanded: set[State] = set()
     for _ in range(config.max_rounds):
         if time.monotonic() > deadline or not beam.kept:

@@ -31,6 +31,8 @@ __all__ = ["Plan", "refine"]
 
 NUM_TARGETS = 8
 """Ranks tried as the other side of a transfer: the least loaded ones."""
+MAX_SWAPS = 4000
+"""Swaps looked at: those that come nearest to evening two ranks out."""
 NUM_FIRST = 12
 NUM_EXACT = 48
 """Candidates of a step that are evaluated exactly, best approximations first; those
@@ -237,8 +239,20 @@ class Plan:
         targets = self._targets(num_targets)
         mine, place = np.nonzero(self.width_TW[:, sources])
         theirs, column = np.nonzero(self.width_TW[:, targets])
-        table, source = (np.repeat(a, len(theirs)) for a in (mine, sources[place]))
-        back, target = (np.tile(a, len(mine)) for a in (theirs, targets[column]))
+        # Total load exchanged, beside what would even the two ranks out.
+        given = bank.approximate(mine, self.width_TW[mine, sources[place]]).sum(axis=1)
+        taken = bank.approximate(theirs, self.width_TW[theirs, targets[column]])
+        half = self.loads_W / 2
+        miss = np.abs(
+            (given - half[sources[place]])[:, None]
+            - (taken.sum(axis=1) - half[targets[column]])
+        ).reshape(-1)
+        near = np.arange(len(miss))
+        if len(miss) > MAX_SWAPS:
+            near = np.sort(np.argpartition(miss, MAX_SWAPS)[:MAX_SWAPS])
+        mine_K, theirs_K = np.divmod(near, max(1, len(theirs)))
+        table, source = mine[mine_K], sources[place[mine_K]]
+        back, target = theirs[theirs_K], targets[column[theirs_K]]
         legal = (self.width_TW[table, target] == 0) & (self.width_TW[back, source] == 0)
         index = np.flatnonzero(legal)
         table, source, back, target = (a[index] for a in (table, source, back, target))
