@@ -53,7 +53,7 @@ test: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 demo: $(STAMP)
-	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
+	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
 	examples/train_dlrm.py $(DEMO_ARGS)
 
 lint: $(STAMP)
