@@ -41,7 +41,7 @@ from torchrec_neuroshard.planner.lowering import (
     lower_plan,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.search.default import MAX_WARNINGS
+from torchrec_neuroshard.search.default import range_messages
 from torchrec_neuroshard.simulator import PredictedCosts, RankCosts, Simulator
 from torchrec_neuroshard.tables import TableConfig
 
@@ -306,23 +306,7 @@ class PlanCosts:
         """Name tables whose shards lie outside what the cost model was trained on."""
         if lowered.task is None:
             return ()
-        pairs = sorted({(s.table, s.width) for s in lowered.placement.shards})
-        features = self.simulator(lowered.task).features(pairs)
-        # Worded as the search words it, so that nothing is said twice.
-        found: dict[tuple[int, str], str] = {}
-        for warning in self.cost_model.range_warnings(features):
-            index = pairs[warning.shard][0]
-            found.setdefault(
-                (index, warning.feature),
-                f"table '{lowered.task.tables[index].name}': {warning.feature} "
-                f"{warning.value:.4g} is outside the cost model's range "
-                f"{warning.low:.4g} to {warning.high:.4g}",
-            )
-        messages = list(found.values())
-        if len(messages) > MAX_WARNINGS:
-            more = len(messages) - MAX_WARNINGS
-            messages = [*messages[:MAX_WARNINGS], f"... and {more} more like these"]
-        return tuple(messages)
+        return range_messages(self.simulator(lowered.task), lowered.placement)
 
     def _check_finite(self, values: npt.NDArray[Any], names: Sequence[str]) -> None:
         wrong = np.flatnonzero(~np.isfinite(values).all(axis=1) | (values < 0).any(1))
