@@ -191,7 +191,7 @@ def unit_factor(earlier: Sequence[CostRecord], again: Sequence[CostRecord]) -> f
     """Factor that brings a new process's times to the unit of an earlier one.
 
     The reference set lies elsewhere in memory after every start and may then be faster
-    or slower than before beside the same samples: by 2 % and by 6 % in two restarts.
+    or slower than before beside the same samples, by some percent.
 
     Returns:
         Median of earlier over new totals; 1 without any.
