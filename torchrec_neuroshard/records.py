@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import shlex
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -23,7 +26,9 @@ __all__ = [
     "CostRecord",
     "Fingerprint",
     "RunHeader",
+    "command_line",
     "repeatability",
+    "utc_now",
 ]
 
 SCHEMA_VERSION = 1
@@ -342,3 +347,13 @@ def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:
         for r in records
         if r.repeat_of is not None and r.repeat_of in by_index
     ]
+
+
+def command_line() -> str:
+    """Return the command under way, as provenance."""
+    return " ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]]))
+
+
+def utc_now() -> str:
+    """Return the time, UTC, ISO 8601 to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -15,11 +15,9 @@ import dataclasses
 import datetime
 import importlib.metadata
 import os
-import shlex
 import signal
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections import deque
@@ -57,7 +55,9 @@ from torchrec_neuroshard.records import (
     CommsHeader,
     CommsRecord,
     Fingerprint,
+    command_line,
     repeatability,
+    utc_now,
 )
 
 __all__ = [
@@ -654,8 +654,8 @@ def _collect(
         reference_ms=reference_ms,
         seed=config.seed,
         sampling=_sampling_json(sampling, ranks),
-        command=" ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]])),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command_line(),
+        created=utc_now(),
         backend=config.backend,
         world_size=world,
         local_world_size=local,

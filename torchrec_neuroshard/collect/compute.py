@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +23,9 @@ from torchrec_neuroshard.records import (
     CostRecord,
     Fingerprint,
     RunHeader,
+    command_line,
     repeatability,
+    utc_now,
 )
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.loaders import load_json
@@ -126,8 +125,8 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
             "workloads": sorted({t.name.rsplit("/", 1)[0] for t in base_tables}),
             "num_base_tables": len(base_tables),
         },
-        command=" ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]])),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command_line(),
+        created=utc_now(),
     )
     threads = torch.get_num_threads()
     torch.set_num_threads(config.num_threads)
@@ -163,7 +162,7 @@ def _collect(
         )
         todo = [i for i in range(config.num_sets) if i not in store.done]
         if todo and timer.reference_ms:
-            earlier = _anchors(read_records([path])[1] if store.done else [])
+            earlier = _anchors(store.records)
             again = [_measure(r.index, config, base_tables, timer) for r in earlier]
             factor = unit_factor(earlier, again)
             timer.reference_ms *= factor

@@ -161,6 +161,11 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
             file.flush()
             os.fsync(file.fileno())
 
+    @property
+    def records(self) -> Sequence[_RecordT]:
+        """All records, those of earlier processes included."""
+        return tuple(self._records)
+
     def append(self, record: _RecordT) -> None:
         """Keep one record; it is on disk when this returns."""
         self._file.write(json.dumps(record.to_json()) + "\n")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +25,12 @@ from torchrec_neuroshard.cost_models.comms_training import (
     train_comms,
 )
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
-from torchrec_neuroshard.records import CommsHeader, CommsRecord, repeatability
+from torchrec_neuroshard.records import (
+    CommsHeader,
+    CommsRecord,
+    command_line,
+    repeatability,
+)
 
 __all__ = ["run", "train_comms_bundle"]
 
@@ -105,7 +108,7 @@ def train_comms_bundle(
     finally:
         torch.set_num_threads(threads)
     evaluations = evaluate_comms(network, training_data, test_data)
-    command = " ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]]))
+    command = command_line()
     sums = [float(sum(r.bytes_per_peer)) for r in training]
     info = CommsBundleInfo(
         name=name,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from torchrec_neuroshard.cost_models.training import (
     training_ranges,
 )
 from torchrec_neuroshard.errors import RecordError
-from torchrec_neuroshard.records import repeatability
+from torchrec_neuroshard.records import command_line, repeatability
 
 __all__ = ["add_arguments", "run", "train_bundle"]
 
@@ -86,7 +84,7 @@ def train_bundle(
         evaluate("linear", fit_linear(training), test),
         evaluate("stock", fit_stock(training), test),
     ]
-    command = " ".join(map(shlex.quote, ["neuroshard", *sys.argv[1:]]))
+    command = command_line()
     info = BundleInfo(
         name=name,
         fingerprint=headers[0].fingerprint,
