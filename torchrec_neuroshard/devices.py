@@ -1,11 +1,40 @@
-"""Which CPU or GPU this is."""
+"""Which CPU or GPU this is, and what state a GPU is in."""
 
 from __future__ import annotations
 
+import importlib
 import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-__all__ = ["cpu_name", "current_device_name"]
+__all__ = [
+    "GpuMonitor",
+    "GpuState",
+    "cpu_name",
+    "current_device_name",
+    "find_gpu_monitor",
+    "nvidia_smi_reader",
+    "nvml_reader",
+]
+
+_THROTTLING = {
+    0x08: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
+"""Bits of NVML's clock event reasons that make a time useless. The software power cap
+(0x04) is left out: under load it is a GPU's usual state."""
+_NVML_SM, _NVML_MEMORY, _NVML_DIE = 1, 2, 0
+_SMI_INTERVAL_S = 1.0
+"""nvidia-smi takes tens of milliseconds: as long as a sample."""
+_SMI_TIMEOUT_S = 10.0
 
 
 def cpu_name() -> str:
@@ -31,4 +60,158 @@ def current_device_name(device_type: str) -> str | None:
 
         if torch.cuda.is_available():
             return str(torch.cuda.get_device_name(0))
+    return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuState:
+    """What a GPU's driver says of it at one moment."""
+
+    sm_clock_mhz: float
+    memory_clock_mhz: float
+    temperature_c: float
+    throttle_reasons: int
+    """NVML's clock event reasons, a bit mask."""
+
+    def throttled_by(self) -> str:
+        """Why its clocks are held down, in words; empty if they are not."""
+        return ", ".join(
+            text for bit, text in _THROTTLING.items() if self.throttle_reasons & bit
+        )
+
+
+class GpuMonitor:
+    """Reads a GPU's state, not more often than the way of reading can bear."""
+
+    def __init__(
+        self,
+        read: Callable[[], GpuState],
+        *,
+        source: str,
+        min_interval_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take a way of reading.
+
+        Args:
+            read: Asks the driver.
+            source: What `read` goes by, to be shown.
+            min_interval_s: An answer is given again until it is this old.
+            clock: Seconds; for tests.
+        """
+        self.source = source
+        self._read, self._clock = read, clock
+        self._min_interval_s = min_interval_s
+        self._last: tuple[float, GpuState | None] | None = None
+        self.num_failures = 0
+
+    def state(self) -> GpuState | None:
+        """The state now, or of at most `min_interval_s` ago.
+
+        Returns:
+            None where the driver did not answer, which `num_failures` counts: a
+            measurement does not end for that.
+        """
+        now = self._clock()
+        if self._last is None or now - self._last[0] >= self._min_interval_s:
+            found: GpuState | None = None
+            try:
+                found = self._read()
+            except Exception:  # whatever a driver library raises
+                self.num_failures += 1
+            self._last = (now, found)
+        return self._last[1]
+
+
+def nvml_reader(uuid: str) -> Callable[[], GpuState]:
+    """Return a reader by the `pynvml` module.
+
+    Args:
+        uuid: The GPU's, with its prefix `GPU-`.
+
+    Raises:
+        ImportError: There is no `pynvml`.
+        Exception: NVML does not start or has no such GPU.
+    """
+    nvml: Any = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+
+    def read() -> GpuState:
+        return GpuState(
+            sm_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, _NVML_SM)),
+            memory_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, _NVML_MEMORY)),
+            temperature_c=float(nvml.nvmlDeviceGetTemperature(handle, _NVML_DIE)),
+            throttle_reasons=int(
+                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            ),
+        )
+
+    return read
+
+
+def nvidia_smi_reader(uuid: str, program: str) -> Callable[[], GpuState]:
+    """Return a reader by the `nvidia-smi` program.
+
+    Args:
+        uuid: The GPU's, with its prefix `GPU-`.
+        program: Path of `nvidia-smi`.
+    """
+
+    def read() -> GpuState:
+        answer = ""
+        # The reasons' field was renamed in driver 535; either name may be unknown.
+        for reasons in ("clocks_event_reasons", "clocks_throttle_reasons"):
+            done = subprocess.run(
+                [
+                    program,
+                    f"--id={uuid}",
+                    "--query-gpu=clocks.sm,clocks.mem,temperature.gpu,"
+                    f"{reasons}.active",
+                    "--format=csv,noheader,nounits",
+                ],
+                capture_output=True,
+                text=True,
+                timeout=_SMI_TIMEOUT_S,
+                check=False,
+            )
+            answer = done.stdout.strip()
+            if done.returncode == 0:
+                break
+        sm, memory, temperature, mask = answer.split(", ")
+        return GpuState(
+            sm_clock_mhz=float(sm),
+            memory_clock_mhz=float(memory),
+            temperature_c=float(temperature),
+            throttle_reasons=int(mask, 16),
+        )
+
+    return read
+
+
+def find_gpu_monitor(uuid: str) -> GpuMonitor | None:
+    """Find a way to read a GPU's clocks and temperature.
+
+    Args:
+        uuid: The GPU's, with its prefix `GPU-`.
+
+    Returns:
+        By `pynvml`, else by `nvidia-smi`; None where neither answers.
+    """
+    ways: list[tuple[str, float, Callable[[], Callable[[], GpuState]]]] = [
+        ("pynvml", 0.0, partial(nvml_reader, uuid))
+    ]
+    program = shutil.which("nvidia-smi")
+    if program is not None:
+        smi = partial(nvidia_smi_reader, uuid, program)
+        ways.append(("nvidia-smi", _SMI_INTERVAL_S, smi))
+    for source, interval, make in ways:
+        try:
+            read = make()
+            read()
+        except Exception:
+            # Whatever a driver library raises: the next way, or none, which the
+            # caller tells.
+            continue
+        return GpuMonitor(read, source=source, min_interval_s=interval)
     return None

@@ -180,6 +180,14 @@ class CostRecord:
     """Median of the forward passes, relative to the reference if there is one."""
     bwd_ms: float
     """Same for the backward passes."""
+    sm_clock_mhz: float | None = None
+    """A GPU's core clock right after the passes; None where nothing reads it."""
+    memory_clock_mhz: float | None = None
+    temperature_c: float | None = None
+    """A GPU's temperature then."""
+    num_throttled: int = 0
+    """Earlier measurements of this set that were dropped, since the device held its
+    clocks down then."""
 
     def __post_init__(self) -> None:
         counts = {len(self.fwd_raw_ms), len(self.bwd_raw_ms)}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -17,7 +19,12 @@ from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.store import RecordStore, read_header, read_records
 from torchrec_neuroshard.collect.tbe import fbgemm_version
 from torchrec_neuroshard.collect.timing import SetTimer
-from torchrec_neuroshard.devices import cpu_name
+from torchrec_neuroshard.devices import (
+    GpuMonitor,
+    GpuState,
+    cpu_name,
+    find_gpu_monitor,
+)
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -27,10 +34,11 @@ from torchrec_neuroshard.records import (
     repeatability,
     utc_now,
 )
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 from torchrec_neuroshard.workloads.loaders import load_json
 
 __all__ = [
+    "MAX_ATTEMPTS",
     "NUM_ANCHORS",
     "CollectConfig",
     "add_arguments",
@@ -38,12 +46,17 @@ __all__ = [
     "device_fingerprint",
     "repeatability",
     "run",
+    "sampling_from",
     "summary",
     "unit_factor",
 ]
 
 NUM_ANCHORS = 25
 """Earlier sets that a resumed run measures again, to go on in the same unit."""
+
+MAX_ATTEMPTS = 4
+"""Measurements of one set on a throttled GPU before it is left for another run."""
+_COOL_DOWN_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +76,18 @@ class CollectConfig:
     workloads: tuple[str, ...] = ()
     """Names of the workloads to take from them; empty takes all with lookups."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    time_limit_seconds: float | None = None
+    """Measure no further set after this time; None measures them all."""
 
     def __post_init__(self) -> None:
         if self.num_sets < 1 or self.num_threads < 1:
             raise ConfigError(
                 "num_sets and num_threads must be at least 1, got "
                 f"{self.num_sets} and {self.num_threads}"
+            )
+        if self.time_limit_seconds is not None and not self.time_limit_seconds > 0:
+            raise ConfigError(
+                f"the time limit must be above 0 s, got {self.time_limit_seconds}"
             )
 
 
@@ -87,6 +106,20 @@ def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
     )
 
 
+def _monitor(device: torch.device, console: Console) -> GpuMonitor | None:
+    """Find a way to watch a GPU's clocks, and tell whether there is one."""
+    if device.type != "cuda":
+        return None
+    monitor = find_gpu_monitor(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    console.print(
+        "neither pynvml nor nvidia-smi answers: clocks, temperature and throttling "
+        "are not recorded"
+        if monitor is None
+        else f"clocks and temperature are read by {monitor.source}"
+    )
+    return monitor
+
+
 def _base_tables(config: CollectConfig) -> list[TableConfig]:
     found: list[TableConfig] = []
     for path in config.tables:
@@ -103,7 +136,12 @@ def _base_tables(config: CollectConfig) -> list[TableConfig]:
 
 
 def collect_compute(config: CollectConfig, console: Console | None = None) -> None:
-    """Measure until the file holds `config.num_sets` records.
+    """Measure until the file holds `config.num_sets` records, or time is over.
+
+    A measurement during which a GPU's clocks were held down is dropped, counted in the
+    record that replaces it, and made again after a pause. Sets that stay throttled or
+    do not fit into the device's memory are left out, told, and tried again by the next
+    run.
 
     Raises:
         RecordMismatchError: The file holds records of another machine or run.
@@ -143,6 +181,8 @@ def _collect(
     device: torch.device,
     console: Console,
 ) -> None:
+    limit = config.time_limit_seconds
+    deadline = None if limit is None else time.monotonic() + limit
     path = config.out
     known = read_header(path)
     if known is not None:
@@ -153,6 +193,7 @@ def _collect(
         reference_ms=known.reference_ms if known else None,
     )
     header = known or dataclasses.replace(header, reference_ms=timer.reference_ms)
+    meter = _Meter(config, base_tables, timer, _monitor(device, console))
     with (
         RecordStore(path, header) as store,
         measuring_progress(console, "sets") as progress,
@@ -163,7 +204,7 @@ def _collect(
         todo = [i for i in range(config.num_sets) if i not in store.done]
         if todo and timer.reference_ms:
             earlier = _anchors(store.records)
-            again = [_measure(r.index, config, base_tables, timer) for r in earlier]
+            again = [meter.measure(r.index) for r in earlier]
             factor = unit_factor(earlier, again)
             timer.reference_ms *= factor
             if earlier:
@@ -172,11 +213,100 @@ def _collect(
                     f"multiplied by {factor:.3f} to agree with the earlier ones"
                 )
         for index in todo:
-            record = _measure(index, config, base_tables, timer)
-            store.append(record)
+            if deadline is not None and time.monotonic() > deadline:
+                progress.console.print(f"stopped at the time limit of {limit:g} s")
+                break
+            record = meter.measure_steadily(index)
+            if record is not None:
+                store.append(record)
             task = progress.tasks[0]
             progress.update(bar, advance=1, rate=task.speed or 0.0)
+    for line in meter.troubles():
+        console.print(line)
     console.print(summary(path))
+
+
+class _Meter:
+    """Measures the sets of one run, and counts what it could not measure."""
+
+    def __init__(
+        self,
+        config: CollectConfig,
+        base_tables: Sequence[TableConfig],
+        timer: SetTimer,
+        monitor: GpuMonitor | None,
+    ) -> None:
+        self._config, self._base_tables = config, base_tables
+        self._timer, self._monitor = timer, monitor
+        self._num_dropped = 0
+        self._left_out: dict[int, str] = {}
+
+    def measure(self, index: int) -> CostRecord:
+        """Measure a set once, whatever the device's state."""
+        config = self._config
+        sampled = sample_set(index, config.seed, config.sampling, self._base_tables)
+        source = index if sampled.repeat_of is None else sampled.repeat_of
+        measured = self._timer.measure(
+            sampled.tables, sampled.access, sampled.batch_size, (config.seed, source)
+        )
+        return CostRecord(
+            index=index,
+            repeat_of=sampled.repeat_of,
+            held_out=sampled.held_out,
+            batch_size=sampled.batch_size,
+            tables=sampled.tables,
+            fwd_raw_ms=measured.fwd_raw_ms,
+            bwd_raw_ms=measured.bwd_raw_ms,
+            ref_raw_ms=measured.ref_raw_ms,
+            fwd_ms=measured.fwd_ms,
+            bwd_ms=measured.bwd_ms,
+        )
+
+    def measure_steadily(self, index: int) -> CostRecord | None:
+        """Measure a set until the device is not throttled; None: it is left out."""
+        reason = ""
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                record = self.measure(index)
+            except torch.OutOfMemoryError as error:
+                reason = str(error).splitlines()[0]
+                break
+            state = None if self._monitor is None else self._monitor.state()
+            reason = "" if state is None else state.throttled_by()
+            if not reason:
+                return _with_state(record, state, attempt)
+            self._num_dropped += 1
+            time.sleep(_COOL_DOWN_S)
+        self._left_out[index] = reason
+        return None
+
+    def troubles(self) -> list[str]:
+        """What there is to tell, one line each."""
+        lines = []
+        if self._num_dropped:
+            lines.append(
+                f"{self._num_dropped} measurements were dropped: the device was "
+                "throttled"
+            )
+        lines += [f"set {i} was left out: {why}" for i, why in self._left_out.items()]
+        failures = 0 if self._monitor is None else self._monitor.num_failures
+        if failures:
+            lines.append(f"the driver did not tell its state {failures} times")
+        return lines
+
+
+def _with_state(
+    record: CostRecord, state: GpuState | None, num_throttled: int
+) -> CostRecord:
+    if state is None:
+        return record
+    return dataclasses.replace(
+        record,
+        sm_clock_mhz=state.sm_clock_mhz,
+        memory_clock_mhz=state.memory_clock_mhz,
+        temperature_c=state.temperature_c,
+        num_throttled=num_throttled,
+    )
 
 
 def _anchors(records: Sequence[CostRecord]) -> list[CostRecord]:
@@ -207,31 +337,6 @@ def _plain(data: dict[str, object]) -> dict[str, object]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
 
-def _measure(
-    index: int,
-    config: CollectConfig,
-    base_tables: Sequence[TableConfig],
-    timer: SetTimer,
-) -> CostRecord:
-    sampled = sample_set(index, config.seed, config.sampling, base_tables)
-    source = index if sampled.repeat_of is None else sampled.repeat_of
-    measured = timer.measure(
-        sampled.tables, sampled.access, sampled.batch_size, (config.seed, source)
-    )
-    return CostRecord(
-        index=index,
-        repeat_of=sampled.repeat_of,
-        held_out=sampled.held_out,
-        batch_size=sampled.batch_size,
-        tables=sampled.tables,
-        fwd_raw_ms=measured.fwd_raw_ms,
-        bwd_raw_ms=measured.bwd_raw_ms,
-        ref_raw_ms=measured.ref_raw_ms,
-        fwd_ms=measured.fwd_ms,
-        bwd_ms=measured.bwd_ms,
-    )
-
-
 def summary(path: Path) -> str:
     """One paragraph on what a record file holds and how repeatable it is."""
     headers, records = read_records([path])
@@ -247,6 +352,9 @@ def summary(path: Path) -> str:
             f"{statistics.median(differences):.1%}, 90th percentile {tenth:.1%} over "
             f"{len(differences)} sets measured again"
         )
+    dropped = sum(r.num_throttled for r in records)
+    if dropped:
+        text += f"; {dropped} measurements dropped for throttling"
     return text
 
 
@@ -272,28 +380,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="take only this workload of the files (repeatable)",
     )
-    defaults = SamplingConfig()
-    parser.add_argument("--max-shards", type=int, default=defaults.max_shards)
-    parser.add_argument("--max-lookups", type=int, default=defaults.max_lookups)
     parser.add_argument(
+        "--time-limit", type=float, help="measure no further set after so many seconds"
+    )
+    ranges = parser.add_argument_group(
+        "what is drawn", "Defaults are the device's: a GPU gets larger sets."
+    )
+    ranges.add_argument("--max-shards", type=int)
+    ranges.add_argument("--max-lookups", type=int)
+    ranges.add_argument(
         "--max-gib",
         type=float,
-        default=defaults.max_weight_bytes / 2**30,
-        help="weights of a set, and the memory set aside for them",
+        help="weights of a set (with the state of adam and adagrad), and the memory "
+        "set aside for them",
     )
-    parser.add_argument(
-        "--batch-sizes", type=int, nargs=2, default=list(defaults.batch_sizes)
+    ranges.add_argument("--batch-sizes", type=int, nargs=2, metavar=("LOW", "HIGH"))
+    ranges.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS)
+    ranges.add_argument(
+        "--fp16-share", type=float, help="share of sets with fp16 weights"
     )
+
+
+def sampling_from(args: argparse.Namespace) -> SamplingConfig:
+    """Return the device's ranges with what the options change."""
+    sampling = SamplingConfig.for_device(torch.device(args.device).type)
+    given: dict[str, Any] = {
+        "max_shards": args.max_shards,
+        "max_lookups": args.max_lookups,
+        "max_weight_bytes": None if args.max_gib is None else int(args.max_gib * 2**30),
+        "batch_sizes": None if args.batch_sizes is None else tuple(args.batch_sizes),
+        "optimizers": None if args.optimizers is None else tuple(args.optimizers),
+        "fp16_share": args.fp16_share,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(sampling, **changes)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard collect compute`."""
-    sampling = SamplingConfig(
-        max_shards=args.max_shards,
-        max_lookups=args.max_lookups,
-        max_weight_bytes=int(args.max_gib * 2**30),
-        batch_sizes=(args.batch_sizes[0], args.batch_sizes[1]),
-    )
     collect_compute(
         CollectConfig(
             out=args.out,
@@ -303,7 +427,8 @@ def run(args: argparse.Namespace) -> int:
             num_threads=args.num_threads,
             tables=tuple(args.tables),
             workloads=tuple(args.workload),
-            sampling=sampling,
+            sampling=sampling_from(args),
+            time_limit_seconds=args.time_limit,
         )
     )
     return 0

@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from torchrec_neuroshard.access import AccessDistribution, draw_lengths
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE, DATA_TYPE_BYTES, TableConfig
+from torchrec_neuroshard.tables import (
+    COLUMN_MULTIPLE,
+    DATA_TYPE_BYTES,
+    OPTIMIZERS,
+    TableConfig,
+)
 
 __all__ = [
     "AccessDistribution",
@@ -20,6 +26,9 @@ __all__ = [
     "draw_lengths",
     "sample_set",
 ]
+
+_STATE_BYTES = {"adam": 8, "adagrad": 4}
+"""Optimizer state per weight; row-wise Adagrad's, 4 bytes a row, is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +46,8 @@ class SamplingConfig:
     max_lookups: int = 4_000_000
     """Most lookups of a set, so that a sample takes about a second."""
     max_weight_bytes: int = 4 * 2**30
-    """Most weight bytes of a set: the arena's size."""
+    """Most weight bytes of a set: the arena's size. The state of Adam and of Adagrad,
+    which is as large as fp32 weights or twice that, counts too."""
     real_share: float = 0.6
     """Share of sets drawn from given real tables, where there are any."""
     held_out_share: float = 0.2
@@ -69,6 +79,34 @@ class SamplingConfig:
                 f"least 2, got {self.max_shards}, {self.max_lookups}, "
                 f"{self.repeat_every}"
             )
+        unknown = sorted(set(self.optimizers) - set(OPTIMIZERS))
+        if unknown or not self.optimizers:
+            raise ConfigError(
+                f"optimizers must be some of {', '.join(OPTIMIZERS)}, got "
+                f"{', '.join(unknown) or 'none'}"
+            )
+        if not 0 <= self.fp16_share <= 1:
+            raise ConfigError(f"fp16_share must lie in 0 to 1, got {self.fp16_share}")
+
+    @classmethod
+    def for_device(cls, device_type: str) -> Self:
+        """Return what is measured on a kind of device unless asked otherwise.
+
+        Args:
+            device_type: `cpu` or `cuda`; a GPU holds and reads tens of times more and
+                has kernels for all optimizers.
+        """
+        if device_type != "cuda":
+            return cls()
+        return cls(
+            max_shards=100,
+            batch_sizes=(512, 65_536),
+            rows=(10, 100_000_000),
+            max_lookups=100_000_000,
+            max_weight_bytes=100 * 10**9,
+            optimizers=OPTIMIZERS,
+            fp16_share=0.3,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +155,7 @@ def sample_set(
     optimizer = str(rng.choice(config.optimizers))
     weighted = bool(rng.random() < config.weighted_share)
     data_type = "fp16" if rng.random() < config.fp16_share else "fp32"
+    value_bytes = DATA_TYPE_BYTES[data_type] + _STATE_BYTES.get(optimizer, 0)
     draw_width = _width_rule(rng, config)
     pool = [
         t
@@ -148,15 +187,15 @@ def sample_set(
         num_features = 1 if rng.random() < 0.95 else int(rng.integers(2, 5))
         width = draw_width(rng)
         num_lookups = batch_size * pooling
-        weight_bytes = rows * width * DATA_TYPE_BYTES[data_type]
-        fits = num_lookups <= free_lookups and weight_bytes <= free_bytes
+        held_bytes = rows * width * value_bytes
+        fits = num_lookups <= free_lookups and held_bytes <= free_bytes
         if not fits and (tables or number < 3 * num_shards):
             continue
         if not fits:  # the last resort: a small table, so that no set is empty
             rows, pooling = min(rows, 1000), min(pooling, lookup_budget / batch_size)
             distribution = AccessDistribution.power_law(rows, 1.0)
             num_lookups = batch_size * pooling
-        free_bytes -= rows * width * DATA_TYPE_BYTES[data_type]
+        free_bytes -= rows * width * value_bytes
         free_lookups -= num_lookups
         tables.append(
             TableConfig(

@@ -78,6 +78,10 @@ _SCHEMA = pa.schema(
         ("ref_raw_ms", pa.list_(pa.float32())),
         ("fwd_ms", pa.float64()),
         ("bwd_ms", pa.float64()),
+        ("sm_clock_mhz", pa.float32()),
+        ("memory_clock_mhz", pa.float32()),
+        ("temperature_c", pa.float32()),
+        ("num_throttled", pa.int32()),
     ]
 )
 

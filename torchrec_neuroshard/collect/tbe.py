@@ -6,12 +6,15 @@ The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` look
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from scipy import special
 
 from torchrec_neuroshard.access import (
     AccessDistribution,
@@ -39,7 +42,15 @@ except (ImportError, OSError) as error:
         "'neuroshard doctor' for the install recipe"
     ) from error
 
-__all__ = ["Arena", "FusedTables", "InputBatch", "draw_inputs", "fbgemm_version"]
+__all__ = [
+    "Arena",
+    "FusedTables",
+    "InputBatch",
+    "draw_inputs",
+    "fbgemm_version",
+    "length_distribution",
+    "reserve_memory",
+]
 
 _OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -50,6 +61,10 @@ _OPTIMIZERS = {
 _PRECISIONS = {"fp32": SparseType.FP32, "fp16": SparseType.FP16}
 _LEARNING_RATE = 1e-6
 """Small, so that thousands of timed steps keep the weights in their usual range."""
+_WEIGHT_BOUND = 0.05
+"""Weights are drawn from both sides of 0: no denormals, no overflow in any layout."""
+_FREE_SHARE = 0.9
+"""Of a GPU's free memory, what weights may take: inputs and outputs need the rest."""
 
 
 def fbgemm_version() -> str:
@@ -61,8 +76,8 @@ class Arena:
     """Memory that all table sets view one after the other.
 
     On a CPU the first touch of fresh pages costs more than the kernels do, so weights
-    and optimizer state are cut from buffers that were touched once. A GPU's caching
-    allocator does the same by itself: there no arena is needed.
+    and optimizer state are cut from buffers that were touched once. On a GPU
+    `reserve_memory` does the same.
     """
 
     def __init__(self, device: torch.device, weight_bytes: int) -> None:
@@ -101,11 +116,37 @@ class Arena:
             num_filled = 0
         values = buffer[:num_bytes].view(dtype)
         if num_filled < numel:
-            # Small values of both signs: no denormals, no overflow in any layout.
             fresh = values[num_filled:]
-            fresh.uniform_(-0.05, 0.05) if role == "weights" else fresh.fill_(0.1)
+            if role == "weights":
+                fresh.uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
+            else:
+                fresh.fill_(0.1)
         self._filled[role] = (dtype, max(num_filled, numel))
         return values
+
+
+def reserve_memory(device: torch.device, num_bytes: int) -> None:
+    """Take the memory of all sets from a GPU once.
+
+    The caching allocator keeps the block that is freed here and cuts every later set
+    from it; without, sets of different sizes leave holes that the next one does not
+    fit in.
+
+    Args:
+        device: CUDA device.
+        num_bytes: Most bytes of weights and optimizer state of a set.
+
+    Raises:
+        ConfigError: The device has not that much free memory.
+    """
+    free, _ = torch.cuda.mem_get_info(device)
+    if num_bytes > _FREE_SHARE * free:
+        raise ConfigError(
+            f"sets of up to {num_bytes / 2**30:.1f} GiB were asked for, {device} has "
+            f"{free / 2**30:.1f} GiB free and inputs need some; lower --max-gib to "
+            f"{_FREE_SHARE * free / 2**30:.0f} or less"
+        )
+    torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +176,8 @@ def draw_inputs(
         access: How the ids of each are drawn.
         batch_size: Samples.
         seed: Makes the draws.
-        device: Where the tensors are made.
+        device: Where the tensors are made. On a CPU NumPy draws the lengths; on a GPU
+            everything is drawn there.
     """
     rng = np.random.default_rng(list(seed))
     generator = torch.Generator(device=device)
@@ -145,8 +187,12 @@ def draw_inputs(
         profile = table.profile_at(batch_size)
         mean = profile.pooling_factor / table.num_features
         for _ in range(table.num_features):
-            bag = draw_lengths(rng, mean, profile.pooling_std, batch_size)
-            lengths.append(torch.from_numpy(bag))
+            std = profile.pooling_std
+            if device.type == "cpu":
+                bag = torch.from_numpy(draw_lengths(rng, mean, std, batch_size))
+            else:
+                bag = _draw_lengths_there(mean, std, batch_size, generator)
+            lengths.append(bag)
             indices.append(
                 _draw_ids(
                     distribution,
@@ -156,7 +202,9 @@ def draw_inputs(
                     device,
                 )
             )
-    offsets = torch.zeros(batch_size * len(lengths) + 1, dtype=torch.int64)
+    offsets = torch.zeros(
+        batch_size * len(lengths) + 1, dtype=torch.int64, device=device
+    )
     torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
     indices_L = torch.cat(indices)
     weighted = any(t.weighted for t in tables)
@@ -165,7 +213,49 @@ def draw_inputs(
         if weighted
         else None
     )
-    return InputBatch(indices_L, offsets.to(device), weights)
+    return InputBatch(indices_L, offsets, weights)
+
+
+def length_distribution(mean: float, std: float) -> npt.NDArray[np.float64]:
+    """Return how likely a bag is to hold at most 0, 1, 2, ... ids.
+
+    The same distributions as `access.draw_lengths`, cut off where next to nothing is
+    left.
+
+    Args:
+        mean: Mean length.
+        std: Standard deviation; 0 gives equal lengths, up to that of a Poisson
+            distribution that one, above it a negative binomial one.
+    """
+    variance = std**2
+    if variance <= 0:
+        whole = int(mean)
+        steps = np.zeros(whole + 2)
+        steps[whole:] = (1.0 - (mean - whole), 1.0)
+        return steps
+    longest = int(mean + 20 * max(std, math.sqrt(mean))) + 20
+    lengths = np.arange(longest + 1, dtype=np.float64)
+    if variance <= mean * 1.05:
+        cumulative = special.pdtr(lengths, mean)
+    else:
+        success = mean / variance
+        cumulative = special.betainc(
+            mean * success / (1 - success), lengths + 1, success
+        )
+    cumulative[-1] = 1.0
+    return np.asarray(cumulative, dtype=np.float64)
+
+
+def _draw_lengths_there(
+    mean: float, std: float, batch_size: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Draw lengths on the generator's device, `B` int64."""
+    device = generator.device
+    cumulative = torch.from_numpy(length_distribution(mean, std)).to(device)
+    draws = torch.rand(
+        batch_size, generator=generator, device=device, dtype=torch.float64
+    )
+    return torch.bucketize(draws, cumulative, right=True)
 
 
 def _draw_ids(
@@ -262,6 +352,9 @@ class FusedTables:
             )
         finally:
             logging.disable(logging.NOTSET)
+        if not on_cpu:
+            for weight in self.split_weights():
+                weight.data.uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
         self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:

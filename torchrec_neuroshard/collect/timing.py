@@ -10,21 +10,39 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from torchrec_neuroshard.access import AccessDistribution
-from torchrec_neuroshard.collect.tbe import Arena, FusedTables, InputBatch, draw_inputs
+from torchrec_neuroshard.collect.tbe import (
+    Arena,
+    FusedTables,
+    InputBatch,
+    draw_inputs,
+    reserve_memory,
+)
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["Measurement", "Reference", "SetTimer", "keep_freed_memory"]
+__all__ = [
+    "CPU_PASSES",
+    "CUDA_PASSES",
+    "Clock",
+    "DeviceClock",
+    "HostClock",
+    "Measurement",
+    "PassCounts",
+    "Reference",
+    "SetTimer",
+    "keep_freed_memory",
+]
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
@@ -47,6 +65,32 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassCounts:
+    """How often a sample is run."""
+
+    warm_up: int
+    """Passes before the timed ones."""
+    min_passes: int
+    """Timed passes that every sample gets."""
+    max_passes: int
+    """Most timed passes."""
+    budget_seconds: float
+    """After this time no pass is added to the least number."""
+    num_batches: int
+    """Different inputs that the passes take in turn."""
+
+
+CPU_PASSES = PassCounts(
+    warm_up=1, min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=20
+)
+"""A new input for every pass: as in training, where no batch comes twice."""
+CUDA_PASSES = PassCounts(
+    warm_up=3, min_passes=7, max_passes=7, budget_seconds=0.0, num_batches=2
+)
+"""Two inputs do: the L2 cache is flushed between passes, nothing else holds them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Raw passes of one sample and what follows from them [ms]."""
@@ -56,6 +100,79 @@ class Measurement:
     ref_raw_ms: tuple[float, ...]
     fwd_ms: float
     bwd_ms: float
+
+
+class Clock(Protocol):
+    """Times a forward and a backward pass."""
+
+    def time(
+        self,
+        forward: Callable[[], torch.Tensor],
+        backward: Callable[[torch.Tensor], None],
+    ) -> tuple[float, float]:
+        """Run both, the second on what the first returns; their times [ms]."""
+        ...
+
+
+class HostClock:
+    """The processor's own clock."""
+
+    def time(
+        self,
+        forward: Callable[[], torch.Tensor],
+        backward: Callable[[torch.Tensor], None],
+    ) -> tuple[float, float]:
+        """See `Clock`."""
+        start = time.perf_counter()
+        output = forward()
+        middle = time.perf_counter()
+        backward(output)
+        end = time.perf_counter()
+        return (middle - start) * 1e3, (end - middle) * 1e3
+
+
+class DeviceClock:
+    """CUDA events around each pass, behind a flush of the L2 cache.
+
+    The flush is repeated, so that the device is busy while the host queues the kernels:
+    then the events time what the device does and not the host's overhead, as in
+    training, where the host runs ahead.
+    """
+
+    FLUSHED_SHARE, REPEATS = 2, 16
+    """L2 sizes written by a flush, and how often it is written."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Allocate what is written to flush, sized from the device's L2 cache."""
+        cache: int = torch.cuda.get_device_properties(device).L2_cache_size
+        self._flush = torch.empty(
+            self.FLUSHED_SHARE * cache, dtype=torch.int8, device=device
+        )
+
+    def time(
+        self,
+        forward: Callable[[], torch.Tensor],
+        backward: Callable[[torch.Tensor], None],
+    ) -> tuple[float, float]:
+        """See `Clock`."""
+        events: list[Any] = [
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(4)
+        ]
+        self._fill_queue()
+        events[0].record()
+        output = forward()
+        events[1].record()
+        self._fill_queue()
+        events[2].record()
+        backward(output)
+        events[3].record()
+        events[3].synchronize()
+        return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
+
+    def _fill_queue(self) -> None:
+        for _ in range(self.REPEATS):
+            self._flush.zero_()
 
 
 class _Passes:
@@ -70,8 +187,9 @@ class _Passes:
         seed: Sequence[int],
         device: torch.device,
         arena: Arena | None,
+        clock: Clock,
     ) -> None:
-        self._device = device
+        self._device, self._clock = device, clock
         self._kernel = FusedTables(tables, device, arena)
         self._tables, self._access = tables, access
         self._batch_size, self._seed = batch_size, seed
@@ -82,10 +200,6 @@ class _Passes:
         self._grad = torch.empty(batch_size, self._kernel.output_dim, device=device)
         self._grad.normal_(0.0, 0.01, generator=generator)
         self._next = 0
-        self._flush: torch.Tensor | None = None
-        if device.type == "cuda":
-            cache = torch.cuda.get_device_properties(device).L2_cache_size
-            self._flush = torch.empty(2 * cache, dtype=torch.int8, device=device)
 
     def draw(self) -> None:
         """Make the next pass's input, so that `run` finds it ready."""
@@ -106,27 +220,10 @@ class _Passes:
         self.draw()
         batch = self._batches[self._next % self._num_batches]
         self._next += 1
-        if self._flush is None:
-            start = time.perf_counter()
-            output = self._kernel.forward(batch)
-            middle = time.perf_counter()
-            torch.autograd.backward(output, self._grad)
-            end = time.perf_counter()
-            return (middle - start) * 1e3, (end - middle) * 1e3
-        self._flush.zero_()
-        events: list[Any] = [
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(4)
-        ]
-        events[0].record()
-        output = self._kernel.forward(batch)
-        events[1].record()
-        self._flush.zero_()
-        events[2].record()
-        torch.autograd.backward(output, self._grad)
-        events[3].record()
-        events[3].synchronize()
-        return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
+        return self._clock.time(
+            lambda: self._kernel.forward(batch),
+            lambda output: torch.autograd.backward(output, self._grad),
+        )
 
 
 class Reference:
@@ -161,6 +258,7 @@ class Reference:
             (17,),
             device,
             Arena(device, self.NUM_TABLES * self.ROWS * self.WIDTH * 4),
+            HostClock(),
         )
 
     def run(self) -> float:
@@ -183,10 +281,10 @@ class SetTimer:
         arena_bytes: int,
         reference_ms: float | None = None,
         *,
-        budget_seconds: float = 0.6,
-        min_passes: int = 5,
-        max_passes: int = 19,
-        num_batches: int = 20,
+        budget_seconds: float | None = None,
+        min_passes: int | None = None,
+        max_passes: int | None = None,
+        num_batches: int | None = None,
     ) -> None:
         """Allocate the arena and the reference.
 
@@ -195,25 +293,36 @@ class SetTimer:
             arena_bytes: Most weight bytes of a set.
             reference_ms: Nominal time of the reference; None measures it now. A GPU
                 has none.
-            budget_seconds: Stop repeating a sample after this time.
+            budget_seconds: Stop repeating a sample after this time. None, as for the
+                three below, takes the device's: `CPU_PASSES` or `CUDA_PASSES`.
             min_passes: Timed passes that every sample gets.
             max_passes: Most timed passes.
-            num_batches: Different inputs that the passes take in turn; as in training,
-                where no batch comes twice, unless fewer than the passes.
+            num_batches: Different inputs that the passes take in turn.
         """
         self._device = device
-        self._budget_seconds = budget_seconds
-        self._min_passes, self._max_passes = min_passes, max_passes
-        self._num_batches = num_batches
-        self._arena = Arena(device, arena_bytes) if device.type == "cpu" else None
+        defaults = CUDA_PASSES if device.type == "cuda" else CPU_PASSES
+        given = {
+            "budget_seconds": budget_seconds,
+            "min_passes": min_passes,
+            "max_passes": max_passes,
+            "num_batches": num_batches,
+        }
+        changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        self._counts = dataclasses.replace(defaults, **changes)
+        self._arena: Arena | None = None
         self._reference: Reference | None = None
         self.reference_ms = 0.0
-        if device.type == "cpu":
-            keep_freed_memory()
-            self._reference = Reference(device)
-            self.reference_ms = (
-                self._reference.nominal_ms() if reference_ms is None else reference_ms
-            )
+        self._clock: Clock
+        if device.type == "cuda":
+            self._clock = DeviceClock(device)
+            reserve_memory(device, arena_bytes)
+            return
+        keep_freed_memory()
+        self._clock, self._arena = HostClock(), Arena(device, arena_bytes)
+        self._reference = Reference(device)
+        self.reference_ms = (
+            self._reference.nominal_ms() if reference_ms is None else reference_ms
+        )
 
     def measure(
         self,
@@ -230,25 +339,25 @@ class SetTimer:
             batch_size: Samples of a pass.
             seed: Makes the inputs.
         """
+        counts = self._counts
         passes = _Passes(
             tables,
             access,
             batch_size,
-            self._num_batches,
+            counts.num_batches,
             seed,
             self._device,
             self._arena,
+            self._clock,
         )
-        passes.run()
-        if self._device.type == "cuda":
-            passes.run()
+        for _ in range(counts.warm_up):
             passes.run()
         fwd: list[float] = []
         bwd: list[float] = []
         ref: list[float] = []
-        deadline = time.perf_counter() + self._budget_seconds
-        while len(fwd) < self._max_passes:
-            if len(fwd) >= self._min_passes and time.perf_counter() > deadline:
+        deadline = time.perf_counter() + counts.budget_seconds
+        while len(fwd) < counts.max_passes:
+            if len(fwd) >= counts.min_passes and time.perf_counter() > deadline:
                 break
             passes.draw()
             if self._reference is not None:
