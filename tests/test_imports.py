@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"errors", "profiles"},
     "placement": _VALUES,
     "features": _VALUES | {"placement"},
-    "cost_models": (_MODELS - {"cost_models"}) | {"collect.store"},
+    "cost_models": (_MODELS - {"cost_models"})
+    | {"collect.compute", "collect.progress", "collect.sampling", "collect.store"},
     "simulator": _MODELS,
     "search": _MODELS | {"simulator"},
     "baselines": _MODELS | {"simulator", "search"},

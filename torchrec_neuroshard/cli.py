@@ -47,6 +47,11 @@ COMMANDS = (
         "train a cost model on collected measurements",
         "torchrec_neuroshard.cost_models.training_cli",
     ),
+    Command(
+        "calibrate",
+        "fit a cost model to this machine with a few measurements",
+        "torchrec_neuroshard.cost_models.calibration_cli",
+    ),
 )
 
 

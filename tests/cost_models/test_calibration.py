@@ -1,0 +1,363 @@
+"""Calibrating: factors, rescaled networks, candidates and what is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.collect.store import RecordStore
+from torchrec_neuroshard.cost_models import load_bundle
+from torchrec_neuroshard.cost_models.bundle import BundleInfo, read_info, save_bundle
+from torchrec_neuroshard.cost_models.calibration import (
+    BEFORE,
+    MIN_SETS,
+    SCALED,
+    SCRATCH,
+    TUNED,
+    Calibration,
+    CalibrationConfig,
+    best_factors,
+    calibrate,
+    calibrate_bundle,
+    rescale,
+    score,
+    source_folder,
+    split_records,
+)
+from torchrec_neuroshard.cost_models.compute import NeuralCostModel
+from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.cost_models.training import (
+    SetData,
+    TrainConfig,
+    as_cost_model,
+    build_sets,
+    train,
+    training_ranges,
+)
+from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.tables import TableConfig
+
+SIZES = {"num_members": 2, "hidden": 24, "latent": 4, "head_hidden": 12}
+QUICK = CalibrationConfig(steps=120, batch_sets=32)
+
+
+def make_records(
+    count: int, seed: int, *, power: float = 0.7, factor: float = 1.0, max_dim: int = 32
+) -> list[CostRecord]:
+    """Sets on a made-up device: `power` says how little wide rows cost.
+
+    How the rows enter is odd, the same on all devices, and takes many sets to learn.
+    """
+    rng = np.random.default_rng(seed)
+    records = []
+    for index in range(count):
+        batch_size = int(rng.integers(512, 4096))
+        tables = []
+        for i in range(int(rng.integers(1, 6))):
+            rows, pooling = int(rng.integers(10, 10**6)), float(rng.uniform(1, 30))
+            tables.append(
+                TableConfig(
+                    name=f"{index}/{i}",
+                    num_embeddings=rows,
+                    embedding_dim=4 * int(rng.integers(1, max_dim + 1)),
+                    pooling_factor=pooling,
+                    profile=zipf_profile(
+                        batch_size=batch_size,
+                        pooling_factor=pooling,
+                        num_embeddings=rows,
+                    ),
+                )
+            )
+        cost = factor * float(
+            0.05
+            + sum(
+                1e-6
+                * batch_size
+                * t.pooling_factor
+                * t.embedding_dim**power
+                * (1 + 0.6 * np.sin(6 * np.log10(t.num_embeddings)))
+                for t in tables
+            )
+        )
+        records.append(
+            CostRecord(
+                index=index,
+                held_out=index % 4 == 0,
+                batch_size=batch_size,
+                tables=tuple(tables),
+                fwd_raw_ms=(cost,),
+                bwd_raw_ms=(2.5 * cost,),
+                fwd_ms=cost,
+                bwd_ms=2.5 * cost,
+            )
+        )
+    return records
+
+
+@pytest.fixture(scope="module")
+def source() -> NeuralCostModel:
+    """A model of the device with power 0.7, of narrow tables."""
+    data = build_sets(make_records(400, 0, max_dim=24))
+    network = train(data, TrainConfig(epochs=40, batch_sets=64, **SIZES))
+    return as_cost_model(network, data, "there")
+
+
+def split(records: list[CostRecord]) -> tuple[SetData, SetData]:
+    training, test = split_records(records)
+    return build_sets(training), build_sets(test)
+
+
+def predict(network: SetCostNetwork, data: SetData) -> np.ndarray:  # type: ignore[type-arg]
+    model = NeuralCostModel(network, name="", hardware="", ranges={})
+    return model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+
+
+# Factors
+
+
+def test_best_factors_have_the_least_relative_error() -> None:
+    rng = np.random.default_rng(0)
+    predicted = rng.uniform(1, 10, (41, 2))
+    measured = predicted * rng.lognormal([0.3, -0.5], 0.4, (41, 2))
+    found = best_factors(predicted, measured)
+    for c in range(2):
+
+        def error(f: float, c: int = c) -> float:
+            return float(np.abs(f * predicted[:, c] / measured[:, c] - 1).mean())
+
+        tried = np.linspace(0.2, 4.0, 2_000)
+        assert error(found[c]) <= min(error(f) for f in tried) + 1e-12
+
+
+@pytest.mark.parametrize(("factors", "rtol"), [((3.0, 3.0), 1e-3), ((0.5, 1.4), 0.03)])
+def test_rescaled_network_multiplies_its_times(
+    source: NeuralCostModel, factors: tuple[float, float], rtol: float
+) -> None:
+    data = build_sets(make_records(40, 5))
+    before = predict(source.network, data)
+    after = predict(rescale(source.network, factors), data)
+    np.testing.assert_allclose(after, before * factors, rtol=rtol)
+    np.testing.assert_array_equal(predict(source.network, data), before)
+
+
+# Candidates
+
+
+def test_fine_tuning_bends_what_a_factor_cannot(source: NeuralCostModel) -> None:
+    training, test = split(make_records(160, 1, power=0.9, factor=0.6))
+    seen: dict[str, list[int]] = {}
+
+    def report(name: str, epochs: int):  # type: ignore[no-untyped-def]
+        seen[name] = []
+        return lambda epoch, *_: seen[name].append(epoch)
+
+    found = calibrate(source, SIZES, training, test, QUICK, report)
+    scores = {n: score(c.evaluation) for n, c in found.candidates.items()}
+    assert scores[TUNED] < 0.5 * scores[SCALED] < 0.5 * scores[BEFORE]
+    assert scores[TUNED] < scores[SCRATCH]
+    assert found.kept == TUNED
+    assert "Kept `tuned`: its error over forward, backward and total is " in (
+        found.verdict()
+    )
+    # 120 training sets, 18 of them to pick the epoch: 4 steps an epoch of 32.
+    assert seen == {TUNED: list(range(30)), SCRATCH: list(range(30))}
+    assert {n: c.evaluation.name for n, c in found.candidates.items()} == {
+        n: n for n in (BEFORE, SCALED, TUNED, SCRATCH)
+    }
+
+
+def test_ranges_are_what_a_candidate_was_trained_on(source: NeuralCostModel) -> None:
+    training, test = split(make_records(80, 1))
+    config = dataclasses.replace(QUICK, steps=1)
+    found = calibrate(source, SIZES, training, test, config)
+    old, new = source.ranges, training_ranges(training)
+    assert found.candidates[BEFORE].ranges == found.candidates[SCALED].ranges == old
+    assert found.candidates[SCRATCH].ranges == new
+    both = found.candidates[TUNED].ranges
+    assert both["log2_width"] == (2.0, np.log2(np.float32(4 * 32)))
+    assert old["log2_width"][1] < both["log2_width"][1]
+    for name in old:
+        assert both[name][0] == min(old[name][0], new[name][0])
+        assert both[name][1] == max(old[name][1], new[name][1])
+
+
+def test_input_statistics_stay_those_of_the_source(source: NeuralCostModel) -> None:
+    training, test = split(make_records(80, 1, power=0.9))
+    found = calibrate(source, SIZES, training, test, QUICK)
+    tuned = found.candidates[TUNED].network
+    for name in ("input_mean_X", "input_std_X"):
+        assert (getattr(tuned, name) == getattr(source.network, name)).all()
+
+
+def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
+    # The same device: nothing to learn, and a rate that destroys what was known.
+    training, test = split(make_records(60, 1))
+    config = CalibrationConfig(steps=2, learning_rate=3.0)
+    found = calibrate(source, SIZES, training, test, config)
+    assert found.kept in (BEFORE, SCALED)
+    assert f"Kept `{found.kept}`: the fine-tuned ensemble is not better" in (
+        found.verdict()
+    )
+
+
+def test_of_equals_the_one_that_changes_least_is_kept(
+    source: NeuralCostModel,
+) -> None:
+    training, test = split(make_records(60, 1))
+    found = calibrate(
+        source, SIZES, training, test, dataclasses.replace(QUICK, steps=1)
+    )
+    same = dict.fromkeys(found.candidates, found.candidates[SCALED])
+    scores = [score(c.evaluation) for c in same.values()]
+    assert len(set(scores)) == 1
+    assert Calibration(same, found.factors_2, SCALED).verdict().startswith("Kept `sca")
+
+
+def test_the_same_seed_gives_the_same_ensemble(source: NeuralCostModel) -> None:
+    training, test = split(make_records(60, 1, power=0.9))
+    one, two, other = (
+        predict(
+            calibrate(
+                source, SIZES, training, test, dataclasses.replace(QUICK, seed=seed)
+            )
+            .candidates[TUNED]
+            .network,
+            test,
+        )
+        for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(one, two)
+    assert (one != other).any()
+
+
+# Bundles
+
+
+def header(device: str = "here") -> RunHeader:
+    return RunHeader(
+        fingerprint=Fingerprint(
+            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
+        ),
+        reference_ms=6.0,
+        seed=0,
+        sampling={},
+        command="neuroshard collect compute",
+        created="2026-02-01T00:00:00+00:00",
+    )
+
+
+def write(path: Path, records: list[CostRecord], device: str = "here") -> Path:
+    with RecordStore(path, header(device)) as store:
+        for record in records:
+            store.append(record)
+    return path
+
+
+def save_source(folder: Path, source: NeuralCostModel) -> Path:
+    there = dataclasses.replace(header().fingerprint, device="there")
+    info = BundleInfo(
+        name="old",
+        fingerprint=there,
+        reference_ms=8.0,
+        network=SIZES,
+        ranges=source.ranges,
+        trained_on={"num_training_sets": 400},
+    )
+    save_bundle(folder, source.network, info, "# card\n")
+    return folder
+
+
+def test_bundle_and_card_tell_what_was_done(
+    tmp_path: Path, source: NeuralCostModel
+) -> None:
+    old = save_source(tmp_path / "old", source)
+    records = write(tmp_path / "r.parquet", make_records(120, 1, power=0.9, factor=0.6))
+    out = tmp_path / "new"
+    found, evaluations = calibrate_bundle(old, [records], out, "mine", QUICK)
+    info, model = read_info(out), load_bundle(out)
+    assert (info.name, info.fingerprint.device, info.reference_ms) == (
+        "mine",
+        "here",
+        6.0,
+    )
+    assert info.trained_on["calibrated_from"] == {
+        "name": "old",
+        "device": "there",
+        "num_training_sets": 400,
+    }
+    assert info.trained_on["kept"] == found.kept == TUNED
+    assert info.ranges == found.candidates[TUNED].ranges
+    _, test = split(make_records(120, 1, power=0.9, factor=0.6))
+    np.testing.assert_allclose(
+        predict(model.network, test),
+        predict(found.candidates[TUNED].network, test),
+    )
+    card = (out / "CARD.md").read_text()
+    names = ["learned", BEFORE, SCALED, TUNED, SCRATCH, "linear", "stock"]
+    assert [e.name for e in evaluations] == names
+    for e in evaluations:
+        assert f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card
+    assert found.verdict() in card
+    assert "Started from `old`, measured on there (400 sets to train on)" in card
+    assert "90 sets of this device to fine-tune on; 30 sets of held-out tables" in card
+
+
+def test_split_keeps_held_out_tables_and_repeats_apart() -> None:
+    records = make_records(48, 0)
+    again = [
+        dataclasses.replace(records[4], index=48, repeat_of=4),
+        dataclasses.replace(records[5], index=49, repeat_of=5),
+    ]
+    training, test = split_records([*records, *again])
+    assert {r.index for r in test} == {i for i in range(48) if i % 4 == 0}
+    assert {r.index for r in training} == {i for i in range(50) if i % 4} - {48}
+    for few in (records[:40:2], [r for r in records if not r.held_out]):
+        with pytest.raises(RecordError, match=f"needs {MIN_SETS} sets to fine-tune"):
+            split_records(few[:12])
+
+
+def test_sources_are_found_by_name_and_folder(tmp_path: Path) -> None:
+    assert (source_folder("cpu") / "bundle.json").is_file()
+    assert source_folder(tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match=r"no bundle 'tpu' to start from.*cpu"):
+        source_folder("tpu")
+
+
+def test_the_source_is_not_written_over(
+    tmp_path: Path, source: NeuralCostModel
+) -> None:
+    old = save_source(tmp_path / "old", source)
+    before = (old / "bundle.json").read_bytes()
+    with pytest.raises(ConfigError, match="is the bundle to start from"):
+        calibrate_bundle(old, [], tmp_path / "x" / ".." / "old", "old", QUICK)
+    assert (old / "bundle.json").read_bytes() == before
+
+
+def test_records_of_two_devices_are_not_mixed(
+    tmp_path: Path, source: NeuralCostModel
+) -> None:
+    old = save_source(tmp_path / "old", source)
+    files = [
+        write(tmp_path / f"{device}.parquet", make_records(4, 0), device)
+        for device in ("here", "elsewhere")
+    ]
+    with pytest.raises(RecordMismatchError, match="elsewhere"):
+        calibrate_bundle(old, files, tmp_path / "new", "new", QUICK)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "steps and batch_sets must be at least 1, got 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0, got 0.0"),
+    ],
+)
+def test_bad_configuration_is_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(QUICK, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,458 @@
+"""Calibrating: from one device's cost model and a few sets of another to a new bundle.
+
+Devices of one kind differ by a factor and by details, so a few hundred sets bend a
+trained ensemble where thousands would be needed to make one. Candidates are the bundle
+as it is, the bundle times one factor per direction, the fine-tuned ensemble and one
+trained on the new sets alone; the one that errs least on sets of held-out tables is
+kept, so that calibrating never makes it worse there.
+
+Shapes: as in `network`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchrec_neuroshard.collect.store import read_records
+from torchrec_neuroshard.cost_models import loading
+from torchrec_neuroshard.cost_models.bundle import (
+    BundleInfo,
+    load_bundle,
+    read_info,
+    save_bundle,
+)
+from torchrec_neuroshard.cost_models.card import Repeatability, compute_card
+from torchrec_neuroshard.cost_models.compute import NeuralCostModel
+from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.cost_models.training import (
+    EpochReport,
+    Evaluation,
+    SetData,
+    TrainConfig,
+    build_sets,
+    evaluate,
+    fit_linear,
+    fit_stock,
+    train,
+    training_ranges,
+)
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.records import (
+    CostRecord,
+    RunHeader,
+    command_line,
+    repeatability,
+)
+
+__all__ = [
+    "BEFORE",
+    "MIN_SETS",
+    "SCALED",
+    "SCRATCH",
+    "TUNED",
+    "Calibration",
+    "CalibrationConfig",
+    "Candidate",
+    "best_factors",
+    "calibrate",
+    "calibrate_bundle",
+    "rescale",
+    "score",
+    "source_folder",
+    "split_records",
+]
+
+BEFORE, SCALED, TUNED, SCRATCH = "before", "scaled", "tuned", "scratch"
+
+MIN_SETS = 10
+"""Fewest sets to fine-tune on, and fewest of held-out tables to judge by."""
+
+_MEANING = {
+    BEFORE: "the bundle started from, unchanged",
+    SCALED: "the same times one factor per direction, fitted on the sets trained on",
+    TUNED: "`scaled`, fine-tuned on the same sets",
+    SCRATCH: "a new ensemble of the same size, trained on the same sets alone",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationConfig:
+    """How to fine-tune, and how to train the yardstick from scratch."""
+
+    steps: int = 1_000
+    """Optimizer steps of each of the two trainings, about."""
+    batch_sets: int = 64
+    """Sets per step."""
+    learning_rate: float = 2e-3
+    """Peak rate of fine-tuning; from scratch takes `TrainConfig`'s."""
+    validation_share: float = 0.15
+    """Share of the sets trained on that picks each member's best epoch."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_sets < 1:
+            raise ConfigError(
+                "steps and batch_sets must be at least 1, got "
+                f"{self.steps} and {self.batch_sets}"
+            )
+        if not self.learning_rate > 0:
+            raise ConfigError(
+                f"learning_rate must be above 0, got {self.learning_rate}"
+            )
+
+    def training(
+        self, num_sets: int, sizes: Mapping[str, int], learning_rate: float
+    ) -> TrainConfig:
+        """Return the configuration of one training.
+
+        Args:
+            num_sets: Sets to train on, those that pick the epoch included.
+            sizes: Arguments of `SetCostNetwork`.
+            learning_rate: Peak rate.
+        """
+        steps_per_epoch = -(
+            -int(num_sets * (1 - self.validation_share)) // self.batch_sets
+        )
+        return TrainConfig(
+            epochs=-(-self.steps // max(1, steps_per_epoch)),
+            batch_sets=self.batch_sets,
+            learning_rate=learning_rate,
+            validation_share=self.validation_share,
+            seed=self.seed,
+            **sizes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to predict the new device, and how well it does."""
+
+    network: SetCostNetwork
+    ranges: Mapping[str, tuple[float, float]]
+    """Feature name -> smallest and largest value that it was trained on."""
+    evaluation: Evaluation
+    """On sets of held-out tables; its name is the candidate's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The candidates, and which one to keep."""
+
+    candidates: Mapping[str, Candidate]
+    """By name: `BEFORE`, `SCALED`, `TUNED`, `SCRATCH`."""
+    factors_2: tuple[float, float]
+    """Forward and backward: what `SCALED` multiplies the bundle's times by."""
+    kept: str
+    """The candidate that errs least; of equals the one that changes least."""
+
+    def verdict(self) -> str:
+        """Say in one sentence what is kept and why."""
+        scores = {n: score(c.evaluation) for n, c in self.candidates.items()}
+        if self.kept == TUNED:
+            others = ", ".join(
+                f"{n} {scores[n]:.1%}" for n in (BEFORE, SCALED, SCRATCH)
+            )
+            return (
+                f"Kept `{TUNED}`: its error over forward, backward and total is "
+                f"{scores[TUNED]:.1%} ({others})."
+            )
+        return (
+            f"Kept `{self.kept}`: the fine-tuned ensemble is not better, its error "
+            f"over forward, backward and total is {scores[TUNED]:.1%} against "
+            f"{scores[self.kept]:.1%}; measure more sets to fine-tune on."
+        )
+
+
+def score(evaluation: Evaluation) -> float:
+    """Mean error of forward, backward and total: what candidates are compared by."""
+    return (evaluation.fwd_mape + evaluation.bwd_mape + evaluation.total_mape) / 3
+
+
+def source_folder(name: str | Path) -> Path:
+    """Find the bundle to start from.
+
+    Args:
+        name: Name of a shipped bundle, or a bundle's folder.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    if str(name) in loading.pretrained_names():
+        return Path(loading.__file__).parents[1] / "pretrained" / str(name)
+    if Path(name).is_dir():
+        return Path(name)
+    raise ConfigError(
+        f"no bundle '{name}' to start from: it is neither a shipped one "
+        f"({', '.join(loading.pretrained_names()) or 'none'}) nor a folder made by "
+        "'neuroshard train'"
+    )
+
+
+def split_records(
+    records: Sequence[CostRecord],
+) -> tuple[list[CostRecord], list[CostRecord]]:
+    """Split measured sets by table.
+
+    The split is the collector's: by table name, the same in every run, so that a bundle
+    trained on another run has not seen the held-out tables either.
+
+    Returns:
+        Sets to fine-tune on, and sets that hold only tables kept from any training.
+
+    Raises:
+        RecordError: There are fewer than `MIN_SETS` of either.
+    """
+    training = [r for r in records if not r.held_out]
+    held_out = [r for r in records if r.held_out and r.repeat_of is None]
+    if min(len(training), len(held_out)) < MIN_SETS:
+        raise RecordError(
+            f"calibrating needs {MIN_SETS} sets to fine-tune on and {MIN_SETS} of "
+            f"held-out tables to judge by, got {len(training)} and {len(held_out)}; "
+            "measure more sets"
+        )
+    return training, held_out
+
+
+def best_factors(
+    predicted_S2: npt.NDArray[np.float64], measured_S2: npt.NDArray[np.float64]
+) -> tuple[float, float]:
+    """Factors on predictions that have the least mean relative error.
+
+    Returns:
+        Forward's and backward's.
+    """
+    found = []
+    for c in range(2):
+        # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
+        ratio = np.sort(measured_S2[:, c] / predicted_S2[:, c])
+        weight = np.cumsum(1.0 / ratio)
+        found.append(float(ratio[np.searchsorted(weight, weight[-1] / 2)]))
+    return found[0], found[1]
+
+
+def rescale(network: SetCostNetwork, factors_2: tuple[float, float]) -> SetCostNetwork:
+    """Return a network whose times are multiplied by forward's and backward's factor.
+
+    Exact for equal factors; for unequal ones the head weighs the shards of a set a
+    little differently, since it does so by their total cost.
+    """
+    scaled = copy.deepcopy(network)
+    factors = torch.tensor(factors_2)
+    with torch.no_grad():
+        scaled.physical_PO2.mul_(factors)
+        scaled.launch_2.mul_(factors)
+        # The head sees log costs among its inputs: its bias takes the shift back.
+        weight, bias = scaled.head[0], scaled.head[1]
+        shift = torch.log(factors) / 3.0
+        bias.sub_(torch.einsum("c,mch->mh", shift, weight[:, :2])[:, None])
+    return scaled
+
+
+TrainingReport = Callable[[str, int], EpochReport]
+"""Called with a candidate's name and its number of epochs when its training starts."""
+
+
+def calibrate(
+    source: NeuralCostModel,
+    sizes: Mapping[str, int],
+    training: SetData,
+    test: SetData,
+    config: CalibrationConfig,
+    report: TrainingReport | None = None,
+) -> Calibration:
+    """Make the candidates and choose.
+
+    The input statistics stay those of `source`, since its weights were made for them;
+    training ranges are the union of old and new, from scratch the new alone.
+
+    Args:
+        source: The model of the other device.
+        sizes: Arguments of `SetCostNetwork` of its network.
+        training: Sets of the new device to fine-tune on.
+        test: Its sets of held-out tables, which judge and choose.
+        config: Steps and rates.
+        report: Makes the report of each training.
+    """
+    predicted = source.predict_sets(
+        training.features_NF, training.set_ids_N, training.num_sets
+    )
+    factors = best_factors(predicted, training.costs_S2)
+    scaled = rescale(source.network, factors)
+    trained = {
+        name: _train(
+            name,
+            training,
+            config.training(training.num_sets, sizes, rate),
+            init,
+            report,
+        )
+        for name, rate, init in (
+            (TUNED, config.learning_rate, scaled),
+            (SCRATCH, TrainConfig().learning_rate, None),
+        )
+    }
+    new_ranges = training_ranges(training)
+    networks = {BEFORE: source.network, SCALED: scaled, **trained}
+    ranges = {
+        BEFORE: source.ranges,
+        SCALED: source.ranges,
+        TUNED: _union(source.ranges, new_ranges),
+        SCRATCH: new_ranges,
+    }
+    candidates = {
+        name: Candidate(network, ranges[name], _judge(name, network, test))
+        for name, network in networks.items()
+    }
+    kept = min(candidates, key=lambda n: score(candidates[n].evaluation))
+    return Calibration(candidates, factors, kept)
+
+
+def _train(
+    name: str,
+    data: SetData,
+    config: TrainConfig,
+    init: SetCostNetwork | None,
+    report: TrainingReport | None,
+) -> SetCostNetwork:
+    per_epoch = None if report is None else report(name, config.epochs)
+    return train(data, config, per_epoch, init)
+
+
+def _judge(name: str, network: SetCostNetwork, test: SetData) -> Evaluation:
+    model = NeuralCostModel(network, name=name, hardware="", ranges={})
+    return evaluate(name, model, test)
+
+
+def _union(
+    one: Mapping[str, tuple[float, float]], two: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    return {
+        name: (min(one[name][0], low), max(one[name][1], high))
+        for name, (low, high) in two.items()
+    }
+
+
+def calibrate_bundle(
+    source: Path,
+    records: Sequence[Path],
+    out: Path,
+    name: str,
+    config: CalibrationConfig,
+    report: TrainingReport | None = None,
+) -> tuple[Calibration, list[Evaluation]]:
+    """Fine-tune a bundle on another device's records and write a new bundle.
+
+    A model of collectives beside `source` is not taken over: it was measured there.
+
+    Args:
+        source: Folder of the bundle to start from.
+        records: Files of compute records of one device.
+        out: Folder of the new bundle.
+        name: What it is called.
+        config: Steps and rates.
+        report: Makes the report of each training.
+
+    Returns:
+        The calibration, and the errors that the card shows: of what was kept, of all
+        candidates and of the yardsticks.
+
+    Raises:
+        ConfigError: `out` is the bundle to start from.
+        RecordError: Too few records.
+        RecordMismatchError: The files are of different devices.
+        BundleCorruptError: `source` is damaged.
+    """
+    if out.resolve() == source.resolve():
+        raise ConfigError(
+            f"{out} is the bundle to start from; name another folder for the new one"
+        )
+    model, old = load_bundle(source), read_info(source)
+    headers, all_records = read_records(records)
+    training, test = map(build_sets, split_records(all_records))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = calibrate(model, old.network, training, test, config, report)
+    finally:
+        torch.set_num_threads(threads)
+    kept = found.candidates[found.kept]
+    evaluations = [
+        _judge("learned", kept.network, test),
+        *(c.evaluation for c in found.candidates.values()),
+        evaluate("linear", fit_linear(training), test),
+        evaluate("stock", fit_stock(training), test),
+    ]
+    counts = (training.num_sets, test.num_sets)
+    info = BundleInfo(
+        name=name,
+        fingerprint=headers[0].fingerprint,
+        reference_ms=headers[0].reference_ms,
+        network=old.network,
+        ranges=kept.ranges,
+        trained_on=_provenance(old, headers, counts, config, found),
+    )
+    noise = Repeatability(tuple(repeatability(all_records)))
+    card = compute_card(info, noise, evaluations) + _section(old, counts, found)
+    save_bundle(out, kept.network, info, card)
+    return found, evaluations
+
+
+def _provenance(
+    old: BundleInfo,
+    headers: Sequence[RunHeader],
+    counts: tuple[int, int],
+    config: CalibrationConfig,
+    found: Calibration,
+) -> dict[str, Any]:
+    return {
+        "num_training_sets": counts[0],
+        "num_test_sets": counts[1],
+        "created": sorted({h.created[:10] for h in headers}),
+        "seed": config.seed,
+        "steps": config.steps,
+        "commands": [*(h.command for h in headers), command_line()],
+        "calibrated_from": {
+            "name": old.name,
+            "device": old.fingerprint.device,
+            "num_training_sets": old.trained_on.get("num_training_sets"),
+        },
+        "kept": found.kept,
+        "factors": list(found.factors_2),
+        "errors": {n: score(c.evaluation) for n, c in found.candidates.items()},
+    }
+
+
+def _section(old: BundleInfo, counts: tuple[int, int], found: Calibration) -> str:
+    forward, backward = found.factors_2
+    return "\n".join(
+        [
+            "## Calibration",
+            "",
+            f"Started from `{old.name}`, measured on {old.fingerprint.device} "
+            f"({old.trained_on.get('num_training_sets', '?')} sets to train on). "
+            f"{counts[0]} sets of this device to fine-tune on; {counts[1]} sets of "
+            "held-out tables judged the candidates and chose between them. "
+            f"{found.verdict()}",
+            "",
+            *(f"- `{name}`: {text}" for name, text in _MEANING.items()),
+            "",
+            f"Factors: forward {forward:.3f}, backward {backward:.3f}. `learned` above "
+            f"is `{found.kept}`. "
+            + (
+                "Its training range is that of this device's sets alone."
+                if found.kept == SCRATCH
+                else "Its training range covers what either device was measured on; "
+                "where only the other one was, its times are carried over, not "
+                "measured."
+            ),
+            "",
+        ]
+    )
