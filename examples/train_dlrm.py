@@ -72,7 +72,11 @@ from torchrec_neuroshard import (
 )
 from torchrec_neuroshard.collect.tbe import fbgemm_version
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
-from torchrec_neuroshard.cost_models import BandwidthCommsModel
+from torchrec_neuroshard.cost_models import (
+    BandwidthCommsModel,
+    CommsModel,
+    load_comms_model,
+)
 from torchrec_neuroshard.devices import current_device_name
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
@@ -117,7 +121,9 @@ class DemoConfig:
     profile_rounds: int = option(1, "global batches' worth of input that is profiled")
     embedding_lr: float = option(0.01, "learning rate of the tables (row-wise Adagrad)")
     dense_lr: float = option(0.005, "learning rate of the dense layers (Adam)")
-    all_to_all_gb_per_s: float = option(0.0, "bandwidth to plan with; 0 measures it")
+    all_to_all_gb_per_s: float = option(
+        0.0, "bandwidth to plan with; 0 measures it, or takes measured collectives"
+    )
     seed: int = option(0, "makes weights, ids and clicks")
     output: str = option("demo.json", "where the results are written")
 
@@ -406,6 +412,28 @@ def measure_all_to_all(
     once_ms = median_step_ms(once, ranks)
     remote_bytes = 4 * part * (ranks.world_size - 1)
     return remote_bytes / once_ms
+
+
+def find_comms_model(
+    config: DemoConfig, ranks: Ranks, bytes_per_ms: float
+) -> CommsModel:
+    """Return the bundle's measured collectives, or what one bandwidth says."""
+    if not config.all_to_all_gb_per_s:
+        known = load_comms_model(
+            config.cost_model,
+            device_type=ranks.device.type,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
+        )
+        if known is not None:
+            return known
+    return BandwidthCommsModel(
+        world_size=ranks.world_size,
+        local_world_size=ranks.local_world_size,
+        intra_gb_per_s=bytes_per_ms / 1e6,
+        inter_gb_per_s=bytes_per_ms / 1e6,
+        source="given" if config.all_to_all_gb_per_s else "measured at the start",
+    )
 
 
 def measure_memory(ranks: Ranks) -> float:
@@ -821,13 +849,7 @@ class PlanningDesk:
                 device_type=ranks.device.type,
                 hbm_gb_per_s=hbm_gb_per_s,
             )
-        self.comms_model = BandwidthCommsModel(
-            world_size=ranks.world_size,
-            local_world_size=ranks.local_world_size,
-            intra_gb_per_s=bytes_per_ms / 1e6,
-            inter_gb_per_s=bytes_per_ms / 1e6,
-            source="given" if config.all_to_all_gb_per_s else "measured at the start",
-        )
+        self.comms_model = find_comms_model(config, ranks, bytes_per_ms)
 
     def plan_stock(self) -> Planned:
         """Plan with TorchRec's own planner."""
@@ -896,6 +918,8 @@ class PlanningDesk:
             groups=tuple(
                 types.index(described[t.name]["sharding_type"]) for t in self._tables
             ),
+            stages=tuple(range(len(types))),
+            stage_names=tuple(types),
         )
         simulator = Simulator(task, self.cost_model, self.comms_model)
         return simulator.evaluate(placed.placement)
@@ -1007,8 +1031,8 @@ def report(results: dict[str, Any]) -> str:
         f"{where['device']}, {where['backend']}; torch {where['torch']}, fbgemm "
         f"{where['fbgemm']}, torchrec {where['torchrec']}",
         f"cost model '{model['name']}' ({model['source']}, {model['hardware']})",
-        f"all-to-all {results['all_to_all_gb_per_s']:.2f} GB/s "
-        f"({results['planners'][OURS]['predicted']['comms_source']}); dense part "
+        f"all-to-all {results['all_to_all_gb_per_s']:.2f} GB/s; collectives predicted "
+        f"as {results['planners'][OURS]['predicted']['comms_source']}; dense part "
         f"{results['dense_ms']:.1f} ms, measured alone beforehand",
         "",
         *table_lines(results),

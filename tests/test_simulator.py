@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -20,9 +21,15 @@ TABLES = (
 LAUNCH, LOOKUP, BYTE = 0.5, 1_000.0, 10.0
 
 
-def simulator(groups: tuple[int, ...] = (), world_size: int = 2) -> Simulator:
+def simulator(
+    groups: tuple[int, ...] = (), world_size: int = 2, stages: tuple[int, ...] = ()
+) -> Simulator:
     task = ShardingTask(
-        tables=TABLES, world_size=world_size, batch_size=BATCH, groups=groups
+        tables=TABLES,
+        world_size=world_size,
+        batch_size=BATCH,
+        groups=groups,
+        stages=stages,
     )
     return Simulator(
         task,
@@ -55,8 +62,13 @@ def test_phases_by_hand() -> None:
     comms = np.maximum(sent, received)
     for rank, ms in zip(costs.ranks, comms, strict=True):
         assert rank.fwd_comms == rank.bwd_comms == pytest.approx(ms)
+    # Ids and lengths are 8 bytes each; both shards of `a` are sent all its ids.
+    a, b, c = (8 * n * BATCH for n in (2 + 1, 5 + 1, 1 + 3))
+    index = np.maximum([(a + c) / 2, (a + b) / 2], (2 * a + b + c) / 4) / 1_000
+    for rank, ms in zip(costs.ranks, index, strict=True):
+        assert rank.index_comms == pytest.approx(ms)
     assert costs.critical_path_ms == pytest.approx(
-        3 * max(expected) + 2 * float(comms.max())
+        3 * max(expected) + 2 * float(comms.max()) + index.max()
     )
     assert costs.compute_source == costs.comms_source == "analytic"
 
@@ -81,16 +93,50 @@ def test_empty_rank_costs_nothing_to_compute() -> None:
     assert idle.fwd_comms > 0  # it receives its samples' outputs
 
 
-def test_rank_sums_are_sums_of_encodings() -> None:
-    sim = simulator(groups=(0, 1, 0))
+def test_rank_loads_are_sums_over_shards() -> None:
+    sim = simulator(groups=(0, 1, 0), stages=(0, 1))
     placement = Placement.from_widths(2, [(0, 8, 0), (0, 8, 1), (1, 8, 0), (2, 4, 0)])
-    sums, columns = sim.rank_sums(placement)
-    assert sums.shape == (2, 2, 3)
+    loads = sim.rank_loads(placement)
+    assert loads.sums_CWGE.shape == (2, 2, 3)
     np.testing.assert_allclose(
-        sums[0, 0], sim.encodings([(0, 8), (2, 4)]).sum(axis=0), rtol=1e-6
+        loads.sums_CWGE[0, 0], sim.encodings([(0, 8), (2, 4)]).sum(axis=0), rtol=1e-6
     )
-    np.testing.assert_array_equal(sums[1, 1], 0)
-    np.testing.assert_array_equal(columns, [[8 + 12, 8], [8, 0]])
+    np.testing.assert_array_equal(loads.sums_CWGE[1, 1], 0)
+    np.testing.assert_array_equal(loads.columns_CWS, [[8 + 12, 8], [8, 0]])
+    np.testing.assert_allclose(
+        loads.index_bytes_CWS / (8 * BATCH), [[3 + 4, 6], [3, 0]]
+    )
+
+
+def test_weighted_lookups_send_their_weights() -> None:
+    tables = (TABLES[0], dataclasses.replace(TABLES[0], name="w", weighted=True))
+    task = ShardingTask(tables=tables, world_size=2, batch_size=BATCH)
+    sim = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
+    plain, weighted = sim.index_bytes_per_table
+    assert weighted - plain == pytest.approx(4 * A)
+
+
+def test_stages_wait_one_after_another() -> None:
+    """Ranks busy in different stages cannot make up for each other."""
+    placement = Placement.from_widths(2, [(0, 16, 0), (1, 8, 1), (2, 4, 1)])
+    together = simulator(groups=(0, 1, 1)).evaluate(placement)
+    apart = simulator(groups=(0, 1, 1), stages=(0, 1)).evaluate(placement)
+    assert [s.name for s in apart.stages] == ["stage 0", "stage 1"]
+    for phase in ("fwd_compute", "bwd_compute"):
+        for one, other in zip(together.ranks, apart.ranks, strict=True):
+            assert getattr(one, phase) == pytest.approx(getattr(other, phase))
+    compute = [
+        max(getattr(r, phase) for r in stage.ranks)
+        for stage in apart.stages
+        for phase in ("fwd_compute", "bwd_compute")
+    ]
+    assert sum(compute) == pytest.approx(
+        3 * (forward((A, 16)) + forward((B, 8), (C, 4)))
+    )
+    assert apart.critical_path_ms == pytest.approx(
+        sum(s.critical_path_ms for s in apart.stages)
+    )
+    assert apart.critical_path_ms > together.critical_path_ms
 
 
 def test_sets_predict_as_their_sums() -> None:
@@ -133,6 +179,10 @@ def test_json_holds_all_phases() -> None:
 
 
 def test_critical_path_waits_for_the_slowest_of_each_phase() -> None:
-    compute = np.array([[[1.0, 10.0], [4.0, 2.0]], [[0.0, 0.0], [0.0, 0.0]]])
-    comms = np.array([[[0.5, 0.0], [0.25, 3.0]], [[0.0, 0.0], [1.0, 0.0]]])
-    np.testing.assert_array_equal(critical_path(compute, comms), [4 + 0.5 + 3 + 10, 1])
+    phases = np.array(
+        [
+            [[[1.0, 10.0, 0.5]], [[4.0, 2.0, 3.0]]],
+            [[[0.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]],
+        ]
+    )
+    np.testing.assert_array_equal(critical_path(phases), [4 + 10 + 3, 1])

@@ -113,6 +113,12 @@ class ShardFeaturizer:
                 row[_INDEX[name]] = value
             row[-NUM_COUNT_BINS:] = shares
 
+    @property
+    def num_lookups(self) -> npt.NDArray[np.float64]:
+        """Ids of each table in one batch, `T`."""
+        lookups: npt.NDArray[np.float64] = self._base_TF[:, _INDEX["num_lookups"]]
+        return lookups
+
     def features(
         self, table_N: npt.ArrayLike, width_N: npt.ArrayLike
     ) -> npt.NDArray[np.float32]:

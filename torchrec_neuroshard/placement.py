@@ -40,6 +40,11 @@ class ShardingTask:
     groups: tuple[int, ...] = ()
     """Per table: fusion group; tables of one group on one rank run as one kernel.
     Groups count from 0. Empty: one group."""
+    stages: tuple[int, ...] = ()
+    """Per fusion group: stage, counting from 0. The groups of a stage share its index
+    and output collectives; stages run one after another. Empty: one stage."""
+    stage_names: tuple[str, ...] = ()
+    """What the stages are called in reports. Empty: "stage 0" and so on."""
     uneven: bool = True
     """Whether shards of one table may differ in width."""
 
@@ -72,6 +77,19 @@ class ShardingTask:
                 raise ConfigError(
                     f"{name} needs one value per table ({count}), got {len(value)}"
                 )
+        object.__setattr__(self, "stages", self.stages or (0,) * self.num_groups)
+        if len(self.stages) != self.num_groups:
+            raise ConfigError(
+                f"stages needs one value per group ({self.num_groups}), got "
+                f"{len(self.stages)}"
+            )
+        names = self.stage_names or tuple(f"stage {s}" for s in range(self.num_stages))
+        object.__setattr__(self, "stage_names", names)
+        if len(names) != self.num_stages:
+            raise ConfigError(
+                f"stage_names needs one name per stage ({self.num_stages}), got "
+                f"{len(names)}"
+            )
         if self.memory_bytes and len(self.memory_bytes) != self.world_size:
             raise ConfigError(
                 f"memory_bytes needs one value per rank ({self.world_size}), got "
@@ -82,6 +100,11 @@ class ShardingTask:
     def num_groups(self) -> int:
         """Fusion groups."""
         return max(self.groups) + 1
+
+    @property
+    def num_stages(self) -> int:
+        """Sets of groups that share their collectives."""
+        return max(self.stages) + 1
 
     def shard_bytes(self, table: int, width: int) -> float:
         """Memory of one shard [bytes]."""

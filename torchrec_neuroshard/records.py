@@ -273,7 +273,7 @@ class CommsRecord:
     done_raw_ms: tuple[tuple[float, ...], ...]
     """`P x W`: when each rank was through, on the same clock."""
     ref_raw_ms: tuple[float, ...]
-    """The reference collective beside each pass."""
+    """The reference collective, every few passes."""
     wait_ms: tuple[float, ...]
     """Median time from each rank's arrival to the last one's."""
     transfer_ms: tuple[float, ...]
@@ -292,9 +292,9 @@ class CommsRecord:
                 f"multiple of local_world_size ({self.local_world_size})"
             )
         passes = {len(v) for v in (self.arrival_raw_ms, self.done_raw_ms)}
-        if passes != {len(self.ref_raw_ms)} or not self.ref_raw_ms:
+        if len(passes) != 1 or passes == {0} or not self.ref_raw_ms:
             raise RecordError(
-                f"record {self.index} has unequal numbers of passes: "
+                f"record {self.index} has no reference or unequal numbers of passes: "
                 f"{len(self.arrival_raw_ms)} arrivals, {len(self.done_raw_ms)} ends, "
                 f"{len(self.ref_raw_ms)} references"
             )

@@ -1,6 +1,14 @@
 """From a placement to milliseconds: each rank's phases and the iteration they make.
 
-Shapes: `N` shards, `E` encoding values, `W` ranks, `G` fusion groups, `C` candidates.
+A stage is what one TorchRec module does for the tables of one sharding type: ids go to
+the ranks that hold their tables (index all-to-all), fused kernels look them up (forward
+compute), pooled rows come back (forward all-to-all); later their gradients go out again
+(backward all-to-all) and kernels update the tables (backward compute). Every collective
+waits for its slowest rank, so a stage's phases are as long as on the slowest rank, and
+an iteration is as long as all of them together.
+
+Shapes: `N` shards, `E` encoding values, `W` ranks, `G` fusion groups, `S` stages, `C`
+candidates, `5` phases in the order of `PHASES`.
 """
 
 from __future__ import annotations
@@ -16,30 +24,82 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 
-__all__ = ["PredictedCosts", "RankCosts", "Simulator", "critical_path"]
+__all__ = [
+    "PHASES",
+    "PredictedCosts",
+    "RankCosts",
+    "RankLoads",
+    "Simulator",
+    "StageCosts",
+    "critical_path",
+]
+
+PHASES: tuple[str, ...] = (
+    "index_comms",
+    "fwd_compute",
+    "fwd_comms",
+    "bwd_comms",
+    "bwd_compute",
+)
+"""What a rank does in a stage, in order; the dense part lies between the third and the
+fourth."""
+
+_ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
+"""Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
     """Predicted phases of one rank [ms]."""
 
+    index_comms: float
     fwd_compute: float
     fwd_comms: float
     bwd_comms: float
     bwd_compute: float
+
+    def to_json(self) -> dict[str, float]:
+        """Return a JSON-ready dictionary."""
+        return {name: getattr(self, name) for name in PHASES}
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Predicted phases of all ranks in one stage."""
+
+    name: str
+    ranks: tuple[RankCosts, ...]
+
+    @property
+    def critical_path_ms(self) -> float:
+        """Each phase as long as on its slowest rank."""
+        phases = np.array([[getattr(r, name) for name in PHASES] for r in self.ranks])
+        return float(phases.max(axis=0).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedCosts:
     """Predicted phases of all ranks and the iteration."""
 
-    ranks: tuple[RankCosts, ...]
-    critical_path_ms: float
-    """Slowest forward, collectives, slowest backward: collectives are barriers."""
+    stages: tuple[StageCosts, ...]
+    """In the order of the forward pass."""
     uncertainty: float = 0.0
     """Largest relative standard deviation of a rank's compute, by the ensemble."""
     compute_source: str = "measured"
     comms_source: str = "datasheet, not measured"
+
+    @property
+    def ranks(self) -> tuple[RankCosts, ...]:
+        """Phases of each rank, over all stages."""
+        return tuple(
+            RankCosts(*(sum(getattr(r, name) for r in of_rank) for name in PHASES))
+            for of_rank in zip(*(s.ranks for s in self.stages), strict=True)
+        )
+
+    @property
+    def critical_path_ms(self) -> float:
+        """All phases of all stages, each as long as on its slowest rank."""
+        return sum(s.critical_path_ms for s in self.stages)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -48,11 +108,24 @@ class PredictedCosts:
             "uncertainty": self.uncertainty,
             "compute_source": self.compute_source,
             "comms_source": self.comms_source,
-            "ranks": [
-                {name: getattr(r, name) for name in RankCosts.__slots__}
-                for r in self.ranks
+            "ranks": [r.to_json() for r in self.ranks],
+            "stages": [
+                {"name": s.name, "ranks": [r.to_json() for r in s.ranks]}
+                for s in self.stages
             ],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoads:
+    """What the ranks hold: all that their costs depend on."""
+
+    sums_CWGE: npt.NDArray[np.float64]
+    """Sums of encodings."""
+    columns_CWS: npt.NDArray[np.float64]
+    """Output columns: width times features, over the shards."""
+    index_bytes_CWS: npt.NDArray[np.float64]
+    """Bytes of ids and lengths that a rank is sent, of all samples."""
 
 
 class Simulator:
@@ -72,6 +145,15 @@ class Simulator:
         self._encodings: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
         self.features_per_table = np.array([t.num_features for t in task.tables])
         """Output columns of a shard are its width times this."""
+        lookups = self._featurizer.num_lookups
+        id_bytes = np.array(
+            [_ID_BYTES + _LOOKUP_WEIGHT_BYTES * t.weighted for t in task.tables]
+        )
+        self.index_bytes_per_table: npt.NDArray[np.float64] = (
+            lookups * id_bytes
+            + self.features_per_table * (_LENGTH_BYTES * task.batch_size)
+        )
+        """Bytes of ids and lengths that every shard of a table is sent."""
 
     def features(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         """Return the features of (table, width) shards, `N x F`."""
@@ -94,28 +176,25 @@ class Simulator:
         """Forward and backward of each shard alone, `N x 2` [ms]."""
         return self.cost_model.predict_sums(self.encodings(pairs))
 
-    def rank_sums(
-        self, placement: Placement
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Sums of encodings per rank and group, and output columns per rank.
-
-        Returns:
-            `W x G x E` and `W x G`.
-        """
+    def rank_loads(self, placement: Placement) -> RankLoads:
+        """Return what each rank holds under one placement (no axis `C`)."""
         task = self.task
         sums = np.zeros(
             (task.world_size, task.num_groups, self.cost_model.encoding_dim)
         )
-        columns = np.zeros((task.world_size, task.num_groups))
+        columns = np.zeros((task.world_size, task.num_stages))
+        index_bytes = np.zeros_like(columns)
         shards: Sequence[ColumnShard] = placement.shards
         rank = np.array([s.rank for s in shards], dtype=np.int64)
         table = np.array([s.table for s in shards], dtype=np.int64)
         width = np.array([s.width for s in shards], dtype=np.float64)
         group = np.asarray(task.groups)[table]
+        stage = np.asarray(task.stages)[group]
         encodings = self.encodings([(s.table, s.width) for s in shards])
         np.add.at(sums, (rank, group), encodings)
-        np.add.at(columns, (rank, group), width * self.features_per_table[table])
-        return sums, columns
+        np.add.at(columns, (rank, stage), width * self.features_per_table[table])
+        np.add.at(index_bytes, (rank, stage), self.index_bytes_per_table[table])
+        return RankLoads(sums, columns, index_bytes)
 
     def compute_costs(
         self, sums_CWGE: npt.NDArray[np.float64]
@@ -124,45 +203,77 @@ class Simulator:
         flat = sums_CWGE.reshape(-1, sums_CWGE.shape[-1])
         return self.cost_model.predict_sums(flat).reshape(*sums_CWGE.shape[:-1], 2)
 
+    def stage_compute(
+        self, compute_CWG2: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """Add up the kernels of each stage: `... x G x 2` -> `... x S x 2`."""
+        member_SG = np.eye(self.task.num_stages)[:, list(self.task.stages)]
+        total: npt.NDArray[np.float64] = np.matmul(member_SG, compute_CWG2)
+        return total
+
+    def comms_costs(
+        self,
+        columns_CWS: npt.NDArray[np.float64],
+        index_bytes_CWS: npt.NDArray[np.float64],
+    ) -> npt.NDArray[np.float64]:
+        """Index, forward and backward all-to-all of each rank: `C x W x S x 3` [ms]."""
+        count, world_size, num_stages = columns_CWS.shape
+        columns = columns_CWS.swapaxes(1, 2).reshape(-1, world_size)
+        index_bytes = index_bytes_CWS.swapaxes(1, 2).reshape(-1, world_size)
+        pooled = self.comms_model.all_to_all(columns, self.task.batch_size)
+        index = self.comms_model.index_all_to_all(index_bytes)
+        both = np.concatenate([index[..., None], pooled], axis=2)
+        return both.reshape(count, num_stages, world_size, 3).swapaxes(1, 2)
+
+    def phases(
+        self,
+        compute_CWS2: npt.NDArray[np.float64],
+        columns_CWS: npt.NDArray[np.float64],
+        index_bytes_CWS: npt.NDArray[np.float64],
+    ) -> npt.NDArray[np.float64]:
+        """Return `C x W x S x 5`: phases of each rank in each stage [ms].
+
+        Args:
+            compute_CWS2: Forward and backward compute [ms].
+            columns_CWS: See `RankLoads`.
+            index_bytes_CWS: See `RankLoads`.
+        """
+        comms = self.comms_costs(columns_CWS, index_bytes_CWS)
+        forward, backward = compute_CWS2[..., :1], compute_CWS2[..., 1:]
+        parts = [comms[..., :1], forward, comms[..., 1:], backward]
+        return np.concatenate(parts, axis=-1)
+
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""
-        sums, columns = self.rank_sums(placement)
-        compute_WG2 = self.compute_costs(sums)
-        compute_W2 = compute_WG2.sum(axis=1)
-        comms_W2 = self.comms_model.all_to_all(
-            columns.sum(axis=1)[None], self.task.batch_size
+        loads = self.rank_loads(placement)
+        compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
+        phases_WS5 = self.phases(
+            compute[None], loads.columns_CWS[None], loads.index_bytes_CWS[None]
         )[0]
-        flat = sums.reshape(-1, sums.shape[-1])
+        flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
-            ranks=tuple(
-                RankCosts(
-                    fwd_compute=float(compute_W2[w, 0]),
-                    fwd_comms=float(comms_W2[w, 0]),
-                    bwd_comms=float(comms_W2[w, 1]),
-                    bwd_compute=float(compute_W2[w, 1]),
+            stages=tuple(
+                StageCosts(
+                    name,
+                    tuple(RankCosts(*row) for row in phases_WS5[:, stage].tolist()),
                 )
-                for w in range(self.task.world_size)
+                for stage, name in enumerate(self.task.stage_names)
             ),
-            critical_path_ms=float(critical_path(compute_W2[None], comms_W2[None])[0]),
             uncertainty=float(uncertainty.max(initial=0.0)),
             compute_source=self.cost_model.source,
             comms_source=self.comms_model.source,
         )
 
 
-def critical_path(
-    compute_CW2: npt.NDArray[np.float64], comms_CW2: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Iteration time when every collective waits for its slowest rank.
+def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Iteration time when every phase waits for its slowest rank.
 
     Args:
-        compute_CW2: Forward and backward compute of each rank [ms].
-        comms_CW2: Forward and backward collectives of each rank [ms].
+        phases_CWSP: Phases of each rank in each stage [ms], as many as there are.
 
     Returns:
-        `C` milliseconds: slowest forward + collectives + slowest backward.
+        `C` milliseconds.
     """
-    worst: npt.NDArray[np.float64] = compute_CW2.max(axis=1) + comms_CW2.max(axis=1)
-    path: npt.NDArray[np.float64] = worst.sum(axis=1)
+    path: npt.NDArray[np.float64] = phases_CWSP.max(axis=1).sum(axis=(1, 2))
     return path

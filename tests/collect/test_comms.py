@@ -168,7 +168,7 @@ def test_record_survives_json() -> None:
             {"world_size": 3},
             r"world_size \(3\) must be a multiple of local_world_size \(2\)",
         ),
-        ({"ref_raw_ms": (1.0,)}, "2 arrivals, 2 ends, 1 references"),
+        ({"ref_raw_ms": ()}, "2 arrivals, 2 ends, 0 references"),
         ({"bytes_per_peer": (1,)}, r"needs one value per rank \(2\)"),
         ({"done_raw_ms": ((1.0, 1.5), (1.5,))}, r"needs one value per rank \(2\)"),
     ],

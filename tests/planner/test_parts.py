@@ -185,6 +185,8 @@ def test_estimates_are_those_of_single_shards(
             comms = AnalyticCommsModel().all_to_all(
                 np.array([[shard.size[1], 0.0]]), 128
             )[0, 0]
+            ids = np.array([[simulator.index_bytes_per_table[0], 0.0]])
+            comms[0] += AnalyticCommsModel().index_all_to_all(ids)[0, 0]
             assert (shard.perf.fwd_compute, shard.perf.bwd_compute) == pytest.approx(
                 (forward, backward)
             )
@@ -464,8 +466,10 @@ def test_rating_is_the_critical_path(make_ebc: MakeEbc, sharders: Sharders) -> N
 
     # 128 samples read 64 bytes of a table each: 8.192 ms, and twice that backward.
     table, column = 128 * 64 * 1e-3, 128 * 4 / 2 / 1000
-    assert rate(0, 0, 1) == pytest.approx(3 * (1 + 2 * table) + 2 * 32 * column)
-    assert rate(0, 0, 0) == pytest.approx(3 * (1 + 3 * table) + 2 * 48 * column)
+    index = 128 * (8 + 8) / 2 / 1000  # ids and lengths, half of them remote
+    for count, rating_ms in ((2, rate(0, 0, 1)), (3, rate(0, 0, 0))):
+        compute, comms = 3 * (1 + count * table), 2 * 16 * count * column
+        assert rating_ms == pytest.approx(compute + comms + count * index)
     assert rate(1, 0, 1) == rate(0, 1, 0)
 
 

@@ -39,6 +39,7 @@ from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.profiles import FeatureProfile, uniform_profile
 from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 GIB = 2**30
@@ -57,11 +58,11 @@ def check(planner: NeuroShardPlanner) -> None:
     result, task = planner.last_result, planner.last_task
     assert result is not None and task is not None
     result.placement.check(task)
-    ranks = result.predicted.ranks
     assert result.predicted.critical_path_ms == pytest.approx(
         sum(
-            max(getattr(r, phase) for r in ranks)
-            for phase in ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
+            max(getattr(r, phase) for r in stage.ranks)
+            for stage in result.predicted.stages
+            for phase in PHASES
         )
     )
     assert result.lower_bound_ms <= result.predicted.critical_path_ms
@@ -555,15 +556,23 @@ def test_stock_sums_over_shards_agree_with_the_set_cost(
     planner.plan(make_ebc(CPU_SIZES), sharders)
     assert planner.last_result is not None
     ranks = planner.last_result.predicted.ranks
-    for phase in ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms"):
+    parts = {
+        "fwd_compute": ("fwd_compute",),
+        "fwd_comms": ("index_comms", "fwd_comms"),
+        "bwd_compute": ("bwd_compute",),
+        "bwd_comms": ("bwd_comms",),
+    }
+    for name, phases in parts.items():
         sums = [0.0] * 2
         for option in options:
             for shard in option.shards:
-                sums[shard.rank] += getattr(shard.perf, phase)
-        assert sums == pytest.approx([getattr(r, phase) for r in ranks])
+                sums[shard.rank] += getattr(shard.perf, name)
+        assert sums == pytest.approx(
+            [sum(getattr(r, p) for p in phases) for r in ranks]
+        )
     rating = NoopPerfModel(planner._topology).rate(options)
     assert rating == pytest.approx(
-        max(r.fwd_compute + r.fwd_comms + r.bwd_comms + r.bwd_compute for r in ranks)
+        max(sum(getattr(r, phase) for phase in PHASES) for r in ranks)
     )
 
 

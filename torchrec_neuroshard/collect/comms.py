@@ -73,8 +73,13 @@ __all__ = [
 _REFERENCE_BYTES_PER_PEER = 64 * 1024
 _BANDWIDTH_BYTES = 16 * 2**20
 _REFERENCE_SAMPLES = 5
-"""The reference's speed is the median over so many samples: the machine drifts over
-minutes, while a single pass of the reference is as noisy as the sample's."""
+"""The reference's speed is taken over so many samples: the machine drifts over minutes,
+while a single pass of the reference is as noisy as the sample's."""
+_REFERENCE_EVERY = 4
+"""Passes of a sample per pass of the reference."""
+_REFERENCE_QUANTILE = 0.25
+"""Quantile of the reference's passes that tells the machine's speed. Where threads
+share cores, passes differ by whole time slices: a median jumps between two values."""
 _START_MARGIN_S = 1e-3
 """From the agreement on a start to the start, so that all ranks know of it."""
 _MEMORY_SHARE = 0.25
@@ -106,7 +111,7 @@ class CommsConfig:
     sample_seconds: float = 0.15
     """Stop repeating a sample after this time."""
     min_passes: int = 3
-    max_passes: int = 15
+    max_passes: int = 60
     sampling: CommsSamplingConfig = field(default_factory=CommsSamplingConfig)
 
     def __post_init__(self) -> None:
@@ -531,10 +536,11 @@ class _Meter:
         return arrival, self._ranks.clock(), bool(stopped)
 
     def nominal_ms(self, num_passes: int = 60) -> float:
-        """Median of many passes of the reference [ms]."""
+        """Time of the reference, of many passes [ms]."""
         passes = [self._pass(self._reference, 0.0)[:2] for _ in range(num_passes + 5)]
         arrival, done = np.moveaxis(self._ranks.gather(np.array(passes[5:])), 1, 0)
-        return float(np.median(done.max(axis=1) - arrival.max(axis=1)) * 1e3)
+        taken_P = done.max(axis=1) - arrival.max(axis=1)
+        return float(np.quantile(taken_P, _REFERENCE_QUANTILE) * 1e3)
 
     def measure(self, sampled: SampledCollective, reference_ms: float) -> CommsRecord:
         """Time one sample; the record is the same on every rank."""
@@ -548,29 +554,32 @@ class _Meter:
         )
         delay = sampled.delay_ms[self._ranks.group_rank(sampled.group)]
         runner.run()  # connections, buffers and caches
-        passes: list[tuple[float, float, float, float]] = []
+        passes: list[tuple[float, float]] = []
+        references: list[tuple[float, float]] = []
         deadline = time.perf_counter() + self._config.sample_seconds
         while True:
             enough = len(passes) + 1 >= self._config.min_passes
             late = enough and time.perf_counter() > deadline
             last = late or len(passes) + 1 >= self._config.max_passes
-            reference = self._pass(self._reference, 0.0)
+            if len(passes) % _REFERENCE_EVERY == 0:
+                references.append(self._pass(self._reference, 0.0)[:2])
             arrival, done, stop = self._pass(runner, delay, stop=last)
-            passes.append((*reference[:2], arrival, done))
+            passes.append((arrival, done))
             if stop:
                 break
-        gathered = self._ranks.gather(np.array(passes))  # P x 4 x all ranks
+        gathered = self._ranks.gather(np.array(references))  # P x 2 x all ranks
         reference_P = (gathered[:, 1].max(axis=1) - gathered[:, 0].max(axis=1)) * 1e3
+        gathered = self._ranks.gather(np.array(passes))
         members = list(group.ranks)
-        arrival_PW = gathered[:, 2, members] * 1e3
-        done_PW = gathered[:, 3, members] * 1e3
+        arrival_PW = gathered[:, 0, members] * 1e3
+        done_PW = gathered[:, 1, members] * 1e3
         first_P1 = arrival_PW.min(axis=1, keepdims=True)
         arrival_PW, done_PW = arrival_PW - first_P1, done_PW - first_P1
         last_P1 = arrival_PW.max(axis=1, keepdims=True)
         transfer_PW = np.maximum(done_PW - last_P1, 0.0)
         self._recent_ms.append(list(map(float, reference_P)))
         recent_ms = [ms for passes_ms in self._recent_ms for ms in passes_ms]
-        speed = reference_ms / statistics.median(recent_ms)
+        speed = reference_ms / float(np.quantile(recent_ms, _REFERENCE_QUANTILE))
         return CommsRecord(
             index=sampled.index,
             repeat_of=sampled.repeat_of,

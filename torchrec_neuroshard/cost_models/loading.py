@@ -81,6 +81,9 @@ def load_comms_model(
     device_type: str,
     world_size: int,
     local_world_size: int,
+    intra_gb_per_s: float | None = None,
+    inter_gb_per_s: float | None = None,
+    unmeasured_inter_gb_per_s: float | None = None,
 ) -> CommsModel | None:
     """Find the model of collectives that belongs to a cost model.
 
@@ -89,11 +92,15 @@ def load_comms_model(
         device_type: Device that is planned for: "cpu" (gloo) or "cuda" (NCCL).
         world_size: Ranks.
         local_world_size: Ranks per node.
+        intra_gb_per_s: Bandwidth inside a node to predict for; None is as measured.
+        inter_gb_per_s: Same between nodes.
+        unmeasured_inter_gb_per_s: Bandwidth between nodes to assume, with a warning,
+            where the bundle was measured on one node; None is an error then.
 
     Returns:
         What was measured, if the bundle holds it for this backend; else the published
-        links of this machine's GPU; None where neither is known and the topology's
-        bandwidths have to do.
+        links of this machine's GPU, unless bandwidths are given; None where neither is
+        known and the topology's bandwidths have to do.
 
     Raises:
         BundleCorruptError: The bundle is damaged.
@@ -112,12 +119,26 @@ def load_comms_model(
         info = read_comms_info(folder)
         wanted = str(cost_model) != "auto" or info.fingerprint.device == device
         if wanted and info.backend == backend:
+            many = world_size > local_world_size
+            assumed = unmeasured_inter_gb_per_s
+            if many and not info.inter_gb_per_s and inter_gb_per_s is None and assumed:
+                inter_gb_per_s = assumed
+                warnings.warn(
+                    f"the collectives of {folder} were measured inside one node: "
+                    f"{assumed:g} GB/s between nodes is assumed. Give the topology "
+                    "inter_host_bw or run 'neuroshard collect comms' on several nodes",
+                    stacklevel=2,
+                )
             return load_comms_bundle(
                 folder,
                 backend=backend,
                 world_size=world_size,
                 local_world_size=local_world_size,
+                intra_gb_per_s=intra_gb_per_s,
+                inter_gb_per_s=inter_gb_per_s,
             )
+    if intra_gb_per_s is not None or inter_gb_per_s is not None:
+        return None
     for node in DATASHEET_NODES:
         if device_type == "cuda" and node in (device or "").lower():
             return datasheet_comms_model(

@@ -48,7 +48,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         constraints: Table name -> TorchRec's constraints on it.
         estimator: Replaces the learned estimator and TorchRec's storage estimator.
         cost_model: "auto", a bundle's name or folder, or a model.
-        comms_model: None: bytes over the topology's bandwidths.
+        comms_model: None: as measured, else as published, else by the topology.
         profiles: Feature name -> its measured profile.
         costs: Shares one loaded cost model between parts; replaces the three above.
         kwargs: Passed to `EmbeddingEnumerator`.

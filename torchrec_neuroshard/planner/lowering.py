@@ -39,6 +39,7 @@ from torchrec_neuroshard.tables import (
 __all__ = [
     "DESCRIBED_TYPES",
     "SEARCHED_TYPES",
+    "FusionGroups",
     "LoweredPlan",
     "PlanPlacement",
     "TableReader",
@@ -352,6 +353,36 @@ def fusion_key(
 
 
 @dataclass(frozen=True, slots=True)
+class FusionGroups:
+    """How TorchRec groups tables into kernels, and kernels into collectives."""
+
+    groups: tuple[int, ...]
+    """Per table: its fusion group."""
+    stages: tuple[int, ...]
+    """Per group: its stage; a module's tables of one sharding type share one."""
+    stage_names: tuple[str, ...]
+
+    @classmethod
+    def from_keys(cls, keys: Sequence[tuple[Any, ...]]) -> FusionGroups:
+        """Number the groups and stages in order of appearance.
+
+        Args:
+            keys: `fusion_key` of each table.
+        """
+        groups: dict[tuple[Any, ...], int] = {}
+        for key in keys:
+            groups.setdefault(key, len(groups))
+        stages: dict[tuple[Any, ...], int] = {}
+        for path, sharding_type, *_ in groups:
+            stages.setdefault((path, sharding_type), len(stages))
+        return cls(
+            tuple(groups[key] for key in keys),
+            tuple(stages[key[:2]] for key in groups),
+            tuple(f"{path or 'model'} ({kind})" for path, kind in stages),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LoweredPlan:
     """A plan of sharding options, as far as a placement can express it."""
 
@@ -378,10 +409,9 @@ def lower_plan(
         (described if reader.is_described(option) else others).append(option)
     if not described:
         return LoweredPlan(None, Placement(topology.world_size, ()), (), tuple(others))
-    groups: dict[tuple[Any, ...], int] = {}
-    for option in described:
-        key = fusion_key(option, reader, option.sharding_type)
-        groups.setdefault(key, len(groups))
+    fused = FusionGroups.from_keys(
+        [fusion_key(o, reader, o.sharding_type) for o in described]
+    )
     shards = []
     for index, option in enumerate(described):
         for shard in option.shards:
@@ -396,7 +426,9 @@ def lower_plan(
         world_size=topology.world_size,
         batch_size=described[0].batch_size * topology.world_size,
         local_world_size=topology.local_world_size,
-        groups=tuple(groups[fusion_key(o, reader, o.sharding_type)] for o in described),
+        groups=fused.groups,
+        stages=fused.stages,
+        stage_names=fused.stage_names,
     )
     placement = Placement(topology.world_size, tuple(sorted(shards)))
     return LoweredPlan(task, placement, tuple(described), tuple(others))

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner.lowering import device_tier, fusion_key
+from torchrec_neuroshard.planner.lowering import FusionGroups, device_tier, fusion_key
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -181,6 +181,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         memory: Sequence[Storage],
     ) -> ShardingTask:
         topology = self._topology
+        # As if some table of each module were split.
+        fused = FusionGroups.from_keys(
+            [fusion_key(o, self.costs.reader, o.sharding_type) for o in options]
+        )
         tables = tuple(self.costs.reader.table(o) for o in options)
         min_widths = tuple(
             self._min_width(o, t.embedding_dim)
@@ -195,7 +199,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             fixed_bytes=tuple(math.ceil(s.fixed[self._tier]) for s in storages),
             column_bytes=tuple(s.per_column[self._tier] for s in storages),
             min_widths=min_widths,
-            groups=self._groups(options),
+            groups=fused.groups,
+            stages=fused.stages,
+            stage_names=fused.stage_names,
             uneven=topology.compute_device == "cpu",
         )
 
@@ -205,15 +211,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         constraint = self._constraints.get(option.name)
         asked = (constraint.min_partition if constraint else None) or COLUMN_MULTIPLE
         return min(width, math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
-
-    def _groups(self, options: Sequence[ShardingOption]) -> tuple[int, ...]:
-        """Fusion group of each table, as if some table of each module were split."""
-        numbers: dict[tuple[Any, ...], int] = {}
-        groups = []
-        for option in options:
-            key = fusion_key(option, self.costs.reader, option.sharding_type)
-            groups.append(numbers.setdefault(key, len(numbers)))
-        return tuple(groups)
 
     def _storages(self, options: Sequence[ShardingOption]) -> list[_ShardStorage]:
         """Memory of each table's shards as a function of their width."""

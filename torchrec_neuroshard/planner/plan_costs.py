@@ -1,6 +1,6 @@
 """The cost of a whole plan: one place for all parts of the planner.
 
-Shapes: `N` shards, `W` ranks, `G` fusion groups.
+Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
     CostModel,
+    load_comms_model,
     load_cost_model,
 )
 from torchrec_neuroshard.errors import ConfigError
@@ -42,7 +43,13 @@ from torchrec_neuroshard.planner.lowering import (
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search.default import range_messages
-from torchrec_neuroshard.simulator import PredictedCosts, RankCosts, Simulator
+from torchrec_neuroshard.simulator import (
+    PHASES,
+    PredictedCosts,
+    RankCosts,
+    Simulator,
+    StageCosts,
+)
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = ["CostedPart", "PlanCosts"]
@@ -76,7 +83,8 @@ class PlanCosts:
             topology: The devices to plan for.
             constraints: Table name -> TorchRec's constraints on it.
             cost_model: "auto", a bundle's name or folder, or a model.
-            comms_model: None: bytes over the topology's bandwidths.
+            comms_model: None: what the cost model's bundle measured, else published
+                links of this GPU, else bytes over the topology's bandwidths.
             profiles: Feature name -> its measured profile.
 
         Raises:
@@ -95,10 +103,10 @@ class PlanCosts:
                 device_type=topology.compute_device,
                 hbm_gb_per_s=None if given == HBM_MEM_BW else given * _GB_PER_S,
             )
+            self.comms_model = comms_model or _comms_model(topology, cost_model)
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel=3)
         self.warnings: tuple[str, ...] = tuple(str(w.message) for w in caught)
-        self.comms_model = comms_model or _comms_model(topology)
         self._simulator: Simulator | None = None
         self._launch: tuple[float, float] | None = None
         self._launches_added = False
@@ -154,22 +162,13 @@ class PlanCosts:
         columns_NW[:, 0] = [
             width * simulator.features_per_table[index] for index, width in pairs
         ]
-        comms_N2 = self.comms_model.all_to_all(columns_NW, task.batch_size)[:, 0]
-        rows = iter(np.concatenate([compute_N2, comms_N2], axis=1).tolist())
-        return [
-            [
-                Perf(
-                    fwd_compute=forward,
-                    fwd_comms=fwd_comms,
-                    bwd_compute=backward,
-                    bwd_comms=bwd_comms,
-                )
-                for _, (forward, backward, fwd_comms, bwd_comms) in zip(
-                    option.shards, rows, strict=False
-                )
-            ]
-            for option in options
+        bytes_NW = np.zeros_like(columns_NW)
+        bytes_NW[:, 0] = simulator.index_bytes_per_table[[i for i, _ in pairs]]
+        comms_N3 = simulator.comms_costs(columns_NW[..., None], bytes_NW[..., None])[
+            :, 0, 0
         ]
+        perfs = iter(_perfs(compute_N2, comms_N3))
+        return [[next(perfs) for _ in option.shards] for option in options]
 
     def launch_ms(self) -> tuple[float, float]:
         """Forward and backward of the smallest kernel: what any kernel costs."""
@@ -231,33 +230,42 @@ class PlanCosts:
         Raises:
             ConfigError: The cost model predicts something that is not a time.
         """
-        world_size = self.topology.world_size
-        phases = np.zeros((world_size, 4))
+        stages: list[StageCosts] = []
         uncertainty = 0.0
         if lowered.task is not None:
             predicted = self.simulator(lowered.task).evaluate(lowered.placement)
             uncertainty = predicted.uncertainty
-            phases += [
-                (r.fwd_compute, r.fwd_comms, r.bwd_comms, r.bwd_compute)
-                for r in predicted.ranks
-            ]
-            self._check_finite(phases, [f"rank {r}" for r in range(world_size)])
-        for option in lowered.others:
+            for stage in predicted.stages:
+                values = [[getattr(r, p) for p in PHASES] for r in stage.ranks]
+                names = [f"rank {r} of {stage.name}" for r in range(len(values))]
+                self._check_finite(np.array(values), names)
+            stages += predicted.stages
+        if lowered.others:
+            stages.append(self._stock_stage(lowered.others))
+        return PredictedCosts(
+            stages=tuple(stages),
+            uncertainty=uncertainty,
+            compute_source=self.cost_model.source,
+            comms_source=self.comms_model.source,
+        )
+
+    def _stock_stage(self, options: Sequence[ShardingOption]) -> StageCosts:
+        """Costs that the options' shards carry."""
+        phases = np.zeros((self.topology.world_size, len(PHASES)))
+        for option in options:
             for shard in option.shards:
                 perf = shard.perf
                 phases[shard.rank] += (
+                    0.0,
                     # TorchRec counts prefetching as blocking.
                     perf.fwd_compute + getattr(perf, "prefetch_compute", 0.0),
                     perf.fwd_comms,
                     perf.bwd_comms,
                     perf.bwd_compute,
                 )
-        return PredictedCosts(
-            ranks=tuple(RankCosts(*map(float, row)) for row in phases),
-            critical_path_ms=float(phases.max(axis=0).sum()),
-            uncertainty=uncertainty,
-            compute_source=self.cost_model.source,
-            comms_source=self.comms_model.source,
+        return StageCosts(
+            "others (TorchRec's estimate)",
+            tuple(RankCosts(*row) for row in phases.tolist()),
         )
 
     def attribute(self, plan: Sequence[ShardingOption]) -> None:
@@ -265,17 +273,18 @@ class PlanCosts:
 
         Afterwards the shards' `Perf` of a rank add up to the cost of the set, so that
         TorchRec's own sums over shards (its stats, its default performance model)
-        agree with it. A shard's part is in proportion to its cost alone.
+        agree with it. A shard's part is in proportion to its cost alone. `Perf` knows
+        no index all-to-all: it is part of `fwd_comms`.
         """
         lowered = self.lower(plan)
         if lowered.task is None:
             return
-        simulator = self.simulator(lowered.task)
-        sums, columns_WG = simulator.rank_sums(lowered.placement)
-        compute_WG2 = simulator.compute_costs(sums)
-        columns_W = columns_WG.sum(axis=1)
-        comms_W2 = self.comms_model.all_to_all(
-            columns_W[None], lowered.task.batch_size
+        task = lowered.task
+        simulator = self.simulator(task)
+        loads = simulator.rank_loads(lowered.placement)
+        compute_WG2 = simulator.compute_costs(loads.sums_CWGE)
+        comms_WS3 = simulator.comms_costs(
+            loads.columns_CWS[None], loads.index_bytes_CWS[None]
         )[0]
         flat = [
             (index, option, shard)
@@ -283,24 +292,23 @@ class PlanCosts:
             for shard in option.shards
         ]
         pairs = [(index, int(s.size[1])) for index, _, s in flat]
-        singles_N2 = simulator.single_costs(pairs)
+        index_N = np.array([index for index, _ in pairs])
         rank_N = np.array([s.rank for _, _, s in flat])
-        group_N = np.asarray(lowered.task.groups)[[index for index, _, _ in flat]]
-        columns_N = np.array(
-            [w * simulator.features_per_table[index] for index, w in pairs]
+        group_N = np.asarray(task.groups)[index_N]
+        columns_N = simulator.features_per_table[index_N] * [w for _, w in pairs]
+        bytes_N = simulator.index_bytes_per_table[index_N]
+        compute_N2 = _share(
+            simulator.single_costs(pairs),
+            rank_N * task.num_groups + group_N,
+            compute_WG2.reshape(-1, 2),
         )
-        set_N = rank_N * lowered.task.num_groups + group_N
-        compute_N2 = _share(singles_N2, set_N, compute_WG2.reshape(-1, 2))
-        comms_N2 = _share(np.stack([columns_N, columns_N], 1), rank_N, comms_W2)
-        for (_, _, shard), compute, comms in zip(
-            flat, compute_N2.tolist(), comms_N2.tolist(), strict=True
-        ):
-            shard.perf = Perf(
-                fwd_compute=compute[0],
-                fwd_comms=comms[0],
-                bwd_compute=compute[1],
-                bwd_comms=comms[1],
-            )
+        comms_N3 = _share(
+            np.stack([bytes_N, columns_N, columns_N], axis=1),
+            rank_N * task.num_stages + np.asarray(task.stages)[group_N],
+            comms_WS3.reshape(-1, 3),
+        )
+        for (_, _, shard), perf in zip(flat, _perfs(compute_N2, comms_N3), strict=True):
+            shard.perf = perf
 
     def range_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
         """Name tables whose shards lie outside what the cost model was trained on."""
@@ -325,7 +333,7 @@ class CostedPart:
         topology: The devices to plan for.
         constraints: Table name -> TorchRec's constraints on it.
         cost_model: "auto", a bundle's name or folder, or a model.
-        comms_model: None: bytes over the topology's bandwidths.
+        comms_model: None: as measured, else as published, else by the topology.
         profiles: Feature name -> its measured profile.
         costs: Shares one loaded cost model between parts; replaces the three above.
     """
@@ -349,33 +357,71 @@ class CostedPart:
         )
 
 
+def _perfs(
+    compute_N2: npt.NDArray[np.float64], comms_N3: npt.NDArray[np.float64]
+) -> list[Perf]:
+    """TorchRec's record of each shard's costs."""
+    return [
+        Perf(
+            fwd_compute=forward,
+            fwd_comms=index + fwd_comms,
+            bwd_compute=backward,
+            bwd_comms=bwd_comms,
+        )
+        for (forward, backward), (index, fwd_comms, bwd_comms) in zip(
+            compute_N2.tolist(), comms_N3.tolist(), strict=True
+        )
+    ]
+
+
 def _share(
-    weights_N2: npt.NDArray[np.float64],
+    weights_NP: npt.NDArray[np.float64],
     set_N: npt.NDArray[np.int64],
-    totals_S2: npt.NDArray[np.float64],
+    totals_SP: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
-    """Split each set's total over its members in proportion to their weights."""
-    sums = np.zeros_like(totals_S2)
-    counts = np.zeros(len(totals_S2))
-    np.add.at(sums, set_N, weights_N2)
+    """Split each set's totals over its members in proportion to their weights."""
+    sums = np.zeros_like(totals_SP)
+    counts = np.zeros(len(totals_SP))
+    np.add.at(sums, set_N, weights_NP)
     np.add.at(counts, set_N, 1.0)
     equal = 1 / counts[set_N]
     known = sums[set_N]
     share = np.where(
-        known > 0, weights_N2 / np.where(known > 0, known, 1), equal[:, None]
+        known > 0, weights_NP / np.where(known > 0, known, 1), equal[:, None]
     )
-    out: npt.NDArray[np.float64] = share * totals_S2[set_N]
+    out: npt.NDArray[np.float64] = share * totals_SP[set_N]
     return out
 
 
-def _comms_model(topology: Topology) -> CommsModel:
+def _comms_model(topology: Topology, cost_model: str | Path | CostModel) -> CommsModel:
+    """Find the collectives' model: measured, published, or the topology's bandwidths.
+
+    Bandwidths that the caller gave the topology replace the measured ones; TorchRec's
+    own defaults replace nothing, but stand in for links that were not measured.
+    """
     intra, inter = topology.intra_host_bw, topology.inter_host_bw
-    default = (intra, inter) == (INTRA_NODE_BANDWIDTH, CROSS_NODE_BANDWIDTH)
+    given_intra, given_inter = (
+        intra != INTRA_NODE_BANDWIDTH,
+        inter != CROSS_NODE_BANDWIDTH,
+    )
+    if not isinstance(cost_model, CostModel):
+        known = load_comms_model(
+            cost_model,
+            device_type=topology.compute_device,
+            world_size=topology.world_size,
+            local_world_size=topology.local_world_size,
+            intra_gb_per_s=intra * _GB_PER_S if given_intra else None,
+            inter_gb_per_s=inter * _GB_PER_S if given_inter else None,
+            unmeasured_inter_gb_per_s=inter * _GB_PER_S,
+        )
+        if known is not None:
+            return known
+    given = given_intra or given_inter
     return BandwidthCommsModel(
         world_size=topology.world_size,
         local_world_size=topology.local_world_size,
         intra_gb_per_s=intra * _GB_PER_S,
         inter_gb_per_s=inter * _GB_PER_S,
-        source=f"{'TorchRec default' if default else 'topology'} bandwidths, "
+        source=f"{'topology' if given else 'TorchRec default'} bandwidths, "
         "not measured",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.default import NeuroShardSearcher
@@ -14,8 +16,12 @@ __all__ = [
     "make_searcher",
 ]
 
-SEARCHES: dict[str, type[NeuroShardSearcher]] = {"default": NeuroShardSearcher}
-"""Searches by name."""
+SEARCHES: dict[str, tuple[str, str]] = {
+    "default": ("torchrec_neuroshard.search.default", "NeuroShardSearcher"),
+    "neuroshard": ("torchrec_neuroshard.baselines.neuroshard", "PaperSearcher"),
+}
+"""Searches by name: module and class. Imported when asked for, since the baselines lie
+above this unit."""
 
 
 def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
@@ -33,4 +39,6 @@ def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
             f"unknown search '{search}'; one of {', '.join(sorted(SEARCHES))}, or pass "
             "a SearchConfig or a Searcher"
         )
-    return SEARCHES[search]()
+    module, name = SEARCHES[search]
+    searcher: Searcher = getattr(importlib.import_module(module), name)()
+    return searcher

@@ -108,11 +108,11 @@ class _Beam:
     def start_states(self) -> list[State]:
         """Return the fewest splits, and splits by thresholds on a shard's cost."""
         bank = self.bank
-        cost_T3 = bank.approximate(np.arange(len(bank.dims_T)), bank.dims_T)
-        mean_3 = bank.mean_phases_3
-        total_T = cost_T3.sum(axis=1) / max(float(mean_3.sum()), 1e-12)
-        counted = mean_3 > MIN_PHASE_SHARE * mean_3.sum()
-        phase_T = (cost_T3[:, counted] / mean_3[counted]).max(axis=1, initial=0.0)
+        cost_TP = bank.approximate(np.arange(len(bank.dims_T)), bank.dims_T)
+        mean_P = bank.mean_phases_P
+        total_T = cost_TP.sum(axis=1) / max(float(mean_P.sum()), 1e-12)
+        counted = mean_P > MIN_PHASE_SHARE * mean_P.sum()
+        phase_T = (cost_TP[:, counted] / mean_P[counted]).max(axis=1, initial=0.0)
         states = [self.base]
         for share_T in (total_T, phase_T):
             for threshold in START_THRESHOLDS:
@@ -128,13 +128,13 @@ class _Beam:
         return states
 
     def neighbours(
-        self, state: State, widths_TW: Ints, phases_W3: Floats
+        self, state: State, widths_TW: Ints, phases_WP: Floats
     ) -> list[State]:
         """Split further what lies on the hottest ranks, and the largest tables."""
         bank, count = self.bank, self.config.num_candidates
-        loads = phases_W3.sum(axis=1)
+        loads = phases_WP.sum(axis=1)
         hottest = np.argsort(-loads, kind="stable")[: max(1, len(loads) // 8)]
-        hottest = np.unique(np.concatenate([hottest, phases_W3.argmax(axis=0)]))
+        hottest = np.unique(np.concatenate([hottest, phases_WP.argmax(axis=0)]))
         table, column = np.nonzero(widths_TW[:, hottest])
         width = widths_TW[table, hottest[column]]
         cost = bank.approximate(table, width).sum(axis=1)
@@ -171,7 +171,7 @@ class _Beam:
                         float(plans.cost_L[lane]),
                         state,
                         plans.widths(self.bank, lane),
-                        plans.phases_LW3[lane],
+                        plans.phases_LWP[lane],
                     )
                 )
         self.kept.sort(key=lambda k: (k[0], k[1]))
@@ -201,10 +201,10 @@ def beam_search(
             break
         best = beam.kept[0][0]
         states: list[State] = []
-        for _, state, widths_TW, phases_W3 in beam.kept:
+        for _, state, widths_TW, phases_WP in beam.kept:
             if state not in expanded:
                 expanded.add(state)
-                states += beam.neighbours(state, widths_TW, phases_W3)
+                states += beam.neighbours(state, widths_TW, phases_WP)
         beam.evaluate(states, ORDERS[:1])
         if beam.kept[0][0] > best * (1 - MIN_GAIN):
             break

@@ -13,8 +13,8 @@ model keeps to them on the sets not looked at too.
    sets of tables finds, or that the search placed, takes the average rank's place.
 2. *Largest shard.* Assumed: a rank costs no less than any one shard it holds, alone.
    Loosened by the smallest ratio of the two among the same sets.
-3. *Collectives.* Splitting conserves the columns of the outputs. Assumed: collectives
-   are shortest where all ranks hold equally many.
+3. *Collectives.* Splitting conserves the columns of the outputs and can only add to the
+   ids sent. Assumed: collectives are shortest where all ranks hold equally many.
 
 The critical path is at least the heaviest rank's forward plus its backward, plus the
 collectives. A split that makes a table cheaper in all is allowed for at the widths 4,
@@ -30,6 +30,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank, split_widths
+from torchrec_neuroshard.simulator import critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["lower_bound"]
@@ -51,8 +52,10 @@ def lower_bound(bank: ShardBank, placed: Sequence[Ints], seed: int = 0) -> float
         Milliseconds; the assumptions are in the module's docstring.
     """
     task = bank.task
-    columns = np.full((1, task.world_size), bank.mean_columns)
-    comms = bank.simulator.comms_model.all_to_all(columns, task.batch_size)
+    shape = (1, task.world_size, 1)
+    comms = bank.simulator.comms_costs(
+        np.tile(bank.mean_columns_S, shape), np.tile(bank.mean_index_bytes_S, shape)
+    )
     share = _total_weight(bank) / task.world_size
     cost, weight, largest = _cheap_sets(bank, share, seed)
     ranks = [_placed_sets(bank, width_TW) for width_TW in placed]
@@ -63,7 +66,7 @@ def lower_bound(bank: ShardBank, placed: Sequence[Ints], seed: int = 0) -> float
     average = min(_average_rank(bank, share), float(cost[heavy].min(initial=np.inf)))
     held = largest > 0
     kept = float((cost[held] / largest[held]).min(initial=1.0))
-    return max(average, kept * _largest_shard(bank)) + float(comms.max(axis=1).sum())
+    return max(average, kept * _largest_shard(bank)) + float(critical_path(comms)[0])
 
 
 def _total_weight(bank: ShardBank) -> float:

@@ -1,7 +1,7 @@
 """Every placement of a tiny task: the yardstick for the other searches.
 
 Shapes: `C` placements of a chunk, `T` tables, `W` ranks, `O` options of a table, `S`
-sets that a rank can hold.
+sets that a rank can hold (a second `S`: stages).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import time
 
 import numpy as np
-import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
@@ -78,7 +77,7 @@ class ExhaustiveSearcher(Searcher):
             lower_bound_ms=best_ms,
             gap=0.0,
             search_seconds=time.monotonic() - start,
-            num_evaluated=len(sets.cost_S2),
+            num_evaluated=len(sets.cost_SS2),
         )
 
     @staticmethod
@@ -96,9 +95,11 @@ class ExhaustiveSearcher(Searcher):
         for table, option in enumerate(options):
             rest, place = np.divmod(rest, len(option))
             code += option[place] * radix[table]
-        columns = sets.columns_S[code]
-        comms = simulator.comms_model.all_to_all(columns, task.batch_size)
-        cost = critical_path(sets.cost_S2[code], comms)
+        cost = critical_path(
+            simulator.phases(
+                sets.cost_SS2[code], sets.columns_SS[code], sets.index_bytes_SS[code]
+            )
+        )
         if task.memory_bytes:
             over = sets.bytes_S[code] > np.asarray(task.memory_bytes)
             cost[over.any(axis=1)] = np.inf
@@ -141,9 +142,11 @@ class _RankSets:
 
     def __init__(self, simulator: Simulator, radix: Ints) -> None:
         task = simulator.task
-        self.columns_S: Floats = np.zeros(int(radix[-1]))
-        self.bytes_S: Floats = np.zeros(int(radix[-1]))
-        self.cost_S2: npt.NDArray[np.float64] = np.zeros((int(radix[-1]), 2))
+        shape = (int(radix[-1]), task.num_stages)
+        self.columns_SS: Floats = np.zeros(shape)
+        self.index_bytes_SS: Floats = np.zeros(shape)
+        self.bytes_S: Floats = np.zeros(shape[0])
+        self.cost_SS2: Floats = np.zeros((*shape, 2))
         for first in range(0, int(radix[-1]), CHUNK):
             code = np.arange(first, min(int(radix[-1]), first + CHUNK))
             self._fill(simulator, radix, code, task)
@@ -160,5 +163,9 @@ class _RankSets:
             sums[:, task.groups[table]] += encodings[units]
             size = [0.0, *(task.shard_bytes(table, int(w)) for w in widths[1:])]
             self.bytes_S[code] += np.array(size)[units]
-            self.columns_S[code] += widths[units] * config.num_features
-        self.cost_S2[code] = simulator.compute_costs(sums).sum(axis=1)
+            stage = task.stages[task.groups[table]]
+            self.columns_SS[code, stage] += widths[units] * config.num_features
+            index_bytes = simulator.index_bytes_per_table[table]
+            self.index_bytes_SS[code, stage] += index_bytes * (units > 0)
+        compute = simulator.compute_costs(sums)
+        self.cost_SS2[code] = simulator.stage_compute(compute)

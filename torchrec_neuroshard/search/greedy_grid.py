@@ -33,8 +33,8 @@ class LanePlans:
     """Whether every shard found a rank with memory for it."""
     cost_L: Floats
     """Critical path [ms]; infinite where not placed or not evaluated."""
-    phases_LW3: Floats
-    """Forward, backward and approximate collectives of each rank [ms]."""
+    phases_LWP: Floats
+    """Phases of each rank [ms], approximate."""
 
     def widths(self, bank: ShardBank, lane: int) -> Ints:
         """Return one lane as a `T x W` matrix of widths."""
@@ -71,12 +71,12 @@ def place_lanes(
     num_ranks = bank.task.world_size
     used = np.maximum(rows_LN, 0)
     table_LN, width_LN = bank.table(used), bank.width(used)
-    cost_N3 = bank.approximate(table_LN.reshape(-1), width_LN.reshape(-1))
+    cost_NP = bank.approximate(table_LN.reshape(-1), width_LN.reshape(-1))
     # Relative to the average rank's phases, of which those that cost nothing are left
     # out; the potential grows with the fourth power of each.
-    phases = np.flatnonzero(bank.mean_phases_3 > 0)
-    scale = bank.mean_phases_3[phases]
-    cost_PLN = (cost_N3[:, phases] / scale).T.reshape(len(phases), *used.shape)
+    phases = np.flatnonzero(bank.mean_phases_P > 0)
+    scale = bank.mean_phases_P[phases]
+    cost_PLN = (cost_NP[:, phases] / scale).T.reshape(len(phases), *used.shape)
     columns_LN = bank.columns(table_LN, width_LN)
     bytes_LN = bank.bytes(table_LN, width_LN)
     split_LN = (width_LN < bank.dims_T[table_LN]) & (rows_LN >= 0)
@@ -184,16 +184,15 @@ def _approximate_cost(
     num_lanes, num_ranks = len(rows_LN), bank.task.world_size
     lane, place = np.nonzero(rank_LN >= 0)
     rows = rows_LN[lane, place]
-    phases = bank.approximate(bank.table(rows), bank.width(rows))
+    phases_NP = bank.approximate(bank.table(rows), bank.width(rows))
     cell = lane * num_ranks + rank_LN[lane, place]
-    phases_3LW: Floats = (
+    size = num_lanes * num_ranks
+    phases_LWP: Floats = (
         np.stack(
-            [
-                np.bincount(cell, weights=phases[:, p], minlength=num_lanes * num_ranks)
-                for p in range(3)
-            ]
+            [np.bincount(cell, weights=phase, minlength=size) for phase in phases_NP.T],
+            axis=1,
         )
-        .reshape(3, num_lanes, num_ranks)
         .astype(np.float64)
+        .reshape(num_lanes, num_ranks, -1)
     )
-    return phases_3LW.max(axis=2).sum(axis=0), np.moveaxis(phases_3LW, 0, 2)
+    return phases_LWP.max(axis=1).sum(axis=1), phases_LWP

@@ -3,7 +3,8 @@
 A placement is a `T x W` matrix of widths. One step transfers columns of a table from
 one rank to another: all of a shard's columns (a move; a join, that is an un-split,
 where the other rank already holds the table) or some (a split or an uneven re-split).
-A swap is two such transfers. Shapes: `K` candidates, `T` tables, `W` ranks.
+A swap is two such transfers. Shapes: `K` candidates, `T` tables, `W` ranks, `G` fusion
+groups, `S` stages, `P` approximate phases (see `shards`).
 """
 
 from __future__ import annotations
@@ -110,10 +111,11 @@ class Plan:
         narrowest = -(-np.asarray(task.min_widths) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         self._narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
         self._most_T: Ints = np.asarray(task.max_shards)
-        self._unit_3: Floats = np.maximum(bank.mean_phases_3, 1e-12)
+        self._unit_P: Floats = np.maximum(bank.mean_phases_P, 1e-12)
         self._limited = bool(np.isfinite(bank.caps_W).any())
         self.sums_WGE: Floats = np.zeros((num_ranks, num_groups, bank.encoding_dim))
-        self.columns_W: Floats = np.zeros(num_ranks)
+        self.columns_WS: Floats = np.zeros((num_ranks, task.num_stages))
+        self.index_bytes_WS: Floats = np.zeros((num_ranks, task.num_stages))
         self.bytes_W: Floats = np.zeros(num_ranks)
         self.count_WG: Ints = np.zeros((num_ranks, num_groups), dtype=np.int64)
         self.shards_T: Ints = (width_TW > 0).sum(axis=1)
@@ -129,18 +131,13 @@ class Plan:
 
     def _summarise(self) -> None:
         bank = self.bank
-        self.compute_W2: Floats = self.compute_WG2.sum(axis=1)
-        comms = bank.simulator.comms_model.all_to_all(
-            self.columns_W[None], bank.task.batch_size
-        )[0]
-        self.comms_ms = float(comms.max(axis=0).sum())
-        self.critical_ms = float(self.compute_W2.max(axis=0).sum()) + self.comms_ms
-        comms_W = self.columns_W * bank.comms_per_column_2.sum()
-        self.phases_W3: Floats = np.concatenate(
-            [self.compute_W2, comms_W[:, None]], axis=1
-        )
-        self.loads_W: Floats = self.phases_W3.sum(axis=1)
-        self.powers_W: Floats = self._powers(self.phases_W3)
+        self.compute_WS2: Floats = bank.simulator.stage_compute(self.compute_WG2)
+        loads = self.compute_WS2, self.columns_WS, self.index_bytes_WS
+        exact = bank.simulator.phases(*(part[None] for part in loads))
+        self.critical_ms = float(critical_path(exact)[0])
+        self.phases_WP: Floats = bank.approximate_phases(*loads)
+        self.loads_W: Floats = self.phases_WP.sum(axis=1)
+        self.powers_W: Floats = self._powers(self.phases_WP)
         self.score = self.critical_ms + float(self.powers_W.mean())
 
     def set_row(self, table: int, width_W: Ints) -> None:
@@ -156,20 +153,17 @@ class Plan:
         num_groups = self.sums_WGE.shape[1]
         table, place = np.nonzero(self.width_TW[:, ranks])
         width = self.width_TW[table, ranks[place]]
-        ids = place * num_groups + bank.groups_T[table]
-        count = np.bincount(ids, minlength=len(ranks) * num_groups)
-        sums = sum_by(ids, bank.encoding(bank.rows(table, width)), len(count))
-        self.sums_WGE[ranks] = sums.reshape(len(ranks), num_groups, -1)
-        self.count_WG[ranks] = count.reshape(len(ranks), num_groups)
-        self.columns_W[ranks] = np.bincount(
-            place, weights=bank.columns(table, width), minlength=len(ranks)
-        )
+        loads, count = bank.loads(bank.rows(table, width), place, len(ranks))
+        self.sums_WGE[ranks] = loads.sums_CWGE
+        self.count_WG[ranks] = count
+        self.columns_WS[ranks] = loads.columns_CWS
+        self.index_bytes_WS[ranks] = loads.index_bytes_CWS
         self.bytes_W[ranks] = np.bincount(
             place, weights=bank.bytes(table, width), minlength=len(ranks)
         )
-        self.compute_WG2[ranks] = self._predict(sums, count).reshape(
-            len(ranks), num_groups, 2
-        )
+        self.compute_WG2[ranks] = self._predict(
+            loads.sums_CWGE.reshape(-1, bank.encoding_dim), count.reshape(-1)
+        ).reshape(len(ranks), num_groups, 2)
         self._summarise()
 
     # Candidates.
@@ -272,7 +266,7 @@ class Plan:
     def approximate(self, candidates: _Candidates) -> Floats:
         """Score candidates by the additive approximation: lower is better."""
         c, bank = candidates, self.bank
-        source, target = self.phases_W3[c.source_K], self.phases_W3[c.target_K]
+        source, target = self.phases_WP[c.source_K], self.phases_WP[c.target_K]
         offset, slope = bank.affine(c.table_K)
         change = slope * c.columns_K[:, None]
         held = self.width_TW[c.table_K, c.source_K]
@@ -286,12 +280,15 @@ class Plan:
             change[c.back_table_K < 0] = 0.0
             source += change
             target -= change
-        return self._worst(c, source, target) + self._spread(c, source, target)
+        worst = self._worst(c, self.phases_WP, source, target)
+        return worst + self._spread(c, source, target)
 
-    def _worst(self, c: _Candidates, source_KP: Floats, target_KP: Floats) -> Floats:
+    @staticmethod
+    def _worst(
+        c: _Candidates, phases_WP: Floats, source_KP: Floats, target_KP: Floats
+    ) -> Floats:
         """Sum of the phases' maxima after a change of two ranks."""
         worst = np.maximum(source_KP, target_KP)
-        phases_WP = self.phases_W3[:, : worst.shape[1]]
         order = np.argsort(-phases_WP, axis=0, kind="stable")[:3]
         for phase in range(worst.shape[1]):
             # The largest value among the ranks that do not change.
@@ -303,19 +300,19 @@ class Plan:
         total: Floats = worst.sum(axis=1)
         return total
 
-    def _spread(self, c: _Candidates, source_K3: Floats, target_K3: Floats) -> Floats:
+    def _spread(self, c: _Candidates, source_KP: Floats, target_KP: Floats) -> Floats:
         powers = self.powers_W
         changed = powers.sum() - powers[c.source_K] - powers[c.target_K]
-        changed += self._powers(source_K3) + self._powers(target_K3)
+        changed += self._powers(source_KP) + self._powers(target_KP)
         spread: Floats = changed / len(powers)
         return spread
 
-    def _powers(self, phases_N3: Floats) -> Floats:
+    def _powers(self, phases_NP: Floats) -> Floats:
         """Smooth stand-in for the worst of each phase, per rank [ms]."""
-        relative = phases_N3 / self._unit_3
+        relative = phases_NP / self._unit_P
         np.square(relative, out=relative)
         relative *= np.square(relative)
-        powers: Floats = relative @ (SPREAD_WEIGHT * self._unit_3)
+        powers: Floats = relative @ (SPREAD_WEIGHT * self._unit_P)
         return powers
 
     def _changed_sums(self, c: _Candidates) -> tuple[Floats, Ints]:
@@ -352,29 +349,47 @@ class Plan:
         c, bank = candidates, self.bank
         num = len(c)
         sums, count = self._changed_sums(c)
-        compute = (
-            self._predict(sums.reshape(-1, sums.shape[-1]), count.reshape(-1))
-            .reshape(num, 2, -1, 2)
-            .sum(axis=2)
+        compute_K2S2 = bank.simulator.stage_compute(
+            self._predict(sums.reshape(-1, sums.shape[-1]), count.reshape(-1)).reshape(
+                num, 2, -1, 2
+            )
         )
-        shifted = bank.columns(c.table_K, c.columns_K) - np.where(
-            c.back_table_K >= 0, bank.columns(c.back_table_K, c.back_columns_K), 0.0
+        columns, index_bytes = self._changed_comms(c)
+        comms = bank.simulator.comms_costs(columns, index_bytes)
+        compute = compute_K2S2.reshape(num, 2, -1)
+        critical = self._worst(
+            c,
+            self.compute_WS2.reshape(len(self.loads_W), -1),
+            compute[:, 0],
+            compute[:, 1],
         )
-        columns = np.repeat(self.columns_W[None], num, axis=0)
-        line = np.arange(num)
-        columns[line, c.source_K] -= shifted
-        columns[line, c.target_K] += shifted
-        comms = bank.simulator.comms_model.all_to_all(columns, bank.task.batch_size)
-        slope = bank.comms_per_column_2.sum()
-        source = np.append(
-            compute[:, 0], columns[line, c.source_K, None] * slope, axis=1
+        critical += critical_path(comms)
+        pair, line = np.stack([c.source_K, c.target_K], axis=1), np.arange(num)[:, None]
+        phases = bank.approximate_phases(
+            compute_K2S2, columns[line, pair], index_bytes[line, pair]
         )
-        target = np.append(
-            compute[:, 1], columns[line, c.target_K, None] * slope, axis=1
-        )
-        critical = self._worst(c, compute[:, 0], compute[:, 1])
-        critical += comms.max(axis=1).sum(axis=1)
-        return critical + self._spread(c, source, target)
+        return critical + self._spread(c, phases[:, 0], phases[:, 1])
+
+    def _changed_comms(self, c: _Candidates) -> tuple[Floats, Floats]:
+        """Columns and index bytes of all ranks after each candidate, `K x W x S`."""
+        bank, line = self.bank, np.arange(len(c))
+        columns = np.repeat(self.columns_WS[None], len(c), axis=0)
+        index_bytes = np.repeat(self.index_bytes_WS[None], len(c), axis=0)
+        for table, moved, giver, taker in (
+            (c.table_K, c.columns_K, c.source_K, c.target_K),
+            (c.back_table_K, c.back_columns_K, c.target_K, c.source_K),
+        ):
+            k = np.flatnonzero(table >= 0)
+            held, stage = table[k], bank.stages_T[table[k]]
+            shifted = bank.columns(held, moved[k])
+            columns[line[k], giver[k], stage] -= shifted
+            columns[line[k], taker[k], stage] += shifted
+            size = bank.simulator.index_bytes_per_table[held]
+            gone = self.width_TW[held, giver[k]] == moved[k]
+            new = self.width_TW[held, taker[k]] == 0
+            index_bytes[line[k], giver[k], stage] -= size * gone
+            index_bytes[line[k], taker[k], stage] += size * new
+        return columns, index_bytes
 
     def evaluate_rows(self, rows: Sequence[tuple[int, Ints]]) -> Floats:
         """Score other layouts of one table each, `K`: (table, `W` widths)."""
@@ -390,14 +405,20 @@ class Plan:
             encoding = bank.encoding(bank.rows(table[held], width[held]))
             sums[held] += sign * encoding
             count[held] += sign
-        compute = np.repeat(self.compute_W2[None], len(rows), axis=0)
-        compute[k, rank] += self._predict(sums, count) - self.compute_WG2[rank, group]
-        features = bank.simulator.features_per_table[table_K, None]
-        columns = self.columns_W + features * (new_KW - old_KW)
-        comms = bank.simulator.comms_model.all_to_all(columns, bank.task.batch_size)
-        exposed = (columns * bank.comms_per_column_2.sum())[..., None]
-        phases = np.concatenate([compute, exposed], axis=2)
-        score: Floats = critical_path(compute, comms)
+        stage = bank.stages_T[table]
+        compute = np.repeat(self.compute_WS2[None], len(rows), axis=0)
+        change = self._predict(sums, count) - self.compute_WG2[rank, group]
+        compute[k, rank, stage] += change
+        columns = np.repeat(self.columns_WS[None], len(rows), axis=0)
+        index_bytes = np.repeat(self.index_bytes_WS[None], len(rows), axis=0)
+        old, new = old_KW[k, rank], new_KW[k, rank]
+        columns[k, rank, stage] += bank.columns(table, new - old)
+        size = bank.simulator.index_bytes_per_table[table]
+        index_bytes[k, rank, stage] += size * ((new > 0) * 1.0 - (old > 0))
+        score: Floats = critical_path(
+            bank.simulator.phases(compute, columns, index_bytes)
+        )
+        phases = bank.approximate_phases(compute, columns, index_bytes)
         score += self._powers(phases).mean(axis=1)
         return score
 
@@ -416,8 +437,8 @@ class Plan:
         self._refresh(np.array([source, target]))
 
     def critical_ranks(self) -> list[int]:
-        """Ranks that set a phase: forward, backward or collectives, and the total."""
-        worst = [*self.phases_W3.argmax(axis=0).tolist(), int(self.loads_W.argmax())]
+        """Ranks that set a phase, and the one of the largest total."""
+        worst = [*self.phases_WP.argmax(axis=0).tolist(), int(self.loads_W.argmax())]
         return list(dict.fromkeys(worst))
 
 

@@ -1,7 +1,8 @@
 """What the searches know of each possible shard, by (table, width).
 
 Shapes: `N` shards, `R` known (table, width) rows, `T` tables, `W` ranks, `G` fusion
-groups, `E` encoding values.
+groups, `S` stages, `E` encoding values, `P` approximate phases: forward, backward and
+collectives of each stage in turn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.simulator import Simulator, critical_path
+from torchrec_neuroshard.simulator import RankLoads, Simulator, critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
@@ -78,6 +79,7 @@ class ShardBank:
         self.num_evaluated = 0
         self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
         self.groups_T: Ints = np.asarray(task.groups, dtype=np.int64)
+        self.stages_T: Ints = np.asarray(task.stages, dtype=np.int64)[self.groups_T]
         self.caps_W: Floats = np.asarray(
             task.memory_bytes or (np.inf,) * task.world_size, dtype=np.float64
         )
@@ -111,10 +113,11 @@ class ShardBank:
         self._context_GE = total_GE * self.context_share_G[:, None]
         self.context_G2: Floats = np.zeros((task.num_groups, 2))
         self.context_G2[num_G > 0] = self.predict(self._context_GE[num_G > 0])
-        self.mean_columns = float(
-            (self.dims_T * simulator.features_per_table).sum() / task.world_size
-        )
-        self.comms_per_column_2 = self._comms_slope()
+        columns_T = self.dims_T * simulator.features_per_table
+        self.mean_columns = float(columns_T.sum() / task.world_size)
+        self.mean_columns_S = self._stage_means(columns_T)
+        self.mean_index_bytes_S = self._stage_means(simulator.index_bytes_per_table)
+        self.comms_per_column_S, self.comms_per_index_byte_S = self._comms_slopes()
         self.whole_T = self.rows(everything, self.dims_T)
 
     @property
@@ -134,17 +137,29 @@ class ShardBank:
             self._splits[key] = legal_splits(task, table)
         return self._splits[key]
 
-    def _comms_slope(self) -> Floats:
-        """Milliseconds, forward and backward, of one more column on the worst rank."""
-        task = self.task
-        columns = np.full((2, task.world_size), self.mean_columns)
-        step = 0.1 * self.mean_columns
-        columns[1, 0] += step
-        worst = self.simulator.comms_model.all_to_all(columns, task.batch_size).max(
-            axis=1
+    def _stage_means(self, amount_T: npt.NDArray[np.float64] | Ints) -> Floats:
+        """Amount per rank in each stage, `S`."""
+        total_S = np.bincount(
+            self.stages_T, weights=amount_T, minlength=self.task.num_stages
         )
-        slope: Floats = np.maximum(worst[1] - worst[0], 0.0) / step
-        return slope
+        mean: Floats = total_S / self.task.world_size
+        return mean
+
+    def _comms_slopes(self) -> tuple[Floats, Floats]:
+        """Milliseconds of one more column, and of one more index byte, on a rank.
+
+        Taken at balanced loads, of which one rank's grows by a tenth; `S` each.
+        """
+        shape = (2, self.task.world_size, 1)
+        columns = np.tile(self.mean_columns_S, shape)
+        index_bytes = np.tile(self.mean_index_bytes_S, shape)
+        columns[1, 0] *= 1.1
+        index_bytes[1, 0] *= 1.1
+        worst_S3 = self.simulator.comms_costs(columns, index_bytes).max(axis=1)
+        gain_S3 = np.maximum(worst_S3[1] - worst_S3[0], 0.0) * 10
+        per_column = gain_S3[:, 1:].sum(axis=1) / np.maximum(self.mean_columns_S, 1e-12)
+        per_byte = gain_S3[:, 0] / np.maximum(self.mean_index_bytes_S, 1e-12)
+        return per_column, per_byte
 
     def predict(self, sums_SE: Floats) -> Floats:
         """Forward and backward of sets, `S x 2` [ms], counted as evaluations."""
@@ -231,7 +246,7 @@ class ShardBank:
         Affine in the width, exact at 4 columns and at the whole table.
 
         Returns:
-            `N x 3` milliseconds; 0 where the width is 0.
+            `N x P` milliseconds; 0 where the width is 0.
         """
         offset, slope = self.affine(table_N)
         width = width_N[:, None]
@@ -239,15 +254,31 @@ class ShardBank:
         return cost
 
     def affine(self, table_N: Ints) -> tuple[Floats, Floats]:
-        """Offset and cost per column of `approximate`, `N x 3` each."""
+        """Offset and cost per column of `approximate`, `N x P` each."""
         if self._affine_T6 is None:
             self._affine_T6 = self._fit_affine()
         affine = self._affine_T6[table_N]
-        return affine[:, :3], affine[:, 3:]
+        if self.task.num_stages == 1:
+            return affine[:, :3], affine[:, 3:]
+        spread = np.zeros((2, len(affine), self.task.num_stages, 3))
+        line = np.arange(len(affine))
+        spread[0, line, self.stages_T[table_N]] = affine[:, :3]
+        spread[1, line, self.stages_T[table_N]] = affine[:, 3:]
+        offset, slope = spread.reshape(2, len(affine), -1)
+        return offset, slope
+
+    def approximate_phases(
+        self, compute_CWS2: Floats, columns_CWS: Floats, index_bytes_CWS: Floats
+    ) -> Floats:
+        """Return `C x W x P`: exact compute, collectives by their slopes [ms]."""
+        comms = columns_CWS * self.comms_per_column_S
+        comms += index_bytes_CWS * self.comms_per_index_byte_S
+        phases = np.concatenate([compute_CWS2, comms[..., None]], axis=-1)
+        return phases.reshape(*phases.shape[:-2], -1)
 
     @property
-    def mean_phases_3(self) -> Floats:
-        """Forward, backward and collectives of the average rank [ms], approximate."""
+    def mean_phases_P(self) -> Floats:
+        """Phases of the average rank [ms], approximate."""
         total = self.approximate(np.arange(len(self.dims_T)), self.dims_T).sum(axis=0)
         mean: Floats = total / self.task.world_size
         return mean
@@ -261,10 +292,14 @@ class ShardBank:
         slope = np.where(
             extra > 0, np.maximum(whole - narrow, 0.0) / np.maximum(extra, 1), 0.0
         )
-        comms = self.comms_per_column_2.sum() * self.simulator.features_per_table
+        stage = self.stages_T
+        index_ms = self.comms_per_index_byte_S[stage]
+        index_ms = index_ms * self.simulator.index_bytes_per_table
+        column_ms = self.comms_per_column_S[stage] * self.simulator.features_per_table
         offset = whole - slope * self.dims_T[:, None]
-        zero = np.zeros((len(tables), 1))
-        return np.concatenate([offset, zero, slope, comms[:, None]], axis=1)
+        return np.concatenate(
+            [offset, index_ms[:, None], slope, column_ms[:, None]], axis=1
+        )
 
     def critical_paths(self, rows_LN: Ints, rank_LN: Ints) -> tuple[Floats, Floats]:
         """Evaluate placements exactly.
@@ -274,37 +309,48 @@ class ShardBank:
             rank_LN: Rank of each shard; not read where the row is -1.
 
         Returns:
-            `L` critical paths [ms] and `L x W x 3` phases of each rank: forward,
-            backward and approximate collectives [ms].
+            `L` critical paths [ms] and `L x W x P` phases of each rank [ms], of which
+            the collectives are approximate.
         """
-        task = self.task
-        num_lanes, num_ranks, num_groups = (
-            len(rows_LN),
-            task.world_size,
-            task.num_groups,
-        )
         lane, place = np.nonzero(rows_LN >= 0)
         rows, rank = rows_LN[lane, place], rank_LN[lane, place]
-        table, width = self.table(rows), self.width(rows)
-        set_ids = (lane * num_ranks + rank) * num_groups + self.groups_T[table]
-        sums = sum_by(set_ids, self.encoding(rows), num_lanes * num_ranks * num_groups)
-        held = np.flatnonzero(np.bincount(set_ids, minlength=len(sums)))
-        compute = np.zeros((len(sums), 2))
-        compute[held] = self.predict(sums[held])
-        compute_LW2 = compute.reshape(num_lanes, num_ranks, num_groups, 2).sum(axis=2)
-        columns = (
-            np.bincount(
-                lane * num_ranks + rank,
-                weights=self.columns(table, width),
-                minlength=num_lanes * num_ranks,
-            )
-            .reshape(num_lanes, num_ranks)
-            .astype(np.float64)
+        num_sets = len(rows_LN) * self.task.world_size
+        loads, count = self.loads(rows, lane * self.task.world_size + rank, num_sets)
+        compute = np.zeros((*count.shape, 2))
+        compute[count > 0] = self.predict(loads.sums_CWGE[count > 0])
+        shape = (len(rows_LN), self.task.world_size, self.task.num_stages)
+        compute_LWS2 = self.simulator.stage_compute(compute).reshape(*shape, 2)
+        columns_LWS = loads.columns_CWS.reshape(shape)
+        index_bytes_LWS = loads.index_bytes_CWS.reshape(shape)
+        exact = self.simulator.phases(compute_LWS2, columns_LWS, index_bytes_LWS)
+        return critical_path(exact), self.approximate_phases(
+            compute_LWS2, columns_LWS, index_bytes_LWS
         )
-        comms = self.simulator.comms_model.all_to_all(columns, task.batch_size)
-        exposed = (columns * self.comms_per_column_2.sum())[..., None]
-        phases = np.concatenate([compute_LW2, exposed], axis=2)
-        return critical_path(compute_LW2, comms), phases
+
+    def loads(self, rows_N: Ints, set_N: Ints, num_sets: int) -> tuple[RankLoads, Ints]:
+        """Add up shards by the set (a rank of some placement) that they are in.
+
+        Returns:
+            Loads of the sets, first axis `num_sets` in place of `C x W`, and the number
+            of shards, `num_sets x G`.
+        """
+        num_groups, num_stages = self.task.num_groups, self.task.num_stages
+        table = self.table(rows_N)
+        cell = set_N * num_groups + self.groups_T[table]
+        size = num_sets * num_groups
+        sums = sum_by(cell, self.encoding(rows_N), size)
+        count = np.bincount(cell, minlength=size).reshape(num_sets, num_groups)
+        stage = set_N * num_stages + self.stages_T[table]
+        amounts = [
+            np.bincount(stage, weights=w, minlength=num_sets * num_stages)
+            .reshape(num_sets, num_stages)
+            .astype(np.float64)
+            for w in (
+                self.columns(table, self.width(rows_N)),
+                self.simulator.index_bytes_per_table[table],
+            )
+        ]
+        return RankLoads(sums.reshape(num_sets, num_groups, -1), *amounts), count
 
 
 def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:
