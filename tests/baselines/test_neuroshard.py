@@ -1,0 +1,436 @@
+"""NeuroShard's two loops, on costs that can be worked out by hand."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from torchrec_neuroshard.baselines.neuroshard import (
+    NeuroShardConfig,
+    NeuroShardLoops,
+    OwnCosts,
+    PaperSearcher,
+    Ranks,
+    Shard,
+    SharedCosts,
+)
+from torchrec_neuroshard.baselines.neuroshard_models import (
+    PAPER_BATCH_SIZE,
+    CommsNets,
+    ComputeNet,
+    NeuroShardModels,
+    shard_features,
+)
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.records import Fingerprint
+from torchrec_neuroshard.search import make_searcher
+from torchrec_neuroshard.search.base import SearchResult
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+COMPUTE, COMMS = AnalyticCostModel(), AnalyticCommsModel(gb_per_s=1.0)
+QUICK = NeuroShardConfig(max_rounds=3)
+
+
+def make_task(
+    widths: tuple[int, ...],
+    world_size: int = 2,
+    seed: int = 0,
+    *,
+    rows: tuple[int, ...] = (),
+    pooling: tuple[int, ...] = (),
+    **rest: object,
+) -> ShardingTask:
+    """Rows and pooling factors are drawn where they are not given."""
+    rng = np.random.default_rng(seed)
+    drawn_rows = rng.integers(100, 100_000, len(widths)).tolist()
+    drawn_pooling = rng.integers(1, 40, len(widths)).tolist()
+    tables = tuple(
+        TableConfig(name=f"t{i}", num_embeddings=r, embedding_dim=w, pooling_factor=p)
+        for i, (w, r, p) in enumerate(
+            zip(widths, rows or drawn_rows, pooling or drawn_pooling, strict=True)
+        )
+    )
+    fields = {"world_size": world_size, "batch_size": 1024, **rest}
+    return ShardingTask(tables=tables, **fields)  # type: ignore[arg-type]
+
+
+def random_task(seed: int, world_size: int = 3) -> ShardingTask:
+    rng = np.random.default_rng(seed)
+    widths = tuple(int(w) for w in rng.choice((4, 8, 12, 32, 64, 128), 9))
+    return make_task(widths, world_size, seed)
+
+
+def make_loops(
+    task: ShardingTask, config: NeuroShardConfig | None = None
+) -> NeuroShardLoops:
+    costs = SharedCosts(task, COMPUTE, COMMS)
+    return NeuroShardLoops(task, costs, config or NeuroShardConfig())
+
+
+def search(task: ShardingTask, config: NeuroShardConfig = QUICK) -> SearchResult:
+    return PaperSearcher(config).search(task, COMPUTE, COMMS)
+
+
+def kernel_ms(task: ShardingTask, shards: list[Shard]) -> float:
+    """The analytic cost by its formula: backward is twice forward."""
+    forward = 0.01 * bool(shards)
+    for table, width in shards:
+        lookups = task.batch_size * task.tables[table].pooling_factor
+        forward += 1e-6 * lookups + 0.1e-6 * lookups * width * 4
+    return 3 * forward
+
+
+def whole(task: ShardingTask) -> list[Shard]:
+    return [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
+
+
+def greedy_again(
+    task: ShardingTask, shards: list[Shard], cap: float
+) -> dict[int, list[Shard]] | None:
+    """The greedy rule once more, all of it worked out anew at every step."""
+    held: dict[int, list[Shard]] = {r: [] for r in range(task.world_size)}
+    mean = sum(w for _, w in shards) / task.world_size
+
+    def used(rank: int) -> float:
+        return sum(task.shard_bytes(*s) for s in held[rank])
+
+    for shard in sorted(shards, key=lambda s: kernel_ms(task, [s]), reverse=True):
+        allowed = []
+        for rank, mine in held.items():
+            columns = sum(w for _, w in [*mine, shard])
+            fits = used(rank) + task.shard_bytes(*shard) <= task.memory_bytes[rank]
+            if columns <= cap * mean and fits:
+                allowed.append((kernel_ms(task, mine), used(rank), rank))
+        if not allowed:
+            return None
+        held[min(allowed)[2]].append(shard)
+    return held
+
+
+def test_greedy_is_the_rule_worked_out_anew() -> None:
+    found = missing = 0
+    for seed in range(12):
+        task = random_task(seed)
+        sizes = [t.weight_bytes for t in task.tables]
+        memory = max(*sizes, int(0.45 * sum(sizes)))
+        task = dataclasses.replace(task, memory_bytes=(memory,) * 3)
+        loops = make_loops(task)
+        for cap in (1.0, 1.1, 1.25, 1.5, math.inf):
+            expected = greedy_again(task, whole(task), cap)
+            ranks = loops.greedy(whole(task), cap)
+            if expected is None:
+                assert ranks is None
+                missing += 1
+            else:
+                assert ranks == list(expected.values())
+                found += 1
+    assert found > 15 and missing > 5
+
+
+def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
+    # By cost: a, b, c. After a | b, c goes to b's rank though both then cost more
+    # than a's; and with a cap of 1.0 columns decide: 8 + 8 | 16.
+    task = make_task((16, 8, 8), pooling=(5, 9, 8))
+    # Lookups x (1 + 0.4 x width): 37.0, 37.8, 33.6.
+    loops = make_loops(task)
+    assert loops.greedy(whole(task), math.inf) == [[(1, 8)], [(0, 16), (2, 8)]]
+    assert loops.greedy(whole(task), 1.0) == [[(1, 8), (2, 8)], [(0, 16)]]
+    assert loops.greedy(whole(task), 0.9) is None
+
+
+def test_objective_is_the_largest_sum_with_waiting() -> None:
+    task = make_task((16, 8, 8))
+    ranks = [[(0, 16), (1, 8)], [(2, 8)]]
+    kernels = np.array([kernel_ms(task, shards) for shards in ranks])
+    # Bytes to or from the other rank at 1 GB/s; what rank 1 receives is rank 0's
+    # share, half of all columns: 16.
+    transfer = np.array([24, 16]) * 1024 * 4 / 2 / 1e6
+    start = kernels + transfer
+    expected = start.max() + transfer.max()
+    assert make_loops(task).total_ms(ranks) == pytest.approx(expected)
+
+
+def all_states(task: ShardingTask, rounds: int) -> list[list[Shard]]:
+    states, frontier = [whole(task)], [whole(task)]
+    for _ in range(rounds):
+        frontier = [
+            [*s[:i], *s[i + 1 :], (t, w // 2), (t, w // 2)]
+            for s in frontier
+            for i, (t, w) in enumerate(s)
+            if w % 8 == 0
+        ]
+        states += frontier
+    return states
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_beam_that_keeps_all_finds_the_best_of_all_states(seed: int) -> None:
+    task = make_task((32, 12, 16), 2, seed)
+    config = NeuroShardConfig(beam_width=1_000, max_rounds=2, faithful=bool(seed % 2))
+    loops = make_loops(task, config)
+    best = min(loops.best_of_caps(s)[0] for s in all_states(task, 2))
+    assert best < math.inf
+    cost, ranks = loops.run()
+    assert cost == best
+    assert ranks is not None and loops.total_ms(ranks) == best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_splits_never_make_it_worse_and_help_at_times(seed: int) -> None:
+    task = make_task((128, 64, 8, 8), 4, seed)
+    loops = make_loops(task, NeuroShardConfig(faithful=False))
+    cost, _ = loops.run()
+    assert cost < loops.best_of_caps(whole(task))[0]
+    unsplittable = dataclasses.replace(task, min_widths=(128, 64, 8, 8))
+    kept = make_loops(unsplittable, NeuroShardConfig(faithful=False))
+    assert kept.run() == kept.best_of_caps(whole(task))
+
+
+def test_candidates_are_the_largest_and_the_costliest() -> None:
+    rows, pooling = (900, 800, 100, 100, 100, 700), (1, 1, 9, 1, 8, 7)
+    task = make_task((64,) * 6, rows=rows, pooling=pooling)
+    loops = make_loops(task, NeuroShardConfig(num_candidates=2))
+    split = [state[-1] for state in loops.candidates(whole(task))]
+    assert split == [(0, 32), (1, 32), (2, 32), (4, 32)]
+
+
+@pytest.mark.parametrize("width", [4, 12, 20])
+def test_widths_that_do_not_halve_to_multiples_of_4_stay(width: int) -> None:
+    task = make_task((width, width))
+    assert not list(make_loops(task).candidates(whole(task)))
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("faithful", [True, False])
+@pytest.mark.parametrize("uneven", [True, False])
+def test_plan_keeps_every_rule(seed: int, faithful: bool, uneven: bool) -> None:
+    widths = (128, 64, 64, 32, 32, 12, 8, 8, 4)
+    task = make_task(
+        widths,
+        4,
+        seed,
+        uneven=uneven,
+        min_widths=(16,) * 9,
+        max_shards=(4, 2, 4, 1, 3, 4, 4, 4, 4),
+    )
+    sizes = [t.weight_bytes for t in task.tables]
+    memory = max(*sizes, int(0.4 * sum(sizes)))
+    task = dataclasses.replace(task, memory_bytes=(memory,) * 4)
+    config = dataclasses.replace(QUICK, faithful=faithful)
+    result = search(task, config)
+    result.placement.check(task)  # all columns once, widths, shards, memory
+    shards = [result.placement.table_shards(i) for i in range(9)]
+    assert max(map(len, shards)) > 1
+    if not uneven:
+        assert all(len({s.width for s in of_table}) == 1 for of_table in shards)
+    assert search(task, config).placement == result.placement
+    assert result.num_evaluated > 0 and result.gap == math.inf
+
+
+def test_the_caps_can_leave_no_plan() -> None:
+    task = make_task((12, 4, 4, 4), 4)  # 12 columns, at most 1.5 x 6 on a rank
+    with pytest.raises(
+        InfeasibleError,
+        match=r"4 tables on 4 ranks: .* 1\.5 times the mean of 6\.0 columns a rank "
+        r"\(the widest table, 't0', has 12\)\. Use search='default', faithful=False",
+    ):
+        search(task)
+    result = search(task, dataclasses.replace(QUICK, faithful=False))
+    result.placement.check(task)
+
+
+def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
+    # The first table takes 64 x 4 x 1000 bytes, the others an eighth of that.
+    task = make_task(
+        (64, 32, 32), 4, rows=(1000, 250, 250), memory_bytes=(150_000,) * 4
+    )
+    loops = make_loops(task)
+    assert loops.best_of_caps(whole(task)) == (math.inf, None)
+    assert len(search(task).placement.table_shards(0)) > 1
+    with pytest.raises(InfeasibleError, match=r"table 't0' .*cannot be split"):
+        search(dataclasses.replace(task, min_widths=(64, 4, 4)))
+
+
+def test_memory_is_masked_unless_counted_as_the_paper_does() -> None:
+    # By cost t0 stands alone; but t1 and t2 need more than a rank has beside weights.
+    task = make_task(
+        (8, 8, 8),
+        rows=(1000,) * 3,  # 32,000 bytes each
+        pooling=(20, 9, 8),
+        fixed_bytes=(0, 40_000, 40_000),
+        memory_bytes=(120_000,) * 2,
+        max_shards=(1,) * 3,
+    )
+    search(task).placement.check(task)
+    counted = dataclasses.replace(QUICK, faithful_memory=True)
+    result = search(task, counted)
+    with pytest.raises(InfeasibleError, match="rank 1 holds"):
+        result.placement.check(task)
+    assert len(result.warnings) == 1 and "rank 1 holds 0.00 GiB" in result.warnings[0]
+    # The paper's own count is kept to all the same.
+    with pytest.raises(InfeasibleError, match="keeps to the memory"):
+        search(dataclasses.replace(task, memory_bytes=(31_000, 31_000)), counted)
+
+
+class CountedLoops(NeuroShardLoops):
+    """Counts how often each multiset of shards was tried."""
+
+    def best_of_caps(self, shards: Sequence[Shard]) -> tuple[float, Ranks | None]:
+        self.tried[tuple(sorted(shards))] += 1
+        return super().best_of_caps(shards)
+
+    tried: collections.Counter[tuple[Shard, ...]]
+
+
+def test_the_same_splits_in_another_order_are_tried_again_or_not() -> None:
+    task = make_task((64, 32, 8))
+    for faithful in (True, False):
+        config = NeuroShardConfig(max_rounds=2, faithful=faithful)
+        loops = CountedLoops(task, SharedCosts(task, COMPUTE, COMMS), config)
+        loops.tried = collections.Counter()
+        loops.run()
+        assert len(loops.tried) > 5
+        assert (max(loops.tried.values()) > 1) == faithful
+
+
+def test_joined_halves_are_one_shard_only_without_the_faults() -> None:
+    task = make_task((32, 8))
+    halves = [(0, 16), (1, 8), (0, 16)]
+    for faithful in (True, False):
+        config = NeuroShardConfig(faithful=faithful)
+        loops = make_loops(task, config)
+        twice = loops.compute_ms(halves)
+        lookups = task.batch_size * task.tables[0].pooling_factor
+        # The formula charges every shard's lookups.
+        extra = 3e-6 * lookups if faithful else 0.0
+        once = kernel_ms(task, [(0, 32), (1, 8)])
+        assert twice == pytest.approx(once + extra)
+
+
+def test_cache_is_by_order_or_by_set() -> None:
+    task = make_task((32, 8, 8))
+    shards = whole(task)
+    for faithful, expected in ((True, 6), (False, 1)):
+        loops = make_loops(task, NeuroShardConfig(faithful=faithful))
+        for _ in range(2):
+            for order in itertools.permutations(shards):
+                loops.compute_ms(list(order))
+        assert loops.num_predictions == expected
+
+
+def test_fusion_groups_are_kernels_of_their_own() -> None:
+    task = make_task((32, 8, 8), groups=(0, 1, 1))
+    expected = kernel_ms(task, [(0, 32)]) + kernel_ms(task, [(1, 8), (2, 8)])
+    assert make_loops(task).compute_ms(whole(task)) == pytest.approx(expected)
+
+
+def test_columns_count_once_per_feature() -> None:
+    task = make_task((32, 8))
+    tables = (dataclasses.replace(task.tables[0], num_features=3), task.tables[1])
+    loops = make_loops(dataclasses.replace(task, tables=tables))
+    assert [loops.columns(s) for s in whole(task)] == [96, 8]
+
+
+def test_a_spent_budget_gives_the_plan_until_then() -> None:
+    task = random_task(1)
+    result = search(task, dataclasses.replace(QUICK, time_budget_seconds=1e-9))
+    result.placement.check(task)
+    assert len(result.placement.shards) == len(task.tables)  # nothing was split yet
+    assert "the time budget of 1e-09 s was spent" in result.warnings[0]
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match="costs must be 'own' or 'shared'"):
+        NeuroShardConfig(costs="both")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="beam_width"):
+        NeuroShardConfig(beam_width=0)
+    with pytest.raises(ConfigError, match="max_rounds"):
+        NeuroShardConfig(max_rounds=-1)
+    with pytest.raises(ConfigError, match="'own' costs need the nets"):
+        PaperSearcher(NeuroShardConfig(costs="own"))
+
+
+def test_found_by_name() -> None:
+    searcher = make_searcher("neuroshard")
+    assert isinstance(searcher, PaperSearcher)
+    assert searcher.name == "neuroshard"
+    assert searcher.config == NeuroShardConfig()
+
+
+# The paper's own nets, with random weights.
+
+
+@pytest.fixture
+def models() -> NeuroShardModels:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        compute = ComputeNet()
+        compute.std_F.fill_(1e3)
+        return NeuroShardModels(
+            fingerprint=Fingerprint(
+                device="x", device_type="cpu", num_threads=1, torch="2", fbgemm="1"
+            ),
+            compute=compute,
+            comms={3: CommsNets.fresh(3)},
+            trained_on={},
+        )
+
+
+def test_own_costs_are_what_the_nets_say(models: NeuroShardModels) -> None:
+    task = random_task(0)
+    nets = models.comms[3]
+    costs = OwnCosts(task, models, nets)
+    ranks = [[(0, 32), (4, 8)], [(1, 4), (0, 64)], [(2, 12)]]
+    kernels, columns = [], []
+    with torch.no_grad():
+        for shards in ranks:
+            tables = [task.tables[t].with_width(w) for t, w in shards]
+            features = torch.from_numpy(shard_features(tables, task.batch_size))
+            ids = torch.zeros(len(shards), dtype=torch.int64)
+            kernels.append(float(models.compute(features, ids, 1)[0]))
+            columns.append(sum(w for _, w in shards) * 1024 / PAPER_BATCH_SIZE)
+        backward = nets.backward(torch.tensor([columns]))[0]
+        start = torch.tensor(kernels) + backward
+        forward = nets.forward(torch.tensor([[*columns, *(start - start.min())]]))[0]
+    assert [costs.compute_ms(s) for s in ranks] == pytest.approx(kernels, rel=1e-5)
+    expected = float((start + forward).max())
+    loops = NeuroShardLoops(task, costs, NeuroShardConfig(costs="own"))
+    assert loops.total_ms(ranks) == pytest.approx(expected, rel=1e-5)
+
+
+def test_search_by_own_nets_reports_by_the_models_given(
+    models: NeuroShardModels,
+) -> None:
+    task = random_task(0)
+    searcher = PaperSearcher(dataclasses.replace(QUICK, costs="own"), models=models)
+    result = searcher.search(task, COMPUTE, COMMS)
+    result.placement.check(task)
+    assert result.predicted.compute_source == "analytic"
+    assert not result.warnings
+    other = searcher.search(task, AnalyticCostModel(launch_ms=9.0), COMMS)
+    assert other.placement == result.placement
+
+
+def test_ranks_not_measured_are_learned_from_the_model_given(
+    models: NeuroShardModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "torchrec_neuroshard.baselines.neuroshard"
+    monkeypatch.setattr(f"{module}.FALLBACK_SAMPLES", 200)
+    monkeypatch.setattr(f"{module}.FALLBACK_EPOCHS", 5)
+    task = random_task(0, 2)
+    config = NeuroShardConfig(max_rounds=1, costs="own")
+    searcher = PaperSearcher(config, models=models)
+    result = searcher.search(task, COMPUTE, COMMS)
+    result.placement.check(task)
+    assert len(result.warnings) == 1
+    assert "measured for 3 ranks, not for 2: they were trained" in result.warnings[0]
+    assert searcher.search(task, COMPUTE, COMMS).placement == result.placement
