@@ -111,7 +111,7 @@ def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
     assert header.inter_gb_per_s == 0
     assert [r.index for r in first] == list(range(12))
     for record in first:
-        assert len(record.ref_raw_ms) >= 3
+        assert len(record.arrival_raw_ms) >= 3 and record.ref_raw_ms
         assert all(len(row) == 2 and min(row) == 0 for row in record.arrival_raw_ms)
         assert min(record.ref_raw_ms) > 0
         assert max(record.transfer_ms) > 0
@@ -142,6 +142,31 @@ def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
     assert "holds records of world_size 2, 3 was asked for" in others[0][1]
     assert [text for _, text in others[1:]] == ["", ""]
     assert read(path) == (again, both)
+
+
+def test_groups_of_the_first_ranks_are_measured_too(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    path = tmp_path / "c.parquet"
+    options = ["--group-sizes", "2", "--num-samples", "20", "--seed", "3"]
+    assert ends(launch.collect(path, 3, *options)) == [(0, "")] * 3
+    header, records = read(path)
+    assert header.world_size == 3
+    assert header.sampling["groups"] == ["first 2", "world"]
+    assert {(r.group, r.world_size) for r in records} == {("first 2", 2), ("world", 3)}
+    for record in records:
+        assert len(record.bytes_per_peer) == record.world_size
+        assert len(record.transfer_ms) == record.world_size
+        assert max(record.transfer_ms) > 0 and min(record.ref_raw_ms) > 0
+
+
+def test_group_that_cannot_be_made_is_an_error(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    options = ["--group-sizes", "4"]
+    ended = ends(launch.collect(tmp_path / "c.parquet", 2, *options))
+    assert [code for code, _ in ended] == [2, 2]
+    assert "a group of 4 ranks cannot be made of 2 ranks" in ended[0][1]
 
 
 def test_dead_rank_is_named_and_records_are_kept(

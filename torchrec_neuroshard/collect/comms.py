@@ -112,6 +112,9 @@ class CommsConfig:
     """Stop repeating a sample after this time."""
     min_passes: int = 3
     max_passes: int = 60
+    group_sizes: tuple[int, ...] = ()
+    """Groups of the first so many ranks to measure beside all ranks, in the same run:
+    the machine's drift is then the same for all world sizes."""
     sampling: CommsSamplingConfig = field(default_factory=CommsSamplingConfig)
 
     def __post_init__(self) -> None:
@@ -141,12 +144,19 @@ class _Group(NamedTuple):
 class Ranks:
     """The ranks of a run: their groups, their common clock and their end."""
 
-    def __init__(self, backend: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, backend: str, timeout_seconds: float, group_sizes: Sequence[int] = ()
+    ) -> None:
         """Join the other ranks, as torchrun's environment says.
 
+        Args:
+            backend: `gloo` or `nccl`.
+            timeout_seconds: A rank that is silent for so long has failed.
+            group_sizes: See `CommsConfig`.
+
         Raises:
-            ConfigError: Not started by torchrun, by a single rank, on unlike nodes, or
-                without the backend's devices.
+            ConfigError: Not started by torchrun, by a single rank, on unlike nodes,
+                without the backend's devices, or with groups that cannot be made.
         """
         missing = [n for n in ("RANK", "WORLD_SIZE") if n not in os.environ]
         if missing:
@@ -191,6 +201,8 @@ class Ranks:
         }
         if 1 < self.local_world_size < self.world_size:
             self._add_subgroups(timeout)
+        for size in sorted(set(group_sizes) - {self.world_size}):
+            self._add_first(size, timeout)
         self._clock_offset_s = self._measure_clock_offset()
         self._processes = self._gather_processes()
 
@@ -204,6 +216,24 @@ class Ranks:
             mine = next(i for i, g in enumerate(groups) if self.rank in g)
             self._groups[name] = _Group(made[mine], groups[0], size)
 
+    def _add_first(self, size: int, timeout: datetime.timedelta) -> None:
+        """Make a group of the first ranks: whole nodes, or a part of one."""
+        local = self.local_world_size
+        if not 1 < size < self.world_size or (size > local and size % local):
+            raise ConfigError(
+                f"a group of {size} ranks cannot be made of {self.world_size} ranks "
+                f"with {local} per node; sizes are 2 to {self.world_size - 1}, beyond "
+                f"a node in multiples of {local}"
+            )
+        ranks = tuple(range(size))
+        made = dist.new_group(list(ranks), timeout=timeout)
+        self._groups[f"first {size}"] = _Group(made, ranks, min(size, local))
+
+    @property
+    def smallest_group(self) -> str:
+        """Name of the group of fewest ranks."""
+        return min(self.group_sizes, key=lambda name: (self.group_sizes[name], name))
+
     @property
     def group_sizes(self) -> dict[str, int]:
         """Ranks of each group."""
@@ -214,7 +244,7 @@ class Ranks:
         return self._groups[name]
 
     def group_rank(self, name: str) -> int:
-        """Return this rank's place in its group."""
+        """Return this rank's place in its group; -1 where it is in none."""
         return dist.get_rank(self._groups[name].process_group)
 
     def clock(self) -> float:
@@ -276,7 +306,7 @@ class Ranks:
         """Rate of a large message between rank 0 and another [GB/s], on every rank."""
         buffer = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
         times = []
-        for _ in range(6):  # the first one sets up the connection
+        for _ in range(16):  # the first one sets up the connection
             start = time.perf_counter()
             for source, target in ((0, other), (other, 0)):
                 if self.rank == source:
@@ -492,10 +522,12 @@ class _Meter:
     def __init__(self, ranks: Ranks, config: CommsConfig) -> None:
         self._ranks, self._config = ranks, config
         self._recent_ms: deque[list[float]] = deque(maxlen=_REFERENCE_SAMPLES)
+        name = ranks.smallest_group
+        self._reference_ranks = list(ranks.group(name).ranks)
         self._reference = self._runner(
             "pooled_forward",
-            [_REFERENCE_BYTES_PER_PEER] * ranks.world_size,
-            "world",
+            [_REFERENCE_BYTES_PER_PEER] * len(self._reference_ranks),
+            name,
             batch_size=256,
         )
 
@@ -506,7 +538,10 @@ class _Meter:
         group: str,
         batch_size: int,
         lengths_share: float = 0.5,
-    ) -> CollectiveRunner:
+    ) -> CollectiveRunner | None:
+        """Make this rank's part; None where it is not in the group."""
+        if self._ranks.group_rank(group) < 0:
+            return None
         return CollectiveRunner(
             collective,
             bytes_per_peer,
@@ -518,7 +553,7 @@ class _Meter:
         )
 
     def _pass(
-        self, runner: CollectiveRunner, delay_ms: float, stop: bool = False
+        self, runner: CollectiveRunner | None, delay_ms: float, stop: bool = False
     ) -> tuple[float, float, bool]:
         """Start together, but for the delay.
 
@@ -527,6 +562,8 @@ class _Meter:
             wanted to stop.
         """
         now, stopped = self._ranks.agree([self._ranks.clock(), float(stop)])
+        if runner is None:
+            return 0.0, 0.0, bool(stopped)
         begin = now + _START_MARGIN_S + delay_ms * 1e-3
         time.sleep(max(0.0, begin - self._ranks.clock()))
         arrival = self._ranks.clock()
@@ -538,9 +575,16 @@ class _Meter:
     def nominal_ms(self, num_passes: int = 60) -> float:
         """Time of the reference, of many passes [ms]."""
         passes = [self._pass(self._reference, 0.0)[:2] for _ in range(num_passes + 5)]
-        arrival, done = np.moveaxis(self._ranks.gather(np.array(passes[5:])), 1, 0)
-        taken_P = done.max(axis=1) - arrival.max(axis=1)
-        return float(np.quantile(taken_P, _REFERENCE_QUANTILE) * 1e3)
+        return float(np.quantile(self._taken_ms(passes[5:]), _REFERENCE_QUANTILE))
+
+    def _taken_ms(
+        self, passes: Sequence[tuple[float, float]]
+    ) -> npt.NDArray[np.float64]:
+        """Time of each pass of the reference, `P`."""
+        gathered = self._ranks.gather(np.array(passes))[..., self._reference_ranks]
+        arrival_PW, done_PW = gathered[:, 0], gathered[:, 1]
+        taken_P: npt.NDArray[np.float64] = done_PW.max(axis=1) - arrival_PW.max(axis=1)
+        return taken_P * 1e3
 
     def measure(self, sampled: SampledCollective, reference_ms: float) -> CommsRecord:
         """Time one sample; the record is the same on every rank."""
@@ -552,8 +596,10 @@ class _Meter:
             sampled.batch_size,
             sampled.lengths_share,
         )
-        delay = sampled.delay_ms[self._ranks.group_rank(sampled.group)]
-        runner.run()  # connections, buffers and caches
+        delay = 0.0
+        if runner is not None:
+            delay = sampled.delay_ms[self._ranks.group_rank(sampled.group)]
+            runner.run()  # connections, buffers and caches
         passes: list[tuple[float, float]] = []
         references: list[tuple[float, float]] = []
         deadline = time.perf_counter() + self._config.sample_seconds
@@ -567,9 +613,8 @@ class _Meter:
             passes.append((arrival, done))
             if stop:
                 break
-        gathered = self._ranks.gather(np.array(references))  # P x 2 x all ranks
-        reference_P = (gathered[:, 1].max(axis=1) - gathered[:, 0].max(axis=1)) * 1e3
-        gathered = self._ranks.gather(np.array(passes))
+        reference_P = self._taken_ms(references)
+        gathered = self._ranks.gather(np.array(passes))  # P x 2 x all ranks
         members = list(group.ranks)
         arrival_PW = gathered[:, 0, members] * 1e3
         done_PW = gathered[:, 1, members] * 1e3
@@ -615,7 +660,7 @@ def collect_comms(config: CommsConfig, console: Console | None = None) -> None:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a rank on a CPU has one core
-    ranks = Ranks(config.backend, config.timeout_seconds)
+    ranks = Ranks(config.backend, config.timeout_seconds, config.group_sizes)
     # torchrun ends all ranks when one dies: they still have to say so and to tidy up.
     with _stop_on_signal() as stop:
         try:
@@ -836,6 +881,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit", type=float, default=float("inf"), help="of the run [s]"
     )
     parser.add_argument("--sample-seconds", type=float, default=0.15)
+    parser.add_argument(
+        "--group-sizes",
+        type=int,
+        nargs="*",
+        default=(),
+        help="also measure groups of the first so many ranks",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -850,6 +902,7 @@ def run(args: argparse.Namespace) -> int:
                 timeout_seconds=args.timeout,
                 time_limit_seconds=args.time_limit,
                 sample_seconds=args.sample_seconds,
+                group_sizes=tuple(args.group_sizes),
                 sampling=CommsSamplingConfig(
                     bytes_per_rank=(args.min_bytes, args.max_bytes),
                     max_delay_ms=args.max_delay_ms,

@@ -34,7 +34,7 @@ SEGMENT_BYTES: tuple[float, ...] = (2.0**14, 2.0**18, 2.0**22)
 """Where one segment of a byte term ends and the next begins: a message's cost per byte
 changes with the buffers and caches that it fills."""
 _BYTE_TERMS = ("sent", "received", "own", "most_sent", "most_received", "total")
-_COUNT_TERMS = ("launch", "peers", "messages", "mean_messages")
+_COUNT_TERMS = ("launch", "peers", "messages", "mean_messages", "all_messages")
 TERM_NAMES: tuple[str, ...] = (
     *_COUNT_TERMS,
     *(f"{name}_{i}" for name in _BYTE_TERMS for i in range(len(SEGMENT_BYTES) + 1)),
@@ -109,6 +109,7 @@ def physical_terms(
         ones * (world_size - 1),
         messages,
         ones * messages.mean(axis=1, keepdims=True),
+        ones * messages.sum(axis=1, keepdims=True),
     ]
     edges = (0.0, *SEGMENT_BYTES, float("inf"))
     for values in (
@@ -149,9 +150,10 @@ class FixedCollective:
         self._ratio = _inter_ratio(
             world_size, local_world_size, intra_gb_per_s, inter_gb_per_s
         )
-        launch, peers, self._message_ms, self._mean_ms = coefficients_K[
+        launch, peers, self._message_ms, mean, everyone = coefficients_K[
             : len(_COUNT_TERMS)
         ]
+        self._mean_ms = mean + everyone * world_size
         self._start_ms = launch + peers * (world_size - 1)
         slopes = coefficients_K[len(_COUNT_TERMS) :] / (intra_gb_per_s * 1e6)
         slopes = slopes.reshape(len(_BYTE_TERMS), -1)

@@ -26,7 +26,6 @@ from torchrec_neuroshard.cost_models.comms_training import (
 )
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.records import (
-    CommsHeader,
     CommsRecord,
     command_line,
     repeatability,
@@ -51,7 +50,8 @@ def train_comms_bundle(
     """Train on files of collectives, judge on others, write into a bundle.
 
     Args:
-        records: Files of one machine and backend, usually one per world size.
+        records: Files of one machine and backend; several world sizes, each in a run of
+            its own or in one run (`--group-sizes`).
         out: Folder of the bundle; a compute model in it is kept.
         name: What the model is called.
         config: Steps and rates.
@@ -75,12 +75,12 @@ def train_comms_bundle(
             f"{records[0]} was measured over {headers[0].backend}, {backend} was asked "
             f"for; measure with 'neuroshard collect comms --backend {backend}'"
         )
-    _check_world_sizes(headers, test_world_sizes)
+    _check_world_sizes({r.world_size for _, f in files for r in f}, test_world_sizes)
     training: list[CommsRecord] = []
     test: list[CommsRecord] = []
-    for header, measured in files:
+    for _, measured in files:
         for record in measured:
-            kept_out = header.world_size in test_world_sizes
+            kept_out = record.world_size in test_world_sizes
             source = record.index if record.repeat_of is None else record.repeat_of
             if not kept_out and source % _TEST_EVERY:
                 training.append(record)
@@ -147,10 +147,7 @@ def train_comms_bundle(
     return evaluations
 
 
-def _check_world_sizes(
-    headers: Sequence[CommsHeader], test_world_sizes: Sequence[int]
-) -> None:
-    known = {h.world_size for h in headers}
+def _check_world_sizes(known: set[int], test_world_sizes: Sequence[int]) -> None:
     absent = sorted(set(test_world_sizes) - known)
     if absent:
         raise RecordError(

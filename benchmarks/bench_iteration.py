@@ -1,0 +1,594 @@
+"""Train plans of every quality and compare the embedding time with what was predicted.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_iteration.py \\
+        --out benchmarks/results/iteration_gloo2_202611
+
+Each plan is trained under `DistributedModelParallel`; `PhaseTimer` measures the phases
+on every rank. A model's plans are trained in several rounds of changing order, each
+beside the reference set, since the machine's speed drifts. One thread per rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import json
+import logging
+import math
+import os
+import platform
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy import stats
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
+from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS, GreedySearcher
+from torchrec_neuroshard.collect.compute import device_fingerprint
+from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
+from torchrec_neuroshard.cost_models import CommsModel, CostModel, load_comms_model
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.planner.phase_timer import (
+    PhaseTimer,
+    PhaseTimes,
+    critical_times,
+)
+from torchrec_neuroshard.profiles import profile_inputs
+from torchrec_neuroshard.search import make_searcher
+from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.simulator import PHASES, PredictedCosts, Simulator
+from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
+from torchrec_neuroshard.workloads.inputs import draw_batch
+from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
+from torchrec_neuroshard.workloads.tasks import TaskConfig, sample_tasks
+
+NUM_DENSE_FEATURES = 13
+NUM_BATCHES = 4
+"""Distinct batches that training goes round; the profile is taken from them."""
+MAX_TABLE_ROWS = 200_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Tables to train, and how."""
+
+    name: str
+    tables: tuple[TableConfig, ...]
+    batch_size: int
+    """Samples per rank."""
+
+
+def make_workloads(batch_size: int, seed: int) -> list[Workload]:
+    """Return three models: MLPerf's tables, the DLRM dataset's, production widths."""
+    mlperf = mlperf_dlrm_v2(max_rows=MAX_TABLE_ROWS, embedding_dim=64)
+    pool = [
+        dataclasses.replace(
+            t, num_embeddings=min(t.num_embeddings, MAX_TABLE_ROWS), profile=None
+        )
+        for t in generate_dlrm_tables(seed)
+        if 0.5 <= t.pooling_factor <= 60
+    ]
+    drawn = []
+    for number, (count, widths, optimizer) in enumerate(
+        ((40, (8, 16, 32, 64, 128), "sgd"), (60, None, "rowwise_adagrad"))
+    ):
+        config = TaskConfig(
+            world_size=2,
+            batch_size=2 * batch_size,
+            num_tables=count,
+            seed=seed + number,
+            **({"widths": widths} if widths else {}),
+        )
+        tables = sample_tasks(pool, config, 1)[0].tables
+        drawn.append(tuple(dataclasses.replace(t, optimizer=optimizer) for t in tables))
+    return [
+        Workload(name="mlperf-26", tables=tuple(mlperf), batch_size=batch_size),
+        Workload(name="dlrm-40", tables=drawn[0], batch_size=batch_size),
+        Workload(name="production-60", tables=drawn[1], batch_size=batch_size),
+    ]
+
+
+class ConcatDLRM(nn.Module):
+    """DLRM whose interaction is a concatenation, so that widths may differ."""
+
+    def __init__(self, tables: Sequence[TableConfig], device: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embeddings = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=t.name,
+                    num_embeddings=t.num_embeddings,
+                    embedding_dim=t.embedding_dim,
+                    feature_names=[t.name],
+                )
+                for t in tables
+            ],
+            device=torch.device("meta"),
+        )
+        width = sum(t.embedding_dim for t in tables)
+        self.bottom = nn.Linear(NUM_DENSE_FEATURES, 16, device=device)
+        self.top = nn.Sequential(
+            nn.Linear(width + 16, 16, device=device),
+            nn.ReLU(),
+            nn.Linear(16, 1, device=device),
+        )
+
+    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the logits."""
+        below = torch.relu(self.bottom(dense))
+        pooled = self.embeddings(ids).values()
+        logits: torch.Tensor = self.top(torch.cat([pooled, below], dim=1))
+        return logits.squeeze(-1)
+
+
+class FixedSearcher(Searcher):
+    """Gives the placement it was told to."""
+
+    name = "fixed"
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Return the placement with its predicted costs."""
+        predicted = Simulator(task, cost_model, comms_model).evaluate(self._placement)
+        return SearchResult(
+            placement=self._placement,
+            predicted=predicted,
+            lower_bound_ms=0.0,
+            gap=math.inf,
+            search_seconds=0.0,
+            num_evaluated=task.world_size,
+        )
+
+
+class RandomSplits(Searcher):
+    """Splits some tables at random, on random ranks."""
+
+    def __init__(self, seed: int, split_share: float, skew: float) -> None:
+        """Take the seed, the share of tables split, and the first rank's weight."""
+        self.name = f"random seed {seed}, {split_share:.0%} split, skew {skew:g}"
+        self._seed, self._split_share, self._skew = seed, split_share, skew
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Draw one placement."""
+        rng = np.random.default_rng(self._seed)
+        weights = np.array([self._skew, *np.ones(task.world_size - 1)])
+        triples = []
+        for table, config in enumerate(task.tables):
+            units = config.embedding_dim // 4
+            parts = 1
+            if rng.random() < self._split_share:
+                parts = min(units, task.world_size)
+            cuts = np.sort(rng.choice(np.arange(1, units), parts - 1, replace=False))
+            sizes = np.diff([0, *cuts, units])
+            ranks = rng.choice(
+                task.world_size, parts, replace=False, p=weights / weights.sum()
+            )
+            triples += [
+                (table, int(4 * size), int(rank))
+                for size, rank in zip(sizes, ranks, strict=True)
+            ]
+        placement = Placement.from_widths(task.world_size, triples)
+        return FixedSearcher(placement).search(task, cost_model, comms_model)
+
+
+def searchers(num_plans: int) -> Iterator[tuple[str, Searcher]]:
+    """Yield searches from best to worst, `num_plans` in all."""
+    yield "default search", make_searcher("default")
+    for key in GREEDY_KEYS:
+        yield f"greedy {key}", GreedySearcher(key)
+    for number in range(num_plans - 1 - len(GREEDY_KEYS)):
+        share = (0.0, 0.3, 1.0)[number % 3]
+        skew = (1.0, 1.0, 1.5, 2.5, 4.0)[number % 5]
+        searcher = RandomSplits(number, share, skew)
+        yield searcher.name, searcher
+
+
+class Ranks:
+    """This process among the others."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = (
+            int(os.environ["RANK"]),
+            int(os.environ["WORLD_SIZE"]),
+        )
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        dist.init_process_group("gloo")
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
+def make_batches(workload: Workload, rank: int) -> list[tuple[torch.Tensor, ...]]:
+    """Dense features, ids and clicks of each batch of a rank."""
+    batches = []
+    for number in range(NUM_BATCHES):
+        seed = 1_000 * rank + number
+        drawn = draw_batch(workload.tables, workload.batch_size, seed)
+        ids = KeyedJaggedTensor.from_lengths_sync(
+            keys=[t.name for t in workload.tables],
+            values=torch.cat(
+                [torch.from_numpy(drawn[t.name][0]) for t in workload.tables]
+            ),
+            lengths=torch.cat(
+                [torch.from_numpy(drawn[t.name][1]) for t in workload.tables]
+            ),
+        )
+        generator = torch.Generator().manual_seed(seed)
+        dense = torch.randn(
+            workload.batch_size, NUM_DENSE_FEATURES, generator=generator
+        )
+        clicks = torch.rand(workload.batch_size, generator=generator).round()
+        batches.append((dense, ids, clicks))
+    return batches
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Trial:
+    """One plan of one model."""
+
+    name: str
+    plan: ShardingPlan
+    predicted: PredictedCosts
+    num_shards: int
+    rounds: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+class Trainer:
+    """Plans and trains the plans of one workload."""
+
+    def __init__(self, workload: Workload, ranks: Ranks, args: Any) -> None:
+        self._workload, self._ranks, self._args = workload, ranks, args
+        self._batches = make_batches(workload, ranks.rank)
+        self._reference = Reference(torch.device("cpu"))
+        self.cost_model = load_cost_model(args.cost_model)
+        self._comms_model = load_comms_model(
+            args.cost_model,
+            device_type="cpu",
+            world_size=ranks.world_size,
+            local_world_size=ranks.world_size,
+        )
+        # One whole iteration's samples, as the kernels see them.
+        rounds = [ids for _, ids, _ in self._batches[: ranks.world_size]]
+        self._profiles = ranks.gather(profile_inputs(rounds))[0]
+
+    def _sharder(self) -> EmbeddingBagCollectionSharder:
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+        optimizer = {
+            "sgd": EmbOptimType.EXACT_SGD,
+            "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        }[self._workload.tables[0].optimizer]
+        return EmbeddingBagCollectionSharder(
+            fused_params={"optimizer": optimizer, "learning_rate": 0.01}
+        )
+
+    def plan(self, name: str, searcher: Searcher) -> Trial:
+        """Plan with one search, on rank 0 for all."""
+        model = ConcatDLRM(self._workload.tables, torch.device("cpu"))
+        planner = NeuroShardPlanner(
+            topology=Topology(
+                world_size=self._ranks.world_size,
+                local_world_size=self._ranks.world_size,
+                compute_device="cpu",
+            ),
+            batch_size=self._workload.batch_size,
+            cost_model=self.cost_model,
+            comms_model=self._comms_model,
+            profiles=self._profiles,
+            search=searcher,
+        )
+        plan = planner.collective_plan(model, [self._sharder()], dist.group.WORLD)
+        result = planner.last_result
+        found = result and (result.predicted, len(result.placement.shards))
+        predicted, num_shards = self._ranks.gather(found)[0]
+        return Trial(name=name, plan=plan, predicted=predicted, num_shards=num_shards)
+
+    def train(self, trial: Trial) -> None:
+        """Train one plan for a round; what was measured is added to the trial."""
+        model = DistributedModelParallel(
+            ConcatDLRM(self._workload.tables, torch.device("cpu")),
+            device=torch.device("cpu"),
+            plan=trial.plan,
+            sharders=[self._sharder()],
+        )
+        dense = [
+            p
+            for name, p in model.named_parameters()
+            if "embedding" not in name and p.requires_grad
+        ]
+        optimizer = torch.optim.SGD(dense, lr=0.01)
+        timer = PhaseTimer(model, torch.device("cpu"))
+        before = self._read_reference()
+        steps: list[list[PhaseTimes]] = []
+        iteration_ms = []
+        for number in range(self._args.warm_up + self._args.iterations):
+            features, ids, clicks = self._batches[number % NUM_BATCHES]
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            nn.functional.binary_cross_entropy_with_logits(
+                model(features, ids), clicks
+            ).backward()
+            optimizer.step()
+            iteration_ms.append((time.perf_counter() - start) * 1e3)
+            steps.append(timer.take())
+        after = self._read_reference()
+        mine = {
+            "steps": steps[self._args.warm_up :],
+            "iteration_ms": iteration_ms[self._args.warm_up :],
+            "reference_ms": (before + after) / 2,
+            "num_kernels": timer.num_kernels,
+        }
+        everyone = self._ranks.gather(mine)
+        trial.rounds.append(self._summarise(everyone))
+        del model, optimizer, timer
+        gc.collect()
+
+    def _read_reference(self) -> float:
+        dist.barrier()
+        self._reference.run()
+        return statistics.median(self._reference.run() for _ in range(9))
+
+    def _summarise(self, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """One round, over ranks and iterations; times by the clock."""
+        phases: dict[str, list[float]] = {name: [] for name in PHASES}
+        total = []
+        for by_rank in zip(*(m["steps"] for m in everyone), strict=True):
+            critical = critical_times(by_rank)
+            for name in PHASES:
+                phases[name].append(sum(c[name] for c in critical))
+            total.append(embedding_ms(by_rank))
+        compute = {
+            name: [
+                statistics.median(
+                    sum(t.duration_ms(name) for t in step) for step in m["steps"]
+                )
+                for m in everyone
+            ]
+            for name in ("fwd_compute", "bwd_compute")
+        }
+        return {
+            "embedding_raw_ms": [round(t, 4) for t in total],
+            "phases_raw_ms": {n: [round(v, 4) for v in p] for n, p in phases.items()},
+            "compute_by_rank_raw_ms": compute,
+            "iteration_raw_ms": statistics.median(
+                max(row)
+                for row in zip(*(m["iteration_ms"] for m in everyone), strict=True)
+            ),
+            "reference_ms": [m["reference_ms"] for m in everyone],
+            "num_kernels": [m["num_kernels"] for m in everyone],
+        }
+
+
+def embedding_ms(by_rank: Sequence[Sequence[PhaseTimes]]) -> float:
+    """From the last rank's start to the last rank's end, forward and backward."""
+    halves = (("index_comms", "fwd_comms"), ("bwd_comms", "bwd_compute"))
+    total = 0.0
+    for modules in zip(*by_rank, strict=True):
+        for first, last in halves:
+            start = max(m.spans[first][0][0] for m in modules if m.spans[first])
+            end = max(m.spans[last][-1][1] for m in modules if m.spans[last])
+            total += (end - start) * 1e3
+    return total
+
+
+def measured(trial: Trial, nominal_ms: float) -> dict[str, Any]:
+    """Medians over all rounds, in the cost model's milliseconds."""
+
+    def scaled(take: Any) -> float:
+        values = [
+            value * nominal_ms / statistics.mean(r["reference_ms"])
+            for r in trial.rounds
+            for value in take(r)
+        ]
+        return float(np.median(values))
+
+    return {
+        "embedding_ms": scaled(lambda r: r["embedding_raw_ms"]),
+        **{
+            name: scaled(lambda r, name=name: r["phases_raw_ms"][name])
+            for name in PHASES
+        },
+    }
+
+
+def predicted_phases(predicted: PredictedCosts) -> dict[str, float]:
+    """Each phase over all ranks and stages."""
+    return {
+        name: sum(
+            max(getattr(r, name) for r in stage.ranks) for stage in predicted.stages
+        )
+        for name in PHASES
+    }
+
+
+def judge(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rank correlation, error, and how good the plan predicted best really is."""
+    predicted = np.array([e["predicted"]["embedding_ms"] for e in entries])
+    real = np.array([e["measured"]["embedding_ms"] for e in entries])
+    error = np.abs(predicted / real - 1)
+    return {
+        "spearman": float(stats.spearmanr(predicted, real).statistic),
+        "kendall_tau": float(stats.kendalltau(predicted, real).statistic),
+        "median_error": float(np.median(error)),
+        "max_error": float(error.max()),
+        "median_ratio": float(np.median(predicted / real)),
+        "best_predicted_over_best": float(real[predicted.argmin()] / real.min()),
+        "phase_median_ratio": {
+            name: float(
+                np.median([e["predicted"][name] / e["measured"][name] for e in entries])
+            )
+            for name in PHASES
+        },
+        "phase_share": {
+            name: float(
+                np.median(
+                    [
+                        e["measured"][name] / e["measured"]["embedding_ms"]
+                        for e in entries
+                    ]
+                )
+            )
+            for name in PHASES
+        },
+    }
+
+
+def report(data: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    where = data["hardware"]
+    lines = [
+        "# Predicted and measured embedding time per iteration",
+        "",
+        f"`{data['command']}`, {data['created']}, commit {data['commit']}.",
+        f"{data['world_size']} ranks over gloo, one thread each, on {where['device']}; "
+        f"torch {where['torch']}, fbgemm {where['fbgemm']}. "
+        f"{data['options']['iterations']} timed iterations in each of "
+        f"{data['options']['rounds']} rounds per plan, scaled by the reference set.",
+        "",
+        "| model | plans | measured ms | rank correlation | median error | worst error "
+        "| predicted best over best |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for model in data["models"]:
+        judged = model["judged"]
+        times = [p["measured"]["embedding_ms"] for p in model["plans"]]
+        lines.append(
+            f"| {model['name']} | {len(times)} | {min(times):.1f} to {max(times):.1f} | "
+            f"{judged['spearman']:.3f} | {judged['median_error']:.1%} | "
+            f"{judged['max_error']:.1%} | {judged['best_predicted_over_best']:.3f} |"
+        )
+    lines += [
+        "",
+        "Predicted over measured, median over plans, by phase (share of time):",
+    ]
+    lines += ["", "| model | " + " | ".join(PHASES) + " |"]
+    lines.append("| --- |" + " --- |" * len(PHASES))
+    for model in data["models"]:
+        judged = model["judged"]
+        cells = [
+            f"{judged['phase_median_ratio'][n]:.2f} ({judged['phase_share'][n]:.0%})"
+            for n in PHASES
+        ]
+        lines.append(f"| {model['name']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    """Run all models and write the results."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cost-model", default="auto")
+    parser.add_argument("--batch-size", type=int, default=1_024, help="per rank")
+    parser.add_argument("--num-plans", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--models", nargs="*", help="only these")
+    parser.add_argument("--out", type=Path, required=True, help="path without suffix")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    ranks = Ranks()
+    data: dict[str, Any] = {
+        "command": " ".join(map(shlex.quote, ["torchrun", *sys.argv])),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "hardware": dataclasses.asdict(device_fingerprint(torch.device("cpu"), 1)),
+        "python": platform.python_version(),
+        "world_size": ranks.world_size,
+        "options": {k: str(v) for k, v in vars(args).items()},
+        "models": [],
+    }
+    for workload in make_workloads(args.batch_size, args.seed):
+        if args.models and workload.name not in args.models:
+            continue
+        trainer = Trainer(workload, ranks, args)
+        nominal_ms = getattr(trainer.cost_model, "reference_ms", 0.0)
+        trials = [trainer.plan(n, s) for n, s in searchers(args.num_plans)]
+        for number in range(args.rounds):
+            order = list(trials)
+            random.Random(number).shuffle(order)
+            for trial in order:
+                trainer.train(trial)
+                if ranks.rank == 0:
+                    shown = statistics.median(trial.rounds[-1]["embedding_raw_ms"])
+                    print(
+                        f"{workload.name} round {number} {trial.name}: predicted "
+                        f"{trial.predicted.critical_path_ms:.1f}, measured {shown:.1f} "
+                        f"ms by the clock, reference "
+                        f"{trial.rounds[-1]['reference_ms'][0] / nominal_ms:.3f}",
+                        flush=True,
+                    )
+        plans = [
+            {
+                "name": t.name,
+                "num_shards": t.num_shards,
+                "predicted": {
+                    "embedding_ms": t.predicted.critical_path_ms,
+                    **predicted_phases(t.predicted),
+                    "by_rank": t.predicted.to_json()["ranks"],
+                },
+                "measured": measured(t, nominal_ms),
+                "rounds": t.rounds,
+            }
+            for t in trials
+        ]
+        data["models"].append(
+            {
+                "name": workload.name,
+                "num_tables": len(workload.tables),
+                "batch_size": workload.batch_size,
+                "plans": plans,
+                "judged": judge(plans),
+            }
+        )
+        if ranks.rank == 0:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+            args.out.with_suffix(".md").write_text(report(data))
+            print(json.dumps(data["models"][-1]["judged"], indent=1), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

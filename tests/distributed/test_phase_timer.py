@@ -1,0 +1,188 @@
+"""Phases of a real sharded model, beside the stages that the simulator assumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import multiprocessing
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchrec_neuroshard.simulator import PHASES
+
+pytestmark = pytest.mark.distributed
+
+WORLD_SIZE, BATCH, NUM_STEPS = 2, 64, 3
+JOIN_SECONDS = 120
+TABLES = {
+    "user": ((200, 32, "sum"), (300, 16, "sum"), (100, 16, "mean")),
+    "item": ((400, 64, "sum"), (50, 8, "sum")),
+}
+"""Rows, width and pooling of the tables of two collections; mean-pooled tables have a
+kernel of their own."""
+
+
+def train_two_collections(rank: int) -> dict[str, Any]:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import Topology
+    from torchrec.modules.embedding_configs import PoolingType
+
+    from torchrec_neuroshard import NeuroShardPlanner
+    from torchrec_neuroshard.planner.phase_timer import PhaseTimer
+    from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, tables in TABLES.items():
+                configs = [
+                    EmbeddingBagConfig(
+                        name=f"{name}{i}",
+                        num_embeddings=rows,
+                        embedding_dim=width,
+                        feature_names=[f"{name}{i}"],
+                        pooling=PoolingType[pooling.upper()],
+                    )
+                    for i, (rows, width, pooling) in enumerate(tables)
+                ]
+                setattr(self, name, EmbeddingBagCollection(tables=configs))
+
+        def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+            pooled = [getattr(self, name)(ids).values() for name in TABLES]
+            return torch.cat(pooled, dim=1).square().mean()
+
+    sharders = [EmbeddingBagCollectionSharder()]
+    model = Model()
+    planner = NeuroShardPlanner(
+        topology=Topology(world_size=WORLD_SIZE, compute_device="cpu"),
+        batch_size=BATCH,
+        cost_model=AnalyticCostModel(launch_ms=1e-6, lookup_ns=0.0, byte_ns=1000.0),
+        comms_model=AnalyticCommsModel(),
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=sharders
+    )
+    timer = PhaseTimer(sharded, torch.device("cpu"))
+    keys = [f"{name}{i}" for name, tables in TABLES.items() for i in range(len(tables))]
+    steps = []
+    for _ in range(NUM_STEPS):
+        ids = KeyedJaggedTensor(
+            keys=keys,
+            values=torch.randint(0, 50, (len(keys) * BATCH,)),
+            lengths=torch.ones(len(keys) * BATCH, dtype=torch.int64),
+        )
+        dist.barrier()
+        start = time.perf_counter()
+        sharded(ids).backward()
+        end = time.perf_counter()
+        taken = [dataclasses.asdict(t) for t in timer.take()]
+        steps.append({"start": start, "end": end, "modules": taken})
+    task = placed = None
+    if planner.last_task is not None and planner.last_result is not None:
+        task = planner.last_task
+        shards = planner.last_result.placement.shards
+        placed = [[s.rank, task.groups[s.table]] for s in shards]
+    return {
+        "steps": steps,
+        "num_kernels": timer.num_kernels,
+        "num_collectives": timer.num_collectives,
+        "num_stages": None if task is None else task.num_stages,
+        "stage_names": None if task is None else task.stage_names,
+        "placed": placed,
+    }
+
+
+def rank_main(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD_SIZE,
+    )
+    result = train_two_collections(rank)
+    Path(folder, f"{rank}.json").write_text(json.dumps(result), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("phases")
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=rank_main, args=(rank, str(folder)))
+        for rank in range(WORLD_SIZE)
+    ]
+    deadline = time.monotonic() + JOIN_SECONDS
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+    return [
+        json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8"))
+        for rank in range(WORLD_SIZE)
+    ]
+
+
+def test_collectives_are_as_many_as_stages(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["num_stages"] == 2
+    assert [name.split()[0] for name in ranks[0]["stage_names"]] == ["user", "item"]
+    for rank in ranks:
+        assert rank["num_collectives"] == ranks[0]["num_stages"]
+
+
+def test_kernels_are_as_many_as_groups_on_the_rank(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        groups = {group for holder, group in ranks[0]["placed"] if holder == number}
+        assert rank["num_kernels"] == len(groups) > 0
+
+
+def test_phases_follow_each_other(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for step in rank["steps"]:
+            assert [m["module"] for m in step["modules"]] == ["user", "item"]
+            for module in step["modules"]:
+                spans = [s for phase in PHASES for s in module["spans"][phase]]
+                assert all(module["spans"][phase] for phase in PHASES)
+                times = [step["start"], *(t for s in spans for t in s), step["end"]]
+                assert times == sorted(times)
+
+
+def test_critical_times_fit_into_the_iteration(ranks: list[dict[str, Any]]) -> None:
+    from torchrec_neuroshard.planner.phase_timer import PhaseTimes, critical_times
+
+    for steps in zip(*(rank["steps"] for rank in ranks), strict=True):
+        times = critical_times(
+            [[PhaseTimes(**m) for m in step["modules"]] for step in steps]
+        )
+        longest = max(s["end"] for s in steps) - min(s["start"] for s in steps)
+        total = sum(ms for module in times for ms in module.values())
+        assert 0 < total <= longest * 1e3
+        assert all(ms >= 0 for module in times for ms in module.values())
+
+
+def test_nothing_sharded_is_an_error() -> None:
+    from torchrec_neuroshard.errors import ConfigError
+    from torchrec_neuroshard.planner.phase_timer import PhaseTimer
+
+    with pytest.raises(ConfigError, match="no sharded EmbeddingBagCollection"):
+        PhaseTimer(nn.Linear(2, 2), torch.device("cpu"))
