@@ -61,7 +61,7 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data"
-COLLECTIVES = DATA / "comms_gloo_4.parquet"
+COLLECTIVES = DATA / "comms_gloo_epyc.parquet"
 QUICK = PaperTrainConfig(epochs=2, batch_samples=64)
 
 
@@ -297,7 +297,7 @@ def test_measured_collectives_are_told_better_than_by_their_mean() -> None:
     records = read_comms_records([COLLECTIVES])[0][1]
     ratios = []
     for seed in range(3):  # few samples to judge by: other splits, too
-        config = PaperTrainConfig(epochs=100, batch_samples=16, seed=seed)
+        config = PaperTrainConfig(epochs=60, batch_samples=32, seed=seed)
         _, forward, backward = fit_comms(records, 4, config)
         ratios.append([r.test_mse / r.mean_test_mse for r in (forward, backward)])
     assert (np.median(ratios, axis=0) < 0.9).all()
@@ -398,15 +398,16 @@ def write_comms(path: Path, device: str) -> None:
     header = CommsHeader(
         fingerprint=dataclasses.replace(HERE, device=device),
         backend="gloo",
-        world_size=2,
-        local_world_size=2,
+        world_size=3,
+        local_world_size=3,
         intra_gb_per_s=1.0,
         inter_gb_per_s=0.0,
         **run,  # type: ignore[arg-type]
     )
+    records = comms_records(2, 40) + comms_records(3, 40)  # groups of one run
     with CommsStore(path, header) as store:
-        for record in comms_records(2, 40):
-            store.append(record)
+        for index, record in enumerate(records):
+            store.append(dataclasses.replace(record, index=index))
 
 
 def test_trained_from_files_and_saved(
@@ -423,15 +424,22 @@ def test_trained_from_files_and_saved(
     files = ["--compute", str(kernels), "--comms", str(comms), "--out", str(out)]
     assert neuroshard_models.main([*files, "--epochs", "2"]) == 0
     loaded = load_models(out)
-    assert list(loaded.comms) == [2]
+    assert list(loaded.comms) == [2, 3]
     assert loaded.fingerprint == header.fingerprint
     reports = loaded.trained_on["reports"]
-    assert set(reports) == {"compute", "comms 2 forward", "comms 2 backward"}
+    assert set(reports) == {
+        "compute",
+        *(f"comms {w} {way}" for w in (2, 3) for way in ("forward", "backward")),
+    }
     assert 0 < reports["compute"]["held_out_mape"]
     assert loaded.trained_on["recipe"]["epochs"] == 2
     write_comms(tmp_path / "other.parquet", "another cpu")
     with pytest.raises(RecordMismatchError, match="collectives on another cpu"):
         train_models([kernels], [tmp_path / "other.parquet"], QUICK)
+    mixed = train_models(
+        [kernels], [tmp_path / "other.parquet"], QUICK, mix_hardware=True
+    )
+    assert mixed.trained_on["comms_devices"] == ["another cpu"]
 
 
 def test_bad_settings_are_named() -> None:

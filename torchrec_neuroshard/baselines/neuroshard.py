@@ -99,9 +99,10 @@ _GIB = 2**30
 _DIM = PAPER_FEATURES.index("dim")
 
 FALLBACK_SAMPLES = 2_000
-FALLBACK_EPOCHS = 200
+FALLBACK_BATCH = 64
+FALLBACK_EPOCHS = 100
 """Of the comms nets of a number of ranks that was not measured; the paper's recipe has
-1,000 epochs over 100,000 samples."""
+1,000 epochs over 100,000 samples, 512 a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -502,7 +503,11 @@ class PaperSearcher(Searcher):
             world_size=task.world_size,
             batch_size=task.batch_size,
             num_samples=FALLBACK_SAMPLES,
-            config=PaperTrainConfig(epochs=FALLBACK_EPOCHS, seed=self.config.seed),
+            config=PaperTrainConfig(
+                epochs=FALLBACK_EPOCHS,
+                batch_samples=FALLBACK_BATCH,
+                seed=self.config.seed,
+            ),
         )
         known = ", ".join(map(str, sorted(self.models.comms))) or "none"
         return OwnCosts(task, self.models, nets), [

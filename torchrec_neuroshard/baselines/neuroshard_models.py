@@ -17,7 +17,7 @@ factor of a table read by several features counts the lookups of all of them, an
 comms record measured twice the first one is taken.
 
     python -m torchrec_neuroshard.baselines.neuroshard_models --out neuroshard_cpu \
-        --compute compute_cpu.parquet --comms comms_gloo_2.parquet comms_gloo_4.parquet
+        --compute compute_cpu.parquet --comms comms_gloo.parquet
 
 Shapes: `N` shards, `S` sets or samples, `F` = 20 features, `E` = 32 encoding values,
 `W` ranks, `I` inputs of a comms net (2W forward, W backward).
@@ -496,6 +496,12 @@ class _CommsSamples:
     target_SW: Floats
 
 
+def _is_pooled(record: CommsRecord) -> bool:
+    """Whether it is an all-to-all of pooled outputs within one node."""
+    within = record.world_size == record.local_world_size
+    return within and record.collective.startswith("pooled_")
+
+
 def _measured_samples(
     records: Sequence[CommsRecord], world_size: int, collective: str
 ) -> _CommsSamples:
@@ -509,7 +515,8 @@ def _measured_samples(
         r
         for r in records
         if r.collective == collective
-        and r.world_size == r.local_world_size == world_size
+        and r.world_size == world_size
+        and _is_pooled(r)
         and r.repeat_of is None
         and (forward or not any(r.delay_ms))
     ]
@@ -690,9 +697,9 @@ def train_models(
             f"{len(held_out)} sets of held-out tables: mean relative error {error:.1%}"
         )
     nets: dict[int, CommsNets] = {}
-    for world_size in sorted({header.world_size for header, _ in files}):
-        of_size = [r for h, rs in files if h.world_size == world_size for r in rs]
-        nets[world_size], forward, backward = fit_comms(of_size, world_size, config)
+    collectives = [r for _, of_file in files for r in of_file]
+    for world_size in sorted({r.world_size for r in collectives if _is_pooled(r)}):
+        nets[world_size], forward, backward = fit_comms(collectives, world_size, config)
         for name, fitted in (("forward", forward), ("backward", backward)):
             reports[f"comms {world_size} {name}"] = dataclasses.asdict(fitted)
             console.print(_line(f"{name} all-to-all of {world_size} ranks", fitted))
