@@ -3,8 +3,8 @@
 For each case (tables x ranks; rows and accesses from the DLRM-dataset generator, widths
 met in production) every method plans the same task in a process of its own: ours, stock
 TorchRec with its default and with its dynamic-programming proposer, and the NeuroShard
-paper's loop as written below. Plans are rated by the same simulator; a method that runs
-past the limit, fails or finds no plan stays in the table.
+paper's loops on the same costs (`baselines/neuroshard.py`). Plans are rated by the same
+simulator; a method that runs past the limit, fails or finds no plan stays in the table.
 
     python benchmarks/bench_search.py --cases 50x4,100x8 --time-limit 600 \
         --cost-model cpu --out benchmarks/results/search_cpu_202611
@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
 from torchrec_neuroshard.cost_models import BandwidthCommsModel, load_cost_model
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
@@ -166,116 +167,12 @@ def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, 
     return read.placement, {"not_described": len(read.not_described)}
 
 
-class PaperSearch:
-    """NeuroShard's two loops (arXiv 2305.01868), one prediction at a time.
-
-    Outer: beam of 3 over lists of tables to halve, 10 rounds, candidates the 10 largest
-    and the 10 costliest. Inner: 11 caps on the width sum, greedily by the current
-    predicted cost. Predictions are cached by the tables and widths of a rank in order.
-    """
-
-    caps = tuple(1.0 + 0.05 * i for i in range(11))
-    beam_width, num_candidates, max_rounds = 3, 10, 10
-
-    def __init__(
-        self, task: ShardingTask, compute: CostModel, comms: CommsModel
-    ) -> None:
-        self.task, self.compute, self.comms = task, compute, comms
-        self.simulator = Simulator(task, compute, comms)
-        self.cache: dict[tuple[tuple[int, int], ...], float] = {}
-        self.num_predictions = 0
-
-    def rank_cost(self, shards: list[tuple[int, int]]) -> float:
-        key = tuple(shards)
-        if key not in self.cache:
-            self.num_predictions += 1
-            sums = self.simulator.encodings(shards).sum(axis=0)[None]
-            self.cache[key] = float(self.compute.predict_sums(sums).sum())
-        return self.cache[key]
-
-    def total_cost(self, ranks: list[list[tuple[int, int]]]) -> float:
-        columns = np.array([[float(sum(w for _, w in shards)) for shards in ranks]])
-        comms = self.comms.all_to_all(columns, self.task.batch_size)[0].sum(axis=1)
-        compute = [self.rank_cost(s) if s else 0.0 for s in ranks]
-        return float(max(c + m for c, m in zip(compute, comms, strict=True)))
-
-    def greedy(
-        self, shards: list[tuple[int, int]], cap: float
-    ) -> list[list[tuple[int, int]]] | None:
-        task = self.task
-        order = sorted(shards, key=lambda s: -self.rank_cost([s]))
-        limit = cap * sum(w for _, w in shards) / task.world_size
-        ranks: list[list[tuple[int, int]]] = [[] for _ in range(task.world_size)]
-        cost, width = [0.0] * task.world_size, [0] * task.world_size
-        used = [0.0] * task.world_size
-        for shard in order:
-            size = task.shard_bytes(*shard)
-            fits = [
-                r
-                for r in range(task.world_size)
-                if used[r] + size <= task.memory_bytes[r]
-                and width[r] + shard[1] <= limit
-            ]
-            if not fits:
-                return None
-            rank = min(fits, key=lambda r: (cost[r], used[r]))
-            ranks[rank].append(shard)
-            used[rank] += size
-            width[rank] += shard[1]
-            cost[rank] = self.rank_cost(ranks[rank])
-        return ranks
-
-    def inner(
-        self, shards: list[tuple[int, int]]
-    ) -> tuple[float, list[list[tuple[int, int]]] | None]:
-        best: tuple[float, list[list[tuple[int, int]]] | None] = (math.inf, None)
-        for cap in self.caps:
-            ranks = self.greedy(shards, cap)
-            if ranks is not None:
-                cost = self.total_cost(ranks)
-                if cost < best[0]:
-                    best = cost, ranks
-        return best
-
-    def run(self) -> list[list[tuple[int, int]]] | None:
-        start = [(i, t.embedding_dim) for i, t in enumerate(self.task.tables)]
-        best_cost, best = self.inner(start)
-        beam = [(best_cost, start)]
-        for _ in range(self.max_rounds):
-            found = []
-            for _, shards in beam:
-                number = range(len(shards))
-                size = sorted(number, key=lambda i: -self.task.shard_bytes(*shards[i]))
-                cost = sorted(number, key=lambda i: -self.rank_cost([shards[i]]))
-                count = self.num_candidates
-                for i in dict.fromkeys(size[:count] + cost[:count]):
-                    table, width = shards[i]
-                    if width // 2 % 4:
-                        continue
-                    half = (table, width // 2)
-                    split = [*shards[:i], *shards[i + 1 :], half, half]
-                    total, ranks = self.inner(split)
-                    found.append((total, split))
-                    if total < best_cost:
-                        best_cost, best = total, ranks
-            if not found:
-                break
-            beam = sorted(found, key=lambda f: f[0])[: self.beam_width]
-        return best
-
-
 def plan_paper(
     task: ShardingTask, compute: CostModel, comms: CommsModel, seed: int
 ) -> tuple[Placement, dict[str, Any]]:
-    del seed
-    search = PaperSearch(task, compute, comms)
-    ranks = search.run()
-    if ranks is None:
-        raise RuntimeError("no plan: no rank keeps within a width cap")
-    triples = [(t, w, r) for r, shards in enumerate(ranks) for t, w in shards]
-    return Placement.from_widths(task.world_size, triples), {
-        "num_evaluated": search.num_predictions
-    }
+    config = NeuroShardConfig(costs="shared", seed=seed)
+    result = PaperSearcher(config).search(task, compute, comms)
+    return result.placement, {"num_evaluated": result.num_evaluated}
 
 
 METHODS: dict[str, Method] = {
