@@ -1,0 +1,891 @@
+"""Sharding plans as files: kept for the next start, refused where they do not fit.
+
+A plan file is JSON. Beside the plan it holds a fingerprint of what the plan was made
+for, so that a restart can tell a plan that still fits from one that is merely no longer
+the best (a warning) and from one that cannot be right (an error).
+
+The state of row-wise Adagrad is one value per row *of each shard*: a checkpoint fits
+only the column splits it was written under. A job that goes on from a checkpoint should
+therefore take its stored plan instead of planning again:
+
+    plan = load_plan("plan.json", model=model, planner=planner)
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torchrec.distributed import types as torchrec_types
+from torchrec.distributed.planner.planners import EmbeddingPlannerBase
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    PlanLoader,
+    Shard,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardMetadata,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
+
+from torchrec_neuroshard import __version__
+from torchrec_neuroshard.cost_models import CostModel
+from torchrec_neuroshard.cost_models.bundle import write_whole
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.planner.lowering import device_tier, table_configs
+from torchrec_neuroshard.search.base import SearchResult
+
+__all__ = [
+    "PLAN_SCHEMA_VERSION",
+    "NeuroShardPlanLoader",
+    "PlanFileError",
+    "PlanFingerprint",
+    "PlanMismatch",
+    "PlanMismatchError",
+    "PlanTable",
+    "StalePlanWarning",
+    "StoredPlan",
+    "check_plan",
+    "load_plan",
+    "model_tables",
+    "plan_entries",
+    "read_plan",
+    "save_plan",
+    "with_shards",
+]
+
+logger = logging.getLogger(__name__)
+
+PLAN_SCHEMA_VERSION = 1
+"""Version of the file's layout; files of a later one are refused."""
+
+_FORMAT = "torchrec_neuroshard.plan"
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+
+_TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
+
+_KNOWN_TYPES: Mapping[str, Any] = {
+    name: getattr(torchrec_types, name)
+    for name in (
+        "BoundsCheckMode",
+        "CacheAlgorithm",
+        "CacheParams",
+        "DataType",
+        "KVZCHTBEConfig",
+        "KeyValueParams",
+        "MultiPassPrefetchConfig",
+        "TBEStatsReporterConfig",
+    )
+    # Some are not in every version that is supported.
+    if hasattr(torchrec_types, name)
+}
+"""Types of settings that a table's sharding may carry."""
+
+
+class PlanFileError(NeuroShardError, ValueError):
+    """A plan cannot be written, or a plan file cannot be used."""
+
+
+class PlanMismatchError(PlanFileError):
+    """A sound plan file that was made for other tables, ranks or devices.
+
+    Attributes:
+        mismatches: What differs.
+    """
+
+    def __init__(self, message: str, mismatches: Sequence[PlanMismatch] = ()) -> None:
+        super().__init__(message)
+        self.mismatches = tuple(mismatches)
+
+
+class StalePlanWarning(UserWarning):
+    """A plan that still works was made under other circumstances."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanMismatch:
+    """One difference between a job and the plan file it wants to use."""
+
+    field: str
+    expected: str
+    """What the job has."""
+    found: str
+    """What the file says."""
+
+    def __str__(self) -> str:
+        return f"{self.field}: expected {self.expected}, found {self.found}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class PlanTable:
+    """What a plan takes for granted of one table."""
+
+    path: str
+    """Module that the plan names; "" is the model itself."""
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    data_type: str
+    pooling: str
+    """"sum", "mean", or "none" for sequences."""
+    feature_names: tuple[str, ...]
+
+    @property
+    def full_name(self) -> str:
+        """Path and name, unique in a model."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFingerprint:
+    """What a plan was made for."""
+
+    tables: tuple[PlanTable, ...]
+    """Of the modules that the plan shards, sorted."""
+    unsharded: tuple[str, ...] = ()
+    """Tables of the model that the plan leaves alone."""
+    world_size: int
+    local_world_size: int
+    compute_device: str
+    memory_bytes: tuple[int, ...]
+    """Memory of each rank that fused tables live in."""
+    batch_size: int | None = None
+    """Samples per rank; None: not known."""
+    cost_model: str | None = None
+    """Its name; None: not known, or planned without one."""
+    hardware: str | None = None
+    """What the cost model predicts."""
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Package -> version."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary; `from_json` reads it back."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {
+            **data,
+            "tables": [dataclasses.asdict(t) for t in self.tables],
+            "versions": dict(self.versions),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PlanFingerprint:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanFileError: A value is missing or of the wrong kind.
+        """
+        try:
+            return cls(
+                tables=tuple(
+                    PlanTable(
+                        **{
+                            **table,
+                            "num_embeddings": int(table["num_embeddings"]),
+                            "embedding_dim": int(table["embedding_dim"]),
+                            "feature_names": tuple(table["feature_names"]),
+                        }
+                    )
+                    for table in data["tables"]
+                ),
+                unsharded=tuple(data["unsharded"]),
+                world_size=int(data["world_size"]),
+                local_world_size=int(data["local_world_size"]),
+                compute_device=str(data["compute_device"]),
+                memory_bytes=tuple(int(b) for b in data["memory_bytes"]),
+                batch_size=data["batch_size"],
+                cost_model=data["cost_model"],
+                hardware=data["hardware"],
+                versions=dict(data["versions"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanFileError(f"not a fingerprint of a plan: {error!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredPlan:
+    """The contents of a plan file."""
+
+    plan: ShardingPlan
+    fingerprint: PlanFingerprint
+    predicted: Mapping[str, Any] | None
+    """Predicted costs as stored (`PredictedCosts.to_json`, with `lower_bound_ms` and
+    `gap` where a search gave them); None: not known when it was stored."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """What plans are stored or wanted for, apart from the model."""
+
+    topology: Topology
+    batch_size: int | None
+    cost_model: str | None
+    hardware: str | None
+    result: SearchResult | None = None
+
+    @classmethod
+    def of(
+        cls,
+        planner: EmbeddingPlannerBase | None,
+        topology: Topology | None,
+        batch_size: int | None,
+        cost_model: str | CostModel | None,
+    ) -> _Job:
+        """Take a planner's own, or what the caller says in its place."""
+        given = [topology, batch_size, cost_model]
+        if planner is not None:
+            if any(g is not None for g in given):
+                raise ConfigError(
+                    "pass either planner or topology, batch_size and cost_model: a "
+                    "planner has its own"
+                )
+            costs = getattr(planner, "costs", None)
+            model: CostModel | None = costs.cost_model if costs else None
+            return cls(
+                topology=planner._topology,
+                batch_size=planner._batch_size,
+                cost_model=model.name if model else None,
+                hardware=model.hardware if model else None,
+                result=getattr(planner, "last_result", None),
+            )
+        if topology is None:
+            raise ConfigError(
+                "a plan belongs to its ranks: pass the planner or the topology"
+            )
+        named = cost_model if isinstance(cost_model, str) else None
+        known = cost_model if isinstance(cost_model, CostModel) else None
+        return cls(
+            topology=topology,
+            batch_size=batch_size,
+            cost_model=known.name if known else named,
+            hardware=known.hardware if known else None,
+        )
+
+    def fingerprint(
+        self, tables: tuple[PlanTable, ...], unsharded: tuple[str, ...] = ()
+    ) -> PlanFingerprint:
+        """Describe this job with these tables."""
+        tier = device_tier(self.topology)
+        return PlanFingerprint(
+            tables=tables,
+            unsharded=unsharded,
+            world_size=int(self.topology.world_size),
+            local_world_size=int(self.topology.local_world_size),
+            compute_device=str(self.topology.compute_device),
+            memory_bytes=tuple(
+                int(getattr(d.storage, tier)) for d in self.topology.devices
+            ),
+            batch_size=self.batch_size,
+            cost_model=self.cost_model,
+            hardware=self.hardware,
+            versions=_versions(),
+        )
+
+
+def save_plan(
+    plan: ShardingPlan,
+    path: str | Path,
+    *,
+    model: nn.Module,
+    planner: EmbeddingPlannerBase | None = None,
+    topology: Topology | None = None,
+    batch_size: int | None = None,
+    cost_model: str | CostModel | None = None,
+    result: SearchResult | None = None,
+) -> None:
+    """Write a plan and what it was made for; call it on one rank.
+
+    Everything that `DistributedModelParallel` reads of a plan is stored. The access
+    statistics that a table's `cache_params` may carry are not: only planners read them.
+
+    Args:
+        plan: What a planner returned.
+        path: The file; it is replaced whole or not at all.
+        model: The model, as it was before `DistributedModelParallel` took it.
+        planner: The planner, TorchRec's or this package's; in place of the next three.
+        topology: The ranks that the plan is for.
+        batch_size: Samples per rank. None: not known.
+        cost_model: The cost model or its name. None: not known.
+        result: Predicted costs. None: the planner's `last_result`, if it has one.
+
+    Raises:
+        ConfigError: Neither a planner nor a topology is given, or both are.
+        PlanFileError: The plan does not belong to the model, or holds settings that
+            cannot be stored.
+    """
+    job = _Job.of(planner, topology, batch_size, cost_model)
+    fingerprint = job.fingerprint(*model_tables(plan.plan, model))
+    check_plan(plan, fingerprint.tables, fingerprint.world_size)
+    result = result or job.result
+    data = {
+        "format": _FORMAT,
+        "schema": PLAN_SCHEMA_VERSION,
+        "fingerprint": fingerprint.to_json(),
+        "plan": {
+            module_path: {
+                name: _encode_sharding(f"{module_path}.{name}", sharding)
+                for name, sharding in module_plan.items()
+            }
+            for module_path, module_plan in plan.plan.items()
+        },
+        "predicted": None if result is None else _predicted(result),
+    }
+    text = json.dumps(data, indent=1, allow_nan=False)
+    write_whole(Path(path), f"{text}\n".encode())
+
+
+def load_plan(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    planner: EmbeddingPlannerBase | None = None,
+    topology: Topology | None = None,
+    batch_size: int | None = None,
+    cost_model: str | CostModel | None = None,
+) -> ShardingPlan:
+    """Read a plan that `save_plan` wrote, if it fits this job.
+
+    A restarted job takes it in place of planning:
+
+        plan = load_plan("plan.json", model=model, planner=planner)
+        model = DistributedModelParallel(model, plan=plan, ...)
+
+    Args:
+        path: The file.
+        model: The model, not yet in `DistributedModelParallel`.
+        planner: The planner that would plan; in place of the next three.
+        topology: The ranks to run on.
+        batch_size: Samples per rank. None: not compared.
+        cost_model: The cost model or its name. None: not compared.
+
+    Returns:
+        The plan, equal to the one stored.
+
+    Raises:
+        ConfigError: Neither a planner nor a topology is given, or both are.
+        PlanMismatchError: Tables, ranks or devices are not those of the plan.
+        PlanFileError: The file is missing, damaged, or of a later version.
+
+    Warns:
+        StalePlanWarning: Memory, batch size, cost model or package versions are not
+            those of the plan: it works, but a new one may be better.
+    """
+    job = _Job.of(planner, topology, batch_size, cost_model)
+    stored = read_plan(path)
+    current = job.fingerprint(*model_tables(stored.plan.plan, model))
+    _check_fits(stored.fingerprint, current, path, stacklevel=3)
+    return stored.plan
+
+
+def read_plan(path: str | Path) -> StoredPlan:
+    """Read a plan file without asking what it is wanted for.
+
+    Raises:
+        PlanFileError: The file is missing, damaged, or of a later version.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanFileError(
+            f"cannot read the plan file '{path}': {error.strerror}. Plan anew and "
+            "store the result with save_plan"
+        ) from error
+    except ValueError as error:
+        raise PlanFileError(_damaged(path, f"it is not JSON ({error})")) from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise PlanFileError(_damaged(path, f"its format is not '{_FORMAT}'"))
+    schema = data.get("schema")
+    if schema != PLAN_SCHEMA_VERSION:
+        raise PlanFileError(
+            f"plan file '{path}' has schema {schema!r}, this version reads "
+            f"{PLAN_SCHEMA_VERSION}. Use the torchrec_neuroshard that wrote it, or "
+            "plan anew"
+        )
+    try:
+        fingerprint = PlanFingerprint.from_json(data["fingerprint"])
+        plan = _decode_plan(data["plan"])
+        predicted = data["predicted"]
+        check_plan(plan, fingerprint.tables, fingerprint.world_size)
+    except PlanFileError as error:
+        raise PlanFileError(_damaged(path, str(error))) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise PlanFileError(_damaged(path, repr(error))) from error
+    return StoredPlan(plan=plan, fingerprint=fingerprint, predicted=predicted)
+
+
+class NeuroShardPlanLoader(PlanLoader):
+    """Makes any of TorchRec's planners return a stored plan instead of searching.
+
+    The planner's own loop goes on around it: reservation, callbacks, statistics and
+    validators see the stored plan as if it had been found anew.
+
+        planner.plan_loader = NeuroShardPlanLoader("plan.json", planner)
+
+    Where the loader must exist before the planner (`plan_loader=...`), give it the
+    planner's enumerator and topology:
+
+        loader = NeuroShardPlanLoader(path, enumerator=enumerator, topology=topology)
+        planner = EmbeddingShardingPlanner(
+            topology=topology, enumerator=enumerator, plan_loader=loader
+        )
+
+    TorchRec takes from the stored plan only shards and ranks; caching and the other
+    settings of a table are those of the planner's constraints.
+
+    Args:
+        path: A file that `save_plan` wrote.
+        planner: The planner; in place of the next four.
+        enumerator: The planner's enumerator.
+        topology: The ranks to run on.
+        batch_size: Samples per rank. None: not compared.
+        cost_model: The cost model or its name. None: not compared.
+        missing_ok: Whether the planner may search where the file does not exist.
+
+    Raises:
+        ConfigError: Neither a planner nor an enumerator and a topology are given, or
+            both are.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        planner: EmbeddingPlannerBase | None = None,
+        *,
+        enumerator: Enumerator | None = None,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        cost_model: str | CostModel | None = None,
+        missing_ok: bool = False,
+    ) -> None:
+        if (planner is None) == (enumerator is None):
+            raise ConfigError(
+                "a plan loader looks up a planner's search space: pass the planner, or "
+                "its enumerator and topology"
+            )
+        self._path = Path(path)
+        self._enumerator: Any = planner._enumerator if planner else enumerator
+        self._job = _Job.of(planner, topology, batch_size, cost_model)
+        self._costs = getattr(planner, "costs", None)
+        self._missing_ok = missing_ok
+
+    def get_plan_id(self) -> str:
+        """Return what TorchRec calls the plan in its log: the file's name."""
+        return str(self._path)
+
+    def plan_context_hash(self) -> None:
+        """Return no hash: `load` compares field by field, and says what differs."""
+        return None
+
+    def load(self) -> dict[int, ShardingOption] | None:
+        """Return the stored shards, by the hash of the option they belong to.
+
+        Returns:
+            What TorchRec's planners take; None, with a line in the log, where the file
+            does not exist and `missing_ok`.
+
+        Raises:
+            PlanMismatchError: Tables, ranks or devices are not those of the plan, or
+                the planner's constraints allow it no longer.
+            PlanFileError: The file is missing, damaged, or of a later version.
+
+        Warns:
+            StalePlanWarning: See `load_plan`.
+        """
+        if self._missing_ok and not self._path.exists():
+            logger.info("no plan file '%s' yet; planning", self._path)
+            return None
+        stored = read_plan(self._path)
+        space: list[ShardingOption] = self._enumerator.last_stored_search_space
+        modules = {option.path: option.module[1] for option in space}
+        current = self._job.fingerprint(
+            _tables_of(modules.items()), stored.fingerprint.unsharded
+        )
+        _check_fits(stored.fingerprint, current, self._path, stacklevel=4)
+        loaded = {}
+        for path, name, sharding in plan_entries(stored.plan):
+            option = self._find(space, path, name, sharding)
+            loaded[option.storage_hash()] = with_shards(option, sharding)
+        self._enumerator.populate_estimates(list(loaded.values()))
+        if self._costs is not None:
+            self._costs.attribute(list(loaded.values()))
+        return loaded
+
+    def _find(
+        self,
+        space: Iterable[ShardingOption],
+        path: str,
+        name: str,
+        sharding: ParameterSharding,
+    ) -> ShardingOption:
+        """Return the option of the search space that the stored table is one of."""
+        wanted = sharding.sharding_type, sharding.compute_kernel
+        offered = []
+        for option in space:
+            if (option.path, option.name) == (path, name):
+                if (option.sharding_type, option.compute_kernel) == wanted:
+                    return option
+                offered.append(f"{option.sharding_type}/{option.compute_kernel}")
+        mismatch = PlanMismatch(
+            field=f"sharding of table '{f'{path}.{name}' if path else name}'",
+            expected=" or ".join(sorted(set(offered))),
+            found="/".join(wanted),
+        )
+        raise PlanMismatchError(
+            f"plan file '{self._path}' holds what the planner may not choose: "
+            f"{mismatch}. Change the constraints, or use load_plan, which asks no "
+            "planner",
+            [mismatch],
+        )
+
+
+def with_shards(option: ShardingOption, sharding: ParameterSharding) -> ShardingOption:
+    """Return a copy of the option with the shards and ranks of a plan."""
+    new = copy.copy(option)
+    if sharding.sharding_spec is None:  # replicas
+        boxes = [(s.size, s.offset) for s in option.shards]
+    else:
+        boxes = [
+            (m.shard_sizes, m.shard_offsets) for m in sharding.sharding_spec.shards
+        ]
+    new.shards = [
+        Shard(size=list(size), offset=list(offset), rank=rank)
+        for (size, offset), rank in zip(boxes, sharding.ranks, strict=True)
+    ]
+    return new
+
+
+def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterSharding]]:
+    """Return path, table and sharding of everything in a plan."""
+    for path, module_plan in plan.plan.items():
+        for name, sharding in module_plan.items():
+            yield path, name, sharding
+
+
+def _tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]:
+    """Tables in modules, under the paths given."""
+    found = {
+        PlanTable(
+            path=path,
+            name=config.name,
+            num_embeddings=int(config.num_embeddings),
+            embedding_dim=int(config.embedding_dim),
+            data_type=str(config.data_type.value).lower(),
+            pooling=str(
+                config.pooling.value.lower() if hasattr(config, "pooling") else "none"
+            ),
+            feature_names=tuple(config.feature_names or ()),
+        )
+        for path, module in modules
+        for config in table_configs(module)
+    }
+    return tuple(sorted(found))
+
+
+def model_tables(
+    paths: Iterable[str], model: nn.Module
+) -> tuple[tuple[PlanTable, ...], tuple[str, ...]]:
+    """Find the tables in the modules that a plan names, and those outside.
+
+    Args:
+        paths: Modules of the plan.
+        model: The model, not yet in `DistributedModelParallel`.
+
+    Returns:
+        The tables inside, sorted, and the full names of those outside.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    inside = {path: modules[path] for path in paths if path in modules}
+    outside = {
+        f"{path}.{config.name}" if path else config.name
+        for path, module in modules.items()
+        if isinstance(module, _TABLE_MODULES)
+        and not any(not p or path == p or path.startswith(f"{p}.") for p in inside)
+        for config in table_configs(module)
+    }
+    return _tables_of(inside.items()), tuple(sorted(outside))
+
+
+def _versions() -> dict[str, str]:
+    found = {"torchrec_neuroshard": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _predicted(result: SearchResult) -> dict[str, Any]:
+    return {
+        **result.predicted.to_json(),
+        "lower_bound_ms": result.lower_bound_ms,
+        "gap": result.gap if math.isfinite(result.gap) else None,
+    }
+
+
+def _check_fits(
+    stored: PlanFingerprint,
+    current: PlanFingerprint,
+    path: str | Path,
+    *,
+    stacklevel: int,
+) -> None:
+    """Refuse a plan that cannot be right; warn of one that may not be the best."""
+    invalid = list(_invalid(stored, current))
+    if invalid:
+        raise PlanMismatchError(
+            f"plan file '{path}' was made for another job: "
+            f"{'; '.join(map(str, invalid))}. Plan anew, or start the job that the "
+            "plan belongs to",
+            invalid,
+        )
+    stale = list(_stale(stored, current))
+    if stale:
+        warnings.warn(
+            f"plan file '{path}' still works, but was made under other circumstances: "
+            f"{'; '.join(map(str, stale))}. A new plan may be faster",
+            StalePlanWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def _invalid(
+    stored: PlanFingerprint, current: PlanFingerprint
+) -> Iterator[PlanMismatch]:
+    """Differences that make a plan wrong."""
+    theirs = {t.full_name: t for t in stored.tables}
+    ours = {t.full_name: t for t in current.tables}
+    for name in sorted(theirs.keys() | ours.keys()):
+        if name not in theirs or name not in ours:
+            yield PlanMismatch(
+                field=f"table '{name}'",
+                expected="a table" if name in ours else "no such table",
+                found="a table" if name in theirs else "no such table",
+            )
+            continue
+        for field in dataclasses.fields(PlanTable):
+            a, b = getattr(ours[name], field.name), getattr(theirs[name], field.name)
+            if a != b:
+                yield _mismatch(f"{field.name} of table '{name}'", a, b)
+    for field_name in ("unsharded", "world_size", "local_world_size", "compute_device"):
+        a, b = getattr(current, field_name), getattr(stored, field_name)
+        if a != b:
+            yield _mismatch(field_name, a, b)
+
+
+def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMismatch]:
+    """Differences under which another plan may be better."""
+    for field_name in ("memory_bytes", "batch_size", "cost_model", "hardware"):
+        a, b = getattr(current, field_name), getattr(stored, field_name)
+        if a != b and a is not None and b is not None:
+            yield _mismatch(field_name, a, b)
+    for package in sorted(current.versions.keys() | stored.versions.keys()):
+        ours = current.versions.get(package, "none")
+        theirs = stored.versions.get(package, "none")
+        if ours != theirs:
+            yield _mismatch(f"version of {package}", ours, theirs)
+
+
+def _mismatch(field: str, expected: Any, found: Any) -> PlanMismatch:
+    return PlanMismatch(field=field, expected=_show(expected), found=_show(found))
+
+
+def _show(value: Any) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    if len(value) > 1 and len(set(value)) == 1:
+        return f"{len(value)} x {value[0]}"
+    return ", ".join(map(str, value)) or "none"
+
+
+def _damaged(path: str | Path, reason: str) -> str:
+    return f"plan file '{path}' is damaged: {reason}. Restore it, or plan anew"
+
+
+def check_plan(
+    plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
+) -> None:
+    """Check that a plan holds these tables, each row and column of them once.
+
+    Raises:
+        PlanFileError: It does not, or a rank is not there.
+    """
+    by_name = {(t.path, t.name): t for t in tables}
+    planned = {(path, name) for path, name, _ in plan_entries(plan)}
+    for path, name in sorted(planned ^ by_name.keys()):
+        where = "plan" if (path, name) in planned else "model"
+        raise PlanFileError(
+            f"table '{name}' of module '{path}' is in the {where} alone; a plan goes "
+            "with the model that it was made for, as it was before "
+            "DistributedModelParallel took it"
+        )
+    for path, name, sharding in plan_entries(plan):
+        _check_sharding(by_name[path, name], sharding, world_size)
+
+
+def _check_sharding(
+    table: PlanTable, sharding: ParameterSharding, world_size: int
+) -> None:
+    where = f"table '{table.full_name}'"
+    wrong = [r for r in sharding.ranks or () if not 0 <= r < world_size]
+    if wrong:
+        raise PlanFileError(f"{where}: rank {wrong[0]} is not in 0 to {world_size - 1}")
+    if sharding.sharding_spec is None:
+        return
+    places = [m.placement.rank() for m in sharding.sharding_spec.shards if m.placement]
+    if len(places) == len(sharding.ranks) and places != sharding.ranks:
+        raise PlanFileError(
+            f"{where}: its shards are placed on ranks {places}, but belong to "
+            f"{sharding.ranks}"
+        )
+    boxes = [
+        (
+            *m.shard_offsets,
+            *(o + s for o, s in zip(m.shard_offsets, m.shard_sizes, strict=True)),
+        )
+        for m in sharding.sharding_spec.shards
+    ]
+    rows = sorted({0, table.num_embeddings, *(b[i] for b in boxes for i in (0, 2))})
+    columns = sorted({0, table.embedding_dim, *(b[i] for b in boxes for i in (1, 3))})
+    held = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int64)
+    for top, left, bottom, right in boxes:
+        held[
+            rows.index(top) : rows.index(bottom),
+            columns.index(left) : columns.index(right),
+        ] += 1
+    inside = (0, 0, table.num_embeddings, table.embedding_dim)
+    outside = (rows[0], columns[0], rows[-1], columns[-1]) != inside
+    if outside or (held != 1).any():
+        raise PlanFileError(
+            f"{where}: its shards do not hold each of {table.num_embeddings} rows and "
+            f"{table.embedding_dim} columns exactly once"
+        )
+
+
+def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
+    spec = sharding.sharding_spec
+    if spec is not None and not isinstance(spec, EnumerableShardingSpec):
+        raise PlanFileError(
+            f"table '{where}': only shards listed one by one can be stored, not "
+            f"{type(spec).__name__}"
+        )
+    try:
+        data = {
+            f.name: _encode(getattr(sharding, f.name))
+            for f in dataclasses.fields(sharding)
+            if f.name != "sharding_spec"
+        }
+    except PlanFileError as error:
+        raise PlanFileError(f"table '{where}': {error}") from None
+    data["shards"] = None if spec is None else [_encode_shard(m) for m in spec.shards]
+    return data
+
+
+def _encode_shard(meta: ShardMetadata) -> dict[str, Any]:
+    return {
+        "offset": list(meta.shard_offsets),
+        "size": list(meta.shard_sizes),
+        "placement": None if meta.placement is None else str(meta.placement),
+    }
+
+
+def _encode(value: Any) -> Any:
+    """Turn a setting of a table into JSON, with the type's name where it has one."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [_encode(v) for v in value]
+    name = type(value).__name__
+    if isinstance(value, Enum) and name in _KNOWN_TYPES:
+        return {"enum": name, "member": value.name}
+    if name in _KNOWN_TYPES:
+        return {"record": name, "fields": _fields(value)}
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(v) for v in value]}
+    raise PlanFileError(f"a setting of type {name} cannot be stored: {value!r}")
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Encoded fields of a dataclass or named tuple."""
+    values = (
+        {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if dataclasses.is_dataclass(value)
+        else value._asdict()
+    )
+    if type(value).__name__ == "CacheParams":
+        values["stats"] = None  # an object of the user's, which only planners read
+    return {name: _encode(v) for name, v in values.items()}
+
+
+def _decode_plan(data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> ShardingPlan:
+    return ShardingPlan(
+        {
+            path: EmbeddingModuleShardingPlan(
+                {name: _decode_sharding(entry) for name, entry in module_plan.items()}
+            )
+            for path, module_plan in data.items()
+        }
+    )
+
+
+def _decode_sharding(data: Mapping[str, Any]) -> ParameterSharding:
+    values = dict(data)
+    shards = values.pop("shards")
+    known = {f.name for f in dataclasses.fields(ParameterSharding)}
+    for name in sorted(values.keys() - known):
+        # Left at its default it says nothing that this TorchRec would not do anyway.
+        if values.pop(name) is not None:
+            raise PlanFileError(f"this TorchRec knows no setting '{name}'")
+    spec = None
+    if shards is not None:
+        spec = EnumerableShardingSpec(
+            [
+                ShardMetadata(
+                    shard_offsets=[int(v) for v in shard["offset"]],
+                    shard_sizes=[int(v) for v in shard["size"]],
+                    placement=shard["placement"],
+                )
+                for shard in shards
+            ]
+        )
+    decoded = {name: _decode(value) for name, value in values.items()}
+    return ParameterSharding(**decoded, sharding_spec=spec)
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(_decode(v) for v in value["tuple"])
+    if "enum" in value:
+        return _known_type(value["enum"])[value["member"]]
+    fields = {name: _decode(v) for name, v in value["fields"].items()}
+    return _known_type(value["record"])(**fields)
+
+
+def _known_type(name: str) -> Any:
+    if name not in _KNOWN_TYPES:
+        raise PlanFileError(f"this TorchRec knows no setting of type '{name}'")
+    return _KNOWN_TYPES[name]
