@@ -8,18 +8,52 @@ from torchrec_neuroshard.planner.lowering import PlanPlacement, placement_from_p
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.plan_files import (
+    NeuroShardPlanLoader,
+    PlanFileError,
+    PlanFingerprint,
+    PlanMismatch,
+    PlanMismatchError,
+    StalePlanWarning,
+    StoredPlan,
+    load_plan,
+    read_plan,
+    save_plan,
+)
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.proposers import NeuroShardProposer
+from torchrec_neuroshard.planner.replan import (
+    Move,
+    ReplanConfig,
+    ReplanResult,
+    apply_moves,
+    replan,
+)
 from torchrec_neuroshard.planner.shard_estimators import NeuroShardEstimator
 
 __all__ = [
+    "Move",
     "NeuroShardEnumerator",
     "NeuroShardEstimator",
     "NeuroShardPartitioner",
     "NeuroShardPerfModel",
+    "NeuroShardPlanLoader",
     "NeuroShardPlanner",
     "NeuroShardProposer",
     "PlanCosts",
+    "PlanFileError",
+    "PlanFingerprint",
+    "PlanMismatch",
+    "PlanMismatchError",
     "PlanPlacement",
+    "ReplanConfig",
+    "ReplanResult",
+    "StalePlanWarning",
+    "StoredPlan",
+    "apply_moves",
+    "load_plan",
     "placement_from_plan",
+    "read_plan",
+    "replan",
+    "save_plan",
 ]

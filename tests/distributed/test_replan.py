@@ -1,0 +1,542 @@
+"""Moves at work: two gloo ranks go on training as if no shard had changed ranks.
+
+All cases run in one pair of processes, started once; each test reads its case.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+pytestmark = pytest.mark.distributed
+
+WORLD_SIZE = 2
+LOCAL_BATCH = 6
+NUM_ROWS = 40
+NUM_STEPS = 6
+MOVE_BEFORE_STEP = 3
+JOIN_SECONDS = 200
+GROUP_TIMEOUT_SECONDS = 60
+
+TABLE, COLUMN = "table_wise", "column_wise"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan to start with; what replan makes of it is carried out."""
+
+    dims: Sequence[int]
+    triples: Sequence[tuple[int, int, int]]
+    """(table, width, rank) of the first plan."""
+    kind: str = TABLE
+    optimizer: str = "SGD"
+    weighted: bool = False
+    features: Sequence[Sequence[str]] = ()
+    new_rate: float | None = None
+    """Learning rate from the second step on."""
+    by_hand: Sequence[tuple[int, int, int]] = ()
+    """The plan to go to in place of what the search finds."""
+
+
+CASES = {
+    # Ids need no reordering under the first plan, but do under the second.
+    "sgd": Case(
+        dims=(32, 16, 8, 8), triples=[(0, 32, 0), (1, 16, 0), (2, 8, 0), (3, 8, 0)]
+    ),
+    "row-wise adagrad": Case(
+        dims=(32, 16, 8),
+        triples=[(0, 32, 0), (1, 16, 0), (2, 8, 0)],
+        optimizer="RowWiseAdagrad",
+    ),
+    "adagrad": Case(
+        dims=(32, 16, 8),
+        triples=[(0, 32, 0), (1, 16, 0), (2, 8, 0)],
+        kind=COLUMN,
+        optimizer="Adagrad",
+    ),
+    "split table beside": Case(
+        dims=(32, 16, 16, 16),
+        triples=[(0, 16, 0), (0, 16, 1), (1, 16, 0), (2, 16, 0), (3, 16, 0)],
+        kind=COLUMN,
+        optimizer="RowWiseAdagrad",
+    ),
+    "shards change places": Case(
+        dims=(32, 16),
+        triples=[(0, 16, 0), (0, 16, 1), (1, 16, 0)],
+        kind=COLUMN,
+        optimizer="RowWiseAdagrad",
+        by_hand=[(0, 16, 1), (0, 16, 0), (1, 16, 1)],
+    ),
+    "weighted": Case(
+        dims=(32, 16, 8),
+        triples=[(0, 32, 1), (1, 16, 1), (2, 8, 1)],
+        weighted=True,
+    ),
+    "shared features": Case(
+        dims=(32, 16, 8),
+        triples=[(0, 32, 0), (1, 16, 0), (2, 8, 1)],
+        features=[["f0", "f1"], ["f1"], ["f0"]],
+    ),
+    "learning rate": Case(
+        dims=(32, 16, 8),
+        triples=[(0, 32, 0), (1, 16, 0), (2, 8, 0)],
+        optimizer="RowWiseAdagrad",
+        new_rate=0.05,
+    ),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case, device: str) -> None:
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        from torchrec.optim import RowWiseAdagrad
+        from torchrec.optim.apply_optimizer_in_backward import (
+            apply_optimizer_in_backward,
+        )
+
+        super().__init__()
+        torch.manual_seed(1)
+        self.sparse = nn.ModuleDict(
+            {
+                "ebc": EmbeddingBagCollection(
+                    tables=[
+                        EmbeddingBagConfig(
+                            name=f"t{i}",
+                            num_embeddings=NUM_ROWS,
+                            embedding_dim=dim,
+                            feature_names=list(
+                                case.features[i] if case.features else [f"f{i}"]
+                            ),
+                        )
+                        for i, dim in enumerate(case.dims)
+                    ],
+                    is_weighted=case.weighted,
+                    device=torch.device(device),
+                )
+            }
+        )
+        kinds: dict[str, Any] = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad}
+        apply_optimizer_in_backward(
+            kinds.get(case.optimizer, RowWiseAdagrad),
+            self.sparse.parameters(),
+            {"lr": 0.3},
+        )
+        columns = sum(
+            dim * (len(case.features[i]) if case.features else 1)
+            for i, dim in enumerate(case.dims)
+        )
+        torch.manual_seed(2)
+        self.dense = nn.Linear(columns, 1)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        out = self.sparse["ebc"](batch).to_dict()
+        joined = torch.cat([out[key] for key in sorted(out)], dim=1)
+        scale = torch.linspace(0.5, 1.5, joined.shape[1])
+        value: torch.Tensor = (joined.sin() * scale).sum() + self.dense(joined).sum()
+        return value / LOCAL_BATCH
+
+
+def batch_of(case: Case, step: int, rank: int) -> Any:
+    from torchrec import KeyedJaggedTensor
+
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    names = case.features or [[f"f{i}"] for i in range(len(case.dims))]
+    keys = sorted({f for features in names for f in features})
+    lengths = torch.randint(
+        0, 4, (len(keys) * LOCAL_BATCH,), generator=generator, dtype=torch.int32
+    )
+    total = int(lengths.sum())
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.randint(0, NUM_ROWS, (total,), generator=generator),
+        lengths=lengths,
+        weights=torch.rand(total, generator=generator) if case.weighted else None,
+    )
+
+
+def planner_of(
+    case: Case, triples: Sequence[tuple[int, int, int]], **kwargs: Any
+) -> Any:
+    from torchrec.distributed.planner import ParameterConstraints, Topology
+    from torchrec.distributed.planner.storage_reservations import (
+        FixedPercentageStorageReservation,
+    )
+
+    from torchrec_neuroshard.placement import Placement
+    from torchrec_neuroshard.planner import NeuroShardPlanner
+    from torchrec_neuroshard.search import Searcher, SearchResult
+    from torchrec_neuroshard.simulator import Simulator
+    from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+    class FixedSearcher(Searcher):
+        def search(self, task: Any, cost_model: Any, comms_model: Any) -> SearchResult:
+            placement = Placement.from_widths(WORLD_SIZE, triples)
+            simulator = Simulator(task, cost_model, comms_model)
+            return SearchResult(
+                placement=placement,
+                predicted=simulator.evaluate(placement),
+                lower_bound_ms=0.0,
+                gap=0.0,
+                search_seconds=0.0,
+                num_evaluated=1,
+            )
+
+    arguments: dict[str, Any] = {
+        "topology": Topology(world_size=WORLD_SIZE, compute_device="cpu"),
+        "batch_size": LOCAL_BATCH,
+        "constraints": {
+            f"t{i}": ParameterConstraints(sharding_types=[case.kind])
+            for i in range(len(case.dims))
+        },
+        "cost_model": AnalyticCostModel(launch_ms=0.0),
+        "comms_model": AnalyticCommsModel(),
+        "search": FixedSearcher(),
+        "storage_reservation": FixedPercentageStorageReservation(percentage=0.0),
+        "stats": [],
+    }
+    return NeuroShardPlanner(**(arguments | kwargs))
+
+
+def shard(case: Case) -> tuple[Any, Any]:
+    """The sharded model, its weights independent of the plan, and its planner."""
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import get_default_sharders
+
+    model = Model(case, "cpu")
+    start = {k: v.detach().clone() for k, v in model.sparse.state_dict().items()}
+    planner = planner_of(case, case.triples)
+    plan = planner.collective_plan(model, get_default_sharders())
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=plan, sharders=get_default_sharders()
+    )
+    with torch.no_grad():
+        for key, value in sharded.state_dict().items():
+            for part in value.local_shards() if hasattr(value, "local_shards") else ():
+                offset, width = part.metadata.shard_offsets[1], part.tensor.shape[1]
+                whole = start[key.removeprefix("sparse.")]
+                part.tensor.copy_(whole[:, offset : offset + width])
+    return sharded, planner
+
+
+def whole_weights(sharded: Any) -> dict[str, torch.Tensor]:
+    """All columns of every table, on every rank."""
+    found = {}
+    for key, value in sharded.state_dict().items():
+        if not hasattr(value, "local_shards"):
+            continue
+        table = torch.zeros(value.size())
+        for part in value.local_shards():
+            offset, width = part.metadata.shard_offsets[1], part.tensor.shape[1]
+            table[:, offset : offset + width] = part.tensor.detach()
+        dist.all_reduce(table)
+        found[key] = table
+    return found
+
+
+def widths_here(sharded: Any) -> list[list[int]]:
+    """Local widths in each fused kernel of this rank, sorted."""
+    return [
+        sorted(t.local_cols for t in kernel.config.embedding_tables)
+        for lookup in sharded.module.sparse["ebc"]._lookups
+        for kernel in lookup._emb_modules
+    ]
+
+
+def new_plan(case: Case, planner: Any, plan: Any) -> Any:
+    """What rank 0 finds; None on the other one."""
+    from torchrec_neuroshard.planner import replan
+
+    if dist.get_rank() != 0:
+        return None
+    model = Model(case, "meta")
+    arguments = {"planner": planner, "model": model, "budget_bytes": 2**40}
+    if not case.by_hand:
+        return replan(plan, **arguments)
+    # As if the search had found it.
+    module: Any = sys.modules["torchrec_neuroshard.planner.replan"]
+    goal = by_hand_state(case)
+    original = module._Search.run
+    module._Search.run = lambda self: goal
+    try:
+        return replan(plan, **arguments)
+    finally:
+        module._Search.run = original
+
+
+def by_hand_state(case: Case) -> dict[int, tuple[tuple[int, int, int], ...]]:
+    """Shards of each table, in the order given."""
+    state: dict[int, tuple[tuple[int, int, int], ...]] = {}
+    for table, width, rank in case.by_hand:
+        known = state.get(table, ())
+        offset = sum(w for _, w, _ in known)
+        state[table] = (*known, (offset, width, rank))
+    return state
+
+
+def train(case: Case, rank: int, moves: bool) -> dict[str, Any]:
+    from torchrec_neuroshard.planner import apply_moves
+
+    sharded, planner = shard(case)
+    losses: list[float] = []
+    found: dict[str, Any] = {}
+    for step in range(NUM_STEPS):
+        if case.new_rate is not None and step == 1:
+            for group in sharded.fused_optimizer.param_groups:
+                group["lr"] = case.new_rate
+        if moves and step == MOVE_BEFORE_STEP:
+            before = widths_here(sharded)
+            result = new_plan(case, planner, sharded.plan)
+            dice = torch.random.get_rng_state()
+            apply_moves(sharded, result)
+            found["same_dice"] = bool(torch.equal(dice, torch.random.get_rng_state()))
+            found["widths"] = [before, widths_here(sharded)]
+            sent = [result and (result.plan, len(result.moves), result.executable)]
+            dist.broadcast_object_list(sent, src=0)
+            plan, found["num_moves"], found["executable"] = sent[0]
+            found["plan_is_at_work"] = sharded.plan == plan
+        sharded.fused_optimizer.zero_grad()
+        loss = sharded(batch_of(case, step, rank))
+        torch.autograd.backward(loss)
+        sharded.fused_optimizer.step()
+        losses.append(float(loss))
+    return {**found, "losses": losses, "weights": whole_weights(sharded)}
+
+
+def run_case(case: Case, rank: int) -> dict[str, Any]:
+    """Train twice, with and without the moves; runs on every rank."""
+    still = train(case, rank, moves=False)
+    moved = train(case, rank, moves=True)
+    gap = max(abs(a - b) for a, b in zip(still["losses"], moved["losses"], strict=True))
+    start = {
+        f"sparse.{k}": v for k, v in Model(case, "cpu").sparse.state_dict().items()
+    }
+    return {
+        **{k: v for k, v in moved.items() if k not in ("losses", "weights")},
+        "loss_gap": gap,
+        "loss_change": abs(still["losses"][0] - still["losses"][-1]),
+        "weight_gap": max(
+            float((still["weights"][k] - moved["weights"][k]).abs().max())
+            for k in still["weights"]
+        ),
+        "trained": min(
+            float((moved["weights"][k] - start[k]).abs().max()) for k in start
+        ),
+    }
+
+
+def message_of(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def run_refusals(rank: int) -> dict[str, Any]:
+    """What cannot be carried out, as each rank sees it; nothing moves."""
+    import dataclasses
+
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import get_default_sharders
+
+    from torchrec_neuroshard.planner import apply_moves, replan
+
+    case = CASES["sgd"]
+    sharded, planner = shard(case)
+    before = widths_here(sharded)
+    result = new_plan(case, planner, sharded.plan)
+    seen = {"none": message_of(lambda: apply_moves(sharded))}
+    impossible = result and dataclasses.replace(result, executable=False)
+    seen["impossible"] = message_of(lambda: apply_moves(sharded, impossible))
+    module: Any = sys.modules["torchrec_neuroshard.planner.replan"]
+    module.hash = lambda text: rank
+    seen["hashes"] = message_of(lambda: apply_moves(sharded, result))
+    del module.hash
+    late = DistributedModelParallel(
+        Model(case, "cpu"),
+        device=torch.device("cpu"),
+        plan=sharded.plan,
+        sharders=get_default_sharders(),
+        init_data_parallel=False,
+    )
+    seen["no dense part"] = message_of(lambda: apply_moves(late, result))
+    seen["still"] = str(before == widths_here(sharded))
+    apply_moves(sharded, result)
+    seen["again"] = message_of(lambda: apply_moves(sharded, result))
+    nothing = rank == 0 and replan(
+        sharded.plan, planner=planner, model=Model(case, "meta"), budget_bytes=0
+    )
+    seen["nothing"] = message_of(lambda: apply_moves(sharded, nothing or None))
+    return seen
+
+
+def run_stored_plan(rank: int, folder: str) -> dict[str, Any]:
+    """A restart takes the stored plan, by loader and by load_plan."""
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import get_default_sharders
+
+    from torchrec_neuroshard.planner import NeuroShardPlanLoader, load_plan, save_plan
+
+    case = CASES["split table beside"]
+    first = planner_of(case, case.triples)
+    model = Model(case, "cpu")
+    plan = first.collective_plan(model, get_default_sharders())
+    path = Path(folder, "plan.json")
+    if rank == 0:
+        save_plan(plan, path, model=model, planner=first)
+    dist.barrier()
+    second = planner_of(case, [(i, dim, 0) for i, dim in enumerate(case.dims)])
+    second.plan_loader = NeuroShardPlanLoader(path, second)
+    again = second.collective_plan(model, get_default_sharders())
+    read = load_plan(path, model=model, planner=first)
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=again, sharders=get_default_sharders()
+    )
+    loss = sharded(batch_of(case, 0, rank))
+    torch.autograd.backward(loss)
+    return {
+        "by_loader": again == plan,
+        "by_load_plan": read == plan,
+        "widths": widths_here(sharded),
+    }
+
+
+def rank_main(rank: int, folder: str) -> None:
+    """Run every case on one rank; the results are left in the folder."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
+    )
+    jobs: dict[str, Any] = {
+        name: lambda case=case: run_case(case, rank) for name, case in CASES.items()
+    }
+    jobs["refusals"] = lambda: run_refusals(rank)
+    jobs["stored plan"] = lambda: run_stored_plan(rank, folder)
+    results: dict[str, Any] = {}
+    for name, job in jobs.items():
+        try:
+            results[name] = job()
+        except Exception:
+            # The other rank may wait for this one: report and end both.
+            results["error"] = f"in '{name}': {traceback.format_exc()}"
+            break
+        finally:
+            Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Results of each rank, by case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=rank_main, args=(rank, str(folder)))
+        for rank in range(WORLD_SIZE)
+    ]
+    deadline = time.monotonic() + JOIN_SECONDS
+    with pytest.MonkeyPatch.context() as patch:
+        # TorchRec numbers its messages by hashes of strings.
+        patch.setitem(os.environ, "PYTHONHASHSEED", "0")
+        for process in processes:
+            process.start()
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    found = []
+    for rank in range(WORLD_SIZE):
+        path = folder / f"{rank}.json"
+        found.append(json.loads(path.read_text()) if path.exists() else {})
+    return found
+
+
+def case_results(results: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    found = []
+    for rank, by_case in enumerate(results):
+        assert name in by_case, (
+            f"rank {rank} has no result for '{name}': it stopped "
+            f"{by_case.get('error', 'without a word')}"
+        )
+        found.append(by_case[name])
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_as_without_the_move(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    for result in case_results(results, name):
+        assert result["num_moves"] > 0 and result["executable"]
+        assert result["loss_gap"] < 1e-5
+        assert result["weight_gap"] < 1e-5
+        assert result["loss_change"] > 1e-2 and result["trained"] > 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shards_are_where_the_new_plan_says(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    first, second = case_results(results, name)
+    assert first["plan_is_at_work"] and second["plan_is_at_work"]
+    assert first["widths"][0] != first["widths"][1] or CASES[name].by_hand
+    total = sum(CASES[name].dims)
+    for moment in (0, 1):
+        held = [w for r in (first, second) for k in r["widths"][moment] for w in k]
+        assert sum(held) == total
+
+
+def test_random_state_is_left_alone(results: list[dict[str, Any]]) -> None:
+    assert all(r["same_dice"] for r in case_results(results, "sgd"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none", "ConfigError: rank 0 carries out its result: pass it there"),
+        ("impossible", "ConfigError: the new plan needs moves that TorchRec cannot"),
+        ("hashes", "ConfigError: over gloo TorchRec moves tables only where all ranks"),
+        ("no dense part", "ConfigError: TorchRec moves tables only of a model whose"),
+        ("again", "ConfigError: table 'sparse.ebc.t"),
+        ("nothing", "no error"),
+        ("still", "True"),
+    ],
+)
+def test_refusals_reach_all_ranks(
+    results: list[dict[str, Any]], name: str, message: str
+) -> None:
+    for seen in case_results(results, "refusals"):
+        assert seen[name].startswith(message)
+
+
+def test_stored_plan_is_used_again(results: list[dict[str, Any]]) -> None:
+    first, second = case_results(results, "stored plan")
+    assert first["by_loader"] and second["by_loader"]
+    assert first["by_load_plan"] and second["by_load_plan"]
+    assert (first["widths"], second["widths"]) == ([[16, 16, 16, 16]], [[16]])

@@ -1,0 +1,498 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim import RowWiseAdagrad
+
+from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.planner import (
+    NeuroShardPlanner,
+    PlanFileError,
+    ReplanConfig,
+    ReplanResult,
+    load_plan,
+    replan,
+    save_plan,
+)
+from torchrec_neuroshard.profiles import uniform_profile
+from torchrec_neuroshard.testing import AnalyticCommsModel
+
+MakeEbc = Callable[..., EmbeddingBagCollection]
+MakePlanner = Callable[..., NeuroShardPlanner]
+ReadShards = Callable[[ShardingPlan], dict[str, list[tuple[int, int, int]]]]
+Triples = Sequence[tuple[int, int, int]]
+
+HUGE = 2**60
+SIZES = [(4000, 64), (3000, 32), (2000, 32), (1000, 16), (500, 16)]
+ALL_ON_0: Triples = [(i, dim, 0) for i, (_, dim) in enumerate(SIZES)]
+
+TABLE = {"sharding_types": ["table_wise"]}
+COLUMN = {"sharding_types": ["column_wise"]}
+
+
+@dataclasses.dataclass
+class Job:
+    planner: NeuroShardPlanner
+    model: nn.Module
+    plan: ShardingPlan
+    sharders: list[Any]
+
+    def replan(self, budget_bytes: int = HUGE, **kwargs: Any) -> ReplanResult:
+        return replan(
+            kwargs.pop("plan", self.plan),
+            planner=self.planner,
+            model=self.model,
+            sharders=self.sharders,
+            budget_bytes=budget_bytes,
+            **kwargs,
+        )
+
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def make_job(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: list[Any],
+    fixed_searcher: Any,
+) -> MakeJob:
+    """A model, its planner, and the plan at work."""
+
+    def build(
+        triples: Triples,
+        world_size: int = 2,
+        *,
+        sizes: Sequence[tuple[int, int]] = SIZES,
+        kind: dict[str, list[str]] = TABLE,
+        kinds: dict[str, dict[str, list[str]]] | None = None,
+        optimizer: Any = None,
+        compute_device: str = "cpu",
+        tables: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Job:
+        constraints = {
+            f"t{i}": ParameterConstraints(**(kinds or {}).get(f"t{i}", kind))
+            for i in range(len(sizes))
+        }
+        model = make_ebc(sizes, **(tables or {}))
+        if optimizer is not None:
+            for parameter in model.parameters():
+                # As apply_optimizer_in_backward leaves it.
+                parameter._optimizer_classes = [optimizer]
+                parameter._optimizer_kwargs = [{"lr": 0.1}]
+        planner = make_planner(
+            world_size,
+            compute_device,
+            search=fixed_searcher(triples),
+            constraints=constraints,
+            **kwargs,
+        )
+        return Job(planner, model, planner.plan(model, sharders), sharders)
+
+    return build
+
+
+def test_slowest_rank_is_relieved(make_job: MakeJob, read_shards: ReadShards) -> None:
+    job = make_job(ALL_ON_0)
+    result = job.replan()
+    assert result.executable and not result.obstacles
+    assert result.after.critical_path_ms < 0.8 * result.before.critical_path_ms
+    old, new = read_shards(job.plan), read_shards(result.plan)
+    assert {(m.table, m.from_rank, m.to_rank) for m in result.moves} == {
+        (name, old[name][0][2], new[name][0][2])
+        for name in old
+        if old[name] != new[name]
+    }
+    assert (
+        set(result.changed[""])
+        == set(result.replaced[""])
+        == {m.table for m in result.moves}
+    )
+    assert result.changed[""] == {
+        n: result.plan.plan[""][n] for n in result.changed[""]
+    }
+    assert result.replaced[""] == {n: job.plan.plan[""][n] for n in result.changed[""]}
+
+
+def test_the_plan_at_work_is_left_alone(
+    make_job: MakeJob, read_shards: ReadShards
+) -> None:
+    job = make_job(ALL_ON_0)
+    before = read_shards(job.plan)
+    job.replan()
+    assert read_shards(job.plan) == before
+
+
+def test_predictions_are_the_planners(
+    make_job: MakeJob, sharders: list[Any], fixed_searcher: Any, read_shards: ReadShards
+) -> None:
+    job = make_job(ALL_ON_0)
+    assert job.planner.last_result is not None
+    result = job.replan()
+    assert result.before == job.planner.last_result.predicted
+    triples = [
+        (int(name[1:]), width, rank)
+        for name, shards in read_shards(result.plan).items()
+        for _, width, rank in shards
+    ]
+    again = make_job(triples)
+    assert again.plan == result.plan
+    assert again.planner.last_result is not None
+    assert result.after == again.planner.last_result.predicted
+
+
+@pytest.mark.parametrize("optimizer", [None, RowWiseAdagrad, torch.optim.Adagrad])
+def test_moves_weigh_what_they_send(make_job: MakeJob, optimizer: Any) -> None:
+    result = make_job(
+        ALL_ON_0, 4, optimizer=optimizer, tables={"data_types": {1: DataType.FP16}}
+    ).replan()
+    assert len(result.moves) >= 2
+    for move in result.moves:
+        rows, dim = SIZES[int(move.table[1:])]
+        weights = rows * dim * (2 if move.table == "t1" else 4)
+        state = {None: 0, RowWiseAdagrad: 4 * rows}.get(optimizer, 4 * rows * dim)
+        assert (move.offset, move.width) == (0, dim)
+        assert move.num_bytes == weights + state
+    assert result.moved_bytes == sum(m.num_bytes for m in result.moves)
+
+
+@pytest.mark.parametrize("budget", [0, 32_000, 64_000, 200_000, 700_000])
+def test_budget_is_kept(make_job: MakeJob, budget: int) -> None:
+    job = make_job(ALL_ON_0)
+    result = job.replan(budget)
+    assert result.moved_bytes <= budget == result.budget_bytes
+    assert result.after.critical_path_ms <= result.before.critical_path_ms
+    if budget == 0:
+        assert result.moves == () and result.plan == job.plan
+        assert result.changed == {}
+    if budget == 64_000:
+        assert {m.table for m in result.moves} <= {"t3", "t4"} and result.moves
+
+
+def test_negative_budget(make_job: MakeJob) -> None:
+    with pytest.raises(ConfigError, match="at least 0, got -1"):
+        make_job(ALL_ON_0).replan(-1)
+
+
+def test_first_step_saves_the_most_per_byte(make_job: MakeJob) -> None:
+    job = make_job(ALL_ON_0)
+    ratios = {}
+    for i, (rows, dim) in enumerate(SIZES):
+        triples = [(t, d, int(t == i)) for t, (_, d) in enumerate(SIZES)]
+        other = make_job(triples).planner.last_result
+        assert other is not None and job.planner.last_result is not None
+        gain = (
+            job.planner.last_result.predicted.critical_path_ms
+            - other.predicted.critical_path_ms
+        )
+        ratios[f"t{i}"] = gain / (rows * dim * 4)
+    best = max(ratios, key=lambda name: ratios[name])
+    rows, dim = SIZES[int(best[1:])]
+    # Smaller tables fit, too; they must not be taken first.
+    result = job.replan(rows * dim * 4)
+    assert [m.table for m in result.moves] == [best]
+
+
+def test_best_placement_of_few_tables_is_reached(make_job: MakeJob) -> None:
+    sizes = SIZES[:4]
+    costs = []
+    for ranks in itertools.product((0, 1), repeat=len(sizes)):
+        triples = [(t, d, ranks[t]) for t, (_, d) in enumerate(sizes)]
+        result = make_job(triples, sizes=sizes).planner.last_result
+        assert result is not None
+        costs.append(result.predicted.critical_path_ms)
+    job = make_job([(t, d, 0) for t, (_, d) in enumerate(sizes)], sizes=sizes)
+    assert job.replan().after.critical_path_ms == pytest.approx(min(costs))
+
+
+def test_equally_slow_ranks_are_relieved_one_after_the_other(
+    make_job: MakeJob,
+) -> None:
+    sizes = [(1000, 32)] * 8
+    triples = [(t, 32, t % 2) for t in range(8)]  # ranks 2 and 3 are empty
+    result = make_job(triples, 4, sizes=sizes).replan()
+    assert sorted(m.to_rank for m in result.moves) == [2, 2, 3, 3]
+
+
+def test_no_move_where_nothing_helps(make_job: MakeJob) -> None:
+    job = make_job([(0, 32, 0), (1, 32, 1)], sizes=[(1000, 32)] * 2)
+    result = job.replan()
+    assert result.moves == () and result.plan == job.plan
+    assert result.before == result.after
+
+
+def test_over_gloo_a_table_leaves_all_its_ranks_or_none(make_job: MakeJob) -> None:
+    arguments: dict[str, Any] = {"sizes": [(4000, 64), (9000, 64)], "kind": COLUMN}
+    triples = [(0, 32, 0), (0, 32, 1), (1, 64, 0)]
+    one_shard = 4000 * 32 * 4  # the budget is too small for the other table
+    assert make_job(triples, 3, **arguments).replan(one_shard).moves == ()
+    gpu = make_job(triples, 3, compute_device="cuda", **arguments).replan(one_shard)
+    assert [(m.table, m.from_rank, m.to_rank) for m in gpu.moves] == [("t0", 0, 2)]
+    assert gpu.executable
+
+
+def test_splits_need_a_rank_of_their_own_over_gloo(
+    make_job: MakeJob, read_shards: ReadShards
+) -> None:
+    arguments: dict[str, Any] = {"sizes": [(4000, 64)], "kind": COLUMN}
+    job = make_job([(0, 64, 0)], **arguments)
+    assert job.replan().moves == ()
+    every = job.replan(executable_only=False)
+    assert not every.executable
+    assert read_shards(every.plan)["t0"] in (
+        [(0, 32, 0), (32, 32, 1)],
+        [(0, 32, 1), (32, 32, 0)],
+    )
+    [move] = every.moves
+    assert move.width == 32 and move.num_bytes == 4000 * 32 * 4
+    # NCCL can send to the same rank.
+    gpu = make_job([(0, 64, 0)], compute_device="cuda", **arguments).replan()
+    assert gpu.executable and [m.width for m in gpu.moves] == [32]
+
+
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad, torch.optim.Adagrad])
+def test_optimizer_state_is_not_split(make_job: MakeJob, optimizer: Any) -> None:
+    arguments: dict[str, Any] = {
+        "sizes": [(4000, 64)],
+        "kind": COLUMN,
+        "compute_device": "cuda",
+    }
+    job = make_job([(0, 64, 0)], optimizer=optimizer, **arguments)
+    assert job.replan().moves == ()
+    every = job.replan(executable_only=False)
+    state = 4 if optimizer is RowWiseAdagrad else 32 * 4
+    assert [m.num_bytes for m in every.moves] == [4000 * (32 * 4 + state)]
+    assert not every.executable
+    assert make_job([(0, 64, 0)], optimizer=torch.optim.SGD, **arguments).replan().moves
+
+
+def test_neighbouring_columns_are_shared_out_again(
+    make_job: MakeJob, read_shards: ReadShards
+) -> None:
+    job = make_job([(0, 60, 0), (0, 4, 1)], sizes=[(4000, 64)], kind=COLUMN)
+    result = job.replan(executable_only=False)
+    assert result.moves
+    [(_, first, _), *rest] = read_shards(result.plan)["t0"]
+    assert first < 60 and first + sum(w for _, w, _ in rest) == 64
+    assert len({r for *_, r in read_shards(result.plan)["t0"]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("compute_device", "widths"), [("cpu", [20, 28]), ("cuda", [40, 8])]
+)
+def test_unequal_widths_only_on_cpu(
+    make_job: MakeJob, read_shards: ReadShards, compute_device: str, widths: list[int]
+) -> None:
+    job = make_job(
+        [(0, 40, 0), (0, 8, 1)],
+        sizes=[(4000, 48)],
+        kind=COLUMN,
+        compute_device=compute_device,
+    )
+    plan = job.replan(executable_only=False).plan
+    assert [w for _, w, _ in read_shards(plan)["t0"]] == widths
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            {"optimizer": torch.optim.Adam},
+            "does not move all of the state of adam",
+        ),
+        (
+            {"kinds": {"t4": {"sharding_types": ["data_parallel"]}}},
+            "'t4' of the same module is data_parallel",
+        ),
+        (
+            {
+                "kinds": {"t4": {"sharding_types": ["row_wise"]}},
+                "compute_device": "cuda",
+            },
+            "'t4' of the same module is row_wise",
+        ),
+        (
+            {"kinds": {"t4": COLUMN}, "uneven": True},
+            "'t4' of the same module is split unevenly",
+        ),
+    ],
+)
+def test_what_torchrec_cannot_move_is_not_proposed(
+    make_job: MakeJob, arguments: dict[str, Any], reason: str
+) -> None:
+    searched = ALL_ON_0
+    if arguments.get("kinds"):
+        searched = ALL_ON_0[:4]
+    if arguments.pop("uneven", False):
+        searched = [*ALL_ON_0[:4], (4, 12, 0), (4, 4, 1)]
+    job = make_job(searched, **arguments)
+    result = job.replan()
+    assert result.moves == () and result.plan == job.plan
+    names = {f"t{i}" for i in range(len({t for t, *_ in searched}))}
+    assert set(result.obstacles) == names
+    assert all(reason in text for text in result.obstacles.values())
+    every = job.replan(executable_only=False)
+    assert every.moves and not every.executable
+    assert every.after.critical_path_ms < every.before.critical_path_ms
+
+
+def test_sequence_tables_are_not_resharded(make_planner: MakePlanner) -> None:
+    model = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=f"t{i}",
+                num_embeddings=1000,
+                embedding_dim=16,
+                feature_names=[f"f{i}"],
+            )
+            for i in range(4)
+        ],
+        device=torch.device("meta"),
+    )
+    sharders = [EmbeddingCollectionSharder()]
+    planner = make_planner(
+        1, constraints={f"t{i}": ParameterConstraints(**TABLE) for i in range(4)}
+    )
+    plan = planner.plan(model, sharders)  # all on rank 0
+    wide = make_planner(2)
+    arguments: dict[str, Any] = {
+        "planner": wide,
+        "model": model,
+        "sharders": sharders,
+        "budget_bytes": HUGE,
+    }
+    result = replan(plan, **arguments)
+    assert result.moves == ()
+    assert result.obstacles["t0"] == "TorchRec does not reshard an EmbeddingCollection"
+    assert len(replan(plan, executable_only=False, **arguments).moves) == 2
+
+
+def test_tables_of_other_kinds_stay_and_are_costed(make_job: MakeJob) -> None:
+    job = make_job(
+        ALL_ON_0[:4],
+        kinds={"t4": {"sharding_types": ["row_wise"]}},
+        compute_device="cuda",
+    )
+    result = job.replan(executable_only=False)
+    assert result.plan.plan[""]["t4"] == job.plan.plan[""]["t4"]
+    assert len(result.before.stages) == 2
+    assert result.before.stages[1] == result.after.stages[1]
+
+
+def test_constraints_may_forbid_what_is_at_work(
+    make_job: MakeJob, make_planner: MakePlanner
+) -> None:
+    job = make_job(
+        ALL_ON_0[:4],
+        kinds={"t4": {"sharding_types": ["row_wise"]}},
+        compute_device="cuda",
+    )
+    job.planner = make_planner(2, "cuda")  # would not choose row-wise itself
+    result = job.replan(executable_only=False)
+    assert result.plan.plan[""]["t4"].sharding_type == "row_wise"
+    assert result.moves
+
+
+def test_full_ranks_take_nothing(make_job: MakeJob) -> None:
+    job = make_job(ALL_ON_0)
+    weights = sum(rows * dim * 4 for rows, dim in SIZES)
+    small = Topology(world_size=2, compute_device="cpu", ddr_cap=1000)
+    job.planner._topology = small
+    assert job.replan().moves == ()
+    job.planner._topology = Topology(
+        world_size=2, compute_device="cpu", ddr_cap=10 * weights
+    )
+    assert job.replan().moves
+
+
+def test_fresh_profiles_are_what_counts(
+    make_job: MakeJob, make_planner: MakePlanner
+) -> None:
+    sizes = [(100_000, 32)] * 4
+    job = make_job([(t, 32, t % 2) for t in range(4)], sizes=sizes)
+    assert job.replan().moves == ()
+    hot = uniform_profile(batch_size=128, pooling_factor=40.0, num_embeddings=100_000)
+    job.planner = make_planner(2, profiles={"f0": hot})
+    result = job.replan()
+    # t2 leaves the rank of the busy table.
+    assert [(m.table, m.to_rank) for m in result.moves] == [("t2", 1)]
+    job.planner = make_planner(2, profiles={"none": hot})
+    with pytest.raises(ProfileError, match="'none'"):
+        job.replan()
+
+
+def test_plan_of_another_job(make_job: MakeJob, make_ebc: MakeEbc) -> None:
+    job = make_job([(0, 32, 2), (1, 32, 1)], 3, sizes=[(1000, 32)] * 2)
+    job.planner = make_job([(0, 32, 1), (1, 32, 1)], 2, sizes=[(1000, 32)] * 2).planner
+    with pytest.raises(PlanFileError, match="'t0': rank 2 is not in 0 to 1"):
+        job.replan()
+    job.model = make_ebc([(1000, 32)])
+    with pytest.raises(PlanFileError, match="'t1' of module '' is in the plan alone"):
+        job.replan()
+
+
+def test_placements_name_the_local_device(make_job: MakeJob) -> None:
+    result = make_job(
+        ALL_ON_0,
+        4,
+        compute_device="cuda",
+        topology_arguments={"local_world_size": 2},
+        comms_model=AnalyticCommsModel(),
+    ).replan()
+    assert result.moves
+    for sharding in result.plan.plan[""].values():
+        for rank, meta in zip(
+            sharding.ranks, sharding.sharding_spec.shards, strict=True
+        ):
+            assert str(meta.placement) == f"rank:{rank}/cuda:{rank % 2}"
+
+
+def test_result_is_deterministic(make_job: MakeJob) -> None:
+    results = [make_job(ALL_ON_0, 4).replan() for _ in range(2)]
+    assert results[0].plan == results[1].plan
+    assert results[0].moves == results[1].moves
+
+
+def test_new_plan_can_be_stored(make_job: MakeJob, tmp_path: Any) -> None:
+    job = make_job(ALL_ON_0)
+    result = job.replan()
+    path = tmp_path / "plan.json"
+    save_plan(result.plan, path, model=job.model, planner=job.planner)
+    assert load_plan(path, model=job.model, planner=job.planner) == result.plan
+
+
+def test_few_candidates_and_little_time_are_enough_for_something(
+    make_job: MakeJob,
+) -> None:
+    job = make_job(ALL_ON_0)
+    few = job.replan(config=ReplanConfig(max_candidates=1))
+    assert few.after.critical_path_ms <= few.before.critical_path_ms
+    assert few.num_evaluated < job.replan().num_evaluated
+    none = job.replan(config=ReplanConfig(time_budget_seconds=1e-9))
+    assert none.moves == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_candidates": 0}, "max_candidates must be at least 1"),
+        ({"time_budget_seconds": 0.0}, "time_budget_seconds above 0"),
+        ({"min_gain": 1.0}, r"min_gain must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_settings_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ReplanConfig(**arguments)
