@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,17 +20,24 @@ from rich.console import Console
 
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.compute import (
+    MAX_ATTEMPTS,
     CollectConfig,
+    _monitor,
+    add_arguments,
     collect_compute,
     device_fingerprint,
     repeatability,
+    sampling_from,
     summary,
     unit_factor,
 )
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.store import journal_path, read_records
+from torchrec_neuroshard.collect.timing import PassCounts, SetTimer
+from torchrec_neuroshard.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.errors import ConfigError, RecordMismatchError
 from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.tables import TableConfig
 
 OPTIONS = (
     "--max-gib 0.001 --max-lookups 3000 --max-shards 3 --batch-sizes 64 128 --seed 5"
@@ -35,6 +47,9 @@ SAMPLING = SamplingConfig(
     max_lookups=3_000,
     max_weight_bytes=int(0.001 * 2**30),
     batch_sizes=(64, 128),
+)
+QUICK_PASSES = PassCounts(
+    warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
 )
 
 
@@ -221,3 +236,142 @@ def test_bad_configs_are_refused(tmp_path: Path) -> None:
     for name in ("num_sets", "num_threads"):
         with pytest.raises(ConfigError, match="must be at least 1"):
             dataclasses.replace(good, **{name: 0})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="time limit must be above 0 s, got 0"):
+        dataclasses.replace(good, time_limit_seconds=0)
+
+
+# Limits, and a GPU that gets hot, with stand-ins for its driver
+
+
+def state(reasons: int) -> GpuState:
+    return GpuState(
+        sm_clock_mhz=1_980.0,
+        memory_clock_mhz=3_201.0,
+        temperature_c=60.0 + reasons,
+        throttle_reasons=reasons,
+    )
+
+
+HOT, FINE = 0x20, 0x0
+
+
+@pytest.fixture
+def watched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[Iterator[int], int], tuple[list[CostRecord], str]]:
+    """Collect sets on a device that is, after each measurement, in a given state."""
+    monkeypatch.setattr("torchrec_neuroshard.collect.compute._COOL_DOWN_S", 0.0)
+    monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", QUICK_PASSES)
+
+    def run(reasons: Iterator[int], num_sets: int) -> tuple[list[CostRecord], str]:
+        monitor = GpuMonitor(lambda: state(next(reasons)), source="a list")
+        monkeypatch.setattr(
+            "torchrec_neuroshard.collect.compute._monitor", lambda *_: monitor
+        )
+        config = CollectConfig(
+            out=tmp_path / "r.parquet", num_sets=num_sets, seed=5, sampling=SAMPLING
+        )
+        console = Console(width=200, file=io.StringIO())
+        collect_compute(config, console)
+        return read_records([config.out])[1], console.file.getvalue()  # type: ignore[attr-defined]
+
+    return run
+
+
+def test_throttled_measurements_are_dropped_counted_and_repeated(
+    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+) -> None:
+    records, printed = watched(iter([FINE, HOT, HOT, FINE, FINE]), 3)
+    assert [r.num_throttled for r in records] == [0, 2, 0]
+    for record in records:
+        assert record.sm_clock_mhz == 1_980.0
+        assert record.memory_clock_mhz == 3_201.0
+        assert record.temperature_c == 60.0
+    assert "2 measurements were dropped: the device was throttled" in printed
+    assert "2 measurements dropped for throttling" in printed
+
+
+def test_a_set_that_stays_throttled_waits_for_the_next_run(
+    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+) -> None:
+    hot_on_set_1 = [FINE, *[HOT] * MAX_ATTEMPTS, FINE]
+    records, printed = watched(iter(hot_on_set_1), 3)
+    assert [r.index for r in records] == [0, 2]
+    assert "set 1 was left out: software thermal slowdown" in printed
+    # Two earlier sets are measured again first, whatever the device's state.
+    records, printed = watched(iter([FINE]), 3)
+    assert [r.index for r in records] == [0, 1, 2]
+    assert "left out" not in printed
+
+
+def test_a_set_too_large_for_the_device_is_left_out_and_told(
+    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure = SetTimer.measure
+
+    def limited(self: SetTimer, tables: Sequence[TableConfig], *rest: Any) -> Any:
+        if tables == sample_set(1, 5, SAMPLING, []).tables:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore lines")
+        return measure(self, tables, *rest)
+
+    monkeypatch.setattr(SetTimer, "measure", limited)
+    records, printed = watched(iter([FINE, FINE]), 3)
+    assert [r.index for r in records] == [0, 2]
+    assert "set 1 was left out: CUDA out of memory. Tried\n" in printed
+
+
+def test_no_set_is_begun_after_the_time_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.parquet"
+    assert collect(path, 100_000, "--time-limit", "0.5") == 0
+    assert "stopped at the time limit of 0.5 s" in capsys.readouterr().out
+    _, records = read_records([path])
+    assert [r.index for r in records] == list(range(len(records)))
+    assert len(records) < 100
+
+
+def options(*arguments: str) -> SamplingConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return sampling_from(parser.parse_args(["--out", "x", *arguments]))
+
+
+def test_options_change_what_the_device_would_get() -> None:
+    assert options() == SamplingConfig()
+    gpu = SamplingConfig.for_device("cuda")
+    assert options("--device", "cuda:1") == gpu
+    changed = "--device cuda --max-gib 2 --batch-sizes 64 128 --optimizers adam sgd"
+    assert options(
+        *changed.split(), "--fp16-share", "0", "--max-shards", "7"
+    ) == dataclasses.replace(
+        gpu,
+        max_weight_bytes=2 * 2**30,
+        batch_sizes=(64, 128),
+        optimizers=("adam", "sgd"),
+        fp16_share=0.0,
+        max_shards=7,
+    )
+
+
+def test_monitors_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Console(width=200, file=io.StringIO())
+    assert _monitor(torch.device("cpu"), shown) is None
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="7c-1e")
+    )
+    asked: list[str] = []
+
+    def find(uuid: str) -> GpuMonitor | None:
+        asked.append(uuid)
+        found = GpuMonitor(lambda: state(FINE), source="nvidia-smi")
+        return found if len(asked) == 1 else None
+
+    monkeypatch.setattr("torchrec_neuroshard.collect.compute.find_gpu_monitor", find)
+    assert _monitor(torch.device("cuda"), shown) is not None
+    assert _monitor(torch.device("cuda"), shown) is None
+    assert asked == ["GPU-7c-1e", "GPU-7c-1e"]
+    printed = shown.file.getvalue()  # type: ignore[attr-defined]
+    assert "clocks and temperature are read by nvidia-smi" in printed
+    assert "neither pynvml nor nvidia-smi answers" in printed

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from torchrec_neuroshard.collect.sampling import (
@@ -15,7 +19,8 @@ from torchrec_neuroshard.collect.sampling import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.tables import DATA_TYPE_BYTES, TableConfig
+from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.tables import DATA_TYPE_BYTES, OPTIMIZERS, TableConfig
 
 CONFIG = SamplingConfig(
     max_shards=12,
@@ -202,5 +207,87 @@ def test_access_distribution_is_importable_from_here() -> None:
     ],
 )
 def test_bad_configs_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SamplingConfig(**options)  # type: ignore[arg-type]
+
+
+# The shipped measurements, and a GPU's sets
+
+SHIPPED = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
+
+
+def test_shipped_measurements_are_of_these_very_sets() -> None:
+    """Sets of generated tables, which need no file of real ones to draw again."""
+    table = pq.read_table(SHIPPED).slice(0, 60)
+    header = json.loads(table.schema.metadata[b"neuroshard_header"])
+    names = {f.name for f in dataclasses.fields(SamplingConfig)}
+    options: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v
+        for k, v in header["sampling"].items()
+        if k in names
+    }
+    config = SamplingConfig(**options)
+    records = [CostRecord.from_json(row) for row in table.to_pylist()]
+    generated = [r for r in records if r.tables[0].name.startswith("generated")]
+    assert len(generated) >= 15
+    for record in generated:
+        again = sample_set(record.index, header["seed"], config, BASE)
+        assert again.batch_size == record.batch_size
+        assert (again.repeat_of, again.held_out) == (record.repeat_of, record.held_out)
+        for new, old in zip(again.tables, record.tables, strict=True):
+            assert old.profile is not None and new.profile is not None
+            assert dataclasses.replace(new, profile=None) == dataclasses.replace(
+                old, profile=None
+            )
+            assert new.profile.num_lookups == pytest.approx(old.profile.num_lookups)
+            assert new.profile.access_histogram == pytest.approx(
+                old.profile.access_histogram, rel=1e-6, abs=1e-30
+            )
+
+
+def test_a_cpu_is_measured_as_before() -> None:
+    assert SamplingConfig.for_device("cpu") == SamplingConfig()
+
+
+def test_a_gpu_gets_all_kinds_and_large_sets() -> None:
+    config = SamplingConfig.for_device("cuda")
+    sets = [sample_set(i, 4, config, []) for i in range(150)]
+    tables = [t for s in sets for t in s.tables]
+    assert {t.optimizer for t in tables} == set(OPTIMIZERS)
+    assert {t.data_type for t in tables} == {"fp32", "fp16"}
+    assert min(s.batch_size for s in sets) < 1_024
+    assert max(s.batch_size for s in sets) > 40_000
+    assert max(len(s.tables) for s in sets) > 70
+    assert max(t.num_embeddings for t in tables) > 30_000_000
+    lookups = [sum(t.profile.num_lookups for t in s.tables if t.profile) for s in sets]
+    assert 10_000_000 < max(lookups) <= config.max_lookups
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state_bytes"), [("adam", 8), ("adagrad", 4), ("sgd", 0)]
+)
+def test_state_counts_against_the_memory(optimizer: str, state_bytes: int) -> None:
+    config = dataclasses.replace(
+        CONFIG, optimizers=(optimizer,), max_shards=40, fp16_share=0.5
+    )
+    held = []
+    for i in range(60):
+        tables = sample_set(i, 2, config, []).tables
+        values = sum(t.num_embeddings * t.embedding_dim for t in tables)
+        held.append(sum(t.weight_bytes for t in tables) + values * state_bytes)
+    assert 0.8 * config.max_weight_bytes < max(held) <= config.max_weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizers": ("sgd", "lamb")}, "must be some of .*adagrad, got lamb"),
+        ({"optimizers": ()}, "must be some of .*, got none"),
+        ({"fp16_share": 1.5}, r"fp16_share must lie in 0 to 1, got 1\.5"),
+    ],
+)
+def test_kinds_that_do_not_exist_are_refused(
+    options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         SamplingConfig(**options)  # type: ignore[arg-type]

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import embedding_bag
 
-from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.access import AccessDistribution, draw_lengths
 from torchrec_neuroshard.collect.tbe import (
     Arena,
     FusedTables,
     InputBatch,
+    _draw_lengths_there,
     draw_inputs,
     fbgemm_version,
+    length_distribution,
+    reserve_memory,
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.profiles import FeatureProfile, count_histogram
@@ -271,3 +275,73 @@ def test_adagrad_runs() -> None:
 
 def test_version_is_reported() -> None:
     assert fbgemm_version().count(".") >= 1
+
+
+# What a GPU needs, on a CPU
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [(2.0, 0.0), (2.3, 0.0), (0.4, 0.5), (7.0, 2.6), (5.0, 9.0)]
+)
+def test_lengths_drawn_on_a_device_are_those_drawn_by_numpy(
+    mean: float, std: float
+) -> None:
+    count = 40_000
+    generator = torch.Generator()
+    generator.manual_seed(1)
+    there = _draw_lengths_there(mean, std, count, generator)
+    assert there.dtype == torch.int64 and there.shape == (count,)
+    here = draw_lengths(np.random.default_rng(1), mean, std, count)
+    spread = here.std()
+    assert float(there.double().mean()) == pytest.approx(
+        here.mean(), abs=6 * spread / count**0.5 + 1e-12
+    )
+    assert float(there.double().std()) == pytest.approx(spread, rel=0.05)
+    for quantile in (0.1, 0.5, 0.9):
+        assert np.quantile(there.numpy(), quantile) == pytest.approx(
+            np.quantile(here, quantile), abs=1
+        )
+
+
+@pytest.mark.parametrize("std", [0.0, 1.0, 4.0])
+def test_length_distribution_rises_to_one(std: float) -> None:
+    cumulative = length_distribution(3.5, std)
+    assert (np.diff(cumulative) >= 0).all()
+    assert cumulative[0] >= 0 and cumulative[-1] == 1
+    mean = (1 - cumulative).sum()
+    assert mean == pytest.approx(3.5, rel=1e-6)
+
+
+def test_inputs_made_on_a_device_are_whole_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchrec_neuroshard.collect.tbe._ON_HOST", ())
+    batch = draw_inputs(TABLES, ACCESS, BATCH, (1, 2), CPU)
+    assert len(batch.offsets) == BATCH * len(FEATURES) + 1
+    assert int(batch.offsets[0]) == 0 and (batch.offsets.diff() >= 0).all()
+    assert int(batch.offsets[-1]) == len(batch.indices_L)
+    for table, (indices, _, _) in zip(FEATURES, bags(batch), strict=True):
+        assert ((indices >= 0) & (indices < TABLES[table].num_embeddings)).all()
+    again = draw_inputs(TABLES, ACCESS, BATCH, (1, 2), CPU)
+    assert torch.equal(batch.indices_L, again.indices_L)
+    output = FusedTables(TABLES, CPU).forward(batch)
+    assert output.shape == (BATCH, 12 + 2 * 32 + 4)
+
+
+def test_memory_is_taken_once_and_no_more_than_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (2**30, 2**31))
+    taken: list[int] = []
+    empty = torch.empty
+
+    def take(size: int, **options: Any) -> torch.Tensor:
+        taken.append(size)
+        return empty(0, **options)
+
+    monkeypatch.setattr("torch.empty", take)
+    reserve_memory(CPU, 900_000_000)
+    assert taken == [900_000_000]
+    with pytest.raises(ConfigError, match=r"1\.0 GiB free.*lower --max-gib to 1 or"):
+        reserve_memory(CPU, 2**30)
+    assert taken == [900_000_000]

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+import dataclasses
 import statistics
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.timing import (
+    CPU_PASSES,
+    DeviceClock,
+    HostClock,
     Measurement,
+    PassCounts,
     Reference,
     SetTimer,
     keep_freed_memory,
 )
+from torchrec_neuroshard.tables import OPTIMIZERS
 
 CPU = torch.device("cpu")
 SMALL = SamplingConfig(
@@ -82,3 +90,88 @@ def test_a_budget_allows_more_passes_up_to_the_most() -> None:
 
 def test_reference_has_a_nominal_time() -> None:
     assert Reference(CPU).nominal_ms(num_passes=3) > 0
+
+
+# A GPU's clock, with stand-ins for its events
+
+
+def test_passes_of_a_cpu_are_as_before() -> None:
+    assert CPU_PASSES == PassCounts(
+        warm_up=1, min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=20
+    )
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is put into the device's queue, in order."""
+    queue: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.position = len(queue)
+            queue.append("event")
+
+        def synchronize(self) -> None:
+            queue.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return float(end.position - self.position)
+
+    class Cache(torch.Tensor):
+        def zero_(self) -> Cache:
+            queue.append(f"flush {self.numel()}")
+            return self
+
+    empty = torch.empty
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    monkeypatch.setattr(
+        "torch.empty", lambda *size, **kw: empty(*size, **kw).as_subclass(Cache)
+    )
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda _: SimpleNamespace(L2_cache_size=500)
+    )
+    return queue
+
+
+def test_events_enclose_the_pass_alone_behind_a_flush(queue: list[str]) -> None:
+    clock = DeviceClock(CPU)
+
+    def forward() -> torch.Tensor:
+        queue.append("forward")
+        return torch.ones(3)
+
+    def backward(output: torch.Tensor) -> None:
+        assert output.sum() == 3
+        queue.extend(["backward", "step"])
+
+    assert clock.time(forward, backward) == (2.0, 3.0)
+    flush = ["flush 1000"] * DeviceClock.REPEATS
+    expected = [*flush, "event", "forward", "event"]
+    expected += [*flush, "event", "backward", "step", "event", "wait"]
+    assert queue == expected
+
+
+def test_host_clock_times_both_passes() -> None:
+    forward, backward = HostClock().time(
+        lambda: time.sleep(0.01) or torch.ones(1),  # type: ignore[func-returns-value]
+        lambda output: time.sleep(0.03),
+    )
+    assert 10 <= forward < backward and backward >= 30
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_gpu_is_timed(optimizer: str) -> None:
+    config = dataclasses.replace(SMALL, optimizers=(optimizer,), fp16_share=0.5)
+    timer = SetTimer(torch.device("cuda"), 1 << 26)
+    for index in range(4):
+        sampled = sample_set(index, 0, config, [])
+        found = timer.measure(
+            sampled.tables, sampled.access, sampled.batch_size, (0, index)
+        )
+        assert len(found.fwd_raw_ms) == 7 and found.ref_raw_ms == ()
+        assert 0 < found.fwd_ms < 100 and 0 < found.bwd_ms < 100

@@ -49,6 +49,7 @@ __all__ = [
     "draw_inputs",
     "fbgemm_version",
     "length_distribution",
+    "permute_bags",
     "reserve_memory",
 ]
 
@@ -63,6 +64,8 @@ _LEARNING_RATE = 1e-6
 """Small, so that thousands of timed steps keep the weights in their usual range."""
 _WEIGHT_BOUND = 0.05
 """Weights are drawn from both sides of 0: no denormals, no overflow in any layout."""
+_ON_HOST = ("cpu",)
+"""Devices whose bag lengths NumPy draws."""
 _FREE_SHARE = 0.9
 """Of a GPU's free memory, what weights may take: inputs and outputs need the rest."""
 
@@ -149,6 +152,25 @@ def reserve_memory(device: torch.device, num_bytes: int) -> None:
     torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
+def permute_bags(
+    order_T: torch.Tensor, lengths_TB: torch.Tensor, ids_L: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put the features of a jagged batch in another order, as TorchRec does.
+
+    Args:
+        order_T: Feature that comes first, second, ..., int32.
+        lengths_TB: Ids of each bag.
+        ids_L: Bag after bag.
+
+    Returns:
+        Lengths and ids in the new order.
+    """
+    lengths, ids, _ = torch.ops.fbgemm.permute_2D_sparse_data(
+        order_T, lengths_TB, ids_L, None, None
+    )
+    return lengths, ids
+
+
 @dataclass(frozen=True, slots=True)
 class InputBatch:
     """Input of one pass."""
@@ -176,8 +198,8 @@ def draw_inputs(
         access: How the ids of each are drawn.
         batch_size: Samples.
         seed: Makes the draws.
-        device: Where the tensors are made. On a CPU NumPy draws the lengths; on a GPU
-            everything is drawn there.
+        device: Where the tensors are made. For a CPU, NumPy draws the lengths; a GPU
+            draws everything itself.
     """
     rng = np.random.default_rng(list(seed))
     generator = torch.Generator(device=device)
@@ -188,7 +210,7 @@ def draw_inputs(
         mean = profile.pooling_factor / table.num_features
         for _ in range(table.num_features):
             std = profile.pooling_std
-            if device.type == "cpu":
+            if device.type in _ON_HOST:
                 bag = torch.from_numpy(draw_lengths(rng, mean, std, batch_size))
             else:
                 bag = _draw_lengths_there(mean, std, batch_size, generator)
