@@ -112,7 +112,7 @@ def split(records: list[CostRecord]) -> tuple[SetData, SetData]:
     return build_sets(training), build_sets(test)
 
 
-def predict(network: SetCostNetwork, data: SetData) -> np.ndarray:  # type: ignore[type-arg]
+def predict(network: SetCostNetwork, data: SetData) -> np.ndarray:
     model = NeuralCostModel(network, name="", hardware="", ranges={})
     return model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
 
@@ -223,7 +223,11 @@ def test_the_same_seed_gives_the_same_ensemble(source: NeuralCostModel) -> None:
     one, two, other = (
         predict(
             calibrate(
-                source, SIZES, training, test, dataclasses.replace(QUICK, seed=seed)
+                source,
+                SIZES,
+                training,
+                test,
+                dataclasses.replace(QUICK, seed=seed, steps=12),
             )
             .candidates[TUNED]
             .network,

@@ -9,6 +9,7 @@ import pytest
 
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.store import read_records
+from torchrec_neuroshard.collect.timing import PassCounts
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import read_info
 from torchrec_neuroshard.cost_models.calibration_cli import RECORDS_NAME, pinned_to
@@ -16,6 +17,9 @@ from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
+QUICK_PASSES = PassCounts(
+    warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
+)
 
 
 def test_options_that_contradict_are_refused(
@@ -56,7 +60,7 @@ def test_measures_trains_and_goes_on(
     """Tiny sets, so that two runs of the whole command take seconds."""
     monkeypatch.setattr(
         "torchrec_neuroshard.collect.timing.CPU_PASSES",
-        _quick_passes(),
+        QUICK_PASSES,
     )
     out = tmp_path / "mine"
     core = str(min(os.sched_getaffinity(0)))
@@ -81,11 +85,3 @@ def test_measures_trains_and_goes_on(
     for name in ("before", "scaled", "tuned", "scratch", "linear", "stock"):
         assert f"{name}: forward " in printed
     assert f"Kept `{info.trained_on['kept']}`" in printed
-
-
-def _quick_passes():  # type: ignore[no-untyped-def]
-    from torchrec_neuroshard.collect.timing import PassCounts
-
-    return PassCounts(
-        warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
-    )

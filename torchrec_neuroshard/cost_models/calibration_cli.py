@@ -138,9 +138,10 @@ def _print_errors(
         console.print(
             f"{evaluation.name}: forward {evaluation.fwd_mape:.2%}, backward "
             f"{evaluation.bwd_mape:.2%}, total {evaluation.total_mape:.2%} (median "
-            f"{evaluation.total_median:.2%}), tau {evaluation.kendall_tau:.4f}"
+            f"{evaluation.total_median:.2%}), tau {evaluation.kendall_tau:.4f}",
+            soft_wrap=True,
         )
-    console.print(found.verdict())
+    console.print(found.verdict(), soft_wrap=True)
 
 
 def run(args: argparse.Namespace) -> int:
