@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"collect.compute", "collect.progress", "collect.sampling", "collect.store"},
     "simulator": _MODELS,
     "search": _MODELS | {"simulator"},
-    "baselines": _MODELS | {"simulator", "search", "collect.store"},
+    "baselines": _MODELS | {"simulator", "search", "collect.store", "workloads"},
     "report": _MODELS | {"simulator", "search", "baselines", "workloads"},
     "planner": _MODELS | {"simulator", "search", "baselines", "report"},
     # Beside it.

@@ -1,0 +1,644 @@
+"""What learned placement policies share: features, episodes, files, the search.
+
+A policy places whole tables one after another, costliest first, and sees of a rank only
+the sum of what its tables were encoded to. So one set of weights serves any tables in
+any number and any number of ranks.
+
+Both papers know one batch size, 65,536. Here a batch of `B` samples is put in its
+terms: `pooling_factor` is the lookups over 65,536. What the features leave out is left
+out here too: optimizer, weighted lookups, bag-length spread, features that share a
+table, fusion groups.
+
+Shapes: `N` tables in all, `E` episodes, `T` tables of the longest, `W` ranks of the
+widest, `F` = 21 features, `K` values that are summed per rank, `C` context values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import nn
+
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.cost_models.bundle import (
+    check_finite,
+    read_checked,
+    read_description,
+    write_whole,
+)
+from torchrec_neuroshard.errors import (
+    BundleCorruptError,
+    BundleMismatchError,
+    ConfigError,
+    FeatureSchemaError,
+    InfeasibleError,
+)
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.profiles import NUM_COUNT_BINS
+from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.tables import TableConfig
+
+__all__ = [
+    "POLICY_FEATURES",
+    "POLICY_VERSION",
+    "Episodes",
+    "Policy",
+    "PolicyInfo",
+    "PolicyNet",
+    "PolicySearcher",
+    "Rollout",
+    "TaskView",
+    "arrange",
+    "layers",
+    "load_policy",
+    "policy_features",
+    "policy_log_probs",
+    "roll_out",
+    "save_policy",
+    "shipped_policy",
+    "view_task",
+]
+
+POLICY_VERSION = 1
+"""Changes whenever a saved policy would be read differently."""
+
+POLICY_FEATURES: tuple[str, ...] = (
+    "dim",
+    "row",
+    "pooling_factor",
+    "size",
+    *(f"bin_{j}" for j in range(NUM_COUNT_BINS)),
+)
+"""AutoShard's and DreamShard's 21 columns, in order: width; rows; mean lookups per
+sample of a batch of 65,536; GB of weights; `bin_j`, the share of the distinct ids that
+occur 2**(j-1)+1 to 2**j times."""
+
+_STANDARDISED = 4
+"""The first columns are standardised; shares are taken as they are."""
+_PAPER_BATCH_SIZE = 65_536
+_GB, _GIB = 1e9, 2**30
+_STD_FLOOR = 1e-6
+_ILLEGAL = -1e9
+_SHIPPED = Path(__file__).parent.parent / "pretrained" / "policies"
+_WEIGHTS, _INFO, _CARD = "weights.safetensors", "policy.json", "CARD.md"
+
+
+def policy_features(
+    tables: Sequence[TableConfig], batch_size: int
+) -> npt.NDArray[np.float32]:
+    """Return the papers' features of whole tables.
+
+    The released code cuts pooling factors to integers, so that tables read by a part of
+    the samples seem unread; here they stay fractions. Sizes are those of the tables'
+    own weight type.
+
+    Args:
+        tables: Tables whole.
+        batch_size: Samples over all ranks.
+
+    Returns:
+        `N x F` float32, columns in `POLICY_FEATURES` order, not standardised.
+    """
+    rows = []
+    for table in tables:
+        profile = table.profile_at(batch_size)
+        distinct = max(profile.num_distinct, 1e-9)
+        head = (
+            table.embedding_dim,
+            table.num_embeddings,
+            profile.num_lookups / _PAPER_BATCH_SIZE,
+            table.weight_bytes / _GB,
+        )
+        rows.append([*head, *(n / distinct for n in profile.access_histogram)])
+    return np.array(rows, dtype=np.float32).reshape(-1, len(POLICY_FEATURES))
+
+
+# Tasks as the nets see them.
+
+
+@dataclass(frozen=True, slots=True)
+class TaskView:
+    """Arrays of one task, tables in an order that does not depend on the task's."""
+
+    tables: npt.NDArray[np.int64]
+    """Index of each row's table in the task."""
+    features: npt.NDArray[np.float32]
+    """`T x F`."""
+    bytes: npt.NDArray[np.float64]
+    """Per table, what a rank needs to hold it."""
+    caps: npt.NDArray[np.float64]
+    """Per rank, bytes for tables; infinity where unlimited."""
+
+
+def view_task(
+    task: ShardingTask,
+    bytes_T: Sequence[float] | None = None,
+    caps_W: Sequence[float] | None = None,
+) -> TaskView:
+    """Return a task's arrays.
+
+    Args:
+        task: What is to be placed.
+        bytes_T: Memory of each table; None is the task's own count.
+        caps_W: Memory of each rank; None is the task's own.
+    """
+    if bytes_T is None:
+        bytes_T = [
+            task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)
+        ]
+    if caps_W is None:
+        caps_W = task.memory_bytes or [math.inf] * task.world_size
+    features = policy_features(task.tables, task.batch_size)
+    memory = np.asarray(bytes_T, dtype=np.float64)
+    # Nets need not round alike at another row of a batch, and ties go to the first.
+    order = np.lexsort((memory, *features.T))
+    return TaskView(
+        order, features[order], memory[order], np.asarray(caps_W, dtype=np.float64)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Several tasks side by side, tables in the order of placing, padded."""
+
+    tables_ET: npt.NDArray[np.int64]
+    """Index of each step's table in its task."""
+    features_ETF: torch.Tensor
+    bytes_ET: torch.Tensor
+    caps_EW: torch.Tensor
+    is_table_ET: torch.Tensor
+    """False in the padding."""
+    is_rank_EW: torch.Tensor
+
+    def ranks(self, actions_ET: torch.Tensor, episode: int) -> npt.NDArray[np.int64]:
+        """Return the rank of each table of one episode, in the task's order."""
+        count = int(self.is_table_ET[episode].sum())
+        ranks = np.empty(count, dtype=np.int64)
+        ranks[self.tables_ET[episode, :count]] = actions_ET[episode, :count].numpy()
+        return ranks
+
+
+class PolicyNet(nn.Module, ABC):
+    """A policy and the cost net that belongs to it.
+
+    Both papers' nets are of this form: tables are encoded, encodings are summed per
+    rank, and each rank gets a logit from its sum and a context that no choice changes.
+    """
+
+    mean_F: torch.Tensor
+    std_F: torch.Tensor
+    cost_scale_ms: torch.Tensor
+
+    def __init__(self) -> None:
+        """Make the statistics; they do nothing until set."""
+        super().__init__()
+        self.register_buffer("mean_F", torch.zeros(len(POLICY_FEATURES)))
+        self.register_buffer("std_F", torch.ones(len(POLICY_FEATURES)))
+        self.register_buffer("cost_scale_ms", torch.ones(()))
+
+    def set_statistics(self, features_NF: npt.NDArray[np.float32]) -> None:
+        """Standardise by these training tables from now on."""
+        head = torch.from_numpy(features_NF[:, :_STANDARDISED]).double()
+        self.mean_F[:_STANDARDISED] = head.mean(dim=0).float()
+        deviation = head.std(dim=0, unbiased=False).float()
+        self.std_F[:_STANDARDISED] = deviation + _STD_FLOOR
+
+    def standardise(self, features: torch.Tensor) -> torch.Tensor:
+        """Standardise raw features, `... x F`.
+
+        Raises:
+            FeatureSchemaError: There are not 21 columns.
+        """
+        if features.shape[-1] != len(POLICY_FEATURES):
+            raise FeatureSchemaError(
+                f"placement policies take {len(POLICY_FEATURES)} features, got "
+                f"{features.shape[-1]}; compute them with policy_features"
+            )
+        return (features - self.mean_F) / self.std_F
+
+    @abstractmethod
+    def single_costs(self, features_NF: torch.Tensor) -> torch.Tensor:
+        """Predicted cost of each table alone, `N`, in any unit: it sorts them."""
+
+    @abstractmethod
+    def items(self, features_ETF: torch.Tensor) -> torch.Tensor:
+        """What is summed per rank, `E x T x K`."""
+
+    @abstractmethod
+    def context(self, episodes: Episodes) -> torch.Tensor:
+        """What every rank's logit sees of each step, `E x T x C`."""
+
+    @abstractmethod
+    def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
+        """Logit of each rank: `... x W x K` and `... x C` to `... x W`."""
+
+
+def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
+    """Return linear layers with ReLU between them, and after the last if asked."""
+    parts: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*(parts if relu_last else parts[:-1]))
+
+
+# Episodes.
+
+
+@torch.no_grad()
+def arrange(
+    net: PolicyNet,
+    views: Sequence[TaskView],
+    by: Literal["cost", "memory"] = "cost",
+) -> Episodes:
+    """Line up tasks for `roll_out`, largest predicted cost (or memory) first."""
+    lengths = [len(v.tables) for v in views]
+    keys = [v.bytes for v in views]
+    if by == "cost":
+        flat = torch.from_numpy(np.concatenate([v.features for v in views]))
+        costs = net.single_costs(flat).double().numpy()
+        keys = np.split(costs, np.cumsum(lengths)[:-1])
+    orders = [np.argsort(-key, kind="stable") for key in keys]
+    widest = max(len(v.caps) for v in views)
+    shape = len(views), max(lengths)
+    tables = np.zeros(shape, dtype=np.int64)
+    features = np.zeros((*shape, len(POLICY_FEATURES)), dtype=np.float32)
+    memory = np.zeros(shape)
+    caps = np.full((len(views), widest), -math.inf)
+    for e, (view, order) in enumerate(zip(views, orders, strict=True)):
+        tables[e, : len(order)] = view.tables[order]
+        features[e, : len(order)] = view.features[order]
+        memory[e, : len(order)] = view.bytes[order]
+        caps[e, : len(view.caps)] = view.caps
+    return Episodes(
+        tables_ET=tables,
+        features_ETF=torch.from_numpy(features),
+        bytes_ET=torch.from_numpy(memory),
+        caps_EW=torch.from_numpy(caps),
+        is_table_ET=torch.arange(shape[1]) < torch.tensor(lengths)[:, None],
+        is_rank_EW=torch.from_numpy(caps > -math.inf),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """What a policy chose in each step of each episode."""
+
+    actions_ET: torch.Tensor
+    log_probs_ET: torch.Tensor
+    """Of the choices."""
+    legal_ETW: torch.Tensor
+    """Ranks that could be chosen."""
+    stuck_ET: torch.Tensor
+    """Steps whose table had room nowhere: it went to the freest rank."""
+
+
+@torch.no_grad()
+def roll_out(
+    net: PolicyNet, episodes: Episodes, generator: torch.Generator | None = None
+) -> Rollout:
+    """Place all tables; ranks without room are not offered.
+
+    Args:
+        net: The policy.
+        episodes: Made by `arrange`.
+        generator: Draws the choices; None takes the likeliest, of equals the first.
+    """
+    items = _items(net, episodes)
+    context = net.context(episodes)
+    num_episodes, length = episodes.is_table_ET.shape
+    num_ranks = episodes.caps_EW.shape[1]
+    sums = items.new_zeros(num_episodes, num_ranks, items.shape[2])
+    room = episodes.caps_EW.clone()
+    steps: list[tuple[torch.Tensor, ...]] = []
+    for t in range(length):
+        legal = episodes.is_rank_EW & (room >= episodes.bytes_ET[:, t, None])
+        stuck = ~legal.any(dim=1)
+        freest = nn.functional.one_hot(room.argmax(dim=1), num_ranks).bool()
+        legal = torch.where(stuck[:, None], freest, legal)
+        log_probs = _masked_log_softmax(net.logits(sums, context[:, t]), legal)
+        action = _choose(log_probs, generator)
+        chosen = nn.functional.one_hot(action, num_ranks)
+        sums = sums + chosen[..., None] * items[:, t, None]
+        room = room - torch.where(
+            chosen.bool(), episodes.bytes_ET[:, t, None], torch.zeros_like(room)
+        )
+        log_prob = log_probs.gather(1, action[:, None])[:, 0]
+        steps.append((action, log_prob, legal, stuck & episodes.is_table_ET[:, t]))
+    actions, chosen_probs, legal_steps, stuck_steps = zip(*steps, strict=True)
+    return Rollout(
+        torch.stack(actions, dim=1),
+        torch.stack(chosen_probs, dim=1),
+        torch.stack(legal_steps, dim=1),
+        torch.stack(stuck_steps, dim=1),
+    )
+
+
+def policy_log_probs(
+    net: PolicyNet, episodes: Episodes, rollout: Rollout
+) -> torch.Tensor:
+    """Log probability of every rank in every step, with gradients, `E x T x W`.
+
+    Ranks that could not be chosen have about -1e9.
+    """
+    items = _items(net, episodes)
+    chosen = nn.functional.one_hot(rollout.actions_ET, episodes.caps_EW.shape[1])
+    placed = chosen[..., None] * items[:, :, None]
+    before = placed.cumsum(dim=1) - placed
+    # Only the ranks of the episodes' own steps: padding is more than half.
+    real = episodes.is_table_ET[..., None] & episodes.is_rank_EW[:, None]
+    context = net.context(episodes)[:, :, None].expand(*real.shape, -1)
+    logits = torch.zeros(real.shape, dtype=items.dtype)
+    logits[real] = net.logits(before[real][:, None], context[real])[:, 0]
+    return _masked_log_softmax(logits, rollout.legal_ETW)
+
+
+def _items(net: PolicyNet, episodes: Episodes) -> torch.Tensor:
+    return net.items(episodes.features_ETF) * episodes.is_table_ET[..., None]
+
+
+def _masked_log_softmax(logits: torch.Tensor, legal: torch.Tensor) -> torch.Tensor:
+    # Not -inf: its product with a probability of 0 would be NaN in the entropy.
+    return torch.log_softmax(logits.masked_fill(~legal, _ILLEGAL), dim=-1)
+
+
+def _choose(log_probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    if generator is None:
+        return log_probs.argmax(dim=1)
+    return torch.multinomial(log_probs.exp(), 1, generator=generator)[:, 0]
+
+
+# Files.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyInfo:
+    """What a saved policy says of itself."""
+
+    method: str
+    name: str
+    hardware: str
+    """Device whose costs it was trained on."""
+    ranges: Mapping[str, tuple[float, float]]
+    """`num_tables`, `world_size`, `batch_size` -> least and most in training."""
+    trained_on: Mapping[str, Any]
+    """Tables, settings, seed and command behind the weights."""
+    feature_names: tuple[str, ...] = POLICY_FEATURES
+    policy_version: int = POLICY_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A trained net and where it comes from."""
+
+    net: PolicyNet
+    info: PolicyInfo
+
+
+def save_policy(folder: str | Path, policy: Policy, card: str) -> None:
+    """Write weights with their statistics, a description and a card."""
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    state = {k: v.detach().contiguous() for k, v in policy.net.state_dict().items()}
+    weights = save_tensors(state)
+    data = dataclasses.asdict(policy.info)
+    data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+    write_whole(path / _WEIGHTS, weights)
+    write_whole(path / _CARD, f"{card.strip()}\n".encode())
+    write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def load_policy(
+    folder: str | Path, method: str, make_net: Callable[[], PolicyNet]
+) -> Policy:
+    """Load a policy and check all of it.
+
+    Args:
+        folder: Made by `save_policy`.
+        method: What it must be.
+        make_net: Returns an untrained net of that method.
+
+    Raises:
+        BundleCorruptError: A file is missing or damaged.
+        BundleMismatchError: It is of another method or version of this package.
+    """
+    path = Path(folder)
+    if not (path / _INFO).is_file():
+        raise BundleCorruptError(
+            f"{path} is not a placement policy: it has no {_INFO}; make one with "
+            f"'neuroshard train-policy --method {method}'"
+        )
+    data = read_description(path / _INFO)
+    info = _read_info(path, data, method)
+    weights = read_checked(path / _WEIGHTS, data.get("weights_sha256"))
+    net = make_net()
+    try:
+        net.load_state_dict(load_tensors(weights))
+    except (SafetensorError, RuntimeError) as error:
+        raise BundleCorruptError(
+            f"{path / _WEIGHTS} does not hold a {method} policy ({error}); restore it "
+            "or train again"
+        ) from error
+    check_finite(path, net)
+    return Policy(net.eval(), info)
+
+
+def _read_info(path: Path, data: Mapping[str, Any], method: str) -> PolicyInfo:
+    found = data.get("method"), data.get("policy_version")
+    if found != (method, POLICY_VERSION):
+        raise BundleMismatchError(
+            f"{path} holds a policy of method and version {found}, wanted is "
+            f"{(method, POLICY_VERSION)}; take another folder or train again"
+        )
+    fields = {f.name for f in dataclasses.fields(PolicyInfo)}
+    try:
+        values = {k: v for k, v in data.items() if k in fields}
+        values["feature_names"] = tuple(data["feature_names"])
+        values["ranges"] = {k: (v[0], v[1]) for k, v in data["ranges"].items()}
+        info = PolicyInfo(**values)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise BundleCorruptError(
+            f"{path / _INFO} lacks or garbles a field ({error!r}); restore it or train "
+            "again"
+        ) from error
+    if info.feature_names != POLICY_FEATURES:
+        raise BundleMismatchError(
+            f"{path} takes other features than this package computes; train again"
+        )
+    return info
+
+
+def shipped_policy(method: str) -> Path:
+    """Folder of the policy that comes with the package.
+
+    Raises:
+        ConfigError: There is none of this method.
+    """
+    folder = _SHIPPED / f"{method}_cpu"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"no {method} policy comes with this package; train one with 'neuroshard "
+            f"train-policy --method {method}' and pass its folder"
+        )
+    return folder
+
+
+# The search.
+
+
+class PolicySearcher(Searcher):
+    """Places whole tables as a trained policy does: greedily, in one pass.
+
+    A rank without room is not offered. Where a table has room nowhere, the pass is
+    repeated with the largest tables first, which the result's warnings say.
+    """
+
+    method: ClassVar[str]
+
+    def __init__(
+        self,
+        policy: Policy | str | Path | None = None,
+        *,
+        faithful_memory: bool = False,
+    ) -> None:
+        """Take a policy.
+
+        Args:
+            policy: A policy or its folder; None is the one that comes with the package.
+            faithful_memory: Treat memory as the released code does; a plan may then
+                exceed the task's memory, which is a warning.
+
+        Raises:
+            ConfigError: The policy is of another method, or none was shipped.
+            BundleError: The folder cannot be used.
+        """
+        self.name = self.method
+        if not isinstance(policy, Policy):
+            folder = shipped_policy(self.method) if policy is None else policy
+            policy = load_policy(folder, self.method, self.make_net)
+        if policy.info.method != self.method:
+            raise ConfigError(
+                f"a policy of '{policy.info.method}' was given to '{self.method}'; "
+                "take the search of its own method"
+            )
+        self.policy = policy
+        self.faithful_memory = faithful_memory
+
+    @staticmethod
+    @abstractmethod
+    def make_net() -> PolicyNet:
+        """Return an untrained net."""
+
+    @staticmethod
+    @abstractmethod
+    def paper_memory(task: ShardingTask) -> tuple[list[float], list[float]]:
+        """Bytes of each table and of each rank as the released code counts them."""
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Place whole tables; the models only predict the result.
+
+        Raises:
+            InfeasibleError: A table fits on no rank any more.
+        """
+        start = time.monotonic()
+        limits = self.paper_memory(task) if self.faithful_memory else (None, None)
+        ranks, warnings = self._place(task, view_task(task, *limits))
+        placement = Placement.from_widths(
+            task.world_size,
+            [(i, t.embedding_dim, int(ranks[i])) for i, t in enumerate(task.tables)],
+        )
+        placement.check(
+            dataclasses.replace(task, memory_bytes=()) if self.faithful_memory else task
+        )
+        warnings += self._over_memory(task, placement)
+        warnings += self._out_of_range(task, cost_model)
+        return SearchResult(
+            placement=placement,
+            predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
+            lower_bound_ms=0.0,
+            gap=math.inf,
+            search_seconds=time.monotonic() - start,
+            num_evaluated=len(task.tables) * task.world_size,
+            warnings=tuple(warnings),
+        )
+
+    def _place(
+        self, task: ShardingTask, view: TaskView
+    ) -> tuple[npt.NDArray[np.int64], list[str]]:
+        for by in ("cost", "memory"):
+            episodes = arrange(self.policy.net, [view], by)
+            rollout = roll_out(self.policy.net, episodes)
+            ranks = episodes.ranks(rollout.actions_ET, 0)
+            if not bool(rollout.stuck_ET.any()):
+                break
+        else:
+            step = int(rollout.stuck_ET[0].int().argmax())
+            raise _stuck(task, int(episodes.tables_ET[0, step]))
+        if by == "cost":
+            return ranks, []
+        return ranks, [
+            f"costliest tables first, {self.name} left a table without room: the "
+            "largest were placed first instead"
+        ]
+
+    def _over_memory(self, task: ShardingTask, placement: Placement) -> list[str]:
+        used = placement.rank_bytes(task)
+        return [
+            f"rank {rank} holds {held / _GIB:.2f} GiB, it has {cap / _GIB:.2f} GiB: "
+            "faithful_memory lets it"
+            for rank, (held, cap) in enumerate(
+                zip(used, task.memory_bytes, strict=False)
+            )
+            if held > cap
+        ]
+
+    def _out_of_range(self, task: ShardingTask, cost_model: CostModel) -> list[str]:
+        info = self.policy.info
+        values = {
+            "num_tables": len(task.tables),
+            "world_size": task.world_size,
+            "batch_size": task.batch_size,
+        }
+        warnings = [
+            f"the {self.name} policy was trained with {name} from {low:g} to {high:g}, "
+            f"the task has {values[name]}; train one for it with 'neuroshard "
+            "train-policy'"
+            for name, (low, high) in info.ranges.items()
+            if not low <= values[name] <= high
+        ]
+        if cost_model.hardware != info.hardware:
+            warnings.append(
+                f"the {self.name} policy was trained on costs of {info.hardware}, the "
+                f"task is for {cost_model.hardware}; train one for it with 'neuroshard "
+                "train-policy'"
+            )
+        return warnings
+
+
+def _stuck(task: ShardingTask, table: int) -> InfeasibleError:
+    config = task.tables[table]
+    needed = task.shard_bytes(table, config.embedding_dim)
+    return InfeasibleError(
+        f"table '{config.name}' needs {needed / _GIB:.2f} GiB and fits on no rank any "
+        "more. This search keeps tables whole and never moves one: allow column splits "
+        f"by another search, raise world_size ({task.world_size}) or the memory "
+        f"({max(task.memory_bytes) / _GIB:.2f} GiB on the largest rank)."
+    )
