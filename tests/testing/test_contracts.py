@@ -1,0 +1,691 @@
+"""What the package ships keeps the contracts; what is broken on purpose does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from torchrec_neuroshard.baselines.heuristics import (
+    GREEDY_KEYS,
+    GreedySearcher,
+    RandomSearcher,
+)
+from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
+from torchrec_neuroshard.cost_models import (
+    BandwidthCommsModel,
+    CommsModel,
+    CostModel,
+    LearnedCommsModel,
+    PhysicalCostModel,
+    StockCostModel,
+    datasheet_comms_model,
+    load_cost_model,
+)
+from torchrec_neuroshard.cost_models.base import RangeWarning
+from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
+from torchrec_neuroshard.cost_models.compute import PhysicalConstants
+from torchrec_neuroshard.cost_models.loading import pretrained_names
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.search import (
+    SEARCHES,
+    NeuroShardSearcher,
+    SearchConfig,
+    Searcher,
+    SearchResult,
+    make_searcher,
+)
+from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.testing import (
+    AnalyticCommsModel,
+    AnalyticCostModel,
+    CommsModelContract,
+    CostModelContract,
+    SearcherContract,
+)
+
+Features = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float64]
+
+# What the package ships.
+
+
+class TestAnalyticCostModel(CostModelContract):
+    def make_cost_model(self) -> CostModel:
+        return AnalyticCostModel()
+
+
+class TestPhysicalCostModel(CostModelContract):
+    def make_cost_model(self) -> CostModel:
+        constants = PhysicalConstants(memory_gb_per_s=2000.0)
+        return PhysicalCostModel(constants, name="physical", hardware="a GPU")
+
+
+class TestStockCostModel(CostModelContract):
+    def make_cost_model(self) -> CostModel:
+        return StockCostModel()
+
+
+class BundleContract(CostModelContract):
+    bundle: str
+    # Encodings are computed in single precision.
+    tolerance = 1e-4
+    has_ranges = True
+
+    def make_cost_model(self) -> CostModel:
+        return load_cost_model(self.bundle)
+
+    @pytest.mark.xfail(
+        strict=True,
+        raises=RuntimeError,
+        reason="the network's encode cannot reshape a matrix without rows",
+    )
+    def test_no_shards_at_all(self) -> None:
+        super().test_no_shards_at_all()
+
+
+def add_test_classes(base: type, attributes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Derive a test class per name, for what is only known when the tests start."""
+    for name, values in attributes.items():
+        kind = f"Test{base.__name__}_{name}"
+        globals()[kind] = type(kind, (base,), dict(values))
+
+
+add_test_classes(BundleContract, {n: {"bundle": n} for n in pretrained_names()})
+
+
+class TestAnalyticCommsModel(CommsModelContract):
+    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
+        return AnalyticCommsModel()
+
+
+class TestBandwidthCommsModel(CommsModelContract):
+    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
+        return BandwidthCommsModel(
+            world_size=world_size,
+            local_world_size=local_world_size,
+            intra_gb_per_s=300.0,
+            inter_gb_per_s=25.0,
+            latency_us=12.0,
+        )
+
+
+class TestDatasheetCommsModel(CommsModelContract):
+    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
+        return datasheet_comms_model(
+            "h100", world_size=world_size, local_world_size=local_world_size
+        )
+
+
+class TestLearnedCommsModel(CommsModelContract):
+    # As before training: every coefficient is 1 ms, or 1 over a bandwidth.
+    idle_ms = 1000.0
+
+    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
+        return LearnedCommsModel(
+            CommsNetwork(hidden=4),
+            backend="gloo",
+            world_size=world_size,
+            local_world_size=local_world_size,
+            measured_gb_per_s=(2.0, 0.5),
+        )
+
+
+class TestDefaultSearcher(SearcherContract):
+    def make_searcher(self, seed: int) -> Searcher:
+        return NeuroShardSearcher(
+            SearchConfig(seed=seed, effort=0.1, time_budget_seconds=600.0)
+        )
+
+
+class TestDefaultSearcherWithoutExactSolution(SearcherContract):
+    def make_searcher(self, seed: int) -> Searcher:
+        return NeuroShardSearcher(
+            SearchConfig(
+                seed=seed,
+                exhaustive_limit=0,
+                effort=0.1,
+                restarts=1,
+                time_budget_seconds=600.0,
+            )
+        )
+
+
+TELLS_NOTHING = pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="tries all placements and says of the memory only that none keeps to it",
+)
+
+
+class TestExhaustiveSearcher(SearcherContract):
+    num_tables = 4
+
+    def make_searcher(self, seed: int) -> Searcher:
+        return ExhaustiveSearcher()
+
+    @TELLS_NOTHING
+    def test_a_table_that_fits_nowhere_is_named(self) -> None:
+        super().test_a_table_that_fits_nowhere_is_named()
+
+    @TELLS_NOTHING
+    def test_a_total_that_does_not_fit_is_told(self) -> None:
+        super().test_a_total_that_does_not_fit_is_told()
+
+
+class TestRandomSearcher(SearcherContract):
+    splits_tables = False
+
+    def make_searcher(self, seed: int) -> Searcher:
+        return RandomSearcher(seed)
+
+
+class GreedyContract(SearcherContract):
+    splits_tables = False
+    key: str
+
+    def make_searcher(self, seed: int) -> Searcher:
+        return GreedySearcher(self.key)
+
+
+class TestGreedySize(GreedyContract):
+    key = "size"
+
+
+class TestGreedyDim(GreedyContract):
+    key = "dim"
+
+
+class TestGreedyLookup(GreedyContract):
+    key = "lookup"
+
+
+class TestGreedySizeLookup(GreedyContract):
+    key = "size-lookup"
+
+
+class TestPaperSearcher(SearcherContract):
+    def make_searcher(self, seed: int) -> Searcher:
+        # Faithful, it gives up where its caps on columns rule every plan out.
+        return PaperSearcher(NeuroShardConfig(seed=seed, faithful=False))
+
+
+class RegisteredContract(SearcherContract):
+    """Searches that `make_searcher` knows by name, beside those above."""
+
+    search: str
+
+    def make_searcher(self, seed: int) -> Searcher:
+        try:
+            return make_searcher(self.search)
+        except ConfigError as error:
+            if "comes with this package" in str(error):
+                pytest.skip(str(error))
+            raise
+
+
+# Trained policies place whole tables.
+add_test_classes(
+    RegisteredContract,
+    {
+        name: {
+            "search": name,
+            "splits_tables": name not in ("autoshard", "dreamshard"),
+        }
+        for name in SEARCHES
+        if name not in ("default", "neuroshard")
+    },
+)
+
+
+def test_every_greedy_key_is_held_to_the_contract() -> None:
+    assert {c.key for c in GreedyContract.__subclasses__()} == set(GREEDY_KEYS)
+
+
+# What is broken on purpose: contract case -> an implementation that it must catch.
+
+
+def contract_cases(contract: type) -> set[str]:
+    return {n for n, _ in inspect.getmembers(contract) if n.startswith("test_")}
+
+
+class BrokenCostModel(AnalyticCostModel):
+    """Each fault is a method of this class's subclasses."""
+
+    name = "broken"
+
+
+class NarrowEncodings(BrokenCostModel):
+    def encode(self, features_NF: Features) -> Floats:
+        return super().encode(features_NF)[:, :2]
+
+
+class NegativeTimes(BrokenCostModel):
+    def predict_sums(self, sums_SE: Floats) -> Floats:
+        return super().predict_sums(sums_SE) - 0.05
+
+
+class LaunchesNothing(BrokenCostModel):
+    """Pays the launch of a kernel for a set without shards."""
+
+    def predict_sums(self, sums_SE: Floats) -> Floats:
+        return super().predict_sums(sums_SE) + 0.01
+
+
+class FirstShardCountsTwice(BrokenCostModel):
+    def predict_sets(
+        self, features_NF: Features, set_ids_N: npt.NDArray[np.int64], num_sets: int
+    ) -> Floats:
+        features_NF = features_NF.copy()
+        features_NF[0] *= 2
+        return super().predict_sets(features_NF, set_ids_N, num_sets)
+
+
+class SetsWithoutSums(BrokenCostModel):
+    """Answers for sets by another rule than for sums."""
+
+    def predict_sets(
+        self, features_NF: Features, set_ids_N: npt.NDArray[np.int64], num_sets: int
+    ) -> Floats:
+        return 1.1 * super().predict_sets(features_NF, set_ids_N, num_sets)
+
+
+class NormalisedByTheBatch(BrokenCostModel):
+    """Scores relative to the other sets of the call."""
+
+    def predict_sums(self, sums_SE: Floats) -> Floats:
+        costs = super().predict_sums(sums_SE)
+        scaled: Floats = costs / max(costs.max(initial=0.0), 1e-9)
+        return scaled
+
+
+class TakesAnyFeatures(BrokenCostModel):
+    def encode(self, features_NF: Features) -> Floats:
+        padded = np.zeros((len(features_NF), len(FEATURE_NAMES)), dtype=np.float32)
+        width = min(padded.shape[1], features_NF.shape[1])
+        padded[:, :width] = features_NF[:, :width]
+        return super().encode(padded)
+
+
+class Noisy(BrokenCostModel):
+    _rng = np.random.default_rng(0)
+
+    def predict_sums(self, sums_SE: Floats) -> Floats:
+        return super().predict_sums(sums_SE) * self._rng.uniform(1.0, 1.1)
+
+
+class WritesToItsArguments(BrokenCostModel):
+    def predict_sums(self, sums_SE: Floats) -> Floats:
+        costs = super().predict_sums(sums_SE)
+        sums_SE[:, 0] = 1.0
+        sums_SE *= 1.5
+        return costs
+
+
+class NegativeUncertainty(BrokenCostModel):
+    def relative_uncertainty(self, sums_SE: Floats) -> Floats:
+        return np.full(len(sums_SE), -0.1)
+
+
+class WarnsOfAnotherShard(BrokenCostModel):
+    def range_warnings(self, features_NF: Features) -> Sequence[RangeWarning]:
+        column = features_NF[:, FEATURE_NAMES.index("log2_rows")]
+        return [
+            RangeWarning(0, "log2_rows", float(column[i]), 0.0, 20.0)
+            for i in np.flatnonzero(column > 20.0)
+        ]
+
+
+class NeedsShards(BrokenCostModel):
+    def encode(self, features_NF: Features) -> Floats:
+        scale = features_NF.max()  # an error where there is no row
+        return super().encode(features_NF) * float(scale / scale)
+
+
+class Nameless(BrokenCostModel):
+    source = ""
+
+
+BROKEN_COST_MODELS: dict[str, tuple[type[CostModel], str]] = {
+    "test_encodings_have_the_stated_shape": (NarrowEncodings, "shape .* is not"),
+    "test_times_are_finite_and_not_negative": (NegativeTimes, "of some sets: .*-0.0"),
+    "test_empty_set_is_free": (LaunchesNothing, "the empty set costs"),
+    "test_order_of_shards_does_not_matter": (FirstShardCountsTwice, "another order"),
+    "test_sets_are_sums_of_encodings": (SetsWithoutSums, "against predict_sets"),
+    "test_other_sets_of_a_call_do_not_matter": (NormalisedByTheBatch, "among others"),
+    "test_wrong_number_of_features_is_refused": (
+        TakesAnyFeatures,
+        "no FeatureSchemaError was raised",
+    ),
+    "test_predictions_repeat": (Noisy, "something else when asked again"),
+    "test_arguments_are_left_alone": (WritesToItsArguments, "changed the sums"),
+    "test_uncertainty_is_a_share": (NegativeUncertainty, "uncertainties of"),
+    "test_range_warnings_name_shard_and_feature": (
+        WarnsOfAnotherShard,
+        r"a warning gives \(0, 'log2_rows'\) as",
+    ),
+    "test_no_shards_at_all": (NeedsShards, "zero-size array"),
+    "test_says_what_it_rests_on": (Nameless, "source is ''"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(contract_cases(CostModelContract)))
+def test_cost_model_contract_catches(case: str) -> None:
+    broken, message = BROKEN_COST_MODELS[case]
+
+    class Contract(CostModelContract):
+        def make_cost_model(self) -> CostModel:
+            return broken()
+
+    with pytest.raises((AssertionError, ValueError), match=message):
+        getattr(Contract(), case)()
+
+
+def test_silence_about_ranges_is_caught() -> None:
+    class Contract(TestAnalyticCostModel):
+        has_ranges = True
+
+    with pytest.raises(AssertionError, match="there is no warning"):
+        Contract().test_range_warnings_name_shard_and_feature()
+
+
+class BrokenCommsModel(AnalyticCommsModel):
+    """Bent by its subclasses, by way of `bend`."""
+
+    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
+        return self.bend(super().all_to_all(columns_CW, batch_size), columns_CW)
+
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        raise NotImplementedError
+
+
+class ForwardOnly(BrokenCommsModel):
+    def index_all_to_all(self, bytes_CW: Floats) -> Floats:
+        return super().index_all_to_all(bytes_CW)[:, :1]
+
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        return ms_CW2
+
+
+class NotANumber(BrokenCommsModel):
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        with np.errstate(invalid="ignore"):
+            return ms_CW2 * (columns_CW / columns_CW)[..., None]
+
+
+class LongIdle(BrokenCommsModel):
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        return ms_CW2 + 60.0
+
+
+class CheaperWhenFull(BrokenCommsModel):
+    """Full buffers look faster than half-full ones."""
+
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        return np.where((columns_CW > 1000.0)[..., None], 0.5, 1.0) * ms_CW2
+
+
+class RelievedByAnother(BrokenCommsModel):
+    """The busiest rank seems to help the others."""
+
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        peak_C = (columns_CW.max(axis=1) + 1.0) / (columns_CW.mean(axis=1) + 1.0)
+        bent: Floats = ms_CW2 / peak_C[:, None, None] ** 3
+        return bent
+
+
+class FirstRankIsSlower(BrokenCommsModel):
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        ms_CW2 = ms_CW2.copy()
+        ms_CW2[:, 0] *= 2
+        return ms_CW2
+
+
+class ScaledByTheCall(BrokenCommsModel):
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        return ms_CW2 * len(columns_CW)
+
+
+class NoisyComms(BrokenCommsModel):
+    _rng = np.random.default_rng(0)
+
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        return ms_CW2 * self._rng.uniform(1.0, 1.1)
+
+
+class WritesToItsColumns(BrokenCommsModel):
+    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
+        columns_CW += 1.0
+        return ms_CW2
+
+
+class NamelessComms(AnalyticCommsModel):
+    source = " "
+
+
+BROKEN_COMMS_MODELS: dict[str, tuple[type[CommsModel], str]] = {
+    "test_shapes": (ForwardOnly, "index_all_to_all of 2 ranks.* shape"),
+    "test_times_are_finite_and_not_negative": (NotANumber, "nan"),
+    "test_nothing_to_send_takes_next_to_no_time": (LongIdle, "for nothing"),
+    "test_more_bytes_do_not_take_less_time": (CheaperWhenFull, "through sooner"),
+    "test_ranks_are_interchangeable": (FirstRankIsSlower, "in another order"),
+    "test_other_candidates_of_a_call_do_not_matter": (ScaledByTheCall, "one by one"),
+    "test_predictions_repeat": (NoisyComms, "another time when asked again"),
+    "test_arguments_are_left_alone": (WritesToItsColumns, "changed its argument"),
+    "test_says_what_it_rests_on": (NamelessComms, "source is ' '"),
+}
+
+
+def comms_contract(broken: type[CommsModel]) -> CommsModelContract:
+    class Contract(CommsModelContract):
+        def make_comms_model(
+            self, world_size: int, local_world_size: int
+        ) -> CommsModel:
+            return broken()
+
+    return Contract()
+
+
+@pytest.mark.parametrize("case", sorted(contract_cases(CommsModelContract)))
+def test_comms_model_contract_catches(case: str) -> None:
+    broken, message = BROKEN_COMMS_MODELS[case]
+    with pytest.raises(AssertionError, match=message):
+        getattr(comms_contract(broken), case)()
+
+
+def test_relief_by_another_ranks_bytes_is_caught() -> None:
+    with pytest.raises(AssertionError, match="more bytes on one rank"):
+        comms_contract(RelievedByAnother).test_more_bytes_do_not_take_less_time()
+
+
+class BrokenSearcher(GreedySearcher):
+    """A greedy search whose result is spoiled by its subclasses, by way of `spoil`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("lookup")
+        self.seed = seed
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        simulator = Simulator(task, cost_model, comms_model)
+        free = dataclasses.replace(task, memory_bytes=())
+        result = super().search(free, cost_model, comms_model)
+        return self.spoil(result, simulator)
+
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        return result
+
+    @staticmethod
+    def placed(
+        simulator: Simulator, triples: Sequence[tuple[int, int, int]]
+    ) -> SearchResult:
+        placement = Placement.from_widths(simulator.task.world_size, triples)
+        return SearchResult(
+            placement=placement,
+            predicted=simulator.evaluate(placement),
+            lower_bound_ms=0.0,
+            gap=0.0,
+            search_seconds=0.0,
+            num_evaluated=1,
+        )
+
+
+class LosesColumns(BrokenSearcher):
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        first, *rest = result.placement.shards
+        less = dataclasses.replace(first, width=first.width - 4)
+        kept = [less] if less.width else []
+        return dataclasses.replace(
+            result,
+            placement=Placement(simulator.task.world_size, (*kept, *rest)),
+        )
+
+
+class SplitsOnOneRank(BrokenSearcher):
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        shards = []
+        for s in result.placement.shards:
+            if s.width > 4:
+                shards.append(ColumnShard(s.table, 0, 4, s.rank))
+                shards.append(ColumnShard(s.table, 4, s.width - 4, s.rank))
+            else:
+                shards.append(s)
+        placement = Placement(simulator.task.world_size, tuple(shards))
+        return dataclasses.replace(result, placement=placement)
+
+
+class ForgetsEmptyRanks(BrokenSearcher):
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        placement = result.placement
+        used = 1 + max(s.rank for s in placement.shards)
+        return dataclasses.replace(result, placement=Placement(used, placement.shards))
+
+
+class IgnoresMemory(BrokenSearcher):
+    """Places as if there were no limit, on the fullest rank and on all others."""
+
+
+class SplitsEvenly(BrokenSearcher):
+    """Every table over all ranks, in pieces as even as possible, whatever the rules."""
+
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        task = simulator.task
+        triples = []
+        for i, table in enumerate(task.tables):
+            units, extra = divmod(table.embedding_dim // 4, task.world_size)
+            triples += [
+                (i, 4 * (units + (r < extra)), r)
+                for r in range(task.world_size)
+                if units + (r < extra)
+            ]
+        return self.placed(simulator, triples)
+
+
+class SaysNothing(BrokenSearcher):
+    """Finds out that the tables do not fit, and keeps to itself what is wrong."""
+
+    def search(self, task: ShardingTask, *models: Any) -> SearchResult:
+        raise InfeasibleError("no plan")
+
+
+class GuessesCosts(BrokenSearcher):
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        first = simulator.evaluate(
+            Placement.from_widths(
+                simulator.task.world_size,
+                [(i, t.embedding_dim, 0) for i, t in enumerate(simulator.task.tables)],
+            )
+        )
+        return dataclasses.replace(result, predicted=first)
+
+
+class WrongGap(BrokenSearcher):
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        bound = 0.5 * result.predicted.critical_path_ms
+        return dataclasses.replace(result, lower_bound_ms=bound, gap=0.1)
+
+
+class OptimisticBound(BrokenSearcher):
+    """Takes the cost of its own plan for the least there is."""
+
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        bound = result.predicted.critical_path_ms
+        return dataclasses.replace(result, lower_bound_ms=bound, gap=0.0)
+
+
+class UsesTheGlobalGenerator(BrokenSearcher):
+    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
+        task = simulator.task
+        return self.placed(
+            simulator,
+            [
+                (i, t.embedding_dim, random.randrange(task.world_size))
+                for i, t in enumerate(task.tables)
+            ],
+        )
+
+
+class NamelessSearcher(BrokenSearcher):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.name = Searcher.name
+
+
+BROKEN_SEARCHERS: dict[str, tuple[Callable[[int], Searcher], str]] = {
+    "test_every_column_is_placed_once": (LosesColumns, "are placed never or twice"),
+    "test_one_rank_takes_all_tables": (SplitsOnOneRank, "two shards of a table"),
+    "test_more_ranks_than_tables": (ForgetsEmptyRanks, "for 2 ranks, not 6"),
+    "test_memory_is_kept": (IgnoresMemory, "bytes, it has"),
+    "test_a_table_larger_than_a_rank": (SaysNothing, "no plan"),
+    "test_a_table_that_fits_nowhere_is_named": (SaysNothing, "does not name 'giant'"),
+    "test_a_total_that_does_not_fit_is_told": (SaysNothing, "neither a table nor"),
+    "test_min_widths_are_kept": (SplitsEvenly, "min_widths says"),
+    "test_max_shards_are_kept": (SplitsEvenly, "max_shards says"),
+    "test_widths_are_equal_where_they_must_be": (SplitsEvenly, "uneven is off"),
+    "test_result_agrees_with_the_simulator": (GuessesCosts, "against the simulator"),
+    "test_result_is_filled_in": (WrongGap, "against the predicted critical path"),
+    "test_bound_holds": (OptimisticBound, "the best plan takes"),
+    "test_same_seed_gives_the_same_plan": (UsesTheGlobalGenerator, "two plans"),
+    "test_has_a_name": (NamelessSearcher, "give the class a name"),
+}
+
+
+def searcher_contract(
+    broken: Callable[[int], Searcher], splits: bool
+) -> SearcherContract:
+    class Contract(SearcherContract):
+        splits_tables = splits
+
+        def make_searcher(self, seed: int) -> Searcher:
+            return broken(seed)
+
+    return Contract()
+
+
+@pytest.mark.parametrize("case", sorted(contract_cases(SearcherContract)))
+def test_searcher_contract_catches(case: str) -> None:
+    broken, message = BROKEN_SEARCHERS[case]
+    with pytest.raises((AssertionError, InfeasibleError), match=message):
+        getattr(searcher_contract(broken, splits=True), case)()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [(SaysNothing, "does not name 'giant'"), (IgnoresMemory, "no InfeasibleError")],
+)
+def test_whole_tables_that_do_not_fit_are_caught(
+    broken: Callable[[int], Searcher], message: str
+) -> None:
+    contract = searcher_contract(broken, splits=False)
+    with pytest.raises(AssertionError, match=message):
+        contract.test_a_table_larger_than_a_rank()

@@ -1,0 +1,134 @@
+"""What the contracts share: sample tasks, sample shards, and how a case fails.
+
+Nothing here needs pytest: a failed case is an `AssertionError` with a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.features import ShardFeaturizer
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.tables import TableConfig
+
+__all__ = ["expect", "expect_close", "expect_error", "sample_features", "sample_task"]
+
+_WIDTHS = (4, 8, 12, 16)
+_OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam", "adagrad")
+
+
+def expect(holds: bool, message: str) -> None:
+    """Fail the case unless `holds`; unlike `assert`, also under `python -O`.
+
+    Raises:
+        AssertionError: With the message.
+    """
+    if not holds:
+        raise AssertionError(message)
+
+
+def expect_close(
+    found: npt.ArrayLike, wanted: npt.ArrayLike, tolerance: float, what: str
+) -> None:
+    """Fail the case unless the numbers agree.
+
+    Args:
+        found: Numbers of any shape.
+        wanted: Numbers of the same shape.
+        tolerance: Relative to the largest of `wanted`.
+        what: Said when they differ.
+
+    Raises:
+        AssertionError: They differ, in value or shape, or are not finite.
+    """
+    found, wanted = np.asarray(found), np.asarray(wanted)
+    expect(found.shape == wanted.shape, f"{what}: {found.shape} is not {wanted.shape}")
+    scale = float(np.abs(wanted).max(initial=0.0))
+    gap = float(np.abs(found - wanted).max(initial=0.0))
+    expect(
+        gap <= tolerance * scale,  # not, when either is NaN
+        f"{what}: differs by {gap:.3g}, of values up to {scale:.3g}",
+    )
+
+
+def expect_error(kind: type[Exception], call: Callable[[], object], what: str) -> str:
+    """Fail the case unless `call` raises `kind`.
+
+    Returns:
+        The error's message.
+
+    Raises:
+        AssertionError: Nothing was raised. Errors of other kinds pass through.
+    """
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{what}: no {kind.__name__} was raised")
+
+
+def sample_task(
+    num_tables: int, world_size: int, *, seed: int = 0, **arguments: Any
+) -> ShardingTask:
+    """Draw small tables, 4 to 16 columns wide.
+
+    Args:
+        num_tables: Tables.
+        world_size: Ranks.
+        seed: Of the tables.
+        arguments: Passed to `ShardingTask`.
+    """
+    rng = np.random.default_rng(seed)
+    tables = tuple(
+        TableConfig(
+            name=f"table_{i}",
+            num_embeddings=int(10 ** rng.uniform(2, 5)),
+            embedding_dim=int(rng.choice(_WIDTHS)),
+            pooling_factor=float(rng.lognormal(1.0, 1.0)),
+        )
+        for i in range(num_tables)
+    )
+    return ShardingTask(
+        **{
+            "tables": tables,
+            "world_size": world_size,
+            "batch_size": 4096,
+            **arguments,
+        }
+    )
+
+
+def sample_features(
+    num_shards: int = 24, *, seed: int = 0, far_out: bool = False
+) -> npt.NDArray[np.float32]:
+    """Draw shards as the planner would show them to a cost model.
+
+    Args:
+        num_shards: Shards.
+        seed: Of the shards.
+        far_out: Larger than anyone has measured.
+
+    Returns:
+        `N x F` float32, columns in FEATURE_NAMES order.
+    """
+    rng = np.random.default_rng(seed)
+    low, high = (9.0, 11.0) if far_out else (2.0, 6.5)
+    tables = [
+        TableConfig(
+            name=f"table_{i}",
+            num_embeddings=int(10 ** rng.uniform(low, high)),
+            embedding_dim=int(2 ** rng.integers(2, 8)),
+            pooling_factor=float(rng.lognormal(1.5, 1.0)),
+            num_features=1 + i % 2,
+            weighted=i % 3 == 2,
+            data_type=("fp32", "fp16")[i % 5 == 4],
+            optimizer=_OPTIMIZERS[i % len(_OPTIMIZERS)],
+        )
+        for i in range(num_shards)
+    ]
+    featurizer = ShardFeaturizer(tables, 2**24 if far_out else 4096)
+    return featurizer.features(np.arange(num_shards), [t.embedding_dim for t in tables])

@@ -1,0 +1,177 @@
+"""What every `CommsModel` must do.
+
+Shapes: `C` candidates, `W` ranks; a last axis of 2 is forward and backward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.cost_models.base import CommsModel
+from torchrec_neuroshard.testing.cases import expect, expect_close
+
+__all__ = ["CommsModelContract"]
+
+Floats = npt.NDArray[np.float64]
+
+_BATCH_SIZE = 4096
+_COLLECTIVES: Mapping[str, tuple[Callable[[CommsModel, Floats], Floats], bool]] = {
+    "all_to_all": (lambda m, a: m.all_to_all(a, _BATCH_SIZE), True),
+    "index_all_to_all": (lambda m, a: m.index_all_to_all(a * _BATCH_SIZE), False),
+    "row_wise": (lambda m, a: m.row_wise(a, _BATCH_SIZE), True),
+    "all_reduce": (lambda m, a: m.all_reduce(a * _BATCH_SIZE), False),
+}
+"""Collective -> how it is asked for `C x W` columns, and whether both ways."""
+_ALIKE = ("row_wise", "all_reduce")
+"""Collectives in which every rank has the same amount."""
+
+
+class CommsModelContract(ABC):
+    """Cases that every model of collectives must pass.
+
+    Derive a class named `Test...` for pytest, or call the `test_` methods.
+    """
+
+    tolerance: float = 1e-6
+    """Relative difference that rounding may make."""
+    idle_ms: float = 10.0
+    """A collective in which nobody sends anything takes no longer than this."""
+    groups: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (8, 8), (8, 4))
+    """Ranks and ranks per node of the groups to predict for."""
+
+    @abstractmethod
+    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
+        """Return the model under test for one group of ranks."""
+
+    def _cases(
+        self,
+    ) -> Iterator[tuple[str, Callable[[Floats], Floats], Floats, int]]:
+        """Yield what is asked, how, `C x W` columns, and the ranks per node."""
+        rng = np.random.default_rng(0)
+        for world_size, local in self.groups:
+            model = self.make_comms_model(world_size, local)
+            columns_CW = np.round(10 ** rng.uniform(0, 3, size=(6, world_size)))
+            columns_CW[0] = 64.0
+            columns_CW[1, 0] = 0.0
+            for name, (ask, _) in _COLLECTIVES.items():
+                amounts = columns_CW
+                if name in _ALIKE:
+                    amounts = np.repeat(columns_CW[:, -1:], world_size, axis=1)
+                yield (
+                    f"{name} of {world_size} ranks, {local} a node",
+                    lambda a, ask=ask, model=model: ask(model, a),  # type: ignore[misc]
+                    amounts,
+                    local,
+                )
+
+    def test_shapes(self) -> None:
+        """`C x W x 2` of the two-way collectives, `C x W` of the others."""
+        for what, ask, columns_CW, _ in self._cases():
+            both = _COLLECTIVES[what.split()[0]][1]
+            for rows in (columns_CW, columns_CW[:1]):
+                found = ask(rows).shape
+                wanted = (*rows.shape, 2) if both else rows.shape
+                expect(found == wanted, f"{what}: shape {found} is not {wanted}")
+
+    def test_times_are_finite_and_not_negative(self) -> None:
+        """Also where a rank, or nobody, has anything to send."""
+        for what, ask, columns_CW, _ in self._cases():
+            for rows in (columns_CW, 0 * columns_CW, 1e6 * columns_CW):
+                ms = ask(rows)
+                fine = np.isfinite(ms) & (ms >= 0)
+                expect(bool(fine.all()), f"{what}: {ms[~fine]} ms")
+
+    def test_nothing_to_send_takes_next_to_no_time(self) -> None:
+        """Zero bytes cost a latency at most, and no more than bytes do."""
+        for what, ask, columns_CW, _ in self._cases():
+            idle, busy = ask(0 * columns_CW), ask(columns_CW)
+            expect(
+                bool((idle <= self.idle_ms).all()),
+                f"{what}: {idle.max()} ms for nothing, more than {self.idle_ms}",
+            )
+            expect(
+                bool((idle <= busy * (1 + self.tolerance)).all()),
+                f"{what}: nothing takes longer than something",
+            )
+
+    def test_more_bytes_do_not_take_less_time(self) -> None:
+        """Of all ranks together, and of one rank for the slowest."""
+        slack = 1 - self.tolerance
+        for what, ask, columns_CW, _ in self._cases():
+            before = ask(columns_CW)
+            for factor in (1.1, 2.0, 10.0, 1000.0, 1e6):
+                after = ask(columns_CW * factor)
+                expect(
+                    bool((after >= before * slack).all()),
+                    f"{what}: a rank is through sooner with more bytes on all ranks",
+                )
+                before = after
+            if what.startswith(_ALIKE):
+                continue
+            slowest = ask(columns_CW).max(axis=1)
+            for factor in (1.1, 2.0, 10.0, 1000.0):
+                one = columns_CW.copy()
+                one[:, 0] = factor * (columns_CW[:, 0] + 1)
+                after = ask(one).max(axis=1)
+                expect(
+                    bool((after >= slowest * slack).all()),
+                    f"{what}: all are through sooner with more bytes on one rank",
+                )
+                slowest = after
+
+    def test_ranks_are_interchangeable(self) -> None:
+        """Swapping ranks of a node, or whole nodes, swaps their times."""
+        rng = np.random.default_rng(1)
+        for what, ask, columns_CW, local in self._cases():
+            nodes = np.arange(columns_CW.shape[1]).reshape(-1, local)
+            inside = np.concatenate([rng.permutation(node) for node in nodes])
+            across = rng.permutation(nodes).reshape(-1)
+            for order in (inside, across):
+                expect_close(
+                    ask(columns_CW[:, order]),
+                    ask(columns_CW)[:, order],
+                    self.tolerance,
+                    f"{what}: ranks in another order",
+                )
+
+    def test_other_candidates_of_a_call_do_not_matter(self) -> None:
+        """One call for many candidates is as good as a call for each."""
+        for what, ask, columns_CW, _ in self._cases():
+            alone = np.concatenate([ask(row[None]) for row in columns_CW])
+            expect_close(alone, ask(columns_CW), self.tolerance, f"{what}: one by one")
+
+    def test_predictions_repeat(self) -> None:
+        """Again, from the same model and from another one made the same way."""
+        for (what, ask, columns_CW, _), (_, other, _, _) in zip(
+            self._cases(), self._cases(), strict=True
+        ):
+            first = ask(columns_CW)
+            for again in (ask(columns_CW), other(columns_CW)):
+                expect(
+                    bool(np.array_equal(first, again)),
+                    f"{what}: the same bytes take another time when asked again",
+                )
+
+    def test_arguments_are_left_alone(self) -> None:
+        """The columns are not written to."""
+        for world_size, local in self.groups:
+            model = self.make_comms_model(world_size, local)
+            amounts = np.full((3, world_size), 64.0)
+            for name in ("all_to_all", "row_wise"):
+                getattr(model, name)(amounts, _BATCH_SIZE)
+                expect(bool((amounts == 64.0).all()), f"{name} changed its argument")
+            for name in ("index_all_to_all", "all_reduce"):
+                getattr(model, name)(amounts)
+                expect(bool((amounts == 64.0).all()), f"{name} changed its argument")
+
+    def test_says_what_it_rests_on(self) -> None:
+        """The source is shown beside the numbers."""
+        source = self.make_comms_model(*self.groups[0]).source
+        expect(
+            isinstance(source, str) and bool(source.strip()),
+            f"source is {source!r}; say what the predictions rest on",
+        )

@@ -1,0 +1,225 @@
+"""What every `CostModel` must do.
+
+Shapes: `N` shards, `F` features, `E` encoding values, `S` sets.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.cost_models.base import CostModel
+from torchrec_neuroshard.errors import FeatureSchemaError
+from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.testing.cases import (
+    expect,
+    expect_close,
+    expect_error,
+    sample_features,
+)
+
+__all__ = ["CostModelContract"]
+
+
+class CostModelContract(ABC):
+    """Cases that every cost model must pass; derive a test class and make the model.
+
+    A class named `Test...` is collected by pytest; any other runner can call the
+    `test_` methods, which take nothing and fail with an `AssertionError`.
+    """
+
+    tolerance: float = 1e-5
+    """Relative difference that rounding may make."""
+    has_ranges: bool = False
+    """Whether the model knows its training range, and so must warn outside it."""
+
+    @abstractmethod
+    def make_cost_model(self) -> CostModel:
+        """Return the model under test; called several times."""
+
+    def sample_features(self) -> npt.NDArray[np.float32]:
+        """Return the `N x F` shards that the cases are made of, at least 4."""
+        return sample_features()
+
+    def _sets(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64], int]:
+        """Shards in five sets, of which the third is empty."""
+        features_NF = self.sample_features()
+        set_N = np.array([0, 1, 3, 4], dtype=np.int64)[np.arange(len(features_NF)) % 4]
+        return features_NF, set_N, 5
+
+    def test_encodings_have_the_stated_shape(self) -> None:
+        """`encode` gives `N x E` finite numbers."""
+        model, features_NF = self.make_cost_model(), self.sample_features()
+        for rows in (features_NF, features_NF[:1]):
+            encoded = model.encode(rows)
+            wanted = (len(rows), model.encoding_dim)
+            expect(encoded.shape == wanted, f"shape {encoded.shape} is not {wanted}")
+            expect(bool(np.isfinite(encoded).all()), "an encoding is not finite")
+
+    def test_times_are_finite_and_not_negative(self) -> None:
+        """Milliseconds of single shards, of sets and of very large sets."""
+        model, features_NF = self.make_cost_model(), self.sample_features()
+        encoded = model.encode(features_NF)
+        total = encoded.sum(axis=0, keepdims=True)
+        sums_SE = np.concatenate([encoded, total, 100 * total])
+        costs_S2 = model.predict_sums(sums_SE)
+        expect(
+            costs_S2.shape == (len(sums_SE), 2),
+            f"predict_sums gave shape {costs_S2.shape}, not {(len(sums_SE), 2)}",
+        )
+        for name, times in zip(("forward", "backward"), costs_S2.T, strict=True):
+            wrong = np.flatnonzero(~(np.isfinite(times) & (times >= 0)))
+            expect(not len(wrong), f"{name} of some sets: {times[wrong]} ms")
+        expect(bool((costs_S2 > 0).any()), "every set is free: nothing is modelled")
+
+    def test_empty_set_is_free(self) -> None:
+        """No shard, no kernel: exactly 0, wherever the set stands."""
+        model = self.make_cost_model()
+        features_NF, set_N, num_sets = self._sets()
+        costs_S2 = model.predict_sets(features_NF, set_N, num_sets)
+        expect(bool((costs_S2[2] == 0).all()), f"the empty set costs {costs_S2[2]} ms")
+        nothing = model.predict_sums(np.zeros((1, model.encoding_dim)))
+        expect(bool((nothing == 0).all()), f"an all-zero sum costs {nothing[0]} ms")
+
+    def test_no_shards_at_all(self) -> None:
+        """A call for empty sets only gives zeros; one for no sets gives no rows."""
+        model, features_NF = self.make_cost_model(), self.sample_features()
+        nobody = np.zeros(0, dtype=np.int64)
+        costs_S2 = model.predict_sets(features_NF[:0], nobody, 3)
+        expect(
+            costs_S2.shape == (3, 2) and bool((costs_S2 == 0).all()),
+            f"three empty sets and no shard cost {costs_S2}",
+        )
+        none = model.predict_sums(np.zeros((0, model.encoding_dim)))
+        expect(none.shape == (0, 2), f"no sets gave shape {none.shape}, not (0, 2)")
+
+    def test_order_of_shards_does_not_matter(self) -> None:
+        """A set is the same in any order."""
+        model = self.make_cost_model()
+        features_NF, set_N, num_sets = self._sets()
+        order = np.random.default_rng(1).permutation(len(features_NF))
+        expect_close(
+            model.predict_sets(features_NF[order], set_N[order], num_sets),
+            model.predict_sets(features_NF, set_N, num_sets),
+            self.tolerance,
+            "sets with their shards in another order",
+        )
+
+    def test_sets_are_sums_of_encodings(self) -> None:
+        """`predict_sets` is `predict_sums` of the summed encodings."""
+        model = self.make_cost_model()
+        features_NF, set_N, num_sets = self._sets()
+        encoded = np.concatenate([model.encode(row[None]) for row in features_NF])
+        sums_SE = np.stack([encoded[set_N == s].sum(axis=0) for s in range(num_sets)])
+        expect_close(
+            model.predict_sums(sums_SE),
+            model.predict_sets(features_NF, set_N, num_sets),
+            self.tolerance,
+            "sums of encodings of single shards, against predict_sets",
+        )
+
+    def test_other_sets_of_a_call_do_not_matter(self) -> None:
+        """One call for many sets is as good as a call for each."""
+        model = self.make_cost_model()
+        features_NF, set_N, num_sets = self._sets()
+        together = model.predict_sets(features_NF, set_N, num_sets)
+        for number in np.unique(set_N):
+            rows = features_NF[set_N == number]
+            alone = model.predict_sets(rows, np.zeros(len(rows), dtype=np.int64), 1)
+            expect_close(
+                alone[0],
+                together[number],
+                self.tolerance,
+                f"set {number} alone, against the same set among others",
+            )
+
+    def test_wrong_number_of_features_is_refused(self) -> None:
+        """A column too few or too many is a FeatureSchemaError."""
+        model, features_NF = self.make_cost_model(), self.sample_features()
+        more = np.concatenate([features_NF, features_NF[:, :1]], axis=1)
+        for wrong in (features_NF[:, :-1], more):
+            expect_error(
+                FeatureSchemaError,
+                lambda wrong=wrong: model.encode(wrong),  # type: ignore[misc]
+                f"{wrong.shape[1]} columns in place of {len(FEATURE_NAMES)}",
+            )
+
+    def test_predictions_repeat(self) -> None:
+        """Again, from the same model and from another one made the same way."""
+        first, second = self.make_cost_model(), self.make_cost_model()
+        costs = [m.predict_sets(*self._sets()) for m in (first, first, second)]
+        for other in costs[1:]:
+            expect(
+                bool(np.array_equal(other, costs[0])),
+                "the same sets cost something else when asked again",
+            )
+
+    def test_arguments_are_left_alone(self) -> None:
+        """Neither features nor sums are written to."""
+        model, features_NF = self.make_cost_model(), self.sample_features()
+        kept = features_NF.copy()
+        sums_SE = model.encode(features_NF)
+        expect(bool((features_NF == kept).all()), "encode changed the features")
+        kept_sums = sums_SE.copy()
+        model.predict_sums(sums_SE)
+        model.relative_uncertainty(sums_SE)
+        expect(bool((sums_SE == kept_sums).all()), "predict_sums changed the sums")
+        model.range_warnings(features_NF)
+        expect(bool((features_NF == kept).all()), "range_warnings changed the features")
+
+    def test_uncertainty_is_a_share(self) -> None:
+        """One finite number per set, at least 0."""
+        model = self.make_cost_model()
+        sums_SE = model.encode(self.sample_features())
+        uncertainty_S = np.asarray(model.relative_uncertainty(sums_SE))
+        expect(
+            uncertainty_S.shape == (len(sums_SE),),
+            f"relative_uncertainty gave shape {uncertainty_S.shape}, not "
+            f"{(len(sums_SE),)}",
+        )
+        fine = np.isfinite(uncertainty_S) & (uncertainty_S >= 0)
+        expect(bool(fine.all()), f"relative uncertainties of {uncertainty_S[~fine]}")
+
+    def test_range_warnings_name_shard_and_feature(self) -> None:
+        """Each warning points at one value, which lies outside the range it gives."""
+        model = self.make_cost_model()
+        features_NF = np.concatenate(
+            [self.sample_features(), sample_features(4, far_out=True)]
+        )
+        seen = set()
+        for warning in model.range_warnings(features_NF):
+            where = (warning.shard, warning.feature)
+            expect(
+                0 <= warning.shard < len(features_NF)
+                and warning.feature in FEATURE_NAMES,
+                f"a warning is of shard {where[0]}, feature '{where[1]}': there is "
+                "none such",
+            )
+            value = features_NF[warning.shard, FEATURE_NAMES.index(warning.feature)]
+            expect(
+                warning.value == value,
+                f"a warning gives {where} as {warning.value}, it is {value}",
+            )
+            expect(
+                not warning.low <= warning.value <= warning.high,
+                f"a warning calls {warning.value} outside {warning.low} to "
+                f"{warning.high}",
+            )
+            expect(where not in seen, f"{where} is warned of twice")
+            seen.add(where)
+        expect(
+            bool(seen) or not self.has_ranges,
+            "nobody measured shards of 10^9 rows, yet there is no warning",
+        )
+
+    def test_says_what_it_rests_on(self) -> None:
+        """Name, hardware and source are shown beside the numbers."""
+        model = self.make_cost_model()
+        for field in ("name", "hardware", "source"):
+            value = getattr(model, field)
+            expect(
+                isinstance(value, str) and bool(value.strip()),
+                f"{field} is {value!r}; say what the predictions rest on",
+            )

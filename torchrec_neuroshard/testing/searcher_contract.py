@@ -1,0 +1,375 @@
+"""What every `Searcher` must do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
+from torchrec_neuroshard.simulator import PHASES, Simulator
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
+from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.testing.cases import (
+    expect,
+    expect_close,
+    expect_error,
+    sample_task,
+)
+
+__all__ = ["SearcherContract"]
+
+
+class SearcherContract(ABC):
+    """Cases that every searcher must pass; derive a test class and make the searcher.
+
+    A class named `Test...` is collected by pytest; any other runner can call the
+    `test_` methods, which take nothing and fail with an `AssertionError`.
+    """
+
+    splits_tables: bool = True
+    """Whether the search splits tables by columns where they fit no rank whole."""
+    num_tables: int = 12
+    """Tables of the larger cases; fewer for a search that takes few."""
+    tolerance: float = 1e-6
+    """Relative difference that rounding may make."""
+
+    @abstractmethod
+    def make_searcher(self, seed: int) -> Searcher:
+        """Return the search under test; one that draws nothing ignores the seed."""
+
+    def make_cost_model(self) -> CostModel:
+        """Return the costs to search on."""
+        return AnalyticCostModel()
+
+    def make_comms_model(self, task: ShardingTask) -> CommsModel:
+        """Return the costs of the collectives."""
+        del task
+        return AnalyticCommsModel()
+
+    def _search(self, task: ShardingTask, seed: int = 0) -> SearchResult:
+        return self.make_searcher(seed).search(
+            task, self.make_cost_model(), self.make_comms_model(task)
+        )
+
+    def _tasks(self) -> Sequence[ShardingTask]:
+        """Tasks that every search can do: without limits, and with kernels apart."""
+        count = self.num_tables
+        return (
+            sample_task(count, 3),
+            sample_task(count, 2, seed=1, local_world_size=1),
+            sample_task(
+                count,
+                3,
+                seed=2,
+                groups=tuple(i % 3 for i in range(count)),
+                stages=(0, 0, 1),
+            ),
+        )
+
+    # Whether it is a plan.
+
+    def test_every_column_is_placed_once(self) -> None:
+        """Every column on one rank, in shards that a fused kernel can hold."""
+        for task in self._tasks():
+            _expect_valid(self._search(task).placement, task)
+
+    def test_one_rank_takes_all_tables(self) -> None:
+        """There, whole and in one piece each."""
+        task = sample_task(self.num_tables, 1)
+        placement = self._search(task).placement
+        _expect_valid(placement, task)
+        shards = len(placement.shards)
+        expect(shards == self.num_tables, f"one rank holds {shards} pieces of tables")
+
+    def test_more_ranks_than_tables(self) -> None:
+        """Some ranks may stay empty; nothing else changes."""
+        task = sample_task(2, 6)
+        result = self._search(task)
+        _expect_valid(result.placement, task)
+        ranks = len(result.predicted.ranks)
+        expect(ranks == 6, f"costs of {ranks} ranks were predicted, there are 6")
+
+    # Whether the task's rules are kept.
+
+    def test_memory_is_kept(self) -> None:
+        """Of ranks unlike each other, one without any, by the task's own count."""
+        count = self.num_tables
+        task = sample_task(count, 4, fixed_bytes=(100_000,) * count)
+        sizes = [
+            task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)
+        ]
+        # Whatever was placed before, a whole table finds room somewhere.
+        room = [max(sizes) + share * sum(sizes) for share in (0.5, 0.3, 0.2)]
+        caps = (0, *(math.ceil(r) for r in room))
+        task = dataclasses.replace(task, memory_bytes=caps)
+        placement = self._search(task).placement
+        _expect_valid(placement, task)
+        used = [0.0] * 4
+        for shard in placement.shards:
+            used[shard.rank] += task.shard_bytes(shard.table, shard.width)
+        for rank, (held, cap) in enumerate(zip(used, caps, strict=True)):
+            expect(held <= cap, f"rank {rank} holds {held:.0f} bytes, it has {cap}")
+
+    def test_a_table_larger_than_a_rank(self) -> None:
+        """Is split; a search that keeps tables whole says which one does not fit."""
+        task = _task_with_giant(splittable=True)
+        if self.splits_tables:
+            _expect_valid(self._search(task).placement, task)
+            return
+        message = expect_error(
+            InfeasibleError, lambda: self._search(task), "a table larger than a rank"
+        )
+        expect("giant" in message, f"the error does not name 'giant': {message}")
+
+    def test_a_table_that_fits_nowhere_is_named(self) -> None:
+        """The InfeasibleError says which table it is."""
+        task = _task_with_giant(splittable=False)
+        message = expect_error(
+            InfeasibleError,
+            lambda: self._search(task),
+            "a table that may not be split and fits no rank",
+        )
+        expect("giant" in message, f"the error does not name 'giant': {message}")
+
+    def test_a_total_that_does_not_fit_is_told(self) -> None:
+        """The InfeasibleError gives the size of what does not fit."""
+        task = sample_task(4, 2)
+        sizes = [
+            task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)
+        ]
+        # As much as the largest table needs, so that each fits alone.
+        tables = tuple(
+            dataclasses.replace(task.tables[0], name=f"table_{i}") for i in range(4)
+        )
+        cap = math.ceil(1.2 * sizes[0])
+        task = ShardingTask(
+            tables=tables, world_size=2, batch_size=4096, memory_bytes=(cap, cap)
+        )
+        message = expect_error(
+            InfeasibleError,
+            lambda: self._search(task),
+            "tables of twice the memory of all ranks",
+        )
+        expect(
+            "GiB" in message or any(t.name in message for t in tables),
+            f"the error names neither a table nor the total: {message}",
+        )
+
+    def test_min_widths_are_kept(self) -> None:
+        """No shard is narrower, unless it is the whole table."""
+        task = _wide_task(min_widths=(8, 16))
+        placement = self._search(task).placement
+        _expect_valid(placement, task)
+        for shard, least in ((s, task.min_widths[s.table]) for s in placement.shards):
+            expect(
+                shard.width >= least,
+                f"a shard is {shard.width} wide, min_widths says {least}",
+            )
+
+    def test_max_shards_are_kept(self) -> None:
+        """No table is in more pieces."""
+        task = _wide_task(max_shards=(2, 1))
+        placement = self._search(task).placement
+        _expect_valid(placement, task)
+        for table, most in enumerate(task.max_shards):
+            count = len(placement.table_shards(table))
+            expect(count <= most, f"{count} shards of a table, max_shards says {most}")
+
+    def test_widths_are_equal_where_they_must_be(self) -> None:
+        """Without `uneven`, all shards of a table are of one width."""
+        task = _wide_task(uneven=False)
+        placement = self._search(task).placement
+        _expect_valid(placement, task)
+        for table in range(len(task.tables)):
+            widths = {s.width for s in placement.table_shards(table)}
+            expect(
+                len(widths) == 1,
+                f"shards of one table are {sorted(widths)} wide, uneven is off",
+            )
+
+    # Whether the result is what it says.
+
+    def test_result_agrees_with_the_simulator(self) -> None:
+        """Predicted costs are those of the placement, by the models given."""
+        for task in self._tasks():
+            cost_model = self.make_cost_model()
+            comms_model = self.make_comms_model(task)
+            result = self.make_searcher(0).search(task, cost_model, comms_model)
+            wanted = Simulator(task, cost_model, comms_model).evaluate(result.placement)
+            expect_close(
+                [[getattr(r, p) for p in PHASES] for r in result.predicted.ranks],
+                [[getattr(r, p) for p in PHASES] for r in wanted.ranks],
+                self.tolerance,
+                "predicted phases of the ranks, against the simulator",
+            )
+            sources = (result.predicted.compute_source, result.predicted.comms_source)
+            expect(
+                sources == (wanted.compute_source, wanted.comms_source),
+                f"the costs are said to rest on {sources}",
+            )
+
+    def test_result_is_filled_in(self) -> None:
+        """Gap, seconds, count and warnings are what their names say."""
+        task = self._tasks()[0]
+        start = time.monotonic()
+        result = self._search(task)
+        seconds = time.monotonic() - start
+        path = result.predicted.critical_path_ms
+        if result.lower_bound_ms > 0:
+            expect_close(
+                (1 + result.gap) * result.lower_bound_ms,
+                path,
+                self.tolerance,
+                "(1 + gap) x bound, against the predicted critical path",
+            )
+        expect(
+            0 <= result.search_seconds <= seconds + 0.1,
+            f"search_seconds is {result.search_seconds}, the call took {seconds}",
+        )
+        expect(
+            result.num_evaluated >= 1,
+            f"num_evaluated is {result.num_evaluated}: nothing was costed",
+        )
+        expect(
+            isinstance(result.warnings, tuple)
+            and all(isinstance(w, str) and w for w in result.warnings),
+            f"warnings are to be a tuple of texts, not {result.warnings!r}",
+        )
+
+    def test_bound_holds(self) -> None:
+        """No plan there is costs less than the bound, or than the best plan."""
+        for seed in range(4):
+            task = sample_task(3, 3, seed=seed)
+            best = ExhaustiveSearcher().search(
+                task, self.make_cost_model(), self.make_comms_model(task)
+            )
+            optimum = best.predicted.critical_path_ms
+            result = self._search(task)
+            path = result.predicted.critical_path_ms
+            expect(
+                path >= optimum * (1 - self.tolerance),
+                f"a plan of {path} ms is better than the best there is, {optimum}",
+            )
+            expect(
+                0 <= result.lower_bound_ms <= optimum * (1 + self.tolerance),
+                f"the bound is {result.lower_bound_ms} ms, the best plan takes "
+                f"{optimum}",
+            )
+
+    def test_same_seed_gives_the_same_plan(self) -> None:
+        """Whatever state the process's own random generators are in."""
+        python, legacy, torch_state = (
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+        )
+        try:
+            for task in self._tasks():
+                found = []
+                for state in (1, 2):
+                    random.seed(state)
+                    np.random.seed(state)
+                    torch.manual_seed(state)
+                    found.append(self._search(task, seed=7))
+                expect(
+                    found[0].placement == found[1].placement,
+                    "two searches with one seed give two plans",
+                )
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
+            torch.set_rng_state(torch_state)
+
+    def test_has_a_name(self) -> None:
+        """Results and reports call the search by it."""
+        name = self.make_searcher(0).name
+        expect(
+            isinstance(name, str) and bool(name.strip()) and name != Searcher.name,
+            f"the search is called {name!r}; give the class a name",
+        )
+
+
+def _expect_valid(placement: Placement, task: ShardingTask) -> None:
+    """Count the columns afresh, without the placement's own check."""
+    expect(
+        placement.world_size == task.world_size,
+        f"a placement for {placement.world_size} ranks, not {task.world_size}",
+    )
+    columns = [[0] * t.embedding_dim for t in task.tables]
+    pieces = set()
+    for shard in placement.shards:
+        expect(
+            0 <= shard.table < len(task.tables) and 0 <= shard.rank < task.world_size,
+            f"{shard} is of a table or on a rank that is not there",
+        )
+        expect(
+            shard.width > 0 and shard.width % COLUMN_MULTIPLE == 0,
+            f"a shard is {shard.width} wide, kernels take multiples of "
+            f"{COLUMN_MULTIPLE}",
+        )
+        piece = (shard.table, shard.rank)
+        expect(piece not in pieces, f"rank {shard.rank} holds two shards of a table")
+        pieces.add(piece)
+        end = shard.offset + shard.width
+        expect(
+            0 <= shard.offset and end <= len(columns[shard.table]),
+            f"{shard} is outside its table",
+        )
+        for column in range(shard.offset, end):
+            columns[shard.table][column] += 1
+    for table, counts in zip(task.tables, columns, strict=True):
+        odd = [i for i, count in enumerate(counts) if count != 1]
+        expect(
+            not odd, f"columns {odd} of table '{table.name}' are placed never or twice"
+        )
+
+
+def _task_with_giant(*, splittable: bool) -> ShardingTask:
+    """Two small tables and one that no rank can hold whole."""
+    sizes = {"small": 1000, "giant": 100_000, "other": 1000}
+    tables = tuple(
+        TableConfig(name=name, num_embeddings=rows, embedding_dim=16)
+        for name, rows in sizes.items()
+    )
+    giant = tables[1].weight_bytes
+    return ShardingTask(
+        tables=tables,
+        world_size=3,
+        batch_size=4096,
+        memory_bytes=(int(0.7 * giant),) * 3,
+        min_widths=() if splittable else (4, 16, 4),
+    )
+
+
+def _wide_task(
+    *,
+    min_widths: tuple[int, ...] = (),
+    max_shards: tuple[int, ...] = (),
+    uneven: bool = True,
+) -> ShardingTask:
+    """Two tables on three ranks: balanced only in pieces of unequal width."""
+    tables = tuple(
+        TableConfig(
+            name=f"table_{i}", num_embeddings=5000, embedding_dim=16, pooling_factor=20
+        )
+        for i in range(2)
+    )
+    return ShardingTask(
+        tables=tables,
+        world_size=3,
+        batch_size=4096,
+        min_widths=min_widths,
+        max_shards=max_shards,
+        uneven=uneven,
+    )
