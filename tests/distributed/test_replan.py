@@ -170,47 +170,60 @@ def batch_of(case: Case, step: int, rank: int) -> Any:
     )
 
 
-def planner_of(
-    case: Case, triples: Sequence[tuple[int, int, int]], **kwargs: Any
-) -> Any:
+def planner_of(case: Case) -> Any:
     from torchrec.distributed.planner import ParameterConstraints, Topology
     from torchrec.distributed.planner.storage_reservations import (
         FixedPercentageStorageReservation,
     )
 
-    from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner import NeuroShardPlanner
-    from torchrec_neuroshard.search import Searcher, SearchResult
-    from torchrec_neuroshard.simulator import Simulator
     from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
-    class FixedSearcher(Searcher):
-        def search(self, task: Any, cost_model: Any, comms_model: Any) -> SearchResult:
-            placement = Placement.from_widths(WORLD_SIZE, triples)
-            simulator = Simulator(task, cost_model, comms_model)
-            return SearchResult(
-                placement=placement,
-                predicted=simulator.evaluate(placement),
-                lower_bound_ms=0.0,
-                gap=0.0,
-                search_seconds=0.0,
-                num_evaluated=1,
-            )
-
-    arguments: dict[str, Any] = {
-        "topology": Topology(world_size=WORLD_SIZE, compute_device="cpu"),
-        "batch_size": LOCAL_BATCH,
-        "constraints": {
+    return NeuroShardPlanner(
+        topology=Topology(world_size=WORLD_SIZE, compute_device="cpu"),
+        batch_size=LOCAL_BATCH,
+        constraints={
             f"t{i}": ParameterConstraints(sharding_types=[case.kind])
             for i in range(len(case.dims))
         },
-        "cost_model": AnalyticCostModel(launch_ms=0.0),
-        "comms_model": AnalyticCommsModel(),
-        "search": FixedSearcher(),
-        "storage_reservation": FixedPercentageStorageReservation(percentage=0.0),
-        "stats": [],
-    }
-    return NeuroShardPlanner(**(arguments | kwargs))
+        cost_model=AnalyticCostModel(launch_ms=0.0),
+        comms_model=AnalyticCommsModel(),
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        stats=[],
+    )
+
+
+def first_plan(case: Case) -> Any:
+    """The plan of the case's triples, shards in the order given."""
+    from torchrec.distributed.types import (
+        EmbeddingModuleShardingPlan,
+        EnumerableShardingSpec,
+        ParameterSharding,
+        ShardingPlan,
+        ShardMetadata,
+    )
+
+    tables = EmbeddingModuleShardingPlan(
+        {
+            f"t{table}": ParameterSharding(
+                sharding_type=case.kind,
+                compute_kernel="fused",
+                ranks=[rank for *_, rank in shards],
+                sharding_spec=EnumerableShardingSpec(
+                    [
+                        ShardMetadata(
+                            shard_offsets=[0, offset],
+                            shard_sizes=[NUM_ROWS, width],
+                            placement=f"rank:{rank}/cpu",
+                        )
+                        for offset, width, rank in shards
+                    ]
+                ),
+            )
+            for table, shards in state_of(case.triples).items()
+        }
+    )
+    return ShardingPlan({"sparse.ebc": tables})
 
 
 def shard(case: Case) -> tuple[Any, Any]:
@@ -220,10 +233,11 @@ def shard(case: Case) -> tuple[Any, Any]:
 
     model = Model(case, "cpu")
     start = {k: v.detach().clone() for k, v in model.sparse.state_dict().items()}
-    planner = planner_of(case, case.triples)
-    plan = planner.collective_plan(model, get_default_sharders())
     sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=get_default_sharders()
+        model,
+        device=torch.device("cpu"),
+        plan=first_plan(case),
+        sharders=get_default_sharders(),
     )
     with torch.no_grad():
         for key, value in sharded.state_dict().items():
@@ -231,7 +245,7 @@ def shard(case: Case) -> tuple[Any, Any]:
                 offset, width = part.metadata.shard_offsets[1], part.tensor.shape[1]
                 whole = start[key.removeprefix("sparse.")]
                 part.tensor.copy_(whole[:, offset : offset + width])
-    return sharded, planner
+    return sharded, planner_of(case)
 
 
 def whole_weights(sharded: Any) -> dict[str, torch.Tensor]:
@@ -270,7 +284,7 @@ def new_plan(case: Case, planner: Any, plan: Any) -> Any:
         return replan(plan, **arguments)
     # As if the search had found it.
     module: Any = sys.modules["torchrec_neuroshard.planner.replan"]
-    goal = by_hand_state(case)
+    goal = state_of(case.by_hand)
     original = module._Search.run
     module._Search.run = lambda self: goal
     try:
@@ -279,10 +293,12 @@ def new_plan(case: Case, planner: Any, plan: Any) -> Any:
         module._Search.run = original
 
 
-def by_hand_state(case: Case) -> dict[int, tuple[tuple[int, int, int], ...]]:
-    """Shards of each table, in the order given."""
+def state_of(
+    triples: Sequence[tuple[int, int, int]],
+) -> dict[int, tuple[tuple[int, int, int], ...]]:
+    """(offset, width, rank) of the shards of each table, in the order given."""
     state: dict[int, tuple[tuple[int, int, int], ...]] = {}
-    for table, width, rank in case.by_hand:
+    for table, width, rank in triples:
         known = state.get(table, ())
         offset = sum(w for _, w, _ in known)
         state[table] = (*known, (offset, width, rank))
@@ -394,15 +410,15 @@ def run_stored_plan(rank: int, folder: str) -> dict[str, Any]:
     from torchrec_neuroshard.planner import NeuroShardPlanLoader, load_plan, save_plan
 
     case = CASES["split table beside"]
-    first = planner_of(case, case.triples)
+    first, second = planner_of(case), planner_of(case)
     model = Model(case, "cpu")
-    plan = first.collective_plan(model, get_default_sharders())
+    plan = first_plan(case)
     path = Path(folder, "plan.json")
     if rank == 0:
         save_plan(plan, path, model=model, planner=first)
     dist.barrier()
-    second = planner_of(case, [(i, dim, 0) for i, dim in enumerate(case.dims)])
     second.plan_loader = NeuroShardPlanLoader(path, second)
+    own = first.collective_plan(model, get_default_sharders())
     again = second.collective_plan(model, get_default_sharders())
     read = load_plan(path, model=model, planner=first)
     sharded = DistributedModelParallel(
@@ -411,7 +427,7 @@ def run_stored_plan(rank: int, folder: str) -> dict[str, Any]:
     loss = sharded(batch_of(case, 0, rank))
     torch.autograd.backward(loss)
     return {
-        "by_loader": again == plan,
+        "by_loader": again == plan and own != plan,
         "by_load_plan": read == plan,
         "widths": widths_here(sharded),
     }
