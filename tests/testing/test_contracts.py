@@ -11,13 +11,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
+from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
+from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.heuristics import (
     GREEDY_KEYS,
     GreedySearcher,
     RandomSearcher,
 )
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
+from torchrec_neuroshard.baselines.policies import (
+    Policy,
+    PolicyInfo,
+    PolicySearcher,
+)
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
@@ -32,7 +40,7 @@ from torchrec_neuroshard.cost_models.base import RangeWarning
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.cost_models.compute import PhysicalConstants
 from torchrec_neuroshard.cost_models.loading import pretrained_names
-from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.search import (
@@ -41,7 +49,6 @@ from torchrec_neuroshard.search import (
     SearchConfig,
     Searcher,
     SearchResult,
-    make_searcher,
 )
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.simulator import Simulator
@@ -219,32 +226,43 @@ class TestPaperSearcher(SearcherContract):
         return PaperSearcher(NeuroShardConfig(seed=seed, faithful=False))
 
 
-class RegisteredContract(SearcherContract):
-    """Searches that `make_searcher` knows by name, beside those above."""
+class PolicyContract(SearcherContract):
+    """Policies before training place badly, and keep every promise."""
 
-    search: str
+    splits_tables = False
+    method: type[PolicySearcher]
 
     def make_searcher(self, seed: int) -> Searcher:
-        try:
-            return make_searcher(self.search)
-        except ConfigError as error:
-            if "comes with this package" in str(error):
-                pytest.skip(str(error))
-            raise
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            net = self.method.make_net()
+        info = PolicyInfo(
+            method=self.method.method,
+            name="untrained",
+            hardware="none",
+            ranges={},
+            trained_on={},
+        )
+        return self.method(Policy(net, info))
 
 
-# Trained policies place whole tables.
-add_test_classes(
-    RegisteredContract,
-    {
-        name: {
-            "search": name,
-            "splits_tables": name not in ("autoshard", "dreamshard"),
-        }
-        for name in SEARCHES
-        if name not in ("default", "neuroshard")
-    },
-)
+class TestAutoShardSearcher(PolicyContract):
+    method = AutoShardSearcher
+
+
+class TestDreamShardSearcher(PolicyContract):
+    method = DreamShardSearcher
+
+
+def test_every_registered_search_is_held_to_the_contract() -> None:
+    held = {
+        type(case().make_searcher(0)).__name__
+        for case in globals().values()
+        if inspect.isclass(case)
+        and issubclass(case, SearcherContract)
+        and case.__name__.startswith("Test")
+    }
+    assert {class_name for _, class_name in SEARCHES.values()} <= held
 
 
 def test_every_greedy_key_is_held_to_the_contract() -> None:
