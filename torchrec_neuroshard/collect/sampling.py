@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -234,10 +235,16 @@ def _log_uniform_int(rng: np.random.Generator, low: int, high: int) -> int:
 
 def _is_held_out(name: str, config: SamplingConfig) -> bool:
     """Split tables by name, the same in every run and process."""
+    return _draw_by_name(name) < config.held_out_share
+
+
+@functools.cache
+def _draw_by_name(name: str) -> float:
+    """A number from 0 to 1 that belongs to the name; asked for in every set."""
     digest = 0
     for byte in name.encode():
         digest = (digest * 257 + byte) % 2_147_483_647
-    return bool(np.random.default_rng(digest).random() < config.held_out_share)
+    return float(np.random.default_rng(digest).random())
 
 
 def _width_rule(rng: np.random.Generator, config: SamplingConfig) -> _WidthRule:
