@@ -52,6 +52,11 @@ COMMANDS = (
         "fit a cost model to this machine with a few measurements",
         "torchrec_neuroshard.cost_models.calibration_cli",
     ),
+    Command(
+        "train-policy",
+        "train a DreamShard or AutoShard placement policy",
+        "torchrec_neuroshard.baselines.policy_cli",
+    ),
 )
 
 

@@ -24,7 +24,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.search.base import Searcher
+from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.simulator import PredictedCosts, Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.tasks import (
@@ -35,6 +35,7 @@ from torchrec_neuroshard.workloads.tasks import (
 
 __all__ = [
     "Comparison",
+    "CostGreedySearcher",
     "PlanCosts",
     "PolicyTaskConfig",
     "PolicyTrainer",
@@ -307,10 +308,38 @@ class Comparison:
     policy_balance: float
 
 
+class CostGreedySearcher(GreedySearcher):
+    """Balances each table's predicted cost alone: no training, the same cost model.
+
+    Not of the papers. It tells what of a policy's gain the cost model alone explains.
+    """
+
+    def __init__(self) -> None:
+        """Name it."""
+        super().__init__("dim")
+        self.name = "greedy-cost"
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Place whole tables, costliest first.
+
+        Raises:
+            InfeasibleError: A table fits on no rank any more.
+        """
+        simulator = Simulator(task, cost_model, comms_model)
+        whole = [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
+        costs = simulator.single_costs(whole).sum(axis=1).tolist()
+        of_table = dict(zip((t.name for t in task.tables), costs, strict=True))
+        self._key = lambda table: of_table[table.name]
+        return super().search(task, cost_model, comms_model)
+
+
 def yardsticks() -> tuple[Searcher, ...]:
-    """Random placement and the papers' four greedies."""
+    """Random placement, the papers' four greedies, and a greedy on predicted costs."""
     keys = ("size", "dim", "lookup", "size-lookup")
-    return RandomSearcher(), *(GreedySearcher(key) for key in keys)
+    greedies = (GreedySearcher(key) for key in keys)
+    return RandomSearcher(), *greedies, CostGreedySearcher()
 
 
 def compare(
