@@ -279,6 +279,11 @@ class Trainer:
             world_size=ranks.world_size,
             local_world_size=ranks.world_size,
         )
+        if self._comms_model is None:
+            raise SystemExit(
+                f"'{args.cost_model}' has no collectives measured over gloo on this "
+                "machine; run 'neuroshard collect comms' and 'neuroshard train'"
+            )
         # One whole iteration's samples, as the kernels see them.
         rounds = [ids for _, ids, _ in self._batches[: ranks.world_size]]
         self._profiles = ranks.gather(profile_inputs(rounds))[0]
@@ -308,6 +313,9 @@ class Trainer:
             comms_model=self._comms_model,
             profiles=self._profiles,
             search=searcher,
+            # The plan is to be the search's, good or bad.
+            consider_stock=False,
+            max_switches=0,
         )
         plan = planner.collective_plan(model, [self._sharder()], dist.group.WORLD)
         result = planner.last_result
@@ -361,6 +369,12 @@ class Trainer:
         self._reference.run()
         return statistics.median(self._reference.run() for _ in range(9))
 
+    def reference_slowdown(self) -> float:
+        """How much longer the reference should take on all ranks than on one alone."""
+        passes = np.array([self._reference.run_phases() for _ in range(20)])
+        share = np.median(passes, axis=0) / np.median(passes, axis=0).sum()
+        return float(share @ self._comms_model.compute_slowdown)
+
     def _summarise(self, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """One round, over ranks and iterations; times by the clock."""
         phases: dict[str, list[float]] = {name: [] for name in PHASES}
@@ -404,13 +418,32 @@ def embedding_ms(by_rank: Sequence[Sequence[PhaseTimes]]) -> float:
     return total
 
 
-def measured(trial: Trial, nominal_ms: float) -> dict[str, Any]:
+def machine_speeds(trials: Sequence[Trial], nominal_ms: float) -> list[float]:
+    """How fast the machine was in each round, beside when the kernels were measured.
+
+    The reference jumps by a fifth from one trial to the next while the trials' own
+    times do not: so one speed per round, by the median over its trials.
+
+    Args:
+        trials: All plans of a model.
+        nominal_ms: The reference on all ranks at once, as the models expect it.
+    """
+    return [
+        nominal_ms
+        / statistics.median(
+            ms for t in trials for ms in t.rounds[number]["reference_ms"]
+        )
+        for number in range(len(trials[0].rounds))
+    ]
+
+
+def measured(trial: Trial, speeds: Sequence[float]) -> dict[str, Any]:
     """Medians over all rounds, in the cost model's milliseconds."""
 
     def scaled(take: Any) -> float:
         values = [
-            value * nominal_ms / statistics.mean(r["reference_ms"])
-            for r in trial.rounds
+            value * speed
+            for r, speed in zip(trial.rounds, speeds, strict=True)
             for value in take(r)
         ]
         return float(np.median(values))
@@ -476,7 +509,8 @@ def report(data: dict[str, Any]) -> str:
         f"{data['world_size']} ranks over gloo, one thread each, on {where['device']}; "
         f"torch {where['torch']}, fbgemm {where['fbgemm']}. "
         f"{data['options']['iterations']} timed iterations in each of "
-        f"{data['options']['rounds']} rounds per plan, scaled by the reference set.",
+        f"{data['options']['rounds']} rounds per plan, scaled by the reference set's "
+        "median over each round.",
         "",
         "| model | plans | measured ms | rank correlation | median error | worst error "
         "| predicted best over best |",
@@ -486,8 +520,9 @@ def report(data: dict[str, Any]) -> str:
         judged = model["judged"]
         times = [p["measured"]["embedding_ms"] for p in model["plans"]]
         lines.append(
-            f"| {model['name']} | {len(times)} | {min(times):.1f} to {max(times):.1f} | "
-            f"{judged['spearman']:.3f} | {judged['median_error']:.1%} | "
+            f"| {model['name']} | {len(times)} | "
+            f"{min(times):.1f} to {max(times):.1f} | {judged['spearman']:.3f} | "
+            f"{judged['median_error']:.1%} | "
             f"{judged['max_error']:.1%} | {judged['best_predicted_over_best']:.3f} |"
         )
     lines += [
@@ -504,6 +539,34 @@ def report(data: dict[str, Any]) -> str:
         ]
         lines.append(f"| {model['name']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def plot(data: dict[str, Any], path: Path) -> None:
+    """Measured against predicted, one panel per model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    models = data["models"]
+    figure, panels = pyplot.subplots(1, len(models), figsize=(4 * len(models), 4))
+    for panel, model in zip(np.atleast_1d(panels), models, strict=True):
+        predicted = [p["predicted"]["embedding_ms"] for p in model["plans"]]
+        real = [p["measured"]["embedding_ms"] for p in model["plans"]]
+        panel.scatter(predicted, real, s=16)
+        panel.scatter(predicted[:1], real[:1], s=40, label=model["plans"][0]["name"])
+        limits = [0.9 * min(predicted + real), 1.05 * max(predicted + real)]
+        panel.plot(limits, limits, color="grey", linewidth=0.8)
+        panel.set(
+            title=model["name"],
+            xlabel="predicted [ms]",
+            ylabel="measured [ms]",
+            xlim=limits,
+            ylim=limits,
+        )
+        panel.legend(loc="upper left", frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def _commit() -> str:
@@ -559,6 +622,8 @@ def main() -> None:
                         f"{trial.rounds[-1]['reference_ms'][0] / nominal_ms:.3f}",
                         flush=True,
                     )
+        slowdown = trainer.reference_slowdown()
+        speeds = machine_speeds(trials, nominal_ms * slowdown)
         plans = [
             {
                 "name": t.name,
@@ -568,7 +633,7 @@ def main() -> None:
                     **predicted_phases(t.predicted),
                     "by_rank": t.predicted.to_json()["ranks"],
                 },
-                "measured": measured(t, nominal_ms),
+                "measured": measured(t, speeds),
                 "rounds": t.rounds,
             }
             for t in trials
@@ -578,6 +643,9 @@ def main() -> None:
                 "name": workload.name,
                 "num_tables": len(workload.tables),
                 "batch_size": workload.batch_size,
+                "nominal_reference_ms": nominal_ms,
+                "reference_slowdown": slowdown,
+                "machine_speeds": speeds,
                 "plans": plans,
                 "judged": judge(plans),
             }
@@ -585,7 +653,10 @@ def main() -> None:
         if ranks.rank == 0:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-            args.out.with_suffix(".md").write_text(report(data))
+            args.out.with_suffix(".md").write_text(
+                f"{report(data)}\n![predicted and measured]({args.out.name}.svg)\n"
+            )
+            plot(data, args.out.with_suffix(".svg"))
             print(json.dumps(data["models"][-1]["judged"], indent=1), flush=True)
     dist.destroy_process_group()
 

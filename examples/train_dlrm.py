@@ -75,6 +75,7 @@ from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
+    ConcurrentCostModel,
     load_comms_model,
 )
 from torchrec_neuroshard.devices import current_device_name
@@ -850,6 +851,8 @@ class PlanningDesk:
                 hbm_gb_per_s=hbm_gb_per_s,
             )
         self.comms_model = find_comms_model(config, ranks, bytes_per_ms)
+        # What the planner predicts with: kernels while the other ranks run theirs.
+        self.concurrent = ConcurrentCostModel.of(self.cost_model, self.comms_model)
 
     def plan_stock(self) -> Planned:
         """Plan with TorchRec's own planner."""
@@ -921,7 +924,7 @@ class PlanningDesk:
             stages=tuple(range(len(types))),
             stage_names=tuple(types),
         )
-        simulator = Simulator(task, self.cost_model, self.comms_model)
+        simulator = Simulator(task, self.concurrent, self.comms_model)
         return simulator.evaluate(placed.placement)
 
 

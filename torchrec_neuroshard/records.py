@@ -8,7 +8,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torchrec_neuroshard.errors import (
@@ -141,6 +141,12 @@ class CommsHeader(RunHeader):
     """Measured rate of one large message between two ranks of a node."""
     inter_gb_per_s: float
     """Same between two nodes; 0 where the run had one."""
+    compute_slowdown: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Ranks of one node -> how many times as long forward and backward kernels take
+    while so many run theirs, which share its memory and cores. Empty for GPUs."""
+    compute_reference_ms: float = 0.0
+    """Forward + backward of the reference set that kernels are timed beside, on one
+    rank alone in this run: ties the two units of time together. 0 for GPUs."""
     kind: str = "comms"
 
     def check_same_run(self, other: RunHeader, where: str) -> None:

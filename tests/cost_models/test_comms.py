@@ -307,6 +307,25 @@ def test_bytes_scale_with_the_bandwidth_and_starts_do_not() -> None:
     assert (limit > 0).all()
 
 
+@pytest.mark.parametrize(
+    ("local", "expected"),
+    [(1, (1.0, 1.0)), (2, (1.4, 1.6)), (3, (1.9, 1.8)), (8, (4.4, 2.8))],
+)
+def test_slowdown_follows_the_ranks_of_a_node(
+    local: int, expected: tuple[float, float]
+) -> None:
+    model = LearnedCommsModel(
+        random_network(),
+        backend="gloo",
+        world_size=8 * local,
+        local_world_size=local,
+        measured_gb_per_s=LINKS,
+        slowdowns={1: (1.0, 1.0), 2: (1.4, 1.6), 4: (2.4, 2.0)},
+    )
+    assert model.compute_slowdown == pytest.approx(expected)
+    assert learned().compute_slowdown == (1.0, 1.0)
+
+
 def test_learned_model_needs_whole_nodes_and_bandwidths() -> None:
     with pytest.raises(ConfigError, match=r"world_size \(6\) must be a multiple"):
         learned(6, 4)

@@ -11,12 +11,15 @@ from torchrec_neuroshard.cost_models import (
     PhysicalCostModel,
     StockCostModel,
 )
-from torchrec_neuroshard.cost_models.compute import PhysicalConstants
+from torchrec_neuroshard.cost_models.compute import (
+    ConcurrentCostModel,
+    PhysicalConstants,
+)
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.testing import AnalyticCostModel
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
 def random_features(num_tables: int, seed: int) -> npt.NDArray[np.float32]:
@@ -154,6 +157,23 @@ def test_stock_formula(width: int, penalty: float) -> None:
     moved = 8 * lookups + lookups * width * 4 + 100 * width * 4
     expected = moved * penalty / (897.0 * 1e6)
     np.testing.assert_allclose(costs[0], [expected, 2 * expected], rtol=1e-5)
+
+
+def test_kernels_among_others_take_longer_each_way() -> None:
+    alone = random_neural()
+    comms = AnalyticCommsModel()
+    assert ConcurrentCostModel.of(alone, comms) is alone
+    comms.compute_slowdown = (1.5, 2.0)
+    slowed = ConcurrentCostModel.of(alone, comms)
+    assert ConcurrentCostModel.of(slowed, comms) is slowed  # not twice
+    sums = slowed.encode(random_features(4, 1))
+    np.testing.assert_allclose(
+        slowed.predict_sums(sums), alone.predict_sums(sums) * [1.5, 2.0]
+    )
+    assert slowed.encoding_dim == alone.encoding_dim
+    np.testing.assert_array_equal(
+        slowed.relative_uncertainty(sums), alone.relative_uncertainty(sums)
+    )
 
 
 def test_bandwidth_must_be_positive() -> None:

@@ -45,6 +45,8 @@ from torchrec_neuroshard.collect.store import (
     read_comms_header,
     read_comms_records,
 )
+from torchrec_neuroshard.collect.tbe import permute_bags
+from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import (
     ConfigError,
@@ -80,6 +82,7 @@ _REFERENCE_EVERY = 4
 _REFERENCE_QUANTILE = 0.25
 """Quantile of the reference's passes that tells the machine's speed. Where threads
 share cores, passes differ by whole time slices: a median jumps between two values."""
+_SLOWDOWN_ROUNDS, _SLOWDOWN_PASSES = 5, 40
 _START_MARGIN_S = 1e-3
 """From the agreement on a start to the start, so that all ranks know of it."""
 _MEMORY_SHARE = 0.25
@@ -377,7 +380,9 @@ class CollectiveRunner:
     """One collective with its buffers, as TorchRec issues it on this rank.
 
     The pooled all-to-all comes with TorchRec's copies around it: into the send buffer,
-    and from rank-major to row-major order. So do its fresh output buffers.
+    and from rank-major to row-major order. So do its fresh output buffers. The index
+    all-to-all comes with the permutations of a KeyedJaggedTensor's features before and
+    after it.
     Source: torchrec.distributed.comm_ops and dist_data, 1.8.
     """
 
@@ -420,14 +425,7 @@ class CollectiveRunner:
             self._input = self._values(batch_size, sum(self._columns))
             self.run = self._pooled_backward
         elif collective == "index":
-            lengths = [round(b // 8 * lengths_share) for b in bytes_per_peer]
-            ids = [b // 8 - n for b, n in zip(bytes_per_peer, lengths, strict=True)]
-            self._sends = [lengths, ids]
-            self._receives = [[n[rank]] * world_size for n in self._sends]
-            self._ids = [
-                torch.zeros(sum(n), dtype=torch.int64, device=device)
-                for n in self._sends
-            ]
+            self._prepare_index(bytes_per_peer, lengths_share, rank)
             self.run = self._index
         elif collective == "reduce_scatter":
             self._input = self._values(world_size, mine // 4)
@@ -438,6 +436,40 @@ class CollectiveRunner:
         else:
             self._input = self._values(world_size, mine // 4)
             self.run = self._all_reduce
+
+    def _prepare_index(
+        self, bytes_per_peer: Sequence[int], lengths_share: float, rank: int
+    ) -> None:
+        """Make bags of ids, as many for a peer as its share of lengths says."""
+        values = [b // 8 for b in bytes_per_peer]
+        wanted = [max(1, round(v * lengths_share)) for v in values if v]
+        batch = self._batch_size = min(self._batch_size, *wanted)
+        features = [
+            max(1, round(v * lengths_share) // batch) if v else 0 for v in values
+        ]
+        ids = [v - batch * n for v, n in zip(values, features, strict=True)]
+        self._sends = [[batch * n for n in features], ids]
+        self._receives = [[n[rank]] * self._world_size for n in self._sends]
+        device = self._device
+        lengths = [
+            _even_lengths(count, batch * n)
+            for count, n in zip(ids, features, strict=True)
+            if n
+        ]
+        self._lengths = torch.cat(lengths).to(device).view(-1, batch)
+        self._ids = torch.zeros(sum(ids), dtype=torch.int64, device=device)
+        mine = features[rank]
+        # Each peer's features in reverse; afterwards from rank-major to feature-major.
+        starts = np.cumsum([0, *features])
+        order = [
+            start + n - 1 - i
+            for start, n in zip(starts, features, strict=False)
+            for i in range(n)
+        ]
+        back = [w * mine + i for i in range(mine) for w in range(self._world_size)]
+        self._order, self._recat = (
+            torch.tensor(o, dtype=torch.int32, device=device) for o in (order, back)
+        )
 
     def set_input(self, values: torch.Tensor) -> None:
         """Replace the fp32 input by another of the same shape."""
@@ -484,6 +516,8 @@ class CollectiveRunner:
         self.output = output.view(shape).div_(self._world_size)
 
     def _index(self) -> None:
+        lengths, ids = permute_bags(self._order, self._lengths, self._ids)
+        permuted = lengths.view(-1), ids
         splits = torch.tensor(
             [[*counts, self._batch_size] for counts in zip(*self._sends, strict=True)],
             device=self._device,
@@ -494,12 +528,16 @@ class CollectiveRunner:
         ).wait()
         received.tolist()  # TorchRec reads them to make room
         outputs, pending = [], []
-        for ids, into, out in zip(self._ids, self._sends, self._receives, strict=True):
-            outputs.append(torch.empty(sum(out), dtype=ids.dtype, device=self._device))
-            pending.append(self._exchange(outputs[-1], ids, out, into))
+        for sent, into, out in zip(permuted, self._sends, self._receives, strict=True):
+            outputs.append(torch.empty(sum(out), dtype=sent.dtype, device=self._device))
+            pending.append(self._exchange(outputs[-1], sent, out, into))
         for work in pending:
             work.wait()
-        self.output = tuple(outputs)
+        lengths, ids = outputs
+        if len(self._recat):
+            by_feature = lengths.view(-1, self._batch_size)
+            lengths, ids = permute_bags(self._recat, by_feature, ids)
+        self.output = lengths.view(-1), ids
 
     def _reduce_scatter(self) -> None:
         output = self._input.new_empty((1, self._input.shape[1]))
@@ -514,6 +552,13 @@ class CollectiveRunner:
     def _all_reduce(self) -> None:
         dist.all_reduce(self._input, group=self._group, async_op=True).wait()
         self.output = self._input
+
+
+def _even_lengths(num_ids: int, num_bags: int) -> torch.Tensor:
+    """Spread ids over bags."""
+    lengths = torch.full((num_bags,), num_ids // num_bags, dtype=torch.int64)
+    lengths[: num_ids % num_bags] += 1
+    return lengths
 
 
 class _Meter:
@@ -660,6 +705,7 @@ def collect_comms(config: CommsConfig, console: Console | None = None) -> None:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a rank on a CPU has one core
+    keep_freed_memory()
     ranks = Ranks(config.backend, config.timeout_seconds, config.group_sizes)
     # torchrun ends all ranks when one dies: they still have to say so and to tidy up.
     with _stop_on_signal() as stop:
@@ -703,6 +749,9 @@ def _collect(
     intra = ranks.bandwidth(1) if local > 1 else 0.0
     inter = ranks.bandwidth(local) if local < world else 0.0
     reference_ms = meter.nominal_ms()
+    slowdown, compute_reference_ms = {}, 0.0
+    if known is None and ranks.device.type == "cpu":
+        slowdown, compute_reference_ms = _time_kernels(ranks)
     header = CommsHeader(
         fingerprint=_fingerprint(ranks),
         reference_ms=reference_ms,
@@ -715,6 +764,8 @@ def _collect(
         local_world_size=local,
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
+        compute_slowdown=slowdown,
+        compute_reference_ms=compute_reference_ms,
     )
     header = ranks.share(known or header)
     with contextlib.ExitStack() as stack:
@@ -739,6 +790,31 @@ def _collect(
                 progress.update(bar, advance=1, rate=progress.tasks[0].speed or 0.0)
     if ranks.rank == 0 and config.out.exists():
         console.print(summary(config.out))
+
+
+def _time_kernels(ranks: Ranks) -> tuple[dict[str, tuple[float, ...]], float]:
+    """Time kernels on several ranks of one node at once, and on one alone.
+
+    Returns:
+        `compute_slowdown` and `compute_reference_ms` of `CommsHeader`.
+    """
+    reference = Reference(ranks.device)
+    local = ranks.local_world_size
+    counts = sorted({1, local, *(n for n in ranks.group_sizes.values() if n < local)})
+    rounds: dict[int, list[npt.NDArray[np.float64]]] = {n: [] for n in counts}
+    for count in counts * _SLOWDOWN_ROUNDS:
+        ranks.agree([0.0])
+        passes = np.ones((_SLOWDOWN_PASSES, 2))
+        if ranks.rank < count:
+            passes = np.array([reference.run_phases() for _ in passes])
+        everyone = ranks.gather(np.median(passes, axis=0))[:, :count]
+        rounds[count].append(everyone.mean(axis=1))
+    alone = np.median(rounds[1], axis=0)
+    slowdown = {
+        str(n): tuple(float(v) for v in np.median(rounds[n], axis=0) / alone)
+        for n in counts
+    }
+    return slowdown, float(alone.sum())
 
 
 def _open_together(config: CommsConfig, ranks: Ranks) -> tuple[CommsHeader | None, int]:

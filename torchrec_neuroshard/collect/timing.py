@@ -263,7 +263,11 @@ class Reference:
 
     def run(self) -> float:
         """One forward and backward pass [ms]."""
-        return sum(self._passes.run())
+        return sum(self.run_phases())
+
+    def run_phases(self) -> tuple[float, float]:
+        """One forward and one backward pass [ms]."""
+        return self._passes.run()
 
     def nominal_ms(self, num_passes: int = 200) -> float:
         """Median of many passes [ms]."""

@@ -8,6 +8,7 @@ from torchrec_neuroshard.cost_models.comms import (
     datasheet_comms_model,
 )
 from torchrec_neuroshard.cost_models.compute import (
+    ConcurrentCostModel,
     NeuralCostModel,
     PhysicalCostModel,
     StockCostModel,
@@ -20,6 +21,7 @@ from torchrec_neuroshard.cost_models.loading import (
 __all__ = [
     "BandwidthCommsModel",
     "CommsModel",
+    "ConcurrentCostModel",
     "CostModel",
     "LearnedCommsModel",
     "NeuralCostModel",

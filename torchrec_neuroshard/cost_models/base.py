@@ -109,6 +109,9 @@ class CommsModel(ABC):
     """Time of the collectives around the fused kernels."""
 
     source: str = "datasheet, not measured"
+    compute_slowdown: tuple[float, float] = (1.0, 1.0)
+    """How many times as long forward and backward kernels take while all ranks of a
+    node run theirs: ranks on CPUs share memory and cores, GPUs do not."""
 
     @abstractmethod
     def all_to_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -148,6 +149,21 @@ class BandwidthCommsModel(CommsModel):
         return np.stack([ms, ms], axis=2)
 
 
+def _slowdown_at(
+    ranks: int, slowdowns: Mapping[int, tuple[float, ...]]
+) -> tuple[float, float]:
+    """Interpolate between the numbers of ranks measured; beyond, go on straight."""
+    if not slowdowns:
+        return 1.0, 1.0
+    known = sorted(slowdowns)
+    values = np.array([slowdowns[n] for n in known])
+    forward, backward = (np.interp(ranks, known, values[:, i]) for i in (0, 1))
+    if ranks > known[-1] and len(known) > 1:
+        slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
+        forward, backward = values[-1] + np.maximum(slope, 0) * (ranks - known[-1])
+    return float(forward), float(backward)
+
+
 class LearnedCommsModel(CommsModel):
     """What was measured, for one group of ranks; see `comms_network`."""
 
@@ -163,6 +179,8 @@ class LearnedCommsModel(CommsModel):
         measured_gb_per_s: tuple[float, float],
         intra_gb_per_s: float | None = None,
         inter_gb_per_s: float | None = None,
+        slowdowns: Mapping[int, tuple[float, ...]] | None = None,
+        time_scale: float = 1.0,
     ) -> None:
         """Take a trained network and the topology.
 
@@ -175,6 +193,8 @@ class LearnedCommsModel(CommsModel):
                 measured; the second is 0 where one node was measured.
             intra_gb_per_s: Bandwidth inside a node to predict for; None is as measured.
             inter_gb_per_s: Same between nodes.
+            slowdowns: `CommsHeader.compute_slowdown`; None: ranks share nothing.
+            time_scale: Factor on all times: to the compute model's milliseconds.
 
         Raises:
             ConfigError: The ranks do not fill whole nodes, or a bandwidth that is
@@ -196,6 +216,8 @@ class LearnedCommsModel(CommsModel):
                 "run 'neuroshard collect comms' on several nodes"
             )
         self.backend = backend
+        self._time_scale = time_scale
+        self.compute_slowdown = _slowdown_at(local_world_size, slowdowns or {})
         self._world_size, self._local_world_size = world_size, local_world_size
         group = torch.tensor([[float(world_size), float(local_world_size)]])
         with torch.no_grad():
@@ -250,7 +272,7 @@ class LearnedCommsModel(CommsModel):
             gain = self._gain_L[COLLECTIVES.index(collective)]
             ms = ms * (1.0 - gain * overlap.numpy())
         ms[bytes_CW.sum(axis=1) == 0] = 0.0
-        return ms
+        return ms * self._time_scale
 
     def all_to_all(
         self,

@@ -11,7 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,10 @@ class CommsBundleInfo:
     """Least and most in training."""
     trained_on: Mapping[str, Any]
     """Records, seeds and commands behind the weights."""
+    compute_slowdown: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """See `CommsHeader`."""
+    compute_reference_ms: float = 0.0
+    """See `CommsHeader`."""
     term_names: tuple[str, ...] = TERM_NAMES
     collectives: tuple[str, ...] = COLLECTIVES
     comms_version: int = COMMS_VERSION
@@ -191,13 +195,27 @@ def load_comms_bundle(
         )
     return LearnedCommsModel(
         network,
+        time_scale=_time_scale(path, info),
         backend=backend,
         world_size=world_size,
         local_world_size=local_world_size,
         measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
         intra_gb_per_s=intra_gb_per_s,
         inter_gb_per_s=inter_gb_per_s,
+        slowdowns={int(n): tuple(v) for n, v in info.compute_slowdown.items()},
     )
+
+
+def _time_scale(folder: Path, info: CommsBundleInfo) -> float:
+    """Milliseconds of the compute model beside it, per one of the collectives.
+
+    Both were timed beside the same reference set, when the machine was as fast as it
+    happened to be.
+    """
+    if not (info.compute_reference_ms and (folder / _COMPUTE_INFO).is_file()):
+        return 1.0
+    nominal_ms = read_info(folder).reference_ms
+    return nominal_ms / info.compute_reference_ms if nominal_ms else 1.0
 
 
 def comms_card(
@@ -228,6 +246,11 @@ def comms_card(
             f"{info.inter_gb_per_s:.2f} GB/s |"
             if info.inter_gb_per_s
             else "not measured |"
+        ),
+        *(
+            f"| kernels of {n} ranks at once | forward {v[0]:.2f}, backward "
+            f"{v[1]:.2f} times as long |"
+            for n, v in info.compute_slowdown.items()
         ),
         f"| measured | {', '.join(trained_on['created'])} |",
         "",

@@ -26,6 +26,7 @@ from torchrec_neuroshard.cost_models.comms_training import (
 )
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.records import (
+    CommsHeader,
     CommsRecord,
     command_line,
     repeatability,
@@ -119,6 +120,8 @@ def train_comms_bundle(
         inter_gb_per_s=inter,
         world_sizes=tuple(sorted({r.world_size for r in training})),
         bytes_per_rank=(min(sums), max(sums)),
+        compute_slowdown=_merge_slowdowns(headers),
+        compute_reference_ms=_typical(tuple(h.compute_reference_ms for h in headers)),
         trained_on={
             "num_training": len(training),
             "num_test": len(test),
@@ -145,6 +148,17 @@ def train_comms_bundle(
     console.print(line)
     console.print(f"wrote {out}")
     return evaluations
+
+
+def _merge_slowdowns(headers: Sequence[CommsHeader]) -> dict[str, tuple[float, ...]]:
+    """Median over the files of each number of ranks."""
+    found: dict[int, list[Sequence[float]]] = {}
+    for header in headers:
+        for count, values in header.compute_slowdown.items():
+            found.setdefault(int(count), []).append(values)
+    return {
+        str(n): tuple(map(float, np.median(found[n], axis=0))) for n in sorted(found)
+    }
 
 
 def _check_world_sizes(known: set[int], test_world_sizes: Sequence[int]) -> None:
