@@ -48,6 +48,7 @@ from torchrec_neuroshard.cost_models.calibration import (
     score,
     source_folder,
     split_records,
+    steady_records,
 )
 from torchrec_neuroshard.cost_models.training import (
     Evaluation,
@@ -138,7 +139,9 @@ def report(data: dict[str, Any]) -> str:
         f"train on). Target: {records['device']}, torch {records['torch']}, fbgemm "
         f"{records['fbgemm']}; {records['num_training']} sets to draw from, "
         f"{records['num_test']} sets of tables that neither device's training saw "
-        "judge every row. The same set measured again later on the target differs by "
+        f"judge every row; {records['num_disturbed']} records that other work "
+        "disturbed (their passes or the reference beside them tell) are left out. "
+        "The same set measured again later on the target differs by "
         f"{records['repeat_median']:.1%} (median of {records['num_repeats']}).",
         "",
         "Mean absolute percentage error of milliseconds: median over seeds (least to "
@@ -198,7 +201,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="path without suffix")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    headers, found = read_records(args.records)
+    headers, measured = read_records(args.records)
+    found = steady_records(measured)
     training, test = map(build_sets, split_records(found))
     if max(args.sizes) > training.num_sets:
         parser.error(f"--sizes: there are {training.num_sets} sets to draw from")
@@ -223,6 +227,7 @@ def main() -> None:
             "fbgemm": headers[0].fingerprint.fbgemm,
             "num_training": training.num_sets,
             "num_test": test.num_sets,
+            "num_disturbed": len(measured) - len(found),
             "num_repeats": len(repeats),
             "repeat_median": statistics.median(repeats),
         },
