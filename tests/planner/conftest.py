@@ -111,6 +111,9 @@ def make_planner() -> MakePlanner:
             "storage_reservation": FixedPercentageStorageReservation(percentage=0.0),
             "stats": [],
             "debug": False,
+            # What is under test are searched placements, unless a test says otherwise.
+            "consider_stock": False,
+            "max_switches": 0,
         }
         return NeuroShardPlanner(topology=topology, **(arguments | kwargs))
 

@@ -122,26 +122,70 @@ def test_each_part_works_in_the_stock_planner(
 # --- enumerator -----------------------------------------------------------------
 
 
-def test_enumerator_keeps_what_the_search_places(
+def kinds_of(options: list[ShardingOption]) -> dict[str, list[tuple[str, str]]]:
+    """Sharding types and kernels of each table's options, in their order."""
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for option in options:
+        kind = (option.sharding_type, option.compute_kernel)
+        kinds.setdefault(option.name, []).append(kind)
+    return kinds
+
+
+def test_enumerator_keeps_one_option_of_each_use(
     make_ebc: MakeEbc, sharders: Sharders
 ) -> None:
     constraints = {
         "t1": ParameterConstraints(sharding_types=["row_wise", "data_parallel"]),
-        "t2": ParameterConstraints(sharding_types=["row_wise", "table_wise"]),
+        "t2": ParameterConstraints(sharding_types=["table_row_wise", "table_wise"]),
         "t3": ParameterConstraints(compute_kernels=["fused_uvm"]),
     }
-    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **models())
-    kinds: dict[str, list[tuple[str, str]]] = {}
-    for option in enumerator.enumerate(make_ebc(SIZES), sharders):
-        kinds.setdefault(option.name, []).append(
-            (option.sharding_type, option.compute_kernel)
-        )
-    assert kinds["t0"] == [("column_wise", "fused"), ("table_wise", "fused")]
-    assert kinds["t1"][0] == ("data_parallel", "dense")
-    assert {k for k, _ in kinds["t1"]} == {"data_parallel", "row_wise"}
-    assert kinds["t2"] == [("table_wise", "fused")]
+    topology = gpus(4, local_world_size=2)
+    enumerator = NeuroShardEnumerator(topology, 64, constraints, **models())
+    kinds = kinds_of(enumerator.enumerate(make_ebc(SIZES), sharders))
+    assert kinds["t0"] == [
+        ("column_wise", "fused"),
+        ("data_parallel", "dense"),
+        ("row_wise", "fused"),
+        ("table_row_wise", "fused"),
+        ("table_wise", "fused"),
+    ]
+    assert kinds["t1"] == [("data_parallel", "dense"), ("row_wise", "fused")]
+    assert kinds["t2"] == [("table_row_wise", "fused"), ("table_wise", "fused")]
     assert {k for _, k in kinds["t3"]} == {"fused_uvm"}
     assert len({k for k, _ in kinds["t3"]}) > 2
+
+
+def test_row_wise_is_not_listed_twice_on_one_node(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    constraints = {"t1": ParameterConstraints(sharding_types=["table_row_wise"])}
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **models())
+    kinds = kinds_of(enumerator.enumerate(make_ebc(SIZES), sharders))
+    assert "table_row_wise" not in {k for k, _ in kinds["t0"]}
+    assert {k for k, _ in kinds["t1"]} == {"table_row_wise"}
+
+
+def test_host_memory_is_offered_where_device_memory_is_scarce(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    def kernels(hbm_cap: int, **constraint: Any) -> set[tuple[str, str]]:
+        constraints = {"t0": ParameterConstraints(**constraint)}
+        enumerator = NeuroShardEnumerator(
+            gpus(hbm_cap=hbm_cap), 64, constraints, **models()
+        )
+        found = kinds_of(enumerator.enumerate(make_ebc([(1000, 64)]), sharders))
+        return {(t, k) for t, k in found["t0"] if k not in ("fused", "dense")}
+
+    size = 1000 * 64 * 4
+    assert not kernels(hbm_cap=2 * size)
+    assert kernels(hbm_cap=2 * size - 1) == {
+        (kind, kernel)
+        for kind in ("row_wise", "table_wise")
+        for kernel in ("fused_uvm", "fused_uvm_caching")
+    }
+    assert kernels(hbm_cap=100 * size, compute_kernels=["fused", "fused_uvm"]) == {
+        (kind, "fused_uvm") for kind in ("row_wise", "table_wise")
+    }
 
 
 def test_enumerator_leaves_unknown_tables_alone(
@@ -202,7 +246,7 @@ def test_other_options_keep_stock_costs_plus_a_launch(
     make_ebc: MakeEbc, sharders: Sharders
 ) -> None:
     topology = gpus()
-    ebc = make_ebc([(1000, 64)])
+    ebc = make_ebc([(1000, 10)])  # no fused kernel takes ten columns
     storage = EmbeddingStorageEstimator(topology)
 
     def perfs(estimator: Any) -> dict[tuple[str, str], Any]:
@@ -240,7 +284,7 @@ def test_launches_of_fused_stock_tables_count_once(
     model = AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0)
     costs = PlanCosts(gpus(), constraints, cost_model=model)
     enumerator = NeuroShardEnumerator(gpus(), 64, constraints, costs=costs)
-    proposal = enumerator.enumerate(make_ebc([(1000, 64)] * 3), sharders)
+    proposal = enumerator.enumerate(make_ebc([(1000, 10)] * 3), sharders)
     proposal = [o for o in proposal if o.compute_kernel == "fused"]
     plan = NeuroShardPartitioner(gpus(), constraints, costs=costs).partition(
         proposal, gpus()
@@ -275,10 +319,29 @@ def test_one_proposal_where_every_table_may_be_split(
         make_ebc(SIZES), sharders
     )
     proposer = NeuroShardProposer(gpus(), **models())
-    for fits in (True, False):
-        assert proposals(proposer, options, fits) == [
-            {f"t{i}": "column_wise fused" for i in range(4)}
-        ]
+    assert proposals(proposer, options, True) == [
+        {f"t{i}": "column_wise fused" for i in range(4)}
+    ]
+
+
+def test_tables_go_row_wise_one_after_another_until_all_fit(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    sizes = [(1000 * 2**i, 16) for i in range(4)]
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=["table_wise", "row_wise"])
+        for i in range(4)
+    }
+    options = NeuroShardEnumerator(gpus(), 64, constraints, **models()).enumerate(
+        make_ebc(sizes), sharders
+    )
+    found = proposals(NeuroShardProposer(gpus(), **models()), options, False)
+    by_rows = [
+        sorted(name for name, kind in p.items() if kind == "row_wise fused")
+        for p in found
+    ]
+    # The largest first, then two more at once, then the rest.
+    assert by_rows == [[], ["t3"], ["t1", "t2", "t3"], ["t0", "t1", "t2", "t3"]]
 
 
 def test_mixed_modules_are_proposed_whole_as_well(
@@ -319,7 +382,8 @@ def test_least_memory_follows_when_the_fastest_does_not_fit(
     assert [p["t0"] for p in fitting] == ["data_parallel dense"]
     tight = proposals(proposer, options, False)
     assert tight[0] == fitting[0]
-    assert [p["t0"].split()[0] for p in tight] == ["data_parallel", "row_wise"]
+    assert tight[1]["t0"] == "row_wise fused"
+    assert [p["t1"] for p in tight[:2]] == ["column_wise fused"] * 2
 
 
 def test_widths_that_no_fused_kernel_takes_go_elsewhere(
@@ -476,7 +540,7 @@ def test_rating_is_the_critical_path(make_ebc: MakeEbc, sharders: Sharders) -> N
 def test_rating_counts_stock_tables(make_ebc: MakeEbc, sharders: Sharders) -> None:
     topology = gpus()
     options = EmbeddingEnumerator(topology, 64).enumerate(
-        make_ebc([(100, 16)] * 2), sharders
+        make_ebc([(100, 16), (100, 10)]), sharders
     )
     by_kind = {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
     whole = by_kind[("t0", "table_wise", "fused")]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -34,11 +33,11 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.sharding_plan import get_default_sharders
 
 from torchrec_neuroshard.cost_models import CostModel
-from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError, ProfileError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.profiles import FeatureProfile, uniform_profile
-from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.search import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -229,13 +228,36 @@ def test_infeasible_error_reaches_the_caller(
 
 
 def test_stock_plan_is_taken_where_the_search_finds_none(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    class Helpless(Searcher):
+        def search(self, task: Any, *models: Any) -> SearchResult:
+            raise InfeasibleError(f"no room for '{task.tables[0].name}'")
+
+    constraints = {"t0": ParameterConstraints(sharding_types=["table_wise"])}
+    planner = make_planner(2, constraints=constraints, search=Helpless())
+    planner.plan(make_ebc([(1000, 64)]), sharders)
+    check(planner)
+    result = planner.last_result
+    assert result is not None
+    assert result.fallback == "no room for 't0'"
+    assert any("TorchRec's own plan was taken" in w for w in result.warnings)
+    assert [s.width for s in result.placement.shards] == [64]
+    # Half of the table on each rank would be faster.
+    assert 0 < result.lower_bound_ms < result.predicted.critical_path_ms
+    assert result.gap == pytest.approx(
+        result.predicted.critical_path_ms / result.lower_bound_ms - 1
+    )
+
+
+def test_table_too_large_for_a_rank_goes_row_wise(
     make_ebc: MakeEbc,
     make_planner: MakePlanner,
     sharders: Sharders,
     read_types: ReadTypes,
 ) -> None:
-    # 977 MiB over two ranks of 600: halves fit only row-wise, for the table may not
-    # be split by columns.
+    # 977 MiB over two ranks of 600: halves fit only by rows, for the table may not be
+    # split by columns.
     constraints = {
         "t0": ParameterConstraints(min_partition=256, compute_kernels=["fused"])
     }
@@ -245,19 +267,45 @@ def test_stock_plan_is_taken_where_the_search_finds_none(
         topology_arguments={"hbm_cap": 600 * 2**20},
         constraints=constraints,
     )
-    plan = planner.plan(make_ebc([(1_000_000, 256)]), sharders)
-    assert read_types(plan)["t0"] in ("row_wise", "table_row_wise")
+    plan = planner.plan(make_ebc([(1_000_000, 256), (1000, 16)]), sharders)
+    types = read_types(plan)
+    assert types["t0"] == "row_wise" and types["t1"] in ("table_wise", "column_wise")
+    check(planner)
+    assert planner.last_result is not None and planner.last_result.fallback is None
+
+
+def test_more_ranks_than_columns(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    read_types: ReadTypes,
+) -> None:
+    # Two shards of four columns, 38 MiB each, for 16 ranks of 20 MiB.
+    planner = make_planner(16, "cuda", topology_arguments={"hbm_cap": 20 * 2**20})
+    plan = planner.plan(make_ebc([(2_500_000, 8)]), sharders)
+    assert read_types(plan) == {"t0": "row_wise"}
     result = planner.last_result
-    assert result is not None
-    assert result.fallback is not None and "t0" in result.fallback
-    assert any("TorchRec's own plan was taken" in w for w in result.warnings)
-    assert planner.last_task is None and result.placement.shards == ()
-    assert result.predicted.critical_path_ms > 0
-    assert result.gap == math.inf
+    assert result is not None and result.gap == 0.0  # there is no other placement
+    assert result.lower_bound_ms == pytest.approx(result.predicted.critical_path_ms)
+
+
+def test_what_fits_no_device_goes_to_the_host(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    # 488 MiB for two ranks of 200.
+    planner = make_planner(2, "cuda", topology_arguments={"hbm_cap": 200 * 2**20})
+    plan = planner.plan(make_ebc([(2_000_000, 64), (1000, 16)]), sharders)
+    kernels = {n: p.compute_kernel for n, p in plan.plan[""].items()}
+    assert kernels["t0"] in ("fused_uvm", "fused_uvm_caching")
+    assert kernels["t1"] == "fused"
+    result = planner.last_result
+    assert result is not None and result.fallback is None
+    assert any("'t0': in the host's memory" in w for w in result.warnings)
+    assert result.predicted.compute_source == "analytic; estimated for 1 of 2 tables"
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])
-def test_other_sharding_types_go_the_stock_way(
+def test_other_sharding_types_where_asked_for(
     make_ebc: MakeEbc,
     make_planner: MakePlanner,
     sharders: Sharders,
@@ -521,8 +569,9 @@ def test_result_describes_the_plan_after_callbacks(
     names = [t.name for t in task.tables]
     ranks = {names[s.table]: s.rank for s in result.placement.shards}
     assert ranks == {"t0": 1, "t1": 0}
-    # Nothing is claimed about a plan that the search did not make.
-    assert result.lower_bound_ms == 0.0 and "from the search" not in result.warnings
+    # The bound is of every placement of the same tables, the warnings are not.
+    assert result.gap == pytest.approx(1.0)
+    assert "from the search" not in result.warnings
 
 
 def test_result_holds_what_the_search_said(

@@ -16,10 +16,11 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.planner.lowering import (
+    OFFLOADED_KERNELS,
     SEARCHED_TYPES,
     is_modelled_config,
     table_configs,
@@ -28,19 +29,47 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.shard_estimators import NeuroShardEstimator
 from torchrec_neuroshard.profiles import FeatureProfile
 
-__all__ = ["NeuroShardEnumerator"]
+__all__ = ["NeuroShardEnumerator", "SortedEnumerator"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
+_TABLE_WISE = ShardingType.TABLE_WISE.value
+_COLUMN_WISE = ShardingType.COLUMN_WISE.value
+_ROW_WISE = ShardingType.ROW_WISE.value
+_TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
+_NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
 
-class NeuroShardEnumerator(EmbeddingEnumerator):
+class SortedEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, but in an order that no hash seed changes."""
+
+    def _filter_sharding_types(
+        self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
+    ) -> list[str]:
+        return sorted(
+            super()._filter_sharding_types(name, allowed_sharding_types, sharder_key)
+        )
+
+    def _filter_compute_kernels(
+        self, name: str, allowed_compute_kernels: list[str], sharding_type: str
+    ) -> list[str]:
+        return sorted(
+            super()._filter_compute_kernels(
+                name, allowed_compute_kernels, sharding_type
+            )
+        )
+
+
+class NeuroShardEnumerator(SortedEnumerator):
     """TorchRec's enumerator with learned estimates and a fixed order of options.
 
-    A table that the cost model knows and that constraints and sharder allow to be fused
-    table-wise or column-wise gets these options only: the search splits and places it
-    itself. Any other table keeps all options that TorchRec gives it. Column splits are
-    not enumerated; the partitioner chooses widths, down to the constraint's
-    `min_partition` (default 4).
+    Left out are, of tables that the cost model knows, options that are no better than
+    others which stay: table-column-wise ones (the search splits columns by itself, down
+    to the constraint's `min_partition`, default 4), table-row-wise ones where all ranks
+    are in one node (row-wise is the same there), column-wise ones in the host's memory
+    where whole tables may go there. Unless constraints ask for it, no table goes there
+    while all of them, with the state of an optimizer, fill less than half of the
+    devices, and none of them one alone. What a constraint leaves no alternative to
+    always stays, and of other tables, everything does.
 
     Args:
         topology: The devices to plan for.
@@ -88,6 +117,10 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
             **kwargs,
         )
         self._modelled: set[str] = set()
+        self._devices = topology.devices
+        node = getattr(topology, "intra_group_size", topology.local_world_size)
+        self._one_node = node >= topology.world_size
+        self._is_tight = False
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -99,42 +132,45 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
             sharders: TorchRec's sharders of its embedding modules.
         """
         known: dict[str, bool] = {}
+        sizes = [0]
         for config in table_configs(module):
-            known[config.name] = known.get(config.name, True) and is_modelled_config(
-                config
-            )
+            modelled = is_modelled_config(config)
+            known[config.name] = known.get(config.name, True) and modelled
+            sizes.append(4 * config.num_embeddings * config.embedding_dim)
         self._modelled = {name for name, modelled in known.items() if modelled}
+        caps = [d.storage.hbm for d in self._devices]
+        # Weights and as much again for the state.
+        self._is_tight = 4 * sum(sizes) > sum(caps) or 2 * max(sizes) > max(caps)
         options: list[ShardingOption] = super().enumerate(module, sharders)
         return options
 
     def _filter_sharding_types(
         self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
     ) -> list[str]:
-        types = sorted(
-            super()._filter_sharding_types(name, allowed_sharding_types, sharder_key)
+        types = super()._filter_sharding_types(
+            name, allowed_sharding_types, sharder_key
         )
-        searched = [t for t in types if t in SEARCHED_TYPES]
         if name not in self._modelled:
             return types
-        sharder = self._sharder_map.get(sharder_key)
-        fused = sharder is not None and all(
-            _FUSED
-            in super(NeuroShardEnumerator, self)._filter_compute_kernels(
-                name, sharder.compute_kernels(t, self._compute_device), t
-            )
-            for t in searched
-        )
-        return searched if searched and fused else types
+        if not SEARCHED_TYPES.isdisjoint(types):
+            types = [t for t in types if t != _TABLE_COLUMN_WISE]
+        if _ROW_WISE in types and self._one_node:
+            types = [t for t in types if t not in _NODE_TYPES]
+        return types
 
     def _filter_compute_kernels(
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
-        kernels = sorted(
-            super()._filter_compute_kernels(
-                name, allowed_compute_kernels, sharding_type
-            )
+        kernels = super()._filter_compute_kernels(
+            name, allowed_compute_kernels, sharding_type
         )
-        known = name in self._modelled and sharding_type in SEARCHED_TYPES
-        if known and _FUSED in kernels:
+        if name not in self._modelled or _FUSED not in kernels:
+            return kernels
+        constraint = (self._constraints or {}).get(name)
+        asked = constraint.compute_kernels if constraint else None
+        types = constraint.sharding_types if constraint else None
+        whole = not types or _TABLE_WISE in types
+        useful = bool(asked) or self._is_tight
+        if not useful or (sharding_type == _COLUMN_WISE and whole):
             return [_FUSED]
-        return kernels
+        return [k for k in kernels if k == _FUSED or k in OFFLOADED_KERNELS]

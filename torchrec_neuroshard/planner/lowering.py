@@ -2,8 +2,10 @@
 
 A *searched* option is one whose placement this package chooses: a fused table-wise or
 column-wise one. A *described* option is one whose shards a `Placement` can express:
-searched ones and those that TorchRec itself placed table-column-wise. All others (row
-shards, replicas, offloaded tables) keep TorchRec's own costs.
+searched ones and those that TorchRec itself placed table-column-wise. A *costed* option
+is one that the cost model has a price for: described ones, row shards, replicas and
+tables in host memory. All others (tables on disk, quantised or of odd widths, modules
+of other kinds) keep TorchRec's own costs.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from torchrec_neuroshard.tables import (
 
 __all__ = [
     "DESCRIBED_TYPES",
+    "OFFLOADED_KERNELS",
     "SEARCHED_TYPES",
     "FusionGroups",
     "LoweredPlan",
@@ -65,6 +68,23 @@ DESCRIBED_TYPES: frozenset[str] = SEARCHED_TYPES | {
 """Sharding types whose shards are whole columns on one rank each."""
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
+_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+
+_ROW_TYPES: frozenset[str] = frozenset(
+    {
+        ShardingType.ROW_WISE.value,
+        ShardingType.TABLE_ROW_WISE.value,
+        ShardingType.GRID_SHARD.value,
+    }
+)
+
+OFFLOADED_KERNELS: frozenset[str] = frozenset(
+    {
+        EmbeddingComputeKernel.FUSED_UVM.value,
+        EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+    }
+)
+"""Fused kernels whose tables live in the host's memory."""
 
 _OPTIMIZER_NAMES: Mapping[str, str] = {
     # torch.optim and torchrec.optim classes
@@ -196,11 +216,26 @@ class TableReader:
 
     def is_described(self, option: ShardingOption) -> bool:
         """Whether the cost model and a placement can describe the option."""
-        config = self.config(option)
         return (
             option.sharding_type in DESCRIBED_TYPES
             and option.compute_kernel == _FUSED
-            and config is not None
+            and self._is_modelled(option)
+        )
+
+    def is_costed(self, option: ShardingOption) -> bool:
+        """Whether the cost model has a price for the option; see the module."""
+        if option.sharding_type == _DATA_PARALLEL:
+            return is_dense(option) and self._is_modelled(option)
+        return (
+            option.sharding_type in DESCRIBED_TYPES | _ROW_TYPES
+            and option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
+            and self._is_modelled(option)
+        )
+
+    def _is_modelled(self, option: ShardingOption) -> bool:
+        config = self.config(option)
+        return (
+            config is not None
             and is_modelled_config(config)
             and option.tensor.dim() == 2
             and all(
@@ -235,11 +270,11 @@ class TableReader:
         sample reads like L features of one id each.
 
         Args:
-            option: A described option.
+            option: A costed option.
         """
         optimizer = self.optimizer(option)
         config = self.config(option)
-        assert config is not None, "only described options have tables"
+        assert config is not None, "only costed options have tables"
         key = (
             table_name(option),
             tuple(option.tensor.shape),
@@ -330,7 +365,6 @@ def fusion_key(
     settings = tuple(
         repr(getattr(option, name, None))
         for name in (
-            "cache_params",
             "enforce_hbm",
             "stochastic_rounding",
             "bounds_check_mode",
@@ -349,7 +383,27 @@ def fusion_key(
         tuple(c.__name__ for c in classes) if classes else (),
         repr(arguments),
         settings,
+        _cache_key(option),
+        is_dense(option),
     )
+
+
+def _cache_key(option: ShardingOption) -> tuple[Any, ...]:
+    """How the cache of an offloaded table keeps it out of others' kernels.
+
+    Neither where a table lives nor how much of it is cached does; prefetching does, and
+    then every width has a kernel of its own.
+    """
+    params = option.cache_params
+    if params is None:
+        return ()
+    names = ("algorithm", "reserved_memory", "precision", "prefetch_pipeline")
+    values = ((name, getattr(params, name)) for name in names)
+    key = tuple((name, repr(value)) for name, value in values if value is not None)
+    cached = option.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    if not (cached and params.prefetch_pipeline):
+        return key
+    return (*key, *sorted({int(s.size[1]) for s in option.shards}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +446,7 @@ class LoweredPlan:
     described: tuple[ShardingOption, ...]
     """The option behind each of the task's tables."""
     others: tuple[ShardingOption, ...]
-    """Options outside the placement; their shards carry TorchRec's own costs."""
+    """Options outside the placement."""
 
 
 def lower_plan(

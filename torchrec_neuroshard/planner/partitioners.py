@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +28,7 @@ from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner.lowering import FusionGroups, device_tier, fusion_key
 from torchrec_neuroshard.planner.plan_costs import CostedPart
-from torchrec_neuroshard.search import make_searcher
+from torchrec_neuroshard.search import NeuroShardSearcher, make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -35,6 +37,11 @@ __all__ = ["NeuroShardPartitioner", "PlacedShards", "SearchRecord", "placed_shar
 _TABLE_WISE = ShardingType.TABLE_WISE.value
 _COLUMN_WISE = ShardingType.COLUMN_WISE.value
 _TIERS = ("hbm", "ddr", "ssd")
+
+LATER_EFFORT = 0.3
+"""Effort of the searches after a plan's first one, relative to it."""
+LEAST_SECONDS = 0.5
+"""What a later search gets however little of the time budget is left."""
 
 PlacedShards = frozenset[tuple[str, int, int, int]]
 """Table name, offset, width and rank of each shard: what a plan comes down to."""
@@ -85,6 +92,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     column-wise shards, so that a rank runs one kernel for them; where none is split,
     they become table-wise as far as the constraints allow.
 
+    A proposal whose shards all have ranks is a plan already and is only priced.
+
     The proposal is not changed; the options returned are copies, whose shards' `perf`
     adds up to the cost of each rank's set.
 
@@ -119,11 +128,22 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self._tier = device_tier(topology)
         self.records: list[SearchRecord] = []
         self.infeasible: str | None = None
+        self._seconds: float | None = None
+
+    @property
+    def searcher(self) -> Searcher:
+        """What searches the placements."""
+        return self._searcher
 
     def reset(self) -> None:
-        """Forget earlier searches."""
+        """Forget earlier searches.
+
+        The searches from now on share one time budget, and all but the first make
+        less effort.
+        """
         self.records = []
         self.infeasible = None
+        self._seconds = 0.0
 
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology
@@ -141,6 +161,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             PlannerError: Of type PARTITION, when nothing fits.
             ConfigError: The cost model predicts something that is not a time.
         """
+        if all(s.rank is not None for o in proposal for s in o.shards):
+            return self._keep(proposal, storage_constraint)
         is_searched = [self.costs.reader.is_searched(o) for o in proposal]
         searched = [o for o, s in zip(proposal, is_searched, strict=True) if s]
         others = _place_others(
@@ -156,13 +178,29 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self.costs.attribute(plan)
         return plan
 
+    def _keep(
+        self, plan: Sequence[ShardingOption], storage_constraint: Topology
+    ) -> list[ShardingOption]:
+        """Price a plan that somebody else made."""
+        kept = _copies(plan)
+        nothing = Storage(hbm=0, ddr=0)
+        for rank, left in enumerate(_left(storage_constraint, kept)):
+            if not nothing.fits_in(left):
+                raise PlannerError(
+                    error_type=PlannerErrorType.PARTITION,
+                    message=f"rank {rank} of a given plan holds more than its memory",
+                )
+        self.costs.attribute(kept)
+        return kept
+
     def _search(
         self, options: list[ShardingOption], memory: Sequence[Storage]
     ) -> list[ShardingOption]:
         storages = self._storages(options)
         task = self._task(options, storages, memory)
+        searcher, start = self._next_searcher(), time.monotonic()
         try:
-            result = self._searcher.search(
+            result = searcher.search(
                 task, self.costs.cost_model, self.costs.comms_model
             )
         except InfeasibleError as error:
@@ -170,9 +208,28 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION, message=str(error)
             ) from error
+        if self._seconds is not None:
+            self._seconds += time.monotonic() - start
         result.placement.check(task)
         self.records.append(SearchRecord(task, result))
         return self._emit(options, storages, result.placement)
+
+    def _next_searcher(self) -> Searcher:
+        """Return a searcher with what is left of the plan's time budget."""
+        searcher = self._searcher
+        first = self._seconds is None or not self.records
+        if first or type(searcher) is not NeuroShardSearcher:
+            return searcher
+        assert self._seconds is not None
+        config = searcher.config
+        left = config.time_budget_seconds - self._seconds
+        return NeuroShardSearcher(
+            dataclasses.replace(
+                config,
+                effort=config.effort * LATER_EFFORT,
+                time_budget_seconds=max(left, LEAST_SECONDS),
+            )
+        )
 
     def _task(
         self,
@@ -291,13 +348,18 @@ def _place_others(
     options: Sequence[ShardingOption], storage_constraint: Topology
 ) -> list[ShardingOption]:
     """Copies of the options, placed by TorchRec's own routine."""
+    copies = _copies(options)
+    if copies:
+        GreedyPerfPartitioner().partition(copies, storage_constraint)
+    return copies
+
+
+def _copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
     copies = []
     for option in options:
         new = copy.copy(option)
         new.shards = copy.deepcopy(option.shards)
         copies.append(new)
-    if copies:
-        GreedyPerfPartitioner().partition(copies, storage_constraint)
     return copies
 
 

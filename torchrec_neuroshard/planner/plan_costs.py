@@ -24,10 +24,12 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
+from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
+    ConcurrentCostModel,
     CostModel,
     load_comms_model,
     load_cost_model,
@@ -40,9 +42,16 @@ from torchrec_neuroshard.planner.lowering import (
     fusion_key,
     is_dense,
     lower_plan,
+    table_name,
+)
+from torchrec_neuroshard.planner.staged import (
+    RankGroups,
+    ShardPricer,
+    StagedShards,
+    is_estimated,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.search.default import range_messages
+from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
 from torchrec_neuroshard.simulator import (
     PHASES,
     PredictedCosts,
@@ -57,12 +66,15 @@ __all__ = ["CostedPart", "PlanCosts"]
 _GB_PER_S = 1e-6
 """TorchRec counts bandwidth in bytes per millisecond."""
 
+_ONE_PLACEMENT = (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
+
 
 class PlanCosts:
     """Costs of sharding options and plans, by one cost model and one topology.
 
     Attributes:
         reader: Describes sharding options as tables.
+        pricer: Prices their shards.
         cost_model: Fused kernels.
         comms_model: Collectives.
         warnings: What to know of the cost model; part of every result.
@@ -84,7 +96,9 @@ class PlanCosts:
             constraints: Table name -> TorchRec's constraints on it.
             cost_model: "auto", a bundle's name or folder, or a model.
             comms_model: None: what the cost model's bundle measured, else published
-                links of this GPU, else bytes over the topology's bandwidths.
+                links of this GPU, else bytes over the topology's bandwidths. It is for
+                all ranks; nodes of several and what is between them (table-row-wise and
+                grid) are looked for as if None were given.
             profiles: Feature name -> its measured profile.
 
         Raises:
@@ -103,10 +117,18 @@ class PlanCosts:
                 device_type=topology.compute_device,
                 hbm_gb_per_s=None if given == HBM_MEM_BW else given * _GB_PER_S,
             )
-            self.comms_model = comms_model or _comms_model(topology, cost_model)
+            self.comms_model = comms_model or _comms_model(
+                topology, cost_model, topology.world_size, topology.local_world_size
+            )
+            groups = _rank_groups(topology, self.comms_model, cost_model)
+        self.cost_model = ConcurrentCostModel.of(self.cost_model, self.comms_model)
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel=3)
-        self.warnings: tuple[str, ...] = tuple(str(w.message) for w in caught)
+        texts = dict.fromkeys(str(w.message) for w in caught)
+        self.warnings: tuple[str, ...] = tuple(texts)
+        self.pricer = ShardPricer(
+            topology, self.reader, self.cost_model, groups, self.launch_ms
+        )
         self._simulator: Simulator | None = None
         self._launch: tuple[float, float] | None = None
         self._launches_added = False
@@ -129,7 +151,7 @@ class PlanCosts:
         """Cost of each shard alone on a rank, in one batch.
 
         Args:
-            options: Described options.
+            options: Costed options.
 
         Returns:
             One `Perf` per shard of each option.
@@ -139,35 +161,12 @@ class PlanCosts:
         """
         if not options:
             return []
-        tables: dict[int, int] = {}
-        distinct: list[TableConfig] = []
-        pairs: list[tuple[int, int]] = []
-        for option in options:
-            table = self.reader.table(option)
-            if id(table) not in tables:
-                tables[id(table)] = len(distinct)
-                distinct.append(table)
-            index = tables[id(table)]
-            pairs += [(index, int(s.size[1])) for s in option.shards]
-        task = ShardingTask(
-            tables=tuple(distinct),
-            world_size=self.topology.world_size,
-            batch_size=options[0].batch_size * self.topology.world_size,
-            local_world_size=self.topology.local_world_size,
-        )
-        simulator = self.simulator(task)
-        compute_N2 = simulator.single_costs(pairs)
-        self._check_finite(compute_N2, [task.tables[i].name for i, _ in pairs])
-        columns_NW = np.zeros((len(pairs), task.world_size))
-        columns_NW[:, 0] = [
-            width * simulator.features_per_table[index] for index, width in pairs
-        ]
-        bytes_NW = np.zeros_like(columns_NW)
-        bytes_NW[:, 0] = simulator.index_bytes_per_table[[i for i, _ in pairs]]
-        comms_N3 = simulator.comms_costs(columns_NW[..., None], bytes_NW[..., None])[
-            :, 0, 0
-        ]
-        perfs = iter(_perfs(compute_N2, comms_N3))
+        staged = self.pricer.stage(options)
+        compute_N2 = self.pricer.single_compute(staged)
+        names = [table_name(options[i]) for i in staged.option_N]
+        self._check_finite(compute_N2, names)
+        comms_N3 = self.pricer.single_comms(staged)
+        perfs = iter(_perfs(staged, compute_N2, comms_N3))
         return [[next(perfs) for _ in option.shards] for option in options]
 
     def launch_ms(self) -> tuple[float, float]:
@@ -201,13 +200,14 @@ class PlanCosts:
         """Count each rank's launch of a kernel once for all shards in it, in place.
 
         Args:
-            options: Placed options of stock cost, after `add_launches`.
+            options: Placed options; changed are those of stock cost, after
+                `add_launches`.
         """
         if not self._launches_added:
             return
         kernels: dict[tuple[Any, ...], list[Any]] = {}
         for option in options:
-            if not is_dense(option):
+            if not is_dense(option) and not self.reader.is_costed(option):
                 key = fusion_key(option, self.reader, option.sharding_type)
                 for shard in option.shards:
                     kernels.setdefault((shard.rank, key), []).append(shard)
@@ -225,29 +225,98 @@ class PlanCosts:
     def evaluate(self, lowered: LoweredPlan) -> PredictedCosts:
         """Predict one iteration.
 
-        Tables outside the placement count with the costs that their shards carry.
+        Tables that the cost model has no price for count with the costs that their
+        shards carry.
 
         Raises:
             ConfigError: The cost model predicts something that is not a time.
         """
+        costed, stock = self._split(lowered)
         stages: list[StageCosts] = []
         uncertainty = 0.0
-        if lowered.task is not None:
-            predicted = self.simulator(lowered.task).evaluate(lowered.placement)
-            uncertainty = predicted.uncertainty
-            for stage in predicted.stages:
-                values = [[getattr(r, p) for p in PHASES] for r in stage.ranks]
-                names = [f"rank {r} of {stage.name}" for r in range(len(values))]
-                self._check_finite(np.array(values), names)
-            stages += predicted.stages
-        if lowered.others:
-            stages.append(self._stock_stage(lowered.others))
+        if costed:
+            staged = self.pricer.stage(costed)
+            stages += self._stages(staged)
+            uncertainty = self.pricer.uncertainty(staged)
+        if stock:
+            stages.append(self._stock_stage(stock))
         return PredictedCosts(
             stages=tuple(stages),
             uncertainty=uncertainty,
-            compute_source=self.cost_model.source,
+            compute_source=self._compute_source(costed, stock),
             comms_source=self.comms_model.source,
         )
+
+    def fixed_ms(self, lowered: LoweredPlan) -> float:
+        """Critical path of the tables whose sharding type leaves one placement."""
+        fixed = [
+            o
+            for o in lowered.others
+            if o.sharding_type in _ONE_PLACEMENT and self.reader.is_costed(o)
+        ]
+        if not fixed:
+            return 0.0
+        return sum(s.critical_path_ms for s in self._stages(self.pricer.stage(fixed)))
+
+    def _split(
+        self, lowered: LoweredPlan
+    ) -> tuple[list[ShardingOption], list[ShardingOption]]:
+        """Options that have a price, and those of stock cost."""
+        others = {True: list(lowered.described), False: []}
+        for option in lowered.others:
+            others[self.reader.is_costed(option)].append(option)
+        return others[True], others[False]
+
+    def _stages(self, staged: StagedShards) -> list[StageCosts]:
+        names = staged.fused.stage_names
+        compute_WG2 = self.pricer.fused_compute(staged)
+        cell = (staged.rank_N, staged.group_N)
+        np.add.at(compute_WG2, cell, staged.extra_N2 + _prefetches(staged))
+        member_SG = np.eye(len(names))[:, list(staged.fused.stages)]
+        compute_WS2 = np.matmul(member_SG, compute_WG2)
+        comms_WS3 = self.pricer.comms(staged)
+        # In the order of PHASES.
+        phases_WS5 = np.concatenate(
+            [
+                comms_WS3[..., :1],
+                compute_WS2[..., :1],
+                comms_WS3[..., 1:],
+                compute_WS2[..., 1:],
+            ],
+            axis=-1,
+        )
+        stages = []
+        for number, name in enumerate(names):
+            ranks = [f"rank {r} of {name}" for r in range(len(phases_WS5))]
+            self._check_finite(phases_WS5[:, number], ranks)
+            rows = phases_WS5[:, number].tolist()
+            stages.append(StageCosts(name, tuple(RankCosts(*row) for row in rows)))
+        return stages
+
+    def _compute_source(
+        self, costed: Sequence[ShardingOption], stock: Sequence[ShardingOption]
+    ) -> str:
+        estimated = sum(map(is_estimated, costed)) + len(stock)
+        if not estimated:
+            return self.cost_model.source
+        total = len(costed) + len(stock)
+        return f"{self.cost_model.source}; estimated for {estimated} of {total} tables"
+
+    def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
+        """Say which tables of a plan run kernels whose cost is an estimate."""
+        costed, stock = self._split(lowered)
+        replicas = [o for o in costed if is_dense(o)]
+        offloaded = [o for o in costed if is_estimated(o) and not is_dense(o)]
+        texts = (
+            (
+                replicas,
+                "data-parallel: TorchRec's dense kernel and the optimizer's pass over "
+                "all rows were not measured",
+            ),
+            (offloaded, "in the host's memory: kernels that read it were not measured"),
+            (stock, "outside the cost model: their cost is TorchRec's estimate"),
+        )
+        return tuple(f"{_some(options)}: {text}" for options, text in texts if options)
 
     def _stock_stage(self, options: Sequence[ShardingOption]) -> StageCosts:
         """Costs that the options' shards carry."""
@@ -276,45 +345,43 @@ class PlanCosts:
         agree with it. A shard's part is in proportion to its cost alone. `Perf` knows
         no index all-to-all: it is part of `fwd_comms`.
         """
-        lowered = self.lower(plan)
-        if lowered.task is None:
+        costed = [o for o in plan if self.reader.is_costed(o)]
+        if not costed:
             return
-        task = lowered.task
-        simulator = self.simulator(task)
-        loads = simulator.rank_loads(lowered.placement)
-        compute_WG2 = simulator.compute_costs(loads.sums_CWGE)
-        comms_WS3 = simulator.comms_costs(
-            loads.columns_CWS[None], loads.index_bytes_CWS[None]
-        )[0]
-        flat = [
-            (index, option, shard)
-            for index, option in enumerate(lowered.described)
-            for shard in option.shards
-        ]
-        pairs = [(index, int(s.size[1])) for index, _, s in flat]
-        index_N = np.array([index for index, _ in pairs])
-        rank_N = np.array([s.rank for _, _, s in flat])
-        group_N = np.asarray(task.groups)[index_N]
-        columns_N = simulator.features_per_table[index_N] * [w for _, w in pairs]
-        bytes_N = simulator.index_bytes_per_table[index_N]
-        compute_N2 = _share(
-            simulator.single_costs(pairs),
-            rank_N * task.num_groups + group_N,
-            compute_WG2.reshape(-1, 2),
+        staged = self.pricer.stage(costed)
+        num_groups, num_stages = len(staged.fused.stages), len(staged.fused.stage_names)
+        compute_N2 = staged.extra_N2 + _share(
+            self.pricer.single_compute(staged) - staged.extra_N2,
+            staged.rank_N * num_groups + staged.group_N,
+            self.pricer.fused_compute(staged).reshape(-1, 2),
         )
+        index_N, columns_N, gradients_N = staged.loads_N3.T
         comms_N3 = _share(
-            np.stack([bytes_N, columns_N, columns_N], axis=1),
-            rank_N * task.num_stages + np.asarray(task.stages)[group_N],
-            comms_WS3.reshape(-1, 3),
+            np.stack([index_N, columns_N, columns_N + gradients_N], axis=1),
+            staged.rank_N * num_stages + staged.stage_N,
+            self.pricer.comms(staged).reshape(-1, 3),
         )
-        for (_, _, shard), perf in zip(flat, _perfs(compute_N2, comms_N3), strict=True):
+        perfs = _perfs(staged, compute_N2, comms_N3)
+        for shard, perf in zip(staged.shards, perfs, strict=True):
             shard.perf = perf
 
     def range_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
         """Name tables whose shards lie outside what the cost model was trained on."""
-        if lowered.task is None:
-            return ()
-        return range_messages(self.simulator(lowered.task), lowered.placement)
+        texts: tuple[str, ...] = ()
+        if lowered.task is not None:
+            texts = range_messages(self.simulator(lowered.task), lowered.placement)
+        others = [o for o in lowered.others if self.reader.is_costed(o)]
+        if not others:
+            return texts
+        names = [table_name(o) for o in others for _ in o.shards]
+        found = self.cost_model.range_warnings(self.pricer.features(others))
+        more = {
+            (names[w.shard], w.feature): f"table '{names[w.shard]}': {w.feature} "
+            f"{w.value:.4g} is outside the cost model's range {w.low:.4g} to "
+            f"{w.high:.4g}"
+            for w in found
+        }
+        return texts + tuple(list(more.values())[:MAX_WARNINGS])
 
     def _check_finite(self, values: npt.NDArray[Any], names: Sequence[str]) -> None:
         wrong = np.flatnonzero(~np.isfinite(values).all(axis=1) | (values < 0).any(1))
@@ -357,8 +424,17 @@ class CostedPart:
         )
 
 
+def _prefetches(staged: StagedShards) -> npt.NDArray[np.float64]:
+    """Prefetching of caches, `N x 2` [ms]: TorchRec's estimate, which blocks."""
+    perfs = (shard.perf for shard in staged.shards)
+    forward = [getattr(perf, "prefetch_compute", 0.0) for perf in perfs]
+    return np.stack([np.array(forward), np.zeros(len(forward))], axis=1)
+
+
 def _perfs(
-    compute_N2: npt.NDArray[np.float64], comms_N3: npt.NDArray[np.float64]
+    staged: StagedShards,
+    compute_N2: npt.NDArray[np.float64],
+    comms_N3: npt.NDArray[np.float64],
 ) -> list[Perf]:
     """TorchRec's record of each shard's costs."""
     return [
@@ -367,11 +443,23 @@ def _perfs(
             fwd_comms=index + fwd_comms,
             bwd_compute=backward,
             bwd_comms=bwd_comms,
+            prefetch_compute=prefetch,
         )
-        for (forward, backward), (index, fwd_comms, bwd_comms) in zip(
-            compute_N2.tolist(), comms_N3.tolist(), strict=True
+        for prefetch, (forward, backward), (index, fwd_comms, bwd_comms) in zip(
+            _prefetches(staged)[:, 0].tolist(),
+            compute_N2.tolist(),
+            comms_N3.tolist(),
+            strict=True,
         )
     ]
+
+
+def _some(options: Sequence[ShardingOption], most: int = 3) -> str:
+    """Name the first tables and count the rest."""
+    names = [f"'{table_name(o)}'" for o in options]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    tables = "table" if len(names) == 1 else "tables"
+    return f"{tables} {', '.join(names[:most])}{more}"
 
 
 def _share(
@@ -393,7 +481,29 @@ def _share(
     return out
 
 
-def _comms_model(topology: Topology, cost_model: str | Path | CostModel) -> CommsModel:
+def _rank_groups(
+    topology: Topology, world: CommsModel, cost_model: str | Path | CostModel
+) -> RankGroups:
+    """Collectives of all ranks and of the groups that TorchRec makes of them."""
+    world_size = int(topology.world_size)
+    size = min(
+        int(getattr(topology, "intra_group_size", topology.local_world_size)),
+        world_size,
+    )
+    node = cross = world
+    if size < world_size:
+        local = min(int(topology.local_world_size), size)
+        node = _comms_model(topology, cost_model, size, local)
+        cross = _comms_model(topology, cost_model, world_size // size, 1)
+    return RankGroups(world=world, node=node, cross=cross, node_size=size)
+
+
+def _comms_model(
+    topology: Topology,
+    cost_model: str | Path | CostModel,
+    world_size: int,
+    local_world_size: int,
+) -> CommsModel:
     """Find the collectives' model: measured, published, or the topology's bandwidths.
 
     Bandwidths that the caller gave the topology replace the measured ones; TorchRec's
@@ -408,8 +518,8 @@ def _comms_model(topology: Topology, cost_model: str | Path | CostModel) -> Comm
         known = load_comms_model(
             cost_model,
             device_type=topology.compute_device,
-            world_size=topology.world_size,
-            local_world_size=topology.local_world_size,
+            world_size=world_size,
+            local_world_size=local_world_size,
             intra_gb_per_s=intra * _GB_PER_S if given_intra else None,
             inter_gb_per_s=inter * _GB_PER_S if given_inter else None,
             unmeasured_inter_gb_per_s=inter * _GB_PER_S,
@@ -418,8 +528,8 @@ def _comms_model(topology: Topology, cost_model: str | Path | CostModel) -> Comm
             return known
     given = given_intra or given_inter
     return BandwidthCommsModel(
-        world_size=topology.world_size,
-        local_world_size=topology.local_world_size,
+        world_size=world_size,
+        local_world_size=local_world_size,
         intra_gb_per_s=intra * _GB_PER_S,
         inter_gb_per_s=inter * _GB_PER_S,
         source=f"{'topology' if given else 'TorchRec default'} bandwidths, "

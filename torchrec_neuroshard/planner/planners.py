@@ -6,10 +6,12 @@ import dataclasses
 import logging
 import math
 import pickle
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
@@ -33,24 +35,37 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.lowering import check_profiles
+from torchrec_neuroshard.planner.enumerators import (
+    NeuroShardEnumerator,
+    SortedEnumerator,
+)
+from torchrec_neuroshard.planner.lowering import LoweredPlan, check_profiles
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
+    SearchRecord,
     placed_shards,
 )
 from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.proposers import NeuroShardProposer
+from torchrec_neuroshard.planner.proposers import (
+    DEFAULT_MAX_SWITCHES,
+    NeuroShardProposer,
+    PlacedPlanProposer,
+)
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search.bounds import lower_bound
+from torchrec_neuroshard.search.shards import ShardBank
 
-__all__ = ["NeuroShardPlanner"]
+__all__ = ["NeuroShardPlanner", "StockCandidate"]
 
 logger = logging.getLogger(__name__)
 
 STOCK_TIMEOUT_SECONDS = 60
 """How long TorchRec's own planner may look for a plan where the search has none."""
+
+LEAST_STOCK_SECONDS = 1.0
+"""How long TorchRec's own planner may always look for a plan to compare with."""
 
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
@@ -59,8 +74,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     """Plans with learned costs of fused kernels; otherwise TorchRec's planner.
 
     It takes every argument of `EmbeddingShardingPlanner` and fills in only the parts
-    that the caller leaves out. Where the search finds no plan, TorchRec's own planner
-    is asked, and `last_result.fallback` says so.
+    that the caller leaves out. TorchRec's own planner is asked as well; its plan is
+    returned where the search finds none or one that is predicted to be slower, and
+    `last_result.fallback` says so.
+
+    `last_result.lower_bound_ms` holds for all placements of the plan's tables by the
+    plan's sharding types: column shards as the search may cut and place them, row-wise
+    tables and replicas as they are. Other tables add nothing to it.
 
     Attributes:
         costs: The cost model at work.
@@ -91,6 +111,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             one are described by the constraints' pooling factors.
         search: "default", another search's name, its settings, or a searcher.
         comms_model: None: bytes over the topology's bandwidths.
+        consider_stock: Whether to compare with the plan of TorchRec's own planner. It
+            may take as long as the search did, and is not asked where listing the
+            options alone would take longer.
+        max_switches: How many times to try other sharding types (row-wise, replicas)
+            for tables that fit table-wise or column-wise; 0: never.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
@@ -119,6 +144,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         profiles: Mapping[str, FeatureProfile] | None = None,
         search: str | SearchConfig | Searcher = "default",
         comms_model: CommsModel | None = None,
+        consider_stock: bool = True,
+        max_switches: int = DEFAULT_MAX_SWITCHES,
         **kwargs: Any,
     ) -> None:
         if topology is None:
@@ -131,11 +158,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "stats": stats,
             "constraints": constraints,
             "debug": debug,
-            "callbacks": [*(callbacks or []), self._remember],
             **kwargs,
         }
+        all_callbacks = [*(callbacks or []), self._remember]
         self._stock_arguments: dict[str, Any] = {
             **shared,
+            "callbacks": all_callbacks,
             "enumerator": enumerator,
             "proposer": proposer,
             "partitioner": partitioner,
@@ -151,6 +179,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         self._profiles = dict(profiles or {})
         self._selected: list[ShardingOption] | None = None
+        self._fallback: str | None = None
         self.last_result: SearchResult | None = None
         self.last_task: ShardingTask | None = None
         if enumerator is None:
@@ -165,11 +194,27 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 enumerator=enumerator,
                 costs=self.costs,
             )
+        own = NeuroShardProposer(
+            topology,
+            constraints,
+            max_switches=max_switches,
+            time_budget_seconds=_time_budget(partitioner),
+            costs=self.costs,
+        )
+        proposers = proposer if isinstance(proposer, list) else [proposer or own]
+        # Only this package's partitioner takes plans that have ranks.
+        self._stock: StockCandidate | None = None
+        if consider_stock and isinstance(partitioner, NeuroShardPartitioner):
+            self._stock = StockCandidate(
+                self._stock_arguments, _time_budget(partitioner), timeout_seconds
+            )
+            proposers = [*proposers, self._stock.proposer]
+            all_callbacks = [self._compare, *all_callbacks]
         super().__init__(
             **shared,
+            callbacks=all_callbacks,
             enumerator=enumerator,
-            proposer=proposer
-            or NeuroShardProposer(topology, constraints, costs=self.costs),
+            proposer=proposers,
             partitioner=partitioner,
             performance_model=performance_model
             or NeuroShardPerfModel(topology, constraints, costs=self.costs),
@@ -199,9 +244,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
         self._forget()
+        if self._stock is not None:
+            self._stock.start(module, sharders, self._storage_reservation)
         fallback = None
         try:
             plan = super().plan(module, sharders)
+            fallback = self._fallback
         except PlannerError as error:
             if error.error_type not in _NO_PLAN:
                 raise
@@ -261,13 +309,26 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         return plan
 
     def _forget(self) -> None:
-        self.last_result = self.last_task = self._selected = None
+        self.last_result = self.last_task = self._selected = self._fallback = None
         if isinstance(self._partitioner, NeuroShardPartitioner):
             self._partitioner.reset()
 
     def _remember(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Last of TorchRec's callbacks: sees the plan that is returned."""
         self._selected = options
+        return options
+
+    def _compare(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """First of TorchRec's callbacks: sees whose plan was rated best."""
+        assert self._stock is not None
+        own = [p.best_rating for p in self._proposers if hasattr(p, "best_rating")]
+        best = min((r for r in own if r is not None), default=math.inf)
+        rating = self._stock.proposer.rating
+        if rating is not None and rating < best and self._stock.made(options):
+            against = f"{best:.4g} ms" if math.isfinite(best) else "none"
+            self._fallback = (
+                f"it is predicted to take {rating:.4g} ms, the search's {against}"
+            )
         return options
 
     def _infeasible(self) -> str | None:
@@ -298,6 +359,21 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
 
+    def _column_bound(
+        self, lowered: LoweredPlan, records: Sequence[SearchRecord]
+    ) -> float:
+        """Lower bound of the column shards' part of a plan."""
+        task = lowered.task
+        assert task is not None
+        names = {t.name for t in task.tables}
+        for record in records:
+            if {t.name for t in record.task.tables} == names:
+                return record.result.lower_bound_ms
+        width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+        for shard in lowered.placement.shards:
+            width_TW[shard.table, shard.rank] += shard.width
+        return lower_bound(ShardBank(self.costs.simulator(task)), [width_TW])
+
     def _describe(self, selected: list[ShardingOption], fallback: str | None) -> None:
         """Fill `last_result` and `last_task` for the plan that is returned."""
         lowered = self.costs.lower(selected)
@@ -307,17 +383,22 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             if isinstance(self._partitioner, NeuroShardPartitioner)
             else []
         )
-        bound, texts = 0.0, list(self.costs.warnings)
+        texts = list(self.costs.warnings)
         task = lowered.task
+        column_ms = 0.0
         if task is not None:
             placed = placed_shards(task, lowered.placement)
             for record in records:
                 if placed_shards(record.task, record.result.placement) == placed:
-                    bound = min(
-                        record.result.lower_bound_ms, predicted.critical_path_ms
-                    )
                     texts += record.result.warnings
+            column_ms = self._column_bound(lowered, records)
+        bound = min(
+            column_ms + self.costs.fixed_ms(lowered), predicted.critical_path_ms
+        )
         texts += self.costs.range_warnings(lowered)
+        texts += self.costs.estimate_warnings(lowered)
+        if self._stock is not None and self._stock.skipped is not None:
+            texts.append(self._stock.skipped)
         if fallback is not None:
             texts.append(f"TorchRec's own plan was taken: {fallback}")
         self.last_task = task
@@ -331,6 +412,109 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             warnings=tuple(dict.fromkeys(texts)),
             fallback=fallback,
         )
+
+
+class StockCandidate:
+    """The plan of TorchRec's own planner, to be compared with the search's.
+
+    Attributes:
+        proposer: Proposes the plan in TorchRec's loop, after all others.
+        skipped: Why TorchRec's planner was not asked, if it was not.
+
+    Args:
+        arguments: Of TorchRec's planner.
+        time_budget_seconds: Of planning as a whole.
+        timeout_seconds: As the caller gave it.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        time_budget_seconds: float,
+        timeout_seconds: int | None,
+    ) -> None:
+        self.proposer = PlacedPlanProposer(self._make_plan)
+        self.skipped: str | None = None
+        self._arguments = arguments
+        self._seconds = min(time_budget_seconds, timeout_seconds or math.inf)
+        self._plan: frozenset[Any] | None = None
+
+    def start(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        storage_reservation: StorageReservation,
+    ) -> None:
+        """Note what is planned, and that planning starts now."""
+        self.skipped = self._plan = None
+        self._job = module, sharders, storage_reservation
+        self._started = time.monotonic()
+
+    def made(self, options: Sequence[ShardingOption]) -> bool:
+        """Whether these are the options of TorchRec's plan."""
+        return _signature(options) == self._plan
+
+    def _make_plan(self) -> list[ShardingOption] | None:
+        now = time.monotonic()
+        # TorchRec lists no fewer options than we did.
+        listing = self.proposer.loaded - self._started
+        allowed = max(LEAST_STOCK_SECONDS, now - self.proposer.loaded)
+        allowed = min(allowed, self._seconds - (now - self._started)) - listing
+        if allowed <= 0:
+            self.skipped = (
+                "TorchRec's own plan was not looked at: listing its options takes "
+                f"about {listing:.1f} s, too much beside the search"
+            )
+            return None
+        module, sharders, storage_reservation = self._job
+        best: list[ShardingOption] = []
+
+        def take(options: list[ShardingOption]) -> list[ShardingOption]:
+            best[:] = options
+            return options
+
+        arguments = {
+            **self._arguments,
+            "storage_reservation": storage_reservation,
+            "callbacks": [take],
+            "stats": [],
+            "timeout_seconds": allowed,
+            "plan_loader": None,
+        }
+        if arguments["enumerator"] is None:
+            arguments["enumerator"] = SortedEnumerator(
+                arguments["topology"],
+                arguments["batch_size"] or BATCH_SIZE,
+                arguments["constraints"],
+            )
+        try:
+            EmbeddingShardingPlanner(**arguments).plan(module, sharders)
+        except PlannerError as error:
+            logger.info("TorchRec's own planner has no plan: %s", error)
+            return None
+        self._plan = _signature(best)
+        return best
+
+
+def _signature(options: Sequence[ShardingOption]) -> frozenset[Any]:
+    """What a plan comes down to."""
+    return frozenset(
+        (
+            option.fqn,
+            option.sharding_type,
+            option.compute_kernel,
+            *((tuple(s.offset), tuple(s.size), s.rank) for s in option.shards),
+        )
+        for option in options
+    )
+
+
+def _time_budget(partitioner: Partitioner) -> float:
+    """Seconds that all searches of a plan may take together."""
+    searcher = getattr(partitioner, "searcher", None)
+    config = getattr(searcher, "config", None)
+    known = getattr(config, "time_budget_seconds", None)
+    return float(known or SearchConfig().time_budget_seconds)
 
 
 def _within(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -14,36 +19,81 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from torchrec_neuroshard.planner.lowering import is_dense
-from torchrec_neuroshard.planner.plan_costs import CostedPart
+from torchrec_neuroshard.planner.lowering import device_tier, fusion_key, is_dense
+from torchrec_neuroshard.planner.plan_costs import CostedPart, PlanCosts
+from torchrec_neuroshard.planner.staged import is_estimated
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["NeuroShardProposer"]
+__all__ = [
+    "DEFAULT_MAX_SWITCHES",
+    "IdealCosts",
+    "NeuroShardProposer",
+    "PlacedPlanProposer",
+]
 
-_TABLE_WISE = ShardingType.TABLE_WISE.value
-_COLUMN_WISE = ShardingType.COLUMN_WISE.value
+_TABLE_WISE: str = ShardingType.TABLE_WISE.value
+_COLUMN_WISE: str = ShardingType.COLUMN_WISE.value
+
+DEFAULT_MAX_SWITCHES = 4
+"""Layouts tried beside the first one that fits; each costs a search."""
+MIN_GAIN = 0.005
+"""Part of an iteration that a switch must promise to be tried."""
+MIN_ESTIMATED_GAIN = 0.1
+"""The same for switches to kernels that were not measured."""
+MAX_REPAIRS = 8
+"""Layouts tried to make everything fit."""
+FILL = 0.95
+"""Part of the memory that a layout may fill on average to be worth a try."""
+
+_Layout = tuple[int, ...]
+"""Which of its options each table takes."""
 
 
 class NeuroShardProposer(CostedPart, Proposer):
     """Proposes one option per table; `NeuroShardPartitioner` does the search.
 
     A column-wise option in a proposal means that the table may be split, a table-wise
-    one that it stays whole. Proposed are: every table as free as its constraints
-    allow; where that mixes both kinds in one module, every table whole; and, when the
-    first did not fit, the options of least memory for tables that are not searched.
+    one that it stays whole. Proposed are, in turn:
 
-    The arguments are those of `CostedPart`.
+    - every table as free as its constraints allow (tables that cannot be searched: the
+      cheapest option), but tables of which no allowed column shard fits any rank at
+      once by rows or in the host's memory;
+    - where that mixes both kinds in one module, every table whole;
+    - until something fits: the tables that are too large for a rank, then the largest
+      ones, switched to their cheapest option that fits; at last all of least memory;
+    - from the best plan so far, greedily: tables switched to other sharding types,
+      where perfectly balanced ranks would gain by it. A switch is kept if the plan
+      that the search finds with it is rated better.
+
+    The other arguments are those of `CostedPart`.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        max_switches: Layouts tried to find a better one than the first that fits; 0
+            keeps every searched table table-wise or column-wise where it fits.
+        time_budget_seconds: No switch is tried later than this after `load`; None is no
+            limit.
     """
 
     def __init__(
         self,
         topology: Topology,
         constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        max_switches: int = DEFAULT_MAX_SWITCHES,
+        time_budget_seconds: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, constraints, **kwargs)
-        self._proposals: list[list[ShardingOption]] = []
-        self._smallest: list[ShardingOption] | None = None
+        self._topology = topology
+        self._constraints = constraints or {}
+        self._tier = device_tier(topology)
+        self._max_switches = max_switches
+        self._time_budget_seconds = time_budget_seconds
+        self._tables: list[list[ShardingOption]] = []
+        self._queue: list[_Layout] = []
+        self._best: tuple[float, _Layout] | None = None
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
@@ -58,33 +108,32 @@ class NeuroShardProposer(CostedPart, Proposer):
         by_table: dict[str, list[ShardingOption]] = {}
         for option in search_space:
             by_table.setdefault(option.fqn, []).append(option)
-        free: list[ShardingOption] = []
-        whole: list[ShardingOption] = []
-        smallest: list[ShardingOption] = []
+        self._tables = list(by_table.values())
+        self._start = time.monotonic()
+        self._capacity = _capacity(self._topology, self._tier)
+        self._seen: set[_Layout] = set()
+        self._num_repairs = self._num_switches = 0
+        self._best = None
+        self._ideals: IdealCosts | None = None
+        self._free_choices = free = tuple(map(self._free, self._tables))
+        whole = tuple(map(self._whole, self._tables))
         mixed: dict[str, set[str]] = {}
-        for options in by_table.values():
-            searched = {
-                o.sharding_type: o for o in options if self.costs.reader.is_searched(o)
-            }
-            if not searched:
-                free.append(min(options, key=_cost_order))
-                whole.append(free[-1])
-                smallest.append(min(options, key=_memory_order))
-                continue
-            split = searched.get(_COLUMN_WISE) if options[0].is_pooled else None
-            free.append(split or searched.get(_TABLE_WISE) or searched[_COLUMN_WISE])
-            whole.append(searched.get(_TABLE_WISE) or searched[_COLUMN_WISE])
-            smallest.append(free[-1])
-            mixed.setdefault(free[-1].path, set()).add(free[-1].sharding_type)
-        self._proposals = [free]
-        if any(len(types) > 1 for types in mixed.values()):
-            self._proposals.append(whole)
-        unlike = any(a is not b for a, b in zip(free, smallest, strict=True))
-        self._smallest = smallest if unlike else None
+        for options, choice in zip(self._tables, free, strict=True):
+            if self.costs.reader.is_searched(options[choice]):
+                kinds = mixed.setdefault(options[choice].path, set())
+                kinds.add(options[choice].sharding_type)
+        self._queue = [self._without_giants(free)]
+        if any(len(kinds) > 1 for kinds in mixed.values()):
+            self._queue.append(self._without_giants(whole))
 
     def propose(self) -> list[ShardingOption] | None:
         """Return the next proposal, None after the last one."""
-        return self._proposals[0] if self._proposals else None
+        while self._queue and self._queue[0] in self._seen:
+            self._queue.pop(0)
+        if not self._queue:
+            return None
+        layout = self._queue[0]
+        return [o[c] for o, c in zip(self._tables, layout, strict=True)]
 
     def feedback(
         self,
@@ -93,14 +142,366 @@ class NeuroShardProposer(CostedPart, Proposer):
         perf_rating: float | None = None,
         storage_constraint: Topology | None = None,
     ) -> None:
-        """Drop the proposal just tried; add the smallest one if it did not fit."""
-        del plan, perf_rating, storage_constraint
-        self._proposals = self._proposals[1:]
-        if not partitionable and self._smallest is not None:
-            self._proposals.append(self._smallest)
-            self._smallest = None
-        elif partitionable:
-            self._smallest = None
+        """Learn how the proposal did; when none is left, think of another.
+
+        Args:
+            partitionable: Whether it fits.
+            plan: Not needed.
+            perf_rating: The critical path of its plan [ms].
+            storage_constraint: The devices and the memory that shards may take.
+        """
+        del plan
+        layout = self._queue.pop(0)
+        self._seen.add(layout)
+        if storage_constraint is not None:
+            self._capacity = _capacity(storage_constraint, self._tier)
+        if partitionable and perf_rating is not None:
+            if self._best is None or perf_rating < self._best[0]:
+                self._best = perf_rating, layout
+        if self._queue or (partitionable and perf_rating is None):
+            return
+        following = self._repair(layout) if self._best is None else self._switch()
+        if following is not None:
+            self._queue.append(following)
+
+    @property
+    def best_rating(self) -> float | None:
+        """Rating of the best plan since `load`; None where nothing fitted."""
+        return None if self._best is None else self._best[0]
+
+    # --- options of one table ---
+
+    def _free(self, options: Sequence[ShardingOption]) -> int:
+        """The table as free as it may be."""
+        searched = self._searched(options)
+        if not searched:
+            return _least(options, _cost_order)
+        first, second = _COLUMN_WISE, _TABLE_WISE
+        if not options[0].is_pooled:
+            first, second = second, first
+        return searched[first] if first in searched else searched[second]
+
+    def _whole(self, options: Sequence[ShardingOption]) -> int:
+        searched = self._searched(options)
+        return searched[_TABLE_WISE] if _TABLE_WISE in searched else self._free(options)
+
+    def _searched(self, options: Sequence[ShardingOption]) -> dict[str, int]:
+        """Sharding type -> the option that the search places."""
+        return {
+            o.sharding_type: i
+            for i, o in enumerate(options)
+            if self.costs.reader.is_searched(o)
+        }
+
+    def _narrowest(self, option: ShardingOption) -> int:
+        """Columns of the narrowest shard that the search may make of a table."""
+        width = int(option.tensor.shape[1])
+        if option.sharding_type != _COLUMN_WISE or not option.is_pooled:
+            return width
+        constraint = self._constraints.get(option.name)
+        asked = int((constraint and constraint.min_partition) or COLUMN_MULTIPLE)
+        evenly = -(-width // int(self._topology.world_size))
+        return min(width, -(-max(asked, evenly) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
+
+    def _shard_bytes(self, option: ShardingOption) -> float:
+        """Memory of the device that the option's largest shard takes, at least."""
+        most = max(getattr(s.storage, self._tier) for s in option.shards)
+        if not self.costs.reader.is_searched(option):
+            return float(most)
+        total = sum(getattr(s.storage, self._tier) for s in option.shards)
+        return float(total) * self._narrowest(option) / int(option.tensor.shape[1])
+
+    def _total_bytes(self, option: ShardingOption) -> float:
+        return float(sum(getattr(s.storage, self._tier) for s in option.shards))
+
+    # --- making it fit ---
+
+    def _fits(self, option: ShardingOption) -> bool:
+        return self._shard_bytes(option) <= max(self._capacity)
+
+    def _fill(self, layout: _Layout) -> float:
+        """Part of all devices' memory that a layout takes."""
+        total = sum(
+            self._total_bytes(o[c]) for o, c in zip(self._tables, layout, strict=True)
+        )
+        return total / max(1.0, sum(self._capacity))
+
+    def _without_giants(self, layout: _Layout) -> _Layout:
+        """Switch tables that fit no rank to their cheapest option that does."""
+        choices = list(layout)
+        for table, options in enumerate(self._tables):
+            if not self._fits(options[choices[table]]):
+                choices[table] = self._fitting(options, choices[table])
+        return tuple(choices)
+
+    def _fitting(self, options: Sequence[ShardingOption], choice: int) -> int:
+        others = [
+            i
+            for i, o in enumerate(options)
+            if i != choice and not _cannot_run(o) and self._fits(o)
+        ]
+        return min(others, key=lambda i: _cost_order(options[i]), default=choice)
+
+    def _repair(self, layout: _Layout) -> _Layout | None:
+        """Return a layout that is easier to fit; None when there is no other."""
+        self._num_repairs += 1
+        following = self._without_giants(layout)
+        smallest = tuple(_least(o, _memory_order) for o in self._tables)
+        if self._num_repairs >= MAX_REPAIRS:
+            following = smallest
+        elif following in self._seen:
+            following = self._smaller(following, 2 ** (self._num_repairs - 1))
+        if following in self._seen:
+            following = smallest
+        return None if following in self._seen else following
+
+    def _smaller(self, layout: _Layout, at_least: int) -> _Layout:
+        """Switch the largest tables to what takes less of a rank, or of all."""
+        choices, changed = list(layout), 0
+        sizes = [
+            self._shard_bytes(o[c]) for o, c in zip(self._tables, layout, strict=True)
+        ]
+        for table in sorted(range(len(sizes)), key=lambda t: -sizes[t]):
+            too_full = self._fill(tuple(choices)) > FILL
+            if changed >= at_least and not too_full:
+                break
+            options, choice = self._tables[table], choices[table]
+            measure = self._total_bytes if too_full else self._shard_bytes
+            least = 0.9 * measure(options[choice])
+            less = [
+                i
+                for i, o in enumerate(options)
+                if not _cannot_run(o) and self._fits(o) and measure(o) < least
+            ]
+            if less:
+                choices[table] = min(less, key=lambda i: _cost_order(options[i]))
+                changed += 1
+        return tuple(choices)
+
+    # --- making it faster ---
+
+    def _switch(self) -> _Layout | None:
+        """Return the layout of most promise near the best one."""
+        assert self._best is not None
+        late = self._time_budget_seconds is not None and (
+            time.monotonic() - self._start > self._time_budget_seconds
+        )
+        if late or self._num_switches >= self._max_switches:
+            return None
+        if self._ideals is None:
+            self._ideals = IdealCosts(self.costs, self._tables)
+        ideals, base = self._ideals, self._best[1]
+        before = ideals.cost(base)
+        if before is None:
+            return None
+        found: list[tuple[float, _Layout]] = []
+        for layout in self._moves(base):
+            after = None if layout in self._seen else ideals.cost(layout)
+            if after is not None and after <= before * (1 - self._margin(base, layout)):
+                found.append((after, layout))
+        if not found:
+            return None
+        self._num_switches += 1
+        return min(found)[1]
+
+    def _margin(self, base: _Layout, layout: _Layout) -> float:
+        changed = (
+            options[new]
+            for options, old, new in zip(self._tables, base, layout, strict=True)
+            if old != new
+        )
+        return MIN_ESTIMATED_GAIN if any(map(is_estimated, changed)) else MIN_GAIN
+
+    def _moves(self, base: _Layout) -> Iterator[_Layout]:
+        """Some tables of a module switched to one other kind of option."""
+        kinds: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
+        for table, options in enumerate(self._tables):
+            for choice, option in enumerate(options):
+                key = (option.path, option.sharding_type, option.compute_kernel)
+                like = choice == self._free_choices[table] or not (
+                    self.costs.reader.is_searched(option)
+                )
+                if choice != base[table] and like and not _cannot_run(option):
+                    kinds.setdefault(key, []).append((table, choice))
+        for _, changes in sorted(kinds.items()):
+            # Those first that gain most, each taken for itself.
+            changes.sort(key=lambda c: (self._own_gain(base, *c), c))
+            for count in _counts(len(changes)):
+                choices = list(base)
+                for table, choice in changes[:count]:
+                    choices[table] = choice
+                layout = tuple(choices)
+                if self._fill(layout) <= FILL:
+                    yield layout
+
+    def _own_gain(self, base: _Layout, table: int, choice: int) -> float:
+        """What switching a table adds to the ranks' work, all alone [ms]."""
+        options = self._tables[table]
+        old, new = (
+            sum(s.perf.total for s in o.shards)
+            for o in (options[base[table]], options[choice])
+        )
+        return float(new - old)
+
+
+class IdealCosts:
+    """What layouts would cost if every rank had an equal share of everything.
+
+    A layout with a table that must stay whole costs no less than that table.
+    """
+
+    def __init__(
+        self, costs: PlanCosts, tables: Sequence[Sequence[ShardingOption]]
+    ) -> None:
+        """Price all options that the cost model has a price for."""
+        self._costs = costs
+        self._world_size = costs.topology.world_size
+        costed = [o for options in tables for o in options if costs.reader.is_costed(o)]
+        parts = dict(zip(map(id, costed), self._price(costed), strict=True))
+        self._parts = [[parts.get(id(o)) for o in options] for options in tables]
+
+    def _price(self, options: Sequence[ShardingOption]) -> list[_Part]:
+        if not options:
+            return []
+        pricer = self._costs.pricer
+        staged = pricer.stage(options)
+        alone = pricer.single_compute(staged)
+        ends = np.cumsum([len(o.shards) for o in options])
+        parts = []
+        for option, end in zip(options, ends.tolist(), strict=True):
+            own = slice(end - len(option.shards), end)
+            unsplit = option.sharding_type == _TABLE_WISE or not option.is_pooled
+            parts.append(
+                _Part(
+                    key=fusion_key(option, self._costs.reader, option.sharding_type),
+                    kind=(option.sharding_type, bool(option.is_pooled)),
+                    batch_size=staged.batch_size,
+                    encoding=staged.encoding_NE[own].sum(axis=0) / self._world_size,
+                    extra=staged.extra_N2[own].sum(axis=0) / self._world_size,
+                    loads=staged.loads_N3[own].sum(axis=0) / self._world_size,
+                    floor=alone[own].max(axis=0) if unsplit else np.zeros(2),
+                )
+            )
+        return parts
+
+    def cost(self, layout: _Layout) -> float | None:
+        """Milliseconds of an iteration; None where a table has no price."""
+        parts = [p[c] for p, c in zip(self._parts, layout, strict=True)]
+        kernels: dict[tuple[Any, ...], list[_Part]] = {}
+        stages: dict[tuple[Any, ...], list[_Part]] = {}
+        for part in parts:
+            if part is None:
+                return None
+            kernels.setdefault(part.key, []).append(part)
+            stages.setdefault(part.key[:2], []).append(part)
+        model, groups = self._costs.cost_model, self._costs.pricer.groups
+        sums = np.stack(
+            [np.sum([p.encoding for p in held], axis=0) for held in kernels.values()]
+        )
+        compute = model.predict_sums(sums)
+        total = 0.0
+        for cost, held in zip(compute, kernels.values(), strict=True):
+            balanced = cost + np.sum([p.extra for p in held], axis=0)
+            floors = np.stack([p.floor for p in held])
+            total += float(np.maximum(balanced, floors.max(axis=0)).sum())
+        for held in stages.values():
+            mean = np.sum([p.loads for p in held], axis=0)
+            loads = np.tile(mean, (1, self._world_size, 1))
+            comms = groups.comms(*held[0].kind, loads, held[0].batch_size)
+            total += float(comms[0].max(axis=0).sum())
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What an option adds to the average rank."""
+
+    key: tuple[Any, ...]
+    kind: tuple[str, bool]
+    batch_size: int
+    encoding: npt.NDArray[np.float64]
+    extra: npt.NDArray[np.float64]
+    loads: npt.NDArray[np.float64]
+    floor: npt.NDArray[np.float64]
+    """Forward and backward of what cannot be spread over ranks."""
+
+
+class PlacedPlanProposer(Proposer):
+    """Proposes a whole plan, ranks and all, that somebody else made.
+
+    Attributes:
+        rating: How it was rated; None where there was none or it did not fit.
+        loaded: When the search space was there (`time.monotonic()`).
+
+    Args:
+        make_plan: Called after all other proposals; returns placed options, or None.
+    """
+
+    def __init__(
+        self, make_plan: Callable[[], Sequence[ShardingOption] | None]
+    ) -> None:
+        self._make_plan = make_plan
+        self._done = False
+        self.rating: float | None = None
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Prepare to ask for the plan once.
+
+        Args:
+            search_space: Not needed.
+            enumerator: Not needed.
+        """
+        del search_space, enumerator
+        self._done = False
+        self.rating = None
+        self.loaded = time.monotonic()
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Return the plan, then None."""
+        if self._done:
+            return None
+        self._done = True
+        plan = self._make_plan()
+        return None if plan is None else [copy.copy(option) for option in plan]
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Remember how the plan is rated.
+
+        Args:
+            partitionable: Not needed.
+            plan: Not needed.
+            perf_rating: Its critical path [ms].
+            storage_constraint: Not needed.
+        """
+        del partitionable, plan, storage_constraint
+        self.rating = perf_rating
+
+
+def _counts(total: int) -> list[int]:
+    """How many tables to switch at once: all small numbers, some large ones."""
+    counts, count = [], 1
+    while count < total:
+        counts.append(count)
+        count = max(count + 1, int(count * 1.5))
+    return [*counts, total]
+
+
+def _capacity(topology: Topology, tier: str) -> list[float]:
+    return [float(getattr(d.storage, tier)) for d in topology.devices]
+
+
+def _least(
+    options: Sequence[ShardingOption], order: Callable[[ShardingOption], Any]
+) -> int:
+    return min(range(len(options)), key=lambda i: order(options[i]))
 
 
 def _cannot_run(option: ShardingOption) -> bool:

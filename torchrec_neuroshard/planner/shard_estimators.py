@@ -19,12 +19,13 @@ __all__ = ["NeuroShardEstimator"]
 
 
 class NeuroShardEstimator(CostedPart, ShardEstimator):
-    """Predicts each fused table-wise or column-wise shard as if it were alone.
+    """Predicts the shards of each option as if its table were alone.
 
-    All options of a search space are predicted in one batch. Options that the cost
-    model does not describe (row shards, replicas, offloaded and quantised tables) keep
-    TorchRec's estimate, which knows no launch overhead: what the cost model says any
-    kernel costs is added to their compute, so that both can be compared.
+    All options of a search space are predicted in one batch, row shards, replicas and
+    tables in the host's memory included. Options that the cost model has no price for
+    (quantised tables, tables on disk or of odd widths) keep TorchRec's estimate, which
+    knows no launch overhead: what the cost model says any kernel costs is added to
+    their compute, so that both can be compared.
 
     The arguments are those of `CostedPart`.
     """
@@ -51,13 +52,16 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
             kwargs: Later releases pass their data by keyword.
         """
         self._note_sharders(*args, *kwargs.values())
-        described: list[ShardingOption] = []
+        costed: list[ShardingOption] = []
         others: list[ShardingOption] = []
         for option in sharding_options:
-            known = self.costs.reader.is_described(option)
-            (described if known else others).append(option)
-        perfs = self.costs.single_perfs(described)
-        for option, shard_perfs in zip(described, perfs, strict=True):
+            known = self.costs.reader.is_costed(option)
+            (costed if known else others).append(option)
+        cached = [o for o in costed if o.cache_params is not None]
+        if cached:  # for what prefetching their caches takes
+            self._stock.estimate(cached, *args, **kwargs)
+        perfs = self.costs.single_perfs(costed)
+        for option, shard_perfs in zip(costed, perfs, strict=True):
             for shard, perf in zip(option.shards, shard_perfs, strict=True):
                 shard.perf = perf
         if others:

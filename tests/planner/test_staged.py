@@ -1,0 +1,375 @@
+"""Costs of every sharding type, worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.types import CacheParams
+
+from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
+from torchrec_neuroshard.planner.lowering import fusion_key
+from torchrec_neuroshard.planner.staged import row_shard
+from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
+from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.simulator import PHASES, Simulator
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+MakeEbc = Callable[..., EmbeddingBagCollection]
+BATCH = 100
+LAUNCH, LOOKUP, BYTE = 0.5, 1e-3, 1e-6  # ms, ms per lookup, ms per byte
+PROBED_LAUNCH = LAUNCH + LOOKUP + 16 * BYTE  # the probe reads a row of 16 bytes
+INTRA, INTER = 1e5, 1e4  # bytes per ms
+
+
+def costs_of(topology: Topology, constraints: Any = None) -> PlanCosts:
+    model = AnalyticCostModel(LAUNCH, LOOKUP * 1e6, BYTE * 1e6)
+    return PlanCosts(topology, constraints, cost_model=model)
+
+
+def topology_of(world_size: int, node: int | None = None, **arguments: Any) -> Topology:
+    return Topology(
+        world_size=world_size,
+        local_world_size=node,
+        compute_device="cuda",
+        intra_host_bw=INTRA,
+        inter_host_bw=INTER,
+        **arguments,
+    )
+
+
+def placed(
+    module: Any,
+    topology: Topology,
+    kinds: dict[str, tuple[str, str]],
+    costs: PlanCosts | None = None,
+    **constraints: Any,
+) -> tuple[PlanCosts, list[ShardingOption]]:
+    """The plan of tables of given sharding types and kernels."""
+    constrained = {
+        name: ParameterConstraints(
+            sharding_types=[kind], compute_kernels=[kernel], **constraints
+        )
+        for name, (kind, kernel) in kinds.items()
+    }
+    costs = costs or costs_of(topology, constrained)
+    sharders: list[Any] = [
+        EmbeddingBagCollectionSharder(),
+        EmbeddingCollectionSharder(),
+    ]
+    enumerator = EmbeddingEnumerator(topology, BATCH, constrained)
+    options = enumerator.enumerate(module, sharders)
+    assert len(options) == len(kinds)
+    partitioner = NeuroShardPartitioner(
+        topology, constrained, search=SearchConfig(refine=False), costs=costs
+    )
+    return costs, partitioner.partition(options, topology)
+
+
+def phases_of(costs: PlanCosts, plan: list[ShardingOption]) -> dict[str, list[Any]]:
+    """Stage -> phases of each rank."""
+    predicted = costs.evaluate(costs.lower(plan))
+    return {
+        stage.name: [[getattr(r, p) for p in PHASES] for r in stage.ranks]
+        for stage in predicted.stages
+    }
+
+
+# --- row shards -----------------------------------------------------------------
+
+
+def test_row_shard_of_a_profile() -> None:
+    profile = zipf_profile(batch_size=64, pooling_factor=8.0, num_embeddings=1000)
+    table = TableConfig(
+        name="t", num_embeddings=1000, embedding_dim=16, profile=profile, num_features=2
+    )
+    shard = row_shard(table, 250, 64)
+    assert shard.num_embeddings == 250 and shard.num_features == 2
+    assert shard.profile is not None
+    assert shard.profile.num_lookups == pytest.approx(8 * 64 / 4)
+    assert shard.profile.access_histogram == pytest.approx(
+        [n / 4 for n in profile.access_histogram]
+    )
+    # Of four ids in each bag, each falls into the shard with probability 1/4.
+    assert shard.profile.pooling_std == pytest.approx((4 * 0.25 * 0.75) ** 0.5)
+    assert row_shard(table, 1000, 64) is table
+
+
+def test_row_shard_of_bags_of_unlike_length() -> None:
+    generator = np.random.default_rng(0)
+    bags = generator.poisson(6.0, 40_000)
+    profile = FeatureProfile(
+        batch_size=len(bags), num_lookups=float(bags.sum()), pooling_std=bags.std()
+    )
+    table = TableConfig(name="t", num_embeddings=90, embedding_dim=4, profile=profile)
+    shard = row_shard(table, 30, len(bags))
+    thinned = generator.binomial(bags, 1 / 3)
+    assert shard.profile is not None
+    assert shard.profile.pooling_std == pytest.approx(thinned.std(), rel=0.02)
+    assert shard.profile.pooling_factor == pytest.approx(thinned.mean(), rel=0.02)
+
+
+def test_row_shard_without_rows() -> None:
+    table = TableConfig(name="t", num_embeddings=3, embedding_dim=4)
+    shard = row_shard(table, 0, 10)
+    assert shard.profile is not None and shard.profile.num_lookups == 0
+
+
+# --- sharding types -------------------------------------------------------------
+
+
+def test_row_wise_tables_share_a_kernel_and_its_collectives(make_ebc: MakeEbc) -> None:
+    ebc = make_ebc([(1000, 16), (2000, 8)])
+    kinds = {f"t{i}": ("row_wise", "fused") for i in range(2)}
+    costs, plan = placed(ebc, topology_of(4), kinds, pooling_factors=[6.0])
+    ((name, ranks),) = phases_of(costs, plan).items()
+    assert name == "model (row_wise)"
+    batch = 4 * BATCH
+    lookups = batch * 6 / 4  # of each table on each rank
+    forward = LAUNCH + LOOKUP * 2 * lookups + BYTE * lookups * 4 * (16 + 8)
+    index = 2 * (lookups * 8 + batch * 8) * 3 / 4 / INTRA
+    # Every rank has partial sums of all 24 columns of all samples.
+    pooled = batch * 24 * 4 * 3 / 4 / INTRA
+    for rank in ranks:
+        assert rank == pytest.approx([index, forward, pooled, pooled, 2 * forward])
+
+
+@pytest.mark.parametrize("kind", ["table_row_wise", "grid_shard"])
+def test_tables_in_nodes(make_ebc: MakeEbc, kind: str) -> None:
+    # Two nodes of two ranks; the grid's table has a column shard on each.
+    width, sizes = 16, [(1000, 32)] if kind == "grid_shard" else [(1000, 16)] * 2
+    kinds = {f"t{i}": (kind, "fused") for i in range(len(sizes))}
+    topology = topology_of(4, 2)
+    costs, plan = placed(
+        make_ebc(sizes), topology, kinds, pooling_factors=[6.0], min_partition=16
+    )
+    ((name, ranks),) = phases_of(costs, plan).items()
+    assert name == f"model ({kind})"
+    batch = 4 * BATCH
+    lookups = batch * 6 / 2  # half of the rows are on each rank
+    forward = LAUNCH + LOOKUP * lookups + BYTE * lookups * 4 * width
+    # One of three other ranks is in the node.
+    per_byte = 1 / 4 / INTRA + 2 / 4 / INTER
+    index = (lookups * 8 + batch * 8) * per_byte
+    # In the node each of two ranks sends half of its partial sums to the other; then
+    # each has sums of half of the samples, and sends half of these to the other node.
+    in_node = batch * width * 4 / 2 / INTRA
+    between = batch / 2 * width * 4 / 2 / INTER
+    pooled = in_node + between
+    for rank in ranks:
+        assert rank == pytest.approx([index, forward, pooled, pooled, 2 * forward])
+
+
+def test_node_without_tables(make_ebc: MakeEbc) -> None:
+    costs, plan = placed(
+        make_ebc([(1000, 16)]), topology_of(4, 2), {"t0": ("table_row_wise", "fused")}
+    )
+    ((_, ranks),) = phases_of(costs, plan).items()
+    first = [r for r in ranks if r[1] > 0]
+    assert len(first) == 2
+    idle = next(r for r in ranks if r[1] == 0)
+    assert idle[0] > 0 and idle[4] == 0  # it still sends ids
+    assert first[0][2] > idle[2] > 0  # and gets outputs from the other node
+
+
+def test_replicas(make_ebc: MakeEbc) -> None:
+    sizes = [(1000, 16), (500, 8)]
+    kinds = {f"t{i}": ("data_parallel", "dense") for i in range(2)}
+    topology = topology_of(2, hbm_mem_bw=1e6)
+    costs, plan = placed(make_ebc(sizes), topology, kinds, pooling_factors=[6.0])
+    ((name, ranks),) = phases_of(costs, plan).items()
+    assert name == "model (data_parallel)"
+    lookups = BATCH * 6  # of its own samples only
+    fused = LAUNCH + LOOKUP * 2 * lookups + BYTE * lookups * 4 * (16 + 8)
+    alone = [LAUNCH + LOOKUP * lookups + BYTE * lookups * 4 * d for d in (16, 8)]
+    # TorchRec takes dense kernels to be half as fast, and 9.22 passes over the table.
+    forward = fused + sum(a - PROBED_LAUNCH for a in alone)
+    gradients = (1000 * 16 + 500 * 8) * 4
+    # The probe: 65536 rows of 512 bytes; TorchRec counts ids and 8192 outputs, too.
+    probe = LAUNCH + (LOOKUP + 512 * BYTE) * 65536
+    byte_ms = (probe - PROBED_LAUNCH) / (65536 * 520 + 8192 * 512)
+    backward = 2 * forward + 2 * 9.22 * gradients * byte_ms
+    reduced = 2 * gradients / 2 / INTRA
+    for rank in ranks:
+        assert rank == pytest.approx([0, forward, 0, reduced, backward])
+
+
+def test_offloaded_tables_run_in_the_kernel_of_the_others(make_ebc: MakeEbc) -> None:
+    topology = topology_of(1, hbm_mem_bw=64e6, hbm_to_ddr_mem_bw=32e6)
+    kinds = {"t0": ("table_wise", "fused"), "t1": ("table_wise", "fused_uvm_caching")}
+    cache = CacheParams(load_factor=0.5)
+    costs, plan = placed(
+        make_ebc([(1000, 16)] * 2),
+        topology,
+        kinds,
+        pooling_factors=[6.0],
+        cache_params=cache,
+    )
+    ((name, (rank,)),) = phases_of(costs, plan).items()
+    assert name == "model (table_wise)"
+    part = LOOKUP * BATCH * 6 + BYTE * BATCH * 6 * 64
+    # TorchRec: a tenth of the mean of both bandwidths.
+    slower = 64e6 / ((0.5 * 64e6 + 0.5 * 32e6) / 10)
+    above_launch = LAUNCH + part - PROBED_LAUNCH
+    forward = LAUNCH + 2 * part + above_launch * (slower - 1)
+    assert rank[1] == pytest.approx(forward)
+    assert rank[4] == pytest.approx(2 * rank[1])
+
+
+def test_row_wise_tables_of_sequences() -> None:
+    module = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name="t0", num_embeddings=1000, embedding_dim=16, feature_names=["f"]
+            )
+        ],
+        device=torch.device("meta"),
+    )
+    costs, plan = placed(
+        module, topology_of(4), {"t0": ("row_wise", "fused")}, pooling_factors=[8.0]
+    )
+    ((_, ranks),) = phases_of(costs, plan).items()
+    # Each rank returns the rows that it holds: a quarter of eight per sample.
+    rows = 4 * BATCH * 2 * 16 * 4 * 3 / 4 / INTRA
+    for rank in ranks:
+        assert rank[2:4] == pytest.approx([rows, rows])
+
+
+def test_column_shards_cost_what_the_simulator_says(make_ebc: MakeEbc) -> None:
+    kinds = {f"t{i}": ("column_wise", "fused") for i in range(3)}
+    costs, plan = placed(
+        make_ebc([(100, 32), (200, 16), (50, 64)]), topology_of(2), kinds
+    )
+    lowered = costs.lower(plan)
+    assert lowered.task is not None
+    exact = Simulator(lowered.task, costs.cost_model, costs.comms_model).evaluate(
+        lowered.placement
+    )
+    predicted = costs.evaluate(lowered)
+    assert predicted.critical_path_ms == pytest.approx(exact.critical_path_ms)
+    for ours, theirs in zip(predicted.ranks, exact.ranks, strict=True):
+        assert list(ours.to_json().values()) == pytest.approx(
+            list(theirs.to_json().values())
+        )
+
+
+# --- whole plans ----------------------------------------------------------------
+
+MIXED = {
+    "t0": ("row_wise", "fused"),
+    "t1": ("row_wise", "fused"),
+    "t2": ("table_wise", "fused"),
+    "t3": ("column_wise", "fused"),
+    "t4": ("data_parallel", "dense"),
+    "t5": ("table_row_wise", "fused"),
+    "t6": ("table_wise", "fused_uvm"),
+    "t7": ("grid_shard", "fused"),
+}
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_sums_over_shards_agree_with_the_stages(
+    make_ebc: MakeEbc, everywhere: bool
+) -> None:
+    uniform = {"t0": MIXED["t0"], "t1": MIXED["t1"], "t2": MIXED["t4"]}
+    kinds = uniform if everywhere else MIXED
+    sizes = [(1000, 32), (500, 16), *[(100, 32)] * (len(kinds) - 2)]
+    costs, plan = placed(make_ebc(sizes), topology_of(4, 2), kinds)
+    predicted = costs.evaluate(costs.lower(plan))
+    assert {s.name.split()[1] for s in predicted.stages} == {
+        f"({kind})" for kind, _ in kinds.values()
+    }
+    for rank, found in enumerate(predicted.ranks):
+        shards = [s for o in plan for s in o.shards if s.rank == rank]
+        sums = {
+            name: sum(getattr(s.perf, name) for s in shards)
+            for name in ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
+        }
+        comms = {
+            "fwd_comms": found.index_comms + found.fwd_comms,
+            "bwd_comms": found.bwd_comms,
+        }
+        assert sums["fwd_compute"] == pytest.approx(found.fwd_compute)
+        assert sums["bwd_compute"] == pytest.approx(found.bwd_compute)
+        for name, expected in comms.items():
+            # A rank without shards of a stage takes part in its collectives.
+            assert sums[name] <= expected * (1 + 1e-9)
+            if everywhere:
+                assert sums[name] == pytest.approx(expected)
+
+
+def test_attribution_does_not_change_the_cost(make_ebc: MakeEbc) -> None:
+    costs, plan = placed(make_ebc([(1000, 32)] * len(MIXED)), topology_of(4, 2), MIXED)
+    before = costs.evaluate(costs.lower(plan))
+    costs.attribute(plan)
+    assert costs.evaluate(costs.lower(plan)) == before
+
+
+def test_estimates_are_named(make_ebc: MakeEbc) -> None:
+    sizes = [(1000, 32)] * len(MIXED) + [(1000, 10)]
+    kinds = MIXED | {"t8": ("data_parallel", "dense")}
+    costs, plan = placed(make_ebc(sizes), topology_of(4, 2), kinds)
+    lowered = costs.lower(plan)
+    assert [w.partition(":")[0] for w in costs.estimate_warnings(lowered)] == [
+        "table 't4'",
+        "table 't6'",
+        "table 't8'",
+    ]
+    source = costs.evaluate(lowered).compute_source
+    assert source == "analytic; estimated for 3 of 9 tables"
+
+
+def test_only_row_wise_and_replicas_have_one_placement(make_ebc: MakeEbc) -> None:
+    costs, plan = placed(make_ebc([(1000, 32)] * len(MIXED)), topology_of(4, 2), MIXED)
+    lowered = costs.lower(plan)
+    stages = {s.name: s.critical_path_ms for s in costs.evaluate(lowered).stages}
+    assert costs.fixed_ms(lowered) == pytest.approx(
+        stages["model (row_wise)"] + stages["model (data_parallel)"]
+    )
+
+
+def test_cache_settings_and_fusion(make_ebc: MakeEbc) -> None:
+    topology = topology_of(1)
+    params = [
+        None,
+        CacheParams(load_factor=0.1),
+        CacheParams(load_factor=0.3),
+        CacheParams(load_factor=0.1, prefetch_pipeline=True),
+    ]
+    constraints = {
+        f"t{i}": ParameterConstraints(
+            sharding_types=["table_wise"],
+            compute_kernels=["fused" if p is None else "fused_uvm_caching"],
+            cache_params=p,
+        )
+        for i, p in enumerate(params)
+    }
+    costs = costs_of(topology, constraints)
+    options = EmbeddingEnumerator(topology, BATCH, constraints).enumerate(
+        make_ebc([(1000, 32)] * 4), [EmbeddingBagCollectionSharder()]
+    )
+    keys = [fusion_key(o, costs.reader, "table_wise") for o in options]
+    assert keys[0] == keys[1] == keys[2] != keys[3]
+
+
+def test_explicit_collectives_are_those_of_all_ranks(make_ebc: MakeEbc) -> None:
+    topology = topology_of(2)
+    given = PlanCosts(
+        topology,
+        cost_model=AnalyticCostModel(),
+        comms_model=AnalyticCommsModel(gb_per_s=1e-3),
+    )
+    kinds = {"t0": ("table_row_wise", "fused")}
+    _, plan = placed(make_ebc([(1000, 16)]), topology, kinds, given)
+    ((_, ranks),) = phases_of(given, plan).items()
+    assert ranks[0][2] == pytest.approx(2 * BATCH * 16 * 4 / 2 / 1e3)

@@ -1,0 +1,345 @@
+"""Tables switched to other sharding types, and TorchRec's own plan, where cheaper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
+
+from torchrec_neuroshard.planner import (
+    NeuroShardEnumerator,
+    NeuroShardPartitioner,
+    NeuroShardPlanner,
+    NeuroShardProposer,
+    PlanCosts,
+    planners,
+)
+from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+MakeEbc = Callable[..., EmbeddingBagCollection]
+MakePlanner = Callable[..., NeuroShardPlanner]
+Sharders = list[EmbeddingBagCollectionSharder]
+ReadTypes = Callable[[Any], dict[str, str]]
+
+TABLE, ROW, REPLICAS = "table_wise", "row_wise", "data_parallel"
+
+
+def only(*kinds: str, **arguments: Any) -> ParameterConstraints:
+    return ParameterConstraints(sharding_types=list(kinds), **arguments)
+
+
+def compute_bound() -> dict[str, Any]:
+    """Lookups cost a lot, collectives next to nothing."""
+    return {
+        "cost_model": AnalyticCostModel(launch_ms=0.001, lookup_ns=1000, byte_ns=0),
+        "comms_model": AnalyticCommsModel(gb_per_s=1e6),
+    }
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine, TorchRec's planner is asked."""
+    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 15.0)
+
+
+@pytest.mark.parametrize("max_switches", [0, 2])
+def test_a_table_that_holds_up_one_rank_goes_row_wise(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    read_types: ReadTypes,
+    max_switches: int,
+) -> None:
+    # The first is looked up as often as the other three together, and cannot be split
+    # by columns.
+    constraints = {
+        "t0": only(TABLE, ROW, pooling_factors=[30.0]),
+        **{f"t{i}": only(TABLE, ROW, pooling_factors=[10.0]) for i in (1, 2, 3)},
+    }
+    planner = make_planner(
+        4,
+        "cuda",
+        constraints=constraints,
+        max_switches=max_switches,
+        **compute_bound(),
+    )
+    plan = planner.plan(make_ebc([(10_000, 16)] * 4), sharders)
+    assert planner.last_result is not None
+    path_ms = planner.last_result.predicted.critical_path_ms
+    # A batch of 256: 30 lookups each on one rank, or 15 on each of four.
+    whole, spread = (3 * (0.001 + 256 * n * 1e-3) for n in (30, 15))
+    if max_switches:
+        assert set(read_types(plan).values()) == {ROW}
+        assert path_ms == pytest.approx(spread, rel=1e-2)
+        assert planner.last_result.gap == 0.0
+    else:
+        assert set(read_types(plan).values()) == {TABLE}
+        assert path_ms == pytest.approx(whole, rel=1e-2)
+
+
+def test_small_tables_become_replicas_where_collectives_are_dear(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    read_types: ReadTypes,
+) -> None:
+    # Replicas of the small ones send 6 kB of gradients, their outputs are 16 kB; those
+    # of the large one would send 8 MB.
+    planner = make_planner(
+        2,
+        "cuda",
+        cost_model=AnalyticCostModel(launch_ms=1e-4, lookup_ns=1, byte_ns=1e-3),
+        comms_model=AnalyticCommsModel(gb_per_s=1e-3),
+        max_switches=3,
+    )
+    ebc = make_ebc([(50, 32), (100_000, 32), (50, 32)])
+    types = read_types(planner.plan(ebc, sharders))
+    assert types["t0"] == types["t2"] == REPLICAS
+    assert types["t1"] != REPLICAS
+    assert planner.last_result is not None
+    assert any("'t0', 't2': data-parallel" in w for w in planner.last_result.warnings)
+    stay = make_planner(
+        2,
+        "cuda",
+        cost_model=planner.costs.cost_model,
+        comms_model=planner.costs.comms_model,
+    )
+    stay.plan(ebc, sharders)
+    assert stay.last_result is not None
+    assert (
+        planner.last_result.predicted.critical_path_ms
+        < stay.last_result.predicted.critical_path_ms
+    )
+
+
+def options_and_costs(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> tuple[list[ShardingOption], PlanCosts, Topology]:
+    """Four tables of which one is looked up more than the others."""
+    topology = Topology(world_size=4, compute_device="cuda")
+    constraints = {
+        f"t{i}": only(TABLE, ROW, pooling_factors=[1.0 if i else 30.0])
+        for i in range(4)
+    }
+    costs = PlanCosts(topology, constraints, **compute_bound())
+    enumerator = NeuroShardEnumerator(topology, 64, constraints, costs=costs)
+    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), sharders)
+    return options, costs, topology
+
+
+def run_loop(
+    proposer: NeuroShardProposer, options: list[ShardingOption], rating: float
+) -> list[set[str]]:
+    """Sharding types of each proposal, where none is ever better than the first."""
+    proposer.load(options)
+    seen = []
+    while (proposal := proposer.propose()) is not None:
+        seen.append({o.sharding_type for o in proposal})
+        proposer.feedback(True, proposal, rating)
+        rating += 1.0
+    return seen
+
+
+def test_switches_are_few(make_ebc: MakeEbc, sharders: Sharders) -> None:
+    options, costs, topology = options_and_costs(make_ebc, sharders)
+    for most in (0, 1, 2):
+        proposer = NeuroShardProposer(topology, costs=costs, max_switches=most)
+        assert len(run_loop(proposer, options, 1.0)) == 1 + most
+        assert proposer.best_rating == 1.0
+
+
+def test_no_switch_after_the_time_budget(make_ebc: MakeEbc, sharders: Sharders) -> None:
+    options, costs, topology = options_and_costs(make_ebc, sharders)
+    late, timely = (
+        NeuroShardProposer(topology, costs=costs, time_budget_seconds=seconds)
+        for seconds in (1e-9, 1e9)
+    )
+    assert run_loop(late, options, 1.0) == [{TABLE}]
+    found = run_loop(timely, options, 1.0)
+    assert found[0] == {TABLE} and all(ROW in kinds for kinds in found[1:])
+
+
+def test_later_searches_share_what_is_left_of_the_budget(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    options, costs, topology = options_and_costs(make_ebc, sharders)
+    config = SearchConfig(time_budget_seconds=20.0, exhaustive_limit=0)
+    partitioner = NeuroShardPartitioner(topology, search=config, costs=costs)
+    proposal = [o for o in options if o.sharding_type == TABLE]
+    partitioner.partition(proposal, topology)
+    # Alone in another planner, it makes full effort each time.
+    assert partitioner._next_searcher() is partitioner.searcher
+    partitioner.reset()
+    partitioner.partition(proposal, topology)
+    later = partitioner._next_searcher().config  # type: ignore[attr-defined]
+    assert later.effort == pytest.approx(0.3)
+    assert 0.5 <= later.time_budget_seconds < 20.0
+
+
+# --- TorchRec's own plan --------------------------------------------------------
+
+
+def test_stock_plan_is_taken_where_it_is_cheaper(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    fixed_searcher: Any,
+) -> None:
+    # A search that puts everything on one rank.
+    searcher = fixed_searcher([(i, 64, 0) for i in range(4)])
+    constraint = {f"t{i}": only(TABLE) for i in range(4)}
+    planner = make_planner(
+        4, search=searcher, consider_stock=True, constraints=constraint
+    )
+    plan = planner.plan(make_ebc([(1000, 64)] * 4), sharders)
+    assert sorted(p.ranks[0] for p in plan.plan[""].values()) == [0, 1, 2, 3]
+    result, task = planner.last_result, planner.last_task
+    assert result is not None and task is not None
+    result.placement.check(task)
+    assert result.fallback is not None
+    taken = result.predicted.critical_path_ms
+    assert f"predicted to take {taken:.4g} ms, the search's " in result.fallback
+    assert any(result.fallback in w for w in result.warnings)
+    assert 0 < result.lower_bound_ms <= taken
+    assert result.gap == pytest.approx(taken / result.lower_bound_ms - 1)
+
+
+def test_stock_plan_is_not_taken_where_it_is_no_better(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    constraint = {f"t{i}": only(TABLE) for i in range(4)}
+    plans, results = [], []
+    for consider in (True, False):
+        planner = make_planner(4, consider_stock=consider, constraints=constraint)
+        plans.append(str(planner.plan(make_ebc([(1000, 64)] * 4), sharders)))
+        results.append(planner.last_result)
+    assert plans[0] == plans[1]
+    assert results[0] is not None and results[0].fallback is None
+
+
+def test_callers_callbacks_see_the_stock_plan_once(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    fixed_searcher: Any,
+) -> None:
+    calls = []
+
+    def callback(options: list[ShardingOption]) -> list[ShardingOption]:
+        calls.append({o.shards[0].rank for o in options})
+        return options
+
+    planner = make_planner(
+        2,
+        search=fixed_searcher([(0, 64, 0), (1, 64, 0)]),
+        consider_stock=True,
+        callbacks=[callback],
+        constraints={f"t{i}": only(TABLE) for i in range(2)},
+    )
+    planner.plan(make_ebc([(1000, 64)] * 2), sharders)
+    assert calls == [{0, 1}]
+
+
+def test_stock_planner_without_a_plan_does_no_harm(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = make_planner(2, consider_stock=True)
+    original = EmbeddingShardingPlanner.plan
+
+    def plan(self: Any, *arguments: Any) -> Any:
+        if type(self) is EmbeddingShardingPlanner:
+            raise PlannerError("nothing")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", plan)
+    planner.plan(make_ebc([(1000, 64)]), sharders)
+    assert planner.last_result is not None and planner.last_result.fallback is None
+
+
+def test_stock_planner_is_not_asked_where_it_would_take_longer(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = make_planner(2, consider_stock=True)
+    enumerate_ours = NeuroShardEnumerator.enumerate
+
+    def slowly(self: Any, **arguments: Any) -> Any:
+        time.sleep(0.3)
+        return enumerate_ours(self, **arguments)
+
+    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 0.1)
+    monkeypatch.setattr(NeuroShardEnumerator, "enumerate", slowly)
+    planner.plan(make_ebc([(1000, 64)]), sharders)
+    assert planner.last_result is not None
+    assert any("was not looked at" in w for w in planner.last_result.warnings)
+    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 100.0)
+    planner._stock._seconds = 100.0  # type: ignore[union-attr]
+    planner.plan(make_ebc([(2000, 64)]), sharders)
+    assert not any("not looked at" in w for w in planner.last_result.warnings)
+
+
+def test_stock_planner_has_a_timeout(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timeouts = []
+    original = EmbeddingShardingPlanner.plan
+
+    def plan(self: Any, *arguments: Any) -> Any:
+        if type(self) is EmbeddingShardingPlanner:
+            timeouts.append(self._timeout_seconds)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", plan)
+    planner = make_planner(2, consider_stock=True)
+    start = time.monotonic()
+    planner.plan(make_ebc([(1000, 64)]), sharders)
+    passed = time.monotonic() - start
+    (timeout,) = timeouts
+    assert 0 < timeout <= max(15.0, passed)
+
+
+def test_stock_parts_of_the_caller_are_kept(
+    make_ebc: MakeEbc, make_planner: MakePlanner
+) -> None:
+    # A partitioner that cannot take plans with ranks is not given any.
+    planner = make_planner(partitioner=GreedyPerfPartitioner(), consider_stock=True)
+    assert len(planner._proposers) == 1
+    model = nn.ModuleDict({"a": make_ebc([(100, 16)])})
+    assert planner.plan(model, [EmbeddingBagCollectionSharder()]).plan["a"]
+
+
+def test_given_plan_beyond_a_ranks_memory(
+    make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    options, costs, topology = options_and_costs(make_ebc, sharders)
+    plan = [o for o in options if o.sharding_type == TABLE]
+    for option in plan:
+        option.shards[0].rank = 2
+    size = sum(o.shards[0].storage.hbm for o in plan)
+    partitioner = NeuroShardPartitioner(topology, costs=costs)
+    roomy, tight = (
+        Topology(world_size=4, compute_device="cuda", hbm_cap=cap)
+        for cap in (size, size - 1)
+    )
+    kept = partitioner.partition(plan, roomy)
+    assert [o.shards[0].rank for o in kept] == [2] * 4
+    with pytest.raises(PlannerError, match="rank 2 of a given plan holds more"):
+        partitioner.partition(plan, tight)
