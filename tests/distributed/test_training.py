@@ -1,14 +1,19 @@
-"""Plans at work: two gloo ranks train sharded tables and are held to unsharded ones.
+"""Plans at work: gloo ranks train sharded tables and are held to unsharded ones.
 
-All cases run in one pair of processes, started once; each test reads its case.
+All cases of two ranks run in one pair of processes, started once, and those of two
+nodes in four; each test reads its case. TorchRec's sharders offer row-wise, table-row-
+wise and grid sharding on GPUs alone, but all of them run over gloo: the sharder here
+offers them.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import multiprocessing
+import os
 import time
 import traceback
 import warnings
@@ -16,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +31,16 @@ from torch import nn
 
 pytestmark = pytest.mark.distributed
 
-WORLD_SIZE = 2
+NODE_SIZE = 2
 LOCAL_BATCH = 6
 LEARNING_RATE = 0.3
 NUM_STEPS = 3
 JOIN_SECONDS = 240
 GROUP_TIMEOUT_SECONDS = 600
 """Longer than a rank may live: a rank that waits in vain fails the test."""
+
+
+Results = Callable[[str], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,14 @@ class Case:
     rates: dict[int, float] = field(default_factory=dict)
     """Learning rates unlike the others': such tables need a kernel of their own."""
     sequence: bool = False
+    num_nodes: int = 1
+    chosen: bool = False
+    """Whether the planner may switch tables to other sharding types."""
+    consider_stock: bool = False
 
 
-TABLE, COLUMN = "table_wise", "column_wise"
+TABLE, COLUMN, ROW = "table_wise", "column_wise", "row_wise"
+REPLICAS, NODE_ROW, GRID = "data_parallel", "table_row_wise", "grid_shard"
 
 CASES = {
     "table-wise": Case(
@@ -112,8 +124,56 @@ CASES = {
     "data-parallel": Case(
         dims=(32, 16),
         triples=[(0, 20, 0), (0, 12, 1)],
-        types=(COLUMN, "data_parallel"),
-        other={1: "data_parallel"},
+        types=(COLUMN, REPLICAS),
+        other={1: REPLICAS},
+    ),
+    "row-wise": Case(
+        dims=(16, 32, 8),
+        triples=[(0, 32, 1)],
+        types=(ROW, TABLE, ROW),
+        other={0: ROW, 2: ROW},
+    ),
+    "row-wise, all": Case(
+        dims=(16, 32, 8),
+        triples=None,
+        types=(ROW,) * 3,
+        other={i: ROW for i in range(3)},
+        mean=(1,),
+    ),
+    "row-wise, weighted": Case(
+        dims=(16, 8),
+        triples=None,
+        types=(ROW, ROW),
+        other={0: ROW, 1: ROW},
+        weighted=True,
+    ),
+    "row-wise, shared feature": Case(
+        dims=(16, 8),
+        triples=None,
+        types=(ROW, ROW),
+        other={0: ROW, 1: ROW},
+        features={0: ["f0", "f2"], 1: ["f0"]},
+    ),
+    "every kind": Case(
+        dims=(16, 32, 8, 24),
+        triples=[(0, 20, 0), (0, 12, 1), (1, 24, 1)],
+        types=(ROW, COLUMN, REPLICAS, TABLE),
+        other={0: ROW, 2: REPLICAS},
+        whole=(3,),
+    ),
+    "row-wise by choice": Case(
+        dims=(16, 8),
+        triples=None,
+        types=(ROW, ROW),
+        whole=(0, 1),
+        chosen=True,
+    ),
+    "stock plan": Case(
+        dims=(16, 16),
+        triples=[(0, 16, 0), (1, 16, 0)],
+        types=(TABLE, TABLE),
+        whole=(0, 1),
+        consider_stock=True,
     ),
     "search": Case(dims=(64, 48, 32, 16, 8), triples=None),
     "sequence": Case(
@@ -122,7 +182,51 @@ CASES = {
         types=(TABLE,) * 2,
         sequence=True,
     ),
+    "sequence, row-wise": Case(
+        dims=(16, 16),
+        triples=[(0, 16, 1)],
+        types=(ROW, TABLE),
+        other={0: ROW},
+        sequence=True,
+    ),
+    "table-row-wise": Case(
+        dims=(16, 32, 8),
+        triples=[(0, 8, 3)],
+        types=(NODE_ROW, NODE_ROW, TABLE),
+        other={0: NODE_ROW, 1: NODE_ROW},
+        num_nodes=2,
+    ),
+    "grid": Case(
+        dims=(32, 16),
+        triples=[(0, 16, 2)],
+        types=(GRID, TABLE),
+        other={0: GRID},
+        num_nodes=2,
+    ),
+    "every kind on two nodes": Case(
+        dims=(32, 16, 16, 8, 32),
+        triples=[(0, 20, 0), (0, 12, 3)],
+        types=(GRID, NODE_ROW, ROW, REPLICAS, COLUMN),
+        other={0: GRID, 1: NODE_ROW, 2: ROW, 3: REPLICAS},
+        num_nodes=2,
+    ),
 }
+
+
+def sharders() -> list[Any]:
+    """TorchRec's sharders, but offering on CPUs what they offer on GPUs."""
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+    class BagSharder(EmbeddingBagCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(super().sharding_types("cuda"))
+
+    class SequenceSharder(EmbeddingCollectionSharder):
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return list(super().sharding_types("cuda"))
+
+    return [BagSharder(), SequenceSharder()]
 
 
 def build_model(case: Case) -> Any:
@@ -172,7 +276,7 @@ def build_planner(case: Case) -> Any:
 
     class FixedSearcher(Searcher):
         def search(self, task: Any, cost_model: Any, comms_model: Any) -> SearchResult:
-            placement = Placement.from_widths(WORLD_SIZE, case.triples or ())
+            placement = Placement.from_widths(task.world_size, case.triples or ())
             try:
                 placement.check(task)
             except PlacementError as error:
@@ -189,19 +293,32 @@ def build_planner(case: Case) -> Any:
 
     constraints = {
         f"t{i}": ParameterConstraints(
-            sharding_types=[TABLE] if i in case.whole else [case.other[i]]
+            sharding_types=[case.other[i]]
+            if i in case.other
+            else [TABLE, *([ROW] if case.chosen else [])],
+            # A grid needs a column shard on each node.
+            min_partition=16 if case.other.get(i) == GRID else None,
+            # For a choice: one table is looked up far more than the other.
+            pooling_factors=[50.0 if case.chosen and i == 0 else 1.0]
+            * len(case.features.get(i, [f"f{i}"])),
         )
         for i in {*case.whole, *case.other}
     }
+    searched = "default" if case.triples is None else FixedSearcher()
+    world_size = dist.get_world_size()
     return NeuroShardPlanner(
-        topology=Topology(world_size=WORLD_SIZE, compute_device="cpu"),
+        topology=Topology(
+            world_size=world_size, local_world_size=NODE_SIZE, compute_device="cpu"
+        ),
         batch_size=LOCAL_BATCH,
         constraints=constraints,
         cost_model=AnalyticCostModel(launch_ms=0.0),
-        comms_model=AnalyticCommsModel(),
-        search="default" if case.triples is None else FixedSearcher(),
+        comms_model=AnalyticCommsModel(1e6 if case.chosen else 100.0),
+        search=searched,
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         stats=[],
+        max_switches=4 if case.chosen else 0,
+        consider_stock=case.consider_stock,
     )
 
 
@@ -214,7 +331,7 @@ def global_batch(case: Case, step: int) -> list[Any]:
         {f for i in range(len(case.dims)) for f in case.features.get(i, [f"f{i}"])}
     )
     batches = []
-    for _ in range(WORLD_SIZE):
+    for _ in range(dist.get_world_size()):
         lengths = torch.randint(
             0, 4, (len(keys) * LOCAL_BATCH,), generator=generator, dtype=torch.int32
         )
@@ -250,44 +367,56 @@ def loss_of(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
 def local_parts(
     state: dict[str, Any], whole: dict[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each shard on this rank, and the columns of the whole table that it holds."""
+    """Each shard on this rank, and the part of the whole table that it holds."""
     found = []
     for key, value in state.items():
         table = whole[key]
         if hasattr(value, "local_shards"):
             for shard in value.local_shards():
-                offset, width = shard.metadata.shard_offsets[1], shard.tensor.shape[1]
-                found.append((shard.tensor, table[:, offset : offset + width]))
+                top, left = shard.metadata.shard_offsets
+                rows, width = shard.tensor.shape
+                part = table[top : top + rows, left : left + width]
+                found.append((shard.tensor, part))
         else:
             found.append((value, table))
     return found
 
 
-def kernels_of(sharded: Any) -> list[list[int]]:
-    """Local widths in each fused kernel of this rank, sorted."""
+def kernels_of(sharded: Any) -> list[list[list[int]]]:
+    """Local rows and widths in each fused kernel of this rank, sorted."""
     found = []
     for lookup in sharded._lookups:
         for kernel in getattr(lookup, "_emb_modules", ()):
             config = kernel.config
             if "Fused" in type(kernel).__name__:
-                found.append(sorted(t.local_cols for t in config.embedding_tables))
+                tables = config.embedding_tables
+                found.append(sorted([t.local_rows, t.local_cols] for t in tables))
     return sorted(found)
 
 
-def expected_kernels(planner: Any, rank: int) -> list[list[int]]:
-    """What the simulator takes for the fused kernels of a rank."""
-    task = planner.last_task
-    by_group: dict[int, list[int]] = {}
-    for shard in planner.last_result.placement.shards:
-        if shard.rank == rank:
-            by_group.setdefault(task.groups[shard.table], []).append(shard.width)
-    return sorted(sorted(widths) for widths in by_group.values())
+def expected_kernels(planner: Any) -> dict[str, Any]:
+    """What the costs take for kernels and collectives, by rank; on the first one."""
+    options = [o for o in planner._selected if planner.costs.reader.is_costed(o)]
+    staged = planner.costs.pricer.stage(options)
+    fused = [o.compute_kernel != "dense" for o in options]
+    kernels: list[dict[int, list[list[int]]]] = [
+        {} for _ in range(dist.get_world_size())
+    ]
+    for index, group, shard in zip(
+        staged.option_N, staged.group_N, staged.shards, strict=True
+    ):
+        if fused[index]:
+            held = kernels[shard.rank].setdefault(int(group), [])
+            held.append([int(n) for n in shard.size])
+    return {
+        "kernels": [sorted(map(sorted, k.values())) for k in kernels],
+        "num_stages": len(staged.fused.stage_names),
+    }
 
 
 def run_case(case: Case, rank: int) -> dict[str, Any]:
     """Plan, train and compare; runs on every rank."""
     from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.sharding_plan import get_default_sharders
     from torchrec.optim.apply_optimizer_in_backward import (
         apply_optimizer_in_backward,
     )
@@ -298,9 +427,9 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         rate = case.rates.get(i, LEARNING_RATE)
         apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": rate})
     planner = build_planner(case)
-    plan = planner.collective_plan(model, get_default_sharders())
+    plan = planner.collective_plan(model, sharders())
     sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=get_default_sharders()
+        model, device=torch.device("cpu"), plan=plan, sharders=sharders()
     )
     # TorchRec starts from weights of its own.
     start = {k: v.detach().clone() for k, v in whole.state_dict().items()}
@@ -308,7 +437,8 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         for shard, part in local_parts(sharded.state_dict(), start):
             shard.copy_(part)
     # Not every table is trained in its kernel: data-parallel ones are not.
-    rest = [p for n, p in sharded.named_parameters() if "t1" in n] if case.other else []
+    replicas = {f"t{i}" for i, kind in case.other.items() if kind == REPLICAS}
+    rest = [p for n, p in sharded.named_parameters() if n.split(".")[-2] in replicas]
     rest_optimizer = torch.optim.SGD(rest, lr=LEARNING_RATE) if rest else None
     optimizer = torch.optim.SGD(
         [
@@ -341,21 +471,23 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         ),
         default=0.0,
     )
-    digest = [None] * WORLD_SIZE
+    digest = [None] * dist.get_world_size()
     dist.all_gather_object(digest, (str(plan), repr(planner.last_result)))
+    sent: list[Any] = [expected_kernels(planner) if rank == 0 else None]
+    dist.broadcast_object_list(sent, 0)
+    (layout,) = sent
     return {
         "forward": forward,
         "weights": weights,
         "moved": min(float((want[t] - start[t]).abs().max()) for t in want),
         "types": [plan.plan[""][f"t{i}"].sharding_type for i in range(len(case.dims))],
-        "num_shards": Counter(
-            t.name
-            for s in planner.last_result.placement.shards
-            for t in [planner.last_task.tables[s.table]]
-        ),
-        "same_everywhere": digest[0] == digest[1],
+        "num_shards": Counter(s.table for s in planner.last_result.placement.shards),
+        "same_everywhere": len(set(digest)) == 1,
+        "fallback": planner.last_result.fallback,
         "kernels": kernels_of(sharded.module),
-        "expected_kernels": expected_kernels(planner, rank),
+        "expected_kernels": layout["kernels"][rank],
+        "num_collectives": len(sharded.module._output_dists),
+        "num_stages": layout["num_stages"],
     }
 
 
@@ -402,29 +534,33 @@ def run_subgroup(rank: int) -> dict[str, Any]:
     return {"tables": sorted(plan.plan[""])}
 
 
-def rank_main(rank: int, folder: str) -> None:
+def rank_main(rank: int, num_nodes: int, folder: str) -> None:
     """Run every case on one rank; the results are left in the folder."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(NODE_SIZE)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=WORLD_SIZE,
+        world_size=num_nodes * NODE_SIZE,
         timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
     )
     jobs: dict[str, Callable[[], dict[str, Any]]] = {
-        name: partial(run_case, case, rank) for name, case in CASES.items()
+        name: functools.partial(run_case, case, rank)
+        for name, case in CASES.items()
+        if case.num_nodes == num_nodes
     }
-    jobs["failure"] = lambda: run_failure(rank)
-    jobs["subgroup"] = lambda: run_subgroup(rank)
+    if num_nodes == 1:
+        jobs["failure"] = lambda: run_failure(rank)
+        jobs["subgroup"] = lambda: run_subgroup(rank)
     results: dict[str, Any] = {}
     for name, job in jobs.items():
         try:
             results[name] = job()
         except Exception:
-            # The other rank may wait for this one: report and end both.
+            # The other ranks may wait for this one: report and end all.
             results["error"] = f"in '{name}': {traceback.format_exc()}"
             break
         finally:
@@ -432,14 +568,12 @@ def rank_main(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def run_ranks(folder: Path, num_nodes: int) -> list[dict[str, Any]]:
     """Results of each rank, by case."""
-    folder = tmp_path_factory.mktemp("ranks")
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=rank_main, args=(rank, str(folder)))
-        for rank in range(WORLD_SIZE)
+        context.Process(target=rank_main, args=(rank, num_nodes, str(folder)))
+        for rank in range(num_nodes * NODE_SIZE)
     ]
     deadline = time.monotonic() + JOIN_SECONDS
     try:
@@ -453,15 +587,28 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
                 process.kill()
                 process.join()
     found = []
-    for rank in range(WORLD_SIZE):
+    for rank in range(len(processes)):
         path = folder / f"{rank}.json"
         found.append(json.loads(path.read_text()) if path.exists() else {})
     return found
 
 
-def case_results(results: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module")
+def results(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], list[dict[str, Any]]]:
+    """Results of each rank that ran a case."""
+
+    @functools.cache
+    def of_nodes(num_nodes: int) -> list[dict[str, Any]]:
+        return run_ranks(tmp_path_factory.mktemp("ranks"), num_nodes)
+
+    return lambda name: of_nodes(CASES[name].num_nodes if name in CASES else 1)
+
+
+def case_results(results: Results, name: str) -> list[dict[str, Any]]:
     found = []
-    for rank, by_case in enumerate(results):
+    for rank, by_case in enumerate(results(name)):
         assert name in by_case, (
             f"rank {rank} has no result for '{name}': it stopped "
             f"{by_case.get('error', 'without a word')}"
@@ -471,9 +618,7 @@ def case_results(results: list[dict[str, Any]], name: str) -> list[dict[str, Any
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_unsharded_training(
-    results: list[dict[str, Any]], name: str
-) -> None:
+def test_training_equals_unsharded_training(results: Results, name: str) -> None:
     for result in case_results(results, name):
         assert result["forward"] < 1e-5
         assert result["weights"] < 1e-5
@@ -481,31 +626,35 @@ def test_training_equals_unsharded_training(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_simulated_kernels_are_the_real_ones(
-    results: list[dict[str, Any]], name: str
-) -> None:
+def test_simulated_kernels_are_the_real_ones(results: Results, name: str) -> None:
     for result in case_results(results, name):
         assert result["kernels"] == result["expected_kernels"]
+        assert result["num_collectives"] == result["num_stages"]
     assert any(r["kernels"] for r in case_results(results, name))
 
 
+def test_stock_plan_is_trained(results: Results) -> None:
+    for result in case_results(results, "stock plan"):
+        assert result["fallback"] is not None
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_has_the_same_plan(results: list[dict[str, Any]], name: str) -> None:
+def test_every_rank_has_the_same_plan(results: Results, name: str) -> None:
     assert all(r["same_everywhere"] for r in case_results(results, name))
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.types])
-def test_sharding_types(results: list[dict[str, Any]], name: str) -> None:
+def test_sharding_types(results: Results, name: str) -> None:
     for result in case_results(results, name):
         assert result["types"] == list(CASES[name].types)
 
 
-def test_search_splits_a_table(results: list[dict[str, Any]]) -> None:
+def test_search_splits_a_table(results: Results) -> None:
     # Otherwise its case would train nothing that "table-wise" does not.
     assert max(case_results(results, "search")[0]["num_shards"].values()) == 2
 
 
-def test_an_error_on_rank_0_reaches_all_ranks(results: list[dict[str, Any]]) -> None:
+def test_an_error_on_rank_0_reaches_all_ranks(results: Results) -> None:
     first, second = case_results(results, "failure")
     assert first["known"] == second["known"] == "ConfigError: refused on rank 0"
     assert first["local"] == "LocalError: local trouble"
@@ -514,7 +663,7 @@ def test_an_error_on_rank_0_reaches_all_ranks(results: list[dict[str, Any]]) -> 
     )
 
 
-def test_group_with_another_first_rank(results: list[dict[str, Any]]) -> None:
+def test_group_with_another_first_rank(results: Results) -> None:
     assert case_results(results, "subgroup")[1]["tables"] == [
         f"t{i}" for i in range(len(CASES["search"].dims))
     ]
