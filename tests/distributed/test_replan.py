@@ -55,7 +55,6 @@ class Case:
 
 
 CASES = {
-    # Ids need no reordering under the first plan, but do under the second.
     "sgd": Case(
         dims=(32, 16, 8, 8), triples=[(0, 32, 0), (1, 16, 0), (2, 8, 0), (3, 8, 0)]
     ),
@@ -83,6 +82,7 @@ CASES = {
         optimizer="RowWiseAdagrad",
         by_hand=[(0, 16, 1), (0, 16, 0), (1, 16, 1)],
     ),
+    # Ids need no reordering under the first plan, but do under the second.
     "weighted": Case(
         dims=(32, 16, 8),
         triples=[(0, 32, 1), (1, 16, 1), (2, 8, 1)],

@@ -51,7 +51,7 @@ from torchrec_neuroshard.planner.plan_files import (
     with_shards,
 )
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.simulator import PredictedCosts, critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["Move", "ReplanConfig", "ReplanResult", "apply_moves", "replan"]
@@ -70,6 +70,9 @@ _MOVED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 _ROUNDING = 1e-9
 """Relative difference of two predicted iterations that are equally long."""
 
+_BATCH = 128
+"""Placements costed at once; time is looked at in between."""
+
 _POWER = 8
 """Of the mean that says how loaded ranks are: high, since a launch on a rank that was
 idle adds little to the iteration."""
@@ -82,8 +85,8 @@ Shards = tuple[tuple[int, int, int], ...]
 class ReplanConfig:
     """How hard to look for moves."""
 
-    max_candidates: int = 1000
-    """Moves compared per step; of more, those of the fewest bytes."""
+    max_candidates: int = 500
+    """Moves compared per step; of more, light and heavy ones alike are left out."""
     time_budget_seconds: float = 20.0
     """The best plan so far is returned after this."""
     min_gain: float = 1e-3
@@ -430,13 +433,14 @@ class _Search:
         """Return the best shards of each table that were found."""
         deadline = time.perf_counter() + self._config.time_budget_seconds
         state = best = dict(self._job.state)
-        rating = best_rating = self._rate(state)
+        [rating] = self._rate([state])
+        best_rating = rating
         while time.perf_counter() < deadline:
             step = self._best_step(state, rating, deadline)
             if step is None:
                 break
             state = {**state, **step}
-            rating = self._rate(state)
+            [rating] = self._rate([state])
             if rating.path_ms < best_rating.path_ms * (1 - self._config.min_gain):
                 best, best_rating = state, rating
         return self._pruned(best, best_rating)
@@ -451,17 +455,20 @@ class _Search:
         """
         faster: list[tuple[float, dict[int, Shards]]] = []
         relieving: list[tuple[float, dict[int, Shards]]] = []
-        for added, step in self._affordable(state, rating.slowest):
-            new = self._rate({**state, **step})
-            gain = rating.path_ms - new.path_ms
-            relief = rating.load_ms - new.load_ms
-            if gain > self._config.min_gain * rating.path_ms:
-                faster.append((gain / max(added, 1), step))
-            elif gain > -_ROUNDING * rating.path_ms:
-                if relief > self._config.min_gain * rating.load_ms:
-                    relieving.append((relief, step))
+        affordable = self._affordable(state, rating.slowest)
+        for start in range(0, len(affordable), _BATCH):
             if time.perf_counter() > deadline:
                 break
+            batch = affordable[start : start + _BATCH]
+            ratings = self._rate([{**state, **step} for _, step in batch])
+            for (added, step), new in zip(batch, ratings, strict=True):
+                gain = rating.path_ms - new.path_ms
+                relief = rating.load_ms - new.load_ms
+                if gain > self._config.min_gain * rating.path_ms:
+                    faster.append((gain / max(added, 1), step))
+                elif gain > -_ROUNDING * rating.path_ms:
+                    if relief > self._config.min_gain * rating.load_ms:
+                        relieving.append((relief, step))
         candidates = faster or relieving
         if not candidates:
             return None
@@ -470,7 +477,7 @@ class _Search:
     def _affordable(
         self, state: Mapping[int, Shards], sources: frozenset[int]
     ) -> list[tuple[int, dict[int, Shards]]]:
-        """Steps within budget and memory, with their bytes; the lightest first."""
+        """Return steps within budget and memory, with their bytes, by bytes."""
         spent = sum(self._job.num_bytes(t, s) for t, s in state.items())
         used = self._placement(state).rank_bytes(self._task)
         found = []
@@ -482,7 +489,7 @@ class _Search:
             if spent + added <= self._budget and self._fits(used, state, step):
                 found.append((added, step))
         found.sort(key=lambda entry: entry[0])
-        return found[: self._config.max_candidates]
+        return found[:: math.ceil(len(found) / self._config.max_candidates) or 1]
 
     def _pruned(self, state: dict[int, Shards], rating: _Rating) -> dict[int, Shards]:
         """Take back what turned out not to help."""
@@ -491,22 +498,31 @@ class _Search:
             used = self._placement(state).rank_bytes(self._task)
             if self._fits(used, state, step):
                 back = {**state, **step}
-                if self._rate(back).path_ms <= rating.path_ms:
+                [shorter] = self._rate([back])
+                if shorter.path_ms <= rating.path_ms:
                     state = back
         return state
 
-    def _rate(self, state: Mapping[int, Shards]) -> _Rating:
-        self.num_evaluated += 1
-        predicted = self._simulator.evaluate(self._placement(state))
-        slowest: set[int] = set()
-        load_ms = 0.0
-        for stage in predicted.stages:
-            phases_WP = np.array(
-                [[getattr(rank, name) for name in PHASES] for rank in stage.ranks]
+    def _rate(self, states: Sequence[Mapping[int, Shards]]) -> list[_Rating]:
+        """Rate placements in one batch, as `Simulator.evaluate` costs them."""
+        self.num_evaluated += len(states)
+        loads = [self._simulator.rank_loads(self._placement(s)) for s in states]
+        compute = self._simulator.compute_costs(np.stack([x.sums_CWGE for x in loads]))
+        phases_CWSP = self._simulator.phases(
+            self._simulator.stage_compute(compute),
+            np.stack([x.columns_CWS for x in loads]),
+            np.stack([x.index_bytes_CWS for x in loads]),
+        )
+        powers = (phases_CWSP**_POWER).mean(axis=1) ** (1 / _POWER)
+        slowest_CSP = phases_CWSP.argmax(axis=1)
+        return [
+            _Rating(
+                float(path_ms), float(power.sum()), frozenset(ranks.ravel().tolist())
             )
-            slowest.update(phases_WP.argmax(axis=0).tolist())
-            load_ms += float(((phases_WP**_POWER).mean(axis=0) ** (1 / _POWER)).sum())
-        return _Rating(predicted.critical_path_ms, load_ms, frozenset(slowest))
+            for path_ms, power, ranks in zip(
+                critical_path(phases_CWSP), powers, slowest_CSP, strict=True
+            )
+        ]
 
     def _placement(self, state: Mapping[int, Shards]) -> Placement:
         return Placement(
