@@ -144,6 +144,10 @@ class CommsHeader(RunHeader):
     compute_slowdown: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Ranks of one node -> how many times as long forward and backward kernels take
     while so many run theirs, which share its memory and cores. Empty for GPUs."""
+    column_order_ms_per_mb: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Ranks of one node -> milliseconds per 2^20 bytes of pooled outputs that the parts
+    of column-wise tables take to be put in order, forward and backward, while so many
+    ranks do so. Empty for GPUs."""
     compute_reference_ms: float = 0.0
     """Forward + backward of the reference set that kernels are timed beside, on one
     rank alone in this run: ties the two units of time together. 0 for GPUs."""

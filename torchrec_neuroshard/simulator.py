@@ -243,6 +243,24 @@ class Simulator:
         parts = [comms[..., :1], forward, comms[..., 1:], backward]
         return np.concatenate(parts, axis=-1)
 
+    def column_order_costs(self, placement: Placement) -> npt.NDArray[np.float64]:
+        """Reordering of the outputs of stages with split tables, `S x 2` [ms].
+
+        The same on all ranks: each does it for its own samples.
+        """
+        task = self.task
+        shards_T = np.bincount([s.table for s in placement.shards])
+        stage_T = np.asarray(task.stages)[np.asarray(task.groups)]
+        widths_T = [t.embedding_dim for t in task.tables]
+        columns_T = np.array(widths_T) * self.features_per_table
+        columns_S = np.bincount(
+            stage_T, weights=columns_T, minlength=task.num_stages
+        ).astype(np.float64)
+        order_S2 = self.comms_model.column_order(columns_S, task.batch_size)
+        split_S = np.bincount(stage_T, weights=shards_T > 1, minlength=task.num_stages)
+        order_S2[split_S == 0] = 0.0
+        return order_S2
+
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""
         loads = self.rank_loads(placement)
@@ -250,6 +268,8 @@ class Simulator:
         phases_WS5 = self.phases(
             compute[None], loads.columns_CWS[None], loads.index_bytes_CWS[None]
         )[0]
+        order_S2 = self.column_order_costs(placement)
+        phases_WS5[:, :, [2, 3]] += order_S2  # beside the pooled all-to-alls
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(

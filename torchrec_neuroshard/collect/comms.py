@@ -45,7 +45,7 @@ from torchrec_neuroshard.collect.store import (
     read_comms_header,
     read_comms_records,
 )
-from torchrec_neuroshard.collect.tbe import permute_bags
+from torchrec_neuroshard.collect.tbe import column_permutation, permute_bags
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import (
@@ -749,9 +749,9 @@ def _collect(
     intra = ranks.bandwidth(1) if local > 1 else 0.0
     inter = ranks.bandwidth(local) if local < world else 0.0
     reference_ms = meter.nominal_ms()
-    slowdown, compute_reference_ms = {}, 0.0
+    kernels = _KernelTimes({}, {}, 0.0)
     if known is None and ranks.device.type == "cpu":
-        slowdown, compute_reference_ms = _time_kernels(ranks)
+        kernels = _time_kernels(ranks)
     header = CommsHeader(
         fingerprint=_fingerprint(ranks),
         reference_ms=reference_ms,
@@ -764,8 +764,9 @@ def _collect(
         local_world_size=local,
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
-        compute_slowdown=slowdown,
-        compute_reference_ms=compute_reference_ms,
+        compute_slowdown=kernels.slowdown,
+        column_order_ms_per_mb=kernels.column_order_ms_per_mb,
+        compute_reference_ms=kernels.reference_ms,
     )
     header = ranks.share(known or header)
     with contextlib.ExitStack() as stack:
@@ -792,29 +793,59 @@ def _collect(
         console.print(summary(config.out))
 
 
-def _time_kernels(ranks: Ranks) -> tuple[dict[str, tuple[float, ...]], float]:
-    """Time kernels on several ranks of one node at once, and on one alone.
+class _KernelTimes(NamedTuple):
+    """What ranks do beside collectives; fields as in `CommsHeader`."""
 
-    Returns:
-        `compute_slowdown` and `compute_reference_ms` of `CommsHeader`.
-    """
-    reference = Reference(ranks.device)
+    slowdown: dict[str, tuple[float, ...]]
+    column_order_ms_per_mb: dict[str, tuple[float, ...]]
+    reference_ms: float
+
+
+def _time_kernels(ranks: Ranks) -> _KernelTimes:
+    """Time kernels and copies on several ranks of a node at once, and on one alone."""
+    reference, order = Reference(ranks.device), _ColumnOrder(ranks.device)
     local = ranks.local_world_size
     counts = sorted({1, local, *(n for n in ranks.group_sizes.values() if n < local)})
     rounds: dict[int, list[npt.NDArray[np.float64]]] = {n: [] for n in counts}
     for count in counts * _SLOWDOWN_ROUNDS:
-        ranks.agree([0.0])
-        passes = np.ones((_SLOWDOWN_PASSES, 2))
-        if ranks.rank < count:
-            passes = np.array([reference.run_phases() for _ in passes])
-        everyone = ranks.gather(np.median(passes, axis=0))[:, :count]
+        mine = []
+        for work in (reference.run_phases, order.run):
+            ranks.agree([0.0])
+            passes = np.ones((_SLOWDOWN_PASSES, 2))
+            if ranks.rank < count:
+                passes = np.array([work() for _ in passes])
+            mine.append(np.median(passes, axis=0))
+        everyone = ranks.gather(np.concatenate(mine))[:, :count]
         rounds[count].append(everyone.mean(axis=1))
-    alone = np.median(rounds[1], axis=0)
-    slowdown = {
-        str(n): tuple(float(v) for v in np.median(rounds[n], axis=0) / alone)
-        for n in counts
-    }
-    return slowdown, float(alone.sum())
+    times = {n: np.median(rounds[n], axis=0) for n in counts}
+    alone = times[1][:2]
+    return _KernelTimes(
+        {str(n): tuple(map(float, times[n][:2] / alone)) for n in counts},
+        {str(n): tuple(map(float, times[n][2:] / order.MEGABYTES)) for n in counts},
+        float(alone.sum()),
+    )
+
+
+class _ColumnOrder:
+    """Puts the parts of column-wise tables' pooled outputs in order."""
+
+    ROWS, PARTS, WIDTH, MEGABYTES = 1024, 32, 64, 8
+
+    def __init__(self, device: torch.device) -> None:
+        self._run = column_permutation([self.WIDTH] * self.PARTS, device)
+        shape = (self.ROWS, self.PARTS * self.WIDTH)
+        self._input = torch.ones(shape, device=device, requires_grad=True)
+        self._grad = torch.ones(shape, device=device)
+
+    def run(self) -> tuple[float, float]:
+        """Forward and backward [ms]."""
+        start = time.perf_counter()
+        output = self._run(self._input)
+        middle = time.perf_counter()
+        torch.autograd.backward(output, self._grad)
+        end = time.perf_counter()
+        self._input.grad = None
+        return (middle - start) * 1e3, (end - middle) * 1e3
 
 
 def _open_together(config: CommsConfig, ranks: Ranks) -> tuple[CommsHeader | None, int]:

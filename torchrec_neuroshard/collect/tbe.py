@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from torchrec_neuroshard.tables import TableConfig
 
 try:
     import fbgemm_gpu
+    from fbgemm_gpu.permute_pooled_embedding_modules_split import (
+        PermutePooledEmbeddingsSplit,
+    )
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
         BoundsCheckMode,
@@ -46,6 +49,7 @@ __all__ = [
     "Arena",
     "FusedTables",
     "InputBatch",
+    "column_permutation",
     "draw_inputs",
     "fbgemm_version",
     "length_distribution",
@@ -150,6 +154,28 @@ def reserve_memory(device: torch.device, num_bytes: int) -> None:
             f"{_FREE_SHARE * free / 2**30:.0f} or less"
         )
     torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def column_permutation(
+    widths: Sequence[int], device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what TorchRec does to the pooled outputs of column-wise tables.
+
+    Args:
+        widths: Columns of each part.
+        device: Where the outputs are.
+
+    Returns:
+        A differentiable function that puts the parts into reverse order.
+    """
+    order = list(reversed(range(len(widths))))
+    permute = PermutePooledEmbeddingsSplit(list(widths), order, device=device)
+
+    def run(pooled_BD: torch.Tensor) -> torch.Tensor:
+        permuted: torch.Tensor = permute(pooled_BD)
+        return permuted
+
+    return run
 
 
 def permute_bags(

@@ -128,6 +128,24 @@ class CommsModel(ABC):
             `C x W x 2` milliseconds, forward and backward.
         """
 
+    def column_order(
+        self, columns_C: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """Predict how long a rank puts the parts of split tables in order.
+
+        Once any table of a module is split, TorchRec brings the columns of all its
+        outputs, as they come from the ranks, into the order of the tables.
+
+        Args:
+            columns_C: Output columns of all tables of the module.
+            batch_size: Samples over all ranks.
+
+        Returns:
+            `C x 2` milliseconds, forward and backward; by default nothing.
+        """
+        del batch_size
+        return np.zeros((len(columns_C), 2))
+
     # The other collectives move bytes in the patterns of the pooled all-to-all; a model
     # that knows them better overrides these.
 

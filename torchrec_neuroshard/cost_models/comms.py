@@ -149,14 +149,10 @@ class BandwidthCommsModel(CommsModel):
         return np.stack([ms, ms], axis=2)
 
 
-def _slowdown_at(
-    ranks: int, slowdowns: Mapping[int, tuple[float, ...]]
-) -> tuple[float, float]:
+def _at(ranks: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, float]:
     """Interpolate between the numbers of ranks measured; beyond, go on straight."""
-    if not slowdowns:
-        return 1.0, 1.0
-    known = sorted(slowdowns)
-    values = np.array([slowdowns[n] for n in known])
+    known = sorted(measured)
+    values = np.array([measured[n] for n in known])
     forward, backward = (np.interp(ranks, known, values[:, i]) for i in (0, 1))
     if ranks > known[-1] and len(known) > 1:
         slope = (values[-1] - values[-2]) / (known[-1] - known[-2])
@@ -180,6 +176,7 @@ class LearnedCommsModel(CommsModel):
         intra_gb_per_s: float | None = None,
         inter_gb_per_s: float | None = None,
         slowdowns: Mapping[int, tuple[float, ...]] | None = None,
+        column_order_ms_per_mb: Mapping[int, tuple[float, ...]] | None = None,
         time_scale: float = 1.0,
     ) -> None:
         """Take a trained network and the topology.
@@ -194,6 +191,7 @@ class LearnedCommsModel(CommsModel):
             intra_gb_per_s: Bandwidth inside a node to predict for; None is as measured.
             inter_gb_per_s: Same between nodes.
             slowdowns: `CommsHeader.compute_slowdown`; None: ranks share nothing.
+            column_order_ms_per_mb: See `CommsHeader`; None: for free.
             time_scale: Factor on all times: to the compute model's milliseconds.
 
         Raises:
@@ -217,7 +215,9 @@ class LearnedCommsModel(CommsModel):
             )
         self.backend = backend
         self._time_scale = time_scale
-        self.compute_slowdown = _slowdown_at(local_world_size, slowdowns or {})
+        self.compute_slowdown = _at(local_world_size, slowdowns or {1: (1.0, 1.0)})
+        order_ms = _at(local_world_size, column_order_ms_per_mb or {1: (0.0, 0.0)})
+        self._column_order_2 = np.array(order_ms) / 2**20
         self._world_size, self._local_world_size = world_size, local_world_size
         group = torch.tensor([[float(world_size), float(local_world_size)]])
         with torch.no_grad():
@@ -296,6 +296,18 @@ class LearnedCommsModel(CommsModel):
             for i, name in enumerate(("pooled_forward", "pooled_backward"))
         ]
         return np.stack(both, axis=2)
+
+    def column_order(
+        self, columns_C: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """Predict the reordering of outputs; see `CommsModel.column_order`."""
+        local_bytes = columns_C * (
+            OUTPUT_BYTES_PER_VALUE * batch_size / self._world_size
+        )
+        ms: npt.NDArray[np.float64] = (
+            local_bytes[:, None] * self._column_order_2 * self._time_scale
+        )
+        return ms
 
     def index_all_to_all(
         self, bytes_CW: npt.NDArray[np.float64]

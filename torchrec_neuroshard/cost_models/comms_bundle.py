@@ -72,6 +72,8 @@ class CommsBundleInfo:
     """Records, seeds and commands behind the weights."""
     compute_slowdown: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """See `CommsHeader`."""
+    column_order_ms_per_mb: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """See `CommsHeader`."""
     compute_reference_ms: float = 0.0
     """See `CommsHeader`."""
     term_names: tuple[str, ...] = TERM_NAMES
@@ -202,8 +204,13 @@ def load_comms_bundle(
         measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
         intra_gb_per_s=intra_gb_per_s,
         inter_gb_per_s=inter_gb_per_s,
-        slowdowns={int(n): tuple(v) for n, v in info.compute_slowdown.items()},
+        slowdowns=_by_ranks(info.compute_slowdown),
+        column_order_ms_per_mb=_by_ranks(info.column_order_ms_per_mb),
     )
+
+
+def _by_ranks(values: Mapping[str, Sequence[float]]) -> dict[int, tuple[float, ...]]:
+    return {int(n): tuple(v) for n, v in values.items()}
 
 
 def _time_scale(folder: Path, info: CommsBundleInfo) -> float:

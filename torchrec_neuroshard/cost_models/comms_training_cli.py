@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,6 @@ from torchrec_neuroshard.cost_models.comms_training import (
 )
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.records import (
-    CommsHeader,
     CommsRecord,
     command_line,
     repeatability,
@@ -120,7 +119,8 @@ def train_comms_bundle(
         inter_gb_per_s=inter,
         world_sizes=tuple(sorted({r.world_size for r in training})),
         bytes_per_rank=(min(sums), max(sums)),
-        compute_slowdown=_merge_slowdowns(headers),
+        compute_slowdown=_merge([h.compute_slowdown for h in headers]),
+        column_order_ms_per_mb=_merge([h.column_order_ms_per_mb for h in headers]),
         compute_reference_ms=_typical(tuple(h.compute_reference_ms for h in headers)),
         trained_on={
             "num_training": len(training),
@@ -150,11 +150,13 @@ def train_comms_bundle(
     return evaluations
 
 
-def _merge_slowdowns(headers: Sequence[CommsHeader]) -> dict[str, tuple[float, ...]]:
+def _merge(
+    files: Sequence[Mapping[str, Sequence[float]]],
+) -> dict[str, tuple[float, ...]]:
     """Median over the files of each number of ranks."""
     found: dict[int, list[Sequence[float]]] = {}
-    for header in headers:
-        for count, values in header.compute_slowdown.items():
+    for of_file in files:
+        for count, values in of_file.items():
             found.setdefault(int(count), []).append(values)
     return {
         str(n): tuple(map(float, np.median(found[n], axis=0))) for n in sorted(found)

@@ -64,6 +64,10 @@ Ints = npt.NDArray[np.int64]
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _ROW_WISE = ShardingType.ROW_WISE.value
+_COLUMN_TYPES = (
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+)
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
 _PROBE_ROWS, _PROBE_WIDTH, _PROBE_LOOKUPS, _PROBE_BATCH = 10**6, 128, 65536, 8192
@@ -212,6 +216,17 @@ class StagedShards:
         return stages
 
     @property
+    def has_splits_S(self) -> npt.NDArray[np.bool_]:
+        """Whether columns of some table of the stage lie in several shards."""
+        split_T = [
+            o.sharding_type in _COLUMN_TYPES and len(o.shards) > 1 for o in self.options
+        ]
+        split_N = np.asarray(split_T)[self.option_N]
+        has: npt.NDArray[np.bool_] = np.zeros(len(self.fused.stage_names), dtype=bool)
+        has[self.stage_N[split_N]] = True
+        return has
+
+    @property
     def stage_types(self) -> list[tuple[str, bool]]:
         """Sharding type of each stage, and whether its outputs are pooled."""
         found: dict[int, tuple[str, bool]] = {}
@@ -296,6 +311,10 @@ class ShardPricer:
         loads = np.zeros((self._topology.world_size, num_stages, 3))
         np.add.at(loads, (staged.rank_N, staged.stage_N), staged.loads_N3)
         comms: Floats = self.stage_comms(staged, loads[None])[0]
+        total_S = loads[..., 1].sum(axis=0)
+        order_S2 = self.groups.world.column_order(total_S, staged.batch_size)
+        order_S2[~staged.has_splits_S] = 0.0
+        comms[..., 1:] += order_S2
         return comms
 
     def stage_comms(self, staged: StagedShards, loads_CWS3: Floats) -> Floats:

@@ -1,0 +1,92 @@
+"""Outputs of split tables are put in order, whoever predicts it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ShardingOption
+
+from torchrec_neuroshard import NeuroShardPlanner
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+
+class SlowOrder(AnalyticCommsModel):
+    """A microsecond per column and sample forward, two backward."""
+
+    def column_order(
+        self, columns_C: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        ms: npt.NDArray[np.float64] = columns_C[:, None] * batch_size * [1e-3, 2e-3]
+        return ms
+
+
+class Fixed(Searcher):
+    name = "fixed"
+
+    def __init__(self, triples: list[tuple[int, int, int]]) -> None:
+        self.triples = triples
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        placement = Placement.from_widths(task.world_size, self.triples)
+        return SearchResult(
+            placement=placement,
+            predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
+            lower_bound_ms=1.0,
+            gap=0.0,
+            search_seconds=0.0,
+            num_evaluated=1,
+        )
+
+
+@pytest.mark.parametrize(
+    ("triples", "columns"),
+    [([(0, 16, 0), (1, 32, 1)], 0), ([(0, 16, 0), (1, 12, 0), (1, 20, 1)], 48)],
+    ids=["whole", "split"],
+)
+def test_simulator_and_plan_agree(
+    make_ebc: Any, sharders: Any, triples: list[tuple[int, int, int]], columns: int
+) -> None:
+    costs = {}
+    for name, comms in (("free", AnalyticCommsModel()), ("slow", SlowOrder())):
+        chosen: list[ShardingOption] = []
+
+        def remember(plan: list[ShardingOption], into: Any = chosen) -> Any:
+            into[:] = plan
+            return plan
+
+        planner = NeuroShardPlanner(
+            topology=Topology(world_size=2, compute_device="cpu"),
+            batch_size=8,
+            cost_model=AnalyticCostModel(),
+            comms_model=comms,
+            search=Fixed(triples),
+            callbacks=[remember],
+            consider_stock=False,
+            max_switches=0,
+        )
+        planner.plan(make_ebc([(100, 16), (100, 32)]), sharders)
+        assert planner.last_result is not None and planner.last_task is not None
+        simulated = Simulator(planner.last_task, AnalyticCostModel(), comms).evaluate(
+            planner.last_result.placement
+        )
+        predicted = planner.last_result.predicted
+        assert predicted.critical_path_ms == pytest.approx(simulated.critical_path_ms)
+        shared = [0.0, 0.0]
+        for option in chosen:
+            for shard in option.shards:
+                assert shard.rank is not None and shard.perf is not None
+                shared[shard.rank] += shard.perf.total
+        costs[name] = predicted.critical_path_ms, *shared
+    extra = np.array(costs["slow"]) - np.array(costs["free"])
+    # Sixteen samples over all ranks.
+    np.testing.assert_allclose(extra, columns * 16 * 3e-3, atol=1e-9)
