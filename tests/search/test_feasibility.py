@@ -8,7 +8,11 @@ import pytest
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.feasibility import check_memory, pack
-from torchrec_neuroshard.search.shards import placement_from_widths, split_widths
+from torchrec_neuroshard.search.shards import (
+    aligned_widths,
+    placement_from_widths,
+    split_widths,
+)
 from torchrec_neuroshard.tables import TableConfig
 
 
@@ -121,3 +125,13 @@ def test_split_widths() -> None:
     even = sized_task([10], (10**6,) * 4, width=36, uneven=False)
     assert split_widths(even, 0, 2) == ()
     assert split_widths(even, 0, 3) == (12, 12, 12)
+
+
+def test_aligned_widths() -> None:
+    task = sized_task([10], (10**6,) * 4, width=128)
+    assert split_widths(task, 0, 3) == (44, 44, 40)
+    assert aligned_widths(task, 0, 3) == (48, 48, 32)
+    assert aligned_widths(task, 0, 2) == ()  # as even splits are
+    assert aligned_widths(sized_task([10], (10**6,) * 4, width=36), 0, 2) == ()
+    even = sized_task([10], (10**6,) * 4, width=128, uneven=False)
+    assert aligned_widths(even, 0, 3) == ()

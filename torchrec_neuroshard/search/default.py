@@ -12,12 +12,15 @@ from torchrec_neuroshard.search.beam import beam_search
 from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
 from torchrec_neuroshard.search.feasibility import check_memory, pack
-from torchrec_neuroshard.search.refine import refine
+from torchrec_neuroshard.search.progress import Watch
+from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
 
 __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
+BOUND_SHARE = 0.2
+"""Share of the time budget that is left for the bound."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
 
@@ -42,24 +45,45 @@ class NeuroShardSearcher(Searcher):
         """
         start = time.monotonic()
         deadline = start + self.config.time_budget_seconds
-        check_memory(task)
-        simulator = Simulator(task, cost_model, comms_model)
-        if count_placements(task) <= self.config.exhaustive_limit:
-            result = ExhaustiveSearcher().search(task, cost_model, comms_model)
-            return dataclasses.replace(
-                result,
-                warnings=range_messages(simulator, result.placement),
-                search_seconds=time.monotonic() - start,
-            )
-        bank = ShardBank(simulator)
-        plans = [p.widths for p in beam_search(bank, self.config, deadline)]
+        watch = Watch(self.config.progress, start, deadline)
+        try:
+            check_memory(task)
+            if count_placements(task) <= self.config.exhaustive_limit:
+                result = ExhaustiveSearcher().search(task, cost_model, comms_model)
+                simulator = Simulator(task, cost_model, comms_model)
+                return dataclasses.replace(
+                    result,
+                    warnings=range_messages(simulator, result.placement),
+                    search_seconds=time.monotonic() - start,
+                )
+            bank = ShardBank(Simulator(task, cost_model, comms_model))
+            best, bound = self._plan(bank, deadline, watch)
+            return finish_result(bank, best, bound, start)
+        finally:
+            watch.report("done")
+
+    def _plan(
+        self, bank: ShardBank, deadline: float, watch: Watch
+    ) -> tuple[Ints, float]:
+        """Find the widths of a placement and a lower bound [ms]."""
+        config = self.config
+        # The bound is part of the search: some of the time is kept for it.
+        refining = deadline - BOUND_SHARE * config.time_budget_seconds
+        plans = [p.widths for p in beam_search(bank, config, refining, watch)]
         if not plans:
-            plans = [pack(task)]
+            plans = [pack(bank.task)]
+        if watch.observer is not None:
+            first_ms = Plan(bank, plans[0]).critical_ms
+            watch.bound(lower_bound(bank, plans, first_ms, seed=config.seed, rounds=0))
         best = plans[0]
-        if self.config.refine:
-            best, _ = refine(bank, plans, self.config, deadline)
-        bound = lower_bound(bank, [best, *plans], self.config.seed)
-        return finish_result(bank, best, bound, start)
+        if config.refine:
+            best, _ = refine(bank, plans, config, refining, watch)
+        best_ms = Plan(bank, best).critical_ms
+        watch.report("bounding", best_ms=best_ms)
+        placed = [best, *plans]
+        return best, lower_bound(
+            bank, placed, best_ms, seed=config.seed, deadline=deadline
+        )
 
 
 def finish_result(

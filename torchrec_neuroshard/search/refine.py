@@ -18,10 +18,12 @@ import numpy as np
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.feasibility import spread_columns
+from torchrec_neuroshard.search.progress import UNWATCHED, Watch
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
     ShardBank,
+    aligned_widths,
     split_widths,
     sum_by,
 )
@@ -496,10 +498,13 @@ def _resplit(plan: Plan) -> bool:
         loads = plan.loads_W - bank.approximate(index, row).sum(axis=1)
         free = bank.caps_W - plan.bytes_W + bank.bytes(index, row)
         for k in splits[max(0, place - 1) : place + 2]:
-            widths = split_widths(bank.task, table, k)
-            width_W = _insert(bank, table, widths, loads.copy(), free.copy())
-            if width_W is not None and (width_W != row).any():
-                found.append((table, width_W))
+            for split in (split_widths, aligned_widths):
+                widths = split(bank.task, table, k)
+                if not widths:
+                    continue
+                width_W = _insert(bank, table, widths, loads.copy(), free.copy())
+                if width_W is not None and (width_W != row).any():
+                    found.append((table, width_W))
     if not found:
         return False
     score = plan.evaluate_rows(found)
@@ -513,9 +518,12 @@ def _resplit(plan: Plan) -> bool:
 class _Effort:
     """Steps left, and time."""
 
-    def __init__(self, num_steps: int, deadline: float) -> None:
+    def __init__(
+        self, num_steps: int, deadline: float, watch: Watch = UNWATCHED
+    ) -> None:
         self.num_steps = num_steps
         self.deadline = deadline
+        self.watch = watch
 
     def spend(self) -> bool:
         """Take one step off; False where none, or no time, is left."""
@@ -528,6 +536,7 @@ def _descend(plan: Plan, effort: _Effort) -> None:
     while effort.spend():
         if not _step(plan) and not _resplit(plan):
             return
+        effort.watch.report("refining", best_ms=plan.critical_ms)
 
 
 def _step(plan: Plan) -> bool:
@@ -604,6 +613,9 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
         if table == first or k not in splits or rng.random() < KICK_RESPLIT:
             k = near[int(rng.integers(len(near)))]
         widths = split_widths(bank.task, int(table), k)
+        aligned = aligned_widths(bank.task, int(table), k)
+        if aligned and rng.random() < 0.5:
+            widths = aligned
         width_W = _insert(bank, int(table), widths, loads, free)
         if width_W is None:
             return None
@@ -612,7 +624,11 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
 
 
 def refine(
-    bank: ShardBank, starts: Sequence[Ints], config: SearchConfig, deadline: float
+    bank: ShardBank,
+    starts: Sequence[Ints],
+    config: SearchConfig,
+    deadline: float,
+    watch: Watch = UNWATCHED,
 ) -> tuple[Ints, float]:
     """Improve placements by steepest descent, restarted from disturbed optima.
 
@@ -621,6 +637,7 @@ def refine(
         starts: Placements, best first: columns of each table on each rank.
         config: Restarts and seed.
         deadline: `time.monotonic()` after which the best so far is returned.
+        watch: Told of the best plan as the descents go.
 
     Returns:
         The widths, never worse than those given, and their critical path [ms].
@@ -633,7 +650,7 @@ def refine(
     num_tables = len(bank.dims_T)
     # Few tables make a rugged landscape and cheap steps; many tables need many steps.
     steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + SMALL_TASK_STEPS / num_tables
-    effort = _Effort(math.ceil(config.effort * steps), deadline)
+    effort = _Effort(math.ceil(config.effort * steps), deadline, watch)
     for width_TW in starts:
         trial = Plan(bank, width_TW)
         _descend(trial, effort)

@@ -18,6 +18,7 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
     "ShardBank",
+    "aligned_widths",
     "legal_splits",
     "placement_from_widths",
     "split_widths",
@@ -27,6 +28,8 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+ALIGNMENT = 16
+"""Columns of 64 bytes in fp32, a cache line."""
 MIN_MARGINAL_SHARE = 0.05
 """A shard's marginal cost is taken as at least this share of its cost alone, so that a
 model's local dips do not make it free."""
@@ -51,6 +54,25 @@ def split_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, 
         return ()
     wide = (units + 1) * COLUMN_MULTIPLE
     return (wide,) * extra + (narrowest,) * (num_shards - extra)
+
+
+def aligned_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, ...]:
+    """Return the widths of a table split into multiples of 16, as even as these allow.
+
+    Kernels read rows of such widths faster than those in between.
+
+    Returns:
+        Widest first; empty where the table or the task's rules forbid it, or where
+        `split_widths` does the same.
+    """
+    width = task.tables[table].embedding_dim
+    even = split_widths(task, table, num_shards)
+    units, extra = divmod(width // ALIGNMENT, num_shards)
+    if not (task.uneven and even and units) or width % ALIGNMENT:
+        return ()
+    narrow = units * ALIGNMENT
+    widths = (narrow + ALIGNMENT,) * extra + (narrow,) * (num_shards - extra)
+    return widths if widths != even and narrow >= task.min_widths[table] else ()
 
 
 def legal_splits(task: ShardingTask, table: int) -> tuple[int, ...]:
@@ -199,14 +221,26 @@ class ShardBank:
         encoding = self.simulator.cost_model.encode(features)
         self._table_R[new], self._width_R[new] = table_N, width_N
         self._encoding_RE[new] = encoding
-        group = self.groups_T[table_N]
-        with_shard = self.predict(self._context_GE[group] + encoding)
-        marginal = with_shard - self.context_G2[group]
+        marginal = self._added(table_N, encoding)
         alone = self.predict(encoding)
         marginal = np.maximum(marginal, MIN_MARGINAL_SHARE * alone)
         self._marginal_R2[new] = marginal
         self._row_TU[table_N, width_N // COLUMN_MULTIPLE] = np.arange(self._used, end)
         self._used = end
+
+    def _added(self, table_N: Ints, encoding_NE: Floats) -> Floats:
+        group = self.groups_T[table_N]
+        with_shard = self.predict(self._context_GE[group] + encoding_NE)
+        added: Floats = with_shard - self.context_G2[group]
+        return added
+
+    def added(self, rows_N: Ints) -> Floats:
+        """What each shard adds to an average rank by the model, `N x 2` [ms].
+
+        As `marginal`, but less than the least share of its cost alone where the model
+        says so, and below 0 where it dips.
+        """
+        return self._added(self._table_R[rows_N], self._encoding_RE[rows_N])
 
     def table(self, rows_N: Ints) -> Ints:
         """Table of each row."""
