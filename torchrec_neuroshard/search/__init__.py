@@ -18,6 +18,8 @@ __all__ = [
 
 SEARCHES: dict[str, tuple[str, str]] = {
     "default": ("torchrec_neuroshard.search.default", "NeuroShardSearcher"),
+    "autoshard": ("torchrec_neuroshard.baselines.autoshard", "AutoShardSearcher"),
+    "dreamshard": ("torchrec_neuroshard.baselines.dreamshard", "DreamShardSearcher"),
     "neuroshard": ("torchrec_neuroshard.baselines.neuroshard", "PaperSearcher"),
 }
 """Searches by name: module and class. Imported when asked for, since the baselines lie
