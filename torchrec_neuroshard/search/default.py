@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.beam import beam_search
@@ -46,38 +48,78 @@ class NeuroShardSearcher(Searcher):
         start = time.monotonic()
         deadline = start + self.config.time_budget_seconds
         watch = Watch(self.config.progress, start, deadline)
+        simulator = Simulator(task, cost_model, comms_model)
         try:
-            check_memory(task)
-            if count_placements(task) <= self.config.exhaustive_limit:
-                result = ExhaustiveSearcher().search(task, cost_model, comms_model)
-                simulator = Simulator(task, cost_model, comms_model)
-                return dataclasses.replace(
-                    result,
-                    warnings=range_messages(simulator, result.placement),
-                    search_seconds=time.monotonic() - start,
-                )
-            bank = ShardBank(Simulator(task, cost_model, comms_model))
-            best, bound = self._plan(bank, deadline, watch)
-            return finish_result(bank, best, bound, start)
+            result = self._search(simulator, deadline, watch)
+            if simulator.column_order_costs(result.placement).any():
+                result = self._or_whole(result, simulator, deadline, watch)
+            return dataclasses.replace(result, search_seconds=time.monotonic() - start)
         finally:
             watch.report("done")
 
+    def _search(
+        self, simulator: Simulator, deadline: float, watch: Watch, bounded: bool = True
+    ) -> SearchResult:
+        task, start = simulator.task, time.monotonic()
+        check_memory(task)
+        if count_placements(task) <= self.config.exhaustive_limit:
+            result = ExhaustiveSearcher().search(
+                task, simulator.cost_model, simulator.comms_model
+            )
+            warnings = range_messages(simulator, result.placement)
+            return dataclasses.replace(result, warnings=warnings)
+        bank = ShardBank(simulator)
+        best, bound = self._plan(bank, deadline, watch, bounded)
+        return finish_result(bank, best, bound, start)
+
+    def _or_whole(
+        self,
+        split: SearchResult,
+        simulator: Simulator,
+        deadline: float,
+        watch: Watch,
+    ) -> SearchResult:
+        """Return the better of a placement with splits and the best one without.
+
+        Putting the outputs of split tables in order costs the same however many are
+        split; so it has no part in the search among placements with splits.
+        """
+        task = simulator.task
+        whole_task = dataclasses.replace(task, max_shards=(1,) * len(task.tables))
+        whole_simulator = copy.copy(simulator)
+        whole_simulator.task = whole_task
+        try:
+            whole = self._search(whole_simulator, deadline, watch, bounded=False)
+        except InfeasibleError:
+            return split
+        bound = min(split.lower_bound_ms, whole.predicted.critical_path_ms)
+        better = min(split, whole, key=lambda r: r.predicted.critical_path_ms)
+        cost = better.predicted.critical_path_ms
+        return dataclasses.replace(
+            better,
+            lower_bound_ms=bound,
+            gap=cost / bound - 1 if bound > 0 else 0.0,
+            num_evaluated=split.num_evaluated + whole.num_evaluated,
+        )
+
     def _plan(
-        self, bank: ShardBank, deadline: float, watch: Watch
+        self, bank: ShardBank, deadline: float, watch: Watch, bounded: bool
     ) -> tuple[Ints, float]:
-        """Find the widths of a placement and a lower bound [ms]."""
+        """Find the widths of a placement and a lower bound, 0 if not wanted [ms]."""
         config = self.config
         # The bound is part of the search: some of the time is kept for it.
         refining = deadline - BOUND_SHARE * config.time_budget_seconds
         plans = [p.widths for p in beam_search(bank, config, refining, watch)]
         if not plans:
             plans = [pack(bank.task)]
-        if watch.observer is not None:
+        if watch.observer is not None and bounded:
             first_ms = Plan(bank, plans[0]).critical_ms
             watch.bound(lower_bound(bank, plans, first_ms, seed=config.seed, rounds=0))
         best = plans[0]
         if config.refine:
             best, _ = refine(bank, plans, config, refining, watch)
+        if not bounded:
+            return best, 0.0
         best_ms = Plan(bank, best).critical_ms
         watch.report("bounding", best_ms=best_ms)
         placed = [best, *plans]
