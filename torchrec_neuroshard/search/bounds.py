@@ -21,7 +21,7 @@ over a pool of sets, search for sets that its prices value too high, add them, a
   for its lookups.
 
 Where few sets exist all are looked at: a proof, given assumption 1. On all other tasks
-the cheapest sets are looked for by local search, at the end by longer ones, and cheaper
+the cheapest sets are looked for by local search, last by a longer one, and cheaper
 ones may have been missed; there the second assumption is made, too.
 
 1. *Collectives* are shortest where all ranks hold equally many columns and ids, and for
@@ -65,7 +65,7 @@ NUM_STARTS = 16
 MANY_TABLES = 300
 START_SPLIT_SHARE = 0.1
 """Share of the tables that are split in the random placements."""
-NUM_ROUNDS, NUM_PHASE_ROUNDS = 6, 2
+NUM_ROUNDS, NUM_PHASE_ROUNDS = 4, 1
 """Rounds of linear program and search: of all compute, and of each direction alone."""
 FIRST_REACH, REACH_SHRINKS = 0.3, 0.75
 """How far prices may move in a round, relative; less after each without a gain."""
@@ -73,10 +73,10 @@ POOL_BASE, POOL_PER_CLASS = 300, 6
 """Sets that a linear program sees: those that the prices value highest."""
 MIN_GAP = 1e-3
 """The bound is good enough when it is so near the best plan."""
-NUM_LANES, NUM_CANDIDATES = 40, 10
+NUM_LANES, NUM_CANDIDATES = 24, 8
 """Sets that a search improves at a time, and changes of each that a step tries."""
-NUM_STEPS, NUM_FINAL_STEPS, NUM_FINAL_SEARCHES = 12, 30, 2
-"""Steps of a round's search, and of the longer ones at the end."""
+NUM_STEPS, NUM_FINAL_STEPS = 12, 40
+"""Steps of a round's search, and of the one at the end."""
 SPARE_PLACES = 12
 """Shards that a set may hold more than the largest set at the start of a search."""
 VALUE_BIAS = 3.0
@@ -622,7 +622,7 @@ class _Prices:
             best_C, best_ms = self._best_of(tried)
             if best_C is not trial_C:
                 reach *= REACH_SHRINKS
-        for _ in range(NUM_FINAL_SEARCHES if num_rounds else 0):
+        if num_rounds:
             self._search(best_C, best_ms, best_ms, NUM_FINAL_STEPS)
             best_C, best_ms = self._best_of(tried)
         return best_ms
