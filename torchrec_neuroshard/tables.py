@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -95,18 +96,7 @@ class TableConfig:
 
         The lookups follow the profile where there is one, else `pooling_factor`.
         """
-        if self.profile is not None and self.profile.access_histogram:
-            return self.profile.at_batch_size(batch_size, self.num_embeddings)
-        known = self.profile
-        return zipf_profile(
-            batch_size=batch_size,
-            pooling_factor=self.pooling_factor
-            if known is None
-            else known.pooling_factor,
-            num_embeddings=self.num_embeddings,
-            pooling_std=0.0 if known is None else known.pooling_std,
-            weighted=self.weighted,
-        )
+        return _profile_at(self, batch_size)
 
     def with_width(self, embedding_dim: int) -> TableConfig:
         """Return the column shard of this table that is `embedding_dim` wide."""
@@ -135,6 +125,21 @@ class TableConfig:
             )
         except (AttributeError, TypeError) as error:
             raise TableError(f"not a table: {error}") from error
+
+
+@functools.lru_cache(maxsize=16_384)
+def _profile_at(table: TableConfig, batch_size: int) -> FeatureProfile:
+    """See `TableConfig.profile_at`; kept, since each part of a planner asks again."""
+    known = table.profile
+    if known is not None and known.access_histogram:
+        return known.at_batch_size(batch_size, table.num_embeddings)
+    return zipf_profile(
+        batch_size=batch_size,
+        pooling_factor=table.pooling_factor if known is None else known.pooling_factor,
+        num_embeddings=table.num_embeddings,
+        pooling_std=0.0 if known is None else known.pooling_std,
+        weighted=table.weighted,
+    )
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:
