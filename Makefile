@@ -1,5 +1,7 @@
 # make setup    build .venv (CPU); again only when the requirements change
 # make test     set up what is missing, run the tests      (PYTEST_ARGS=...)
+# make test-versions    the planner's tests on every supported torchrec
+#                       (VERSIONS="1.8.0 1.9.2")
 # make demo     set up what is missing, run the main job    (DEMO_ARGS=...)
 # make lint     formatting, lint rules, types
 # make format   apply formatting and the safe lint fixes
@@ -12,6 +14,8 @@ PYTHON ?= python3
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+# Releases of torchrec that are supported.
+VERSIONS ?= 1.6.1 1.7.0 1.8.0 1.9.2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +27,7 @@ INSTALL := $(PIP) install --constraint requirements/constraints.txt
 # One thread per process: results repeat, and several ranks share a few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup test demo lint format check clean
+.PHONY: setup test test-versions demo lint format check clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -51,6 +55,10 @@ endif
 
 test: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-versions: $(STAMP)
+	$(ONE_THREAD) VERSIONS="$(VERSIONS)" PYTHON="$(BIN)/python" \
+	PYTEST_ARGS="$(PYTEST_ARGS)" .ci/test_versions
 
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
