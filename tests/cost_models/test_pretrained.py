@@ -1,13 +1,18 @@
-"""The shipped bundle is what its card and its data say."""
+"""The shipped bundles are what their cards and data say."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.collect.store import read_records
+from torchrec_neuroshard.collect.store import read_comms_records, read_records
 from torchrec_neuroshard.cost_models import loading
 from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
+from torchrec_neuroshard.cost_models.comms_bundle import (
+    load_comms_bundle,
+    read_comms_info,
+)
 from torchrec_neuroshard.cost_models.training import (
     Evaluation,
     SetData,
@@ -68,3 +73,47 @@ def test_learned_beats_both_yardsticks_in_every_decile(
         other = evaluate(model.name, model, test)
         assert (np.array(learned.decile_mape) < np.array(other.decile_mape)).all()
         assert learned.kendall_tau > other.kendall_tau
+
+
+EPYC = BUNDLE.parent / "cpu_epyc"
+
+
+@pytest.mark.parametrize("world_size", [3, 6])
+def test_collectives_err_as_the_card_says(world_size: int) -> None:
+    """At world sizes that were not in training."""
+    path = DATA.parent / "comms_gloo_epyc.parquet"
+    [(header, records)] = read_comms_records([path])
+    assert world_size not in read_comms_info(EPYC).world_sizes
+    model = load_comms_bundle(
+        EPYC, backend="gloo", world_size=world_size, local_world_size=world_size
+    )
+    # Back to the milliseconds of the run that measured them.
+    scale = read_info(EPYC).reference_ms / header.compute_reference_ms
+    errors = []
+    for r in records:
+        if r.world_size == world_size and r.repeat_of is None:
+            sent = np.array([r.bytes_per_peer], dtype=np.float64)
+            predicted = model.predict(r.collective, sent, np.array([r.wait_ms]) * scale)
+            errors.append(abs(predicted.max() / scale / max(r.transfer_ms) - 1))
+    row = next(
+        line
+        for line in (EPYC / "CARD.md").read_text().splitlines()
+        if line.startswith(f"| {world_size} | all | no |")
+    )
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert int(cells[3]) == len(errors)
+    assert float(np.median(errors)) == pytest.approx(
+        float(cells[4].rstrip("%")) / 100, rel=0.03
+    )
+
+
+def test_kernels_slow_down_among_others_as_measured() -> None:
+    models = [
+        load_comms_bundle(EPYC, backend="gloo", world_size=w, local_world_size=w)
+        for w in (1, 2, 8)
+    ]
+    assert models[0].compute_slowdown == pytest.approx((1.0, 1.0))
+    for few, many in itertools.pairwise(models):
+        assert min(many.compute_slowdown) > max(few.compute_slowdown)
+    order = models[1].column_order(np.array([1000.0]), 1024)
+    assert (order > 0).all()
