@@ -82,7 +82,7 @@ class PredictedCosts:
     """Predicted phases of all ranks and the iteration."""
 
     stages: tuple[StageCosts, ...]
-    """In the order of the forward pass."""
+    """In the order of the task's tables."""
     uncertainty: float = 0.0
     """Largest relative standard deviation of a rank's compute, by the ensemble."""
     compute_source: str = "measured"

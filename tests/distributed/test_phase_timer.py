@@ -145,7 +145,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_collectives_are_as_many_as_stages(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["num_stages"] == 2
-    assert [name.split()[0] for name in ranks[0]["stage_names"]] == ["user", "item"]
+    assert {name.split()[0] for name in ranks[0]["stage_names"]} == {"user", "item"}
     for rank in ranks:
         assert rank["num_collectives"] == ranks[0]["num_stages"]
 
@@ -159,7 +159,8 @@ def test_kernels_are_as_many_as_groups_on_the_rank(ranks: list[dict[str, Any]]) 
 def test_phases_follow_each_other(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for step in rank["steps"]:
-            assert [m["module"] for m in step["modules"]] == ["user", "item"]
+            paths = [m["module"].rpartition(".")[2] for m in step["modules"]]
+            assert paths == ["user", "item"]
             for module in step["modules"]:
                 spans = [s for phase in PHASES for s in module["spans"][phase]]
                 assert all(module["spans"][phase] for phase in PHASES)

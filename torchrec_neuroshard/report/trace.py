@@ -25,8 +25,8 @@ def chrome_trace(predicted: PredictedCosts) -> dict[str, Any]:
     """Lay a predicted iteration out in time.
 
     Every rank is a process of the trace, with what it does (compute or collectives) on
-    one track and its waiting for the slowest rank on another. Backward passes visit the
-    stages in reverse order; the dense part, which no plan changes, is left out.
+    one track and its waiting for the slowest rank on another. Stages stand in the order
+    of the tables, backward passes visit them in reverse order; the dense part, which no plan changes, is left out.
 
     Args:
         predicted: What `Simulator.evaluate` or a search returned.
