@@ -26,7 +26,8 @@ def chrome_trace(predicted: PredictedCosts) -> dict[str, Any]:
 
     Every rank is a process of the trace, with what it does (compute or collectives) on
     one track and its waiting for the slowest rank on another. Stages stand in the order
-    of the tables, backward passes visit them in reverse order; the dense part, which no plan changes, is left out.
+    of the tables, backward passes visit them in reverse order; the dense part, which no
+    plan changes, is left out.
 
     Args:
         predicted: What `Simulator.evaluate` or a search returned.
