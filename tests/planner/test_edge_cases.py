@@ -763,20 +763,7 @@ def test_mean_and_sum_pooling_in_one_collection() -> None:
     assert planner.last_task.num_stages == 1
 
 
-@pytest.mark.parametrize(
-    "least",
-    [
-        None,
-        pytest.param(
-            (16, 32),
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=AssertionError,
-                reason="TorchRec's own plan, which cannot run, is predicted cheaper",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("least", [None, (16, 32)])
 def test_sequence_shards_have_one_width(
     least: tuple[int, int] | None, read_shards: ReadShards
 ) -> None:

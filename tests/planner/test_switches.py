@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
@@ -85,6 +87,25 @@ def test_a_table_that_holds_up_one_rank_goes_row_wise(
     else:
         assert set(read_types(plan).values()) == {TABLE}
         assert path_ms == pytest.approx(whole, rel=1e-2)
+
+
+def test_tables_join_the_stage_of_one_that_must_be_elsewhere(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    read_types: ReadTypes,
+) -> None:
+    # One launch is paid for two stages' worth; kernels of replicas are estimates, and
+    # would be a stage of their own as well.
+    planner = make_planner(
+        4,
+        "cuda",
+        constraints={"t0": only("table_row_wise")},
+        topology_arguments={"local_world_size": 2},
+        max_switches=1,
+    )
+    plan = planner.plan(make_ebc([(1000, 256), (1000, 32), (1000, 32)]), sharders)
+    assert set(read_types(plan).values()) == {"table_row_wise"}
 
 
 def test_small_tables_become_replicas_where_collectives_are_dear(
@@ -269,26 +290,20 @@ def test_stock_planner_without_a_plan_does_no_harm(
     assert planner.last_result is not None and planner.last_result.fallback is None
 
 
-def test_stock_planner_is_not_asked_where_it_would_take_longer(
+def test_stock_planner_gives_up_where_listing_options_takes_too_long(
     make_ebc: MakeEbc,
     make_planner: MakePlanner,
     sharders: Sharders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planner = make_planner(2, consider_stock=True)
-    enumerate_ours = NeuroShardEnumerator.enumerate
-
-    def slowly(self: Any, **arguments: Any) -> Any:
-        time.sleep(0.3)
-        return enumerate_ours(self, **arguments)
-
-    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 0.1)
-    monkeypatch.setattr(NeuroShardEnumerator, "enumerate", slowly)
+    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 0.0)
+    monkeypatch.setattr(planners, "LISTING_SHARE", 0.0)
     planner.plan(make_ebc([(1000, 64)]), sharders)
     assert planner.last_result is not None
     assert any("was not looked at" in w for w in planner.last_result.warnings)
-    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 100.0)
-    planner._stock._seconds = 100.0  # type: ignore[union-attr]
+    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 15.0)
+    monkeypatch.setattr(planners, "LISTING_SHARE", 0.75)
     planner.plan(make_ebc([(2000, 64)]), sharders)
     assert not any("not looked at" in w for w in planner.last_result.warnings)
 
@@ -314,6 +329,51 @@ def test_stock_planner_has_a_timeout(
     passed = time.monotonic() - start
     (timeout,) = timeouts
     assert 0 < timeout <= max(15.0, passed)
+
+
+def test_stock_plan_that_cannot_run_is_left_out(make_planner: MakePlanner) -> None:
+    # TorchRec splits them to unlike widths, which its all-to-all cannot take.
+    module = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=f"t{i}", num_embeddings=100, embedding_dim=64, feature_names=["f"]
+            )
+            for i in range(2)
+        ],
+        device=torch.device("meta"),
+    )
+    constraints = {
+        f"t{i}": only("column_wise", min_partition=width)
+        for i, width in enumerate((16, 32))
+    }
+    planner = make_planner(4, consider_stock=True, constraints=constraints)
+    plan = planner.plan(module, [EmbeddingCollectionSharder()])
+    widths = {
+        meta.shard_sizes[1]
+        for sharding in plan.plan[""].values()
+        for meta in sharding.sharding_spec.shards
+    }
+    assert widths == {64}
+    assert planner._stock is not None and planner._stock.proposer.rating is None
+
+
+def test_stock_planner_keeps_the_callers_timeout(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    fixed_searcher: Any,
+) -> None:
+    class Slow(fixed_searcher):
+        def search(self, *arguments: Any) -> Any:
+            time.sleep(1.1)
+            return super().search(*arguments)
+
+    planner = make_planner(
+        2, consider_stock=True, timeout_seconds=1, search=Slow([(0, 64, 0)])
+    )
+    planner.plan(make_ebc([(1000, 64)]), sharders)
+    assert planner.last_result is not None
+    assert any("has none after 0.0 s" in w for w in planner.last_result.warnings)
 
 
 def test_stock_parts_of_the_caller_are_kept(

@@ -29,7 +29,7 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.shard_estimators import NeuroShardEstimator
 from torchrec_neuroshard.profiles import FeatureProfile
 
-__all__ = ["NeuroShardEnumerator", "SortedEnumerator"]
+__all__ = ["NeuroShardEnumerator"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _TABLE_WISE = ShardingType.TABLE_WISE.value
@@ -39,27 +39,7 @@ _TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
 
-class SortedEnumerator(EmbeddingEnumerator):
-    """TorchRec's enumerator, but in an order that no hash seed changes."""
-
-    def _filter_sharding_types(
-        self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
-    ) -> list[str]:
-        return sorted(
-            super()._filter_sharding_types(name, allowed_sharding_types, sharder_key)
-        )
-
-    def _filter_compute_kernels(
-        self, name: str, allowed_compute_kernels: list[str], sharding_type: str
-    ) -> list[str]:
-        return sorted(
-            super()._filter_compute_kernels(
-                name, allowed_compute_kernels, sharding_type
-            )
-        )
-
-
-class NeuroShardEnumerator(SortedEnumerator):
+class NeuroShardEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator with learned estimates and a fixed order of options.
 
     Left out are, of tables that the cost model knows, options that are no better than
@@ -147,8 +127,8 @@ class NeuroShardEnumerator(SortedEnumerator):
     def _filter_sharding_types(
         self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
     ) -> list[str]:
-        types = super()._filter_sharding_types(
-            name, allowed_sharding_types, sharder_key
+        types = sorted(
+            super()._filter_sharding_types(name, allowed_sharding_types, sharder_key)
         )
         if name not in self._modelled:
             return types
@@ -161,8 +141,10 @@ class NeuroShardEnumerator(SortedEnumerator):
     def _filter_compute_kernels(
         self, name: str, allowed_compute_kernels: list[str], sharding_type: str
     ) -> list[str]:
-        kernels = super()._filter_compute_kernels(
-            name, allowed_compute_kernels, sharding_type
+        kernels = sorted(
+            super()._filter_compute_kernels(
+                name, allowed_compute_kernels, sharding_type
+            )
         )
         if name not in self._modelled or _FUSED not in kernels:
             return kernels

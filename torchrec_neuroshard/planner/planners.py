@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -30,15 +31,12 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner.enumerators import (
-    NeuroShardEnumerator,
-    SortedEnumerator,
-)
+from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.lowering import LoweredPlan, check_profiles
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
@@ -52,6 +50,7 @@ from torchrec_neuroshard.planner.proposers import (
     NeuroShardProposer,
     PlacedPlanProposer,
 )
+from torchrec_neuroshard.planner.shard_estimators import TimedEstimator
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.bounds import lower_bound
@@ -64,8 +63,12 @@ logger = logging.getLogger(__name__)
 STOCK_TIMEOUT_SECONDS = 60
 """How long TorchRec's own planner may look for a plan where the search has none."""
 
-LEAST_STOCK_SECONDS = 1.0
+LEAST_STOCK_SECONDS = 2.0
 """How long TorchRec's own planner may always look for a plan to compare with."""
+LISTING_SHARE = 0.75
+"""Part of that in which it must have listed its options."""
+
+_COLUMN_WISE = ShardingType.COLUMN_WISE.value
 
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
@@ -111,9 +114,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             one are described by the constraints' pooling factors.
         search: "default", another search's name, its settings, or a searcher.
         comms_model: None: bytes over the topology's bandwidths.
-        consider_stock: Whether to compare with the plan of TorchRec's own planner. It
-            may take as long as the search did, and is not asked where listing the
-            options alone would take longer.
+        consider_stock: Whether to compare with the plan of TorchRec's own planner, or
+            with the best that it finds in the time that the search took (at least two
+            seconds). A warning in the result says when it found none in that time.
         max_switches: How many times to try other sharding types (row-wise, replicas)
             for tables that fit table-wise or column-wise; 0: never.
         kwargs: Passed to `EmbeddingShardingPlanner`.
@@ -372,7 +375,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
         for shard in lowered.placement.shards:
             width_TW[shard.table, shard.rank] += shard.width
-        return lower_bound(ShardBank(self.costs.simulator(task)), [width_TW])
+        simulator = self.costs.simulator(task)
+        path_ms = simulator.evaluate(lowered.placement).critical_path_ms
+        return lower_bound(ShardBank(simulator), [width_TW], path_ms, rounds=0)
 
     def _describe(self, selected: list[ShardingOption], fallback: str | None) -> None:
         """Fill `last_result` and `last_task` for the plan that is returned."""
@@ -419,7 +424,7 @@ class StockCandidate:
 
     Attributes:
         proposer: Proposes the plan in TorchRec's loop, after all others.
-        skipped: Why TorchRec's planner was not asked, if it was not.
+        skipped: Why there is no plan to compare with, where time was short.
 
     Args:
         arguments: Of TorchRec's planner.
@@ -436,7 +441,8 @@ class StockCandidate:
         self.proposer = PlacedPlanProposer(self._make_plan)
         self.skipped: str | None = None
         self._arguments = arguments
-        self._seconds = min(time_budget_seconds, timeout_seconds or math.inf)
+        self._time_budget_seconds = time_budget_seconds
+        self._timeout_seconds = timeout_seconds or math.inf
         self._plan: frozenset[Any] | None = None
 
     def start(
@@ -454,18 +460,17 @@ class StockCandidate:
         """Whether these are the options of TorchRec's plan."""
         return _signature(options) == self._plan
 
+    def _allowed(self, now: float) -> float:
+        """Seconds that TorchRec's planner may take."""
+        passed, searched = now - self._started, now - self.proposer.loaded
+        allowed = max(
+            LEAST_STOCK_SECONDS, min(searched, self._time_budget_seconds - passed)
+        )
+        return min(allowed, self._timeout_seconds - passed)
+
     def _make_plan(self) -> list[ShardingOption] | None:
-        now = time.monotonic()
-        # TorchRec lists no fewer options than we did.
-        listing = self.proposer.loaded - self._started
-        allowed = max(LEAST_STOCK_SECONDS, now - self.proposer.loaded)
-        allowed = min(allowed, self._seconds - (now - self._started)) - listing
-        if allowed <= 0:
-            self.skipped = (
-                "TorchRec's own plan was not looked at: listing its options takes "
-                f"about {listing:.1f} s, too much beside the search"
-            )
-            return None
+        start = time.monotonic()
+        allowed = self._allowed(start)
         module, sharders, storage_reservation = self._job
         best: list[ShardingOption] = []
 
@@ -478,22 +483,60 @@ class StockCandidate:
             "storage_reservation": storage_reservation,
             "callbacks": [take],
             "stats": [],
-            "timeout_seconds": allowed,
+            # TorchRec's clock starts when the options are listed.
+            "timeout_seconds": max(allowed * (1 - LISTING_SHARE), 0.1),
             "plan_loader": None,
         }
+        deadline = start + allowed * LISTING_SHARE
         if arguments["enumerator"] is None:
-            arguments["enumerator"] = SortedEnumerator(
-                arguments["topology"],
-                arguments["batch_size"] or BATCH_SIZE,
-                arguments["constraints"],
-            )
+            arguments["enumerator"] = self._enumerator(deadline)
         try:
             EmbeddingShardingPlanner(**arguments).plan(module, sharders)
         except PlannerError as error:
             logger.info("TorchRec's own planner has no plan: %s", error)
+            if time.monotonic() > deadline:
+                self.skipped = (
+                    "TorchRec's own plan was not looked at: its planner has none after "
+                    f"{max(allowed, 0.0):.1f} s, all that it may take beside the search"
+                )
+            return None
+        if not _can_run(best):
+            logger.info("TorchRec's own plan splits sequences to unlike widths")
             return None
         self._plan = _signature(best)
         return best
+
+    def _enumerator(self, deadline: float) -> NeuroShardEnumerator:
+        """List our options, in an order that no hash seed changes, at TorchRec's costs.
+
+        To TorchRec, the options that ours leaves out cost as much as others, or more.
+        """
+        topology, constraints = (
+            self._arguments["topology"],
+            self._arguments["constraints"],
+        )
+        return NeuroShardEnumerator(
+            topology,
+            self._arguments["batch_size"] or BATCH_SIZE,
+            constraints,
+            [
+                TimedEstimator(topology, constraints, deadline=deadline),
+                EmbeddingStorageEstimator(topology=topology, constraints=constraints),
+            ],
+        )
+
+
+def _can_run(options: Sequence[ShardingOption]) -> bool:
+    """Whether column shards of sequences are of one width in each module.
+
+    TorchRec plans others, and its all-to-all of sequences then fails.
+    """
+    widths: dict[str, set[int]] = {}
+    for option in options:
+        if not option.is_pooled and option.sharding_type == _COLUMN_WISE:
+            found = {int(s.size[1]) for s in option.shards}
+            widths.setdefault(option.path, set()).update(found)
+    return all(len(found) == 1 for found in widths.values())
 
 
 def _signature(options: Sequence[ShardingOption]) -> frozenset[Any]:

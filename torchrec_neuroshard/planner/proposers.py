@@ -399,10 +399,12 @@ class IdealCosts:
             [np.sum([p.encoding for p in held], axis=0) for held in kernels.values()]
         )
         compute = model.predict_sums(sums)
+        launch = np.array(self._costs.launch_ms())
         total = 0.0
         for cost, held in zip(compute, kernels.values(), strict=True):
             balanced = cost + np.sum([p.extra for p in held], axis=0)
-            floors = np.stack([p.floor for p in held])
+            # Part of a table on the average rank is a kernel on some rank.
+            floors = np.stack([launch, *(p.floor for p in held)])
             total += float(np.maximum(balanced, floors.max(axis=0)).sum())
         for held in stages.values():
             mean = np.sum([p.loads for p in held], axis=0)

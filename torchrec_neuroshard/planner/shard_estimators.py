@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    PlannerError,
     ShardEstimator,
     ShardingOption,
     Topology,
@@ -15,7 +17,52 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 
-__all__ = ["NeuroShardEstimator"]
+__all__ = ["NeuroShardEstimator", "TimedEstimator"]
+
+_AT_ONCE = 32
+"""Options estimated between two looks at the clock; TorchRec takes about a millisecond
+for each shard."""
+
+
+class TimedEstimator(EmbeddingPerfEstimator):
+    """TorchRec's estimator, but it gives up when it takes too long.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        deadline: When to give up (`time.monotonic()`).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        deadline: float,
+    ) -> None:
+        super().__init__(
+            topology=topology, constraints=dict(constraints) if constraints else None
+        )
+        self._deadline = deadline
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Set the `perf` of every shard.
+
+        Args:
+            sharding_options: Changed in place.
+            args: As in TorchRec.
+            kwargs: As in TorchRec.
+
+        Raises:
+            PlannerError: The deadline has passed.
+        """
+        for start in range(0, len(sharding_options), _AT_ONCE):
+            if time.monotonic() > self._deadline:
+                raise PlannerError("TorchRec's estimates take too long")
+            some = sharding_options[start : start + _AT_ONCE]
+            super().estimate(some, *args, **kwargs)
 
 
 class NeuroShardEstimator(CostedPart, ShardEstimator):

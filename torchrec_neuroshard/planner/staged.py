@@ -425,6 +425,8 @@ class ShardPricer:
         if not any(map(is_estimated, options)):
             return extra
         alone = self._cost_model.predict_sums(encoding_NE)
+        # What is not a time shows in the kernel's own cost.
+        alone = np.where(np.isfinite(alone), alone, 0.0)
         above_launch = np.maximum(alone - np.array(self._launch_ms()), 0.0)
         start = 0
         for option in options:
@@ -480,5 +482,6 @@ class ShardPricer:
             row_bytes = _PROBE_WIDTH * 4
             num_bytes = _PROBE_LOOKUPS * (_ID_BYTES + row_bytes)
             num_bytes += _PROBE_BATCH * row_bytes
-            self._ms_per_byte = max(forward - self._launch_ms()[0], 0.0) / num_bytes
+            above_launch = forward - self._launch_ms()[0]
+            self._ms_per_byte = above_launch / num_bytes if above_launch > 0 else 0.0
         return self._ms_per_byte
