@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+import torchrec_neuroshard
 from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.heuristics import (
@@ -37,6 +39,11 @@ from torchrec_neuroshard.cost_models import (
     load_cost_model,
 )
 from torchrec_neuroshard.cost_models.base import RangeWarning
+from torchrec_neuroshard.cost_models.comms_bundle import (
+    has_comms,
+    load_comms_bundle,
+    read_comms_info,
+)
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.cost_models.compute import PhysicalConstants
 from torchrec_neuroshard.cost_models.loading import pretrained_names
@@ -59,6 +66,8 @@ from torchrec_neuroshard.testing import (
     CostModelContract,
     SearcherContract,
 )
+
+PRETRAINED = Path(torchrec_neuroshard.__file__).parent / "pretrained"
 
 Features = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
@@ -145,6 +154,31 @@ class TestLearnedCommsModel(CommsModelContract):
             local_world_size=local_world_size,
             measured_gb_per_s=(2.0, 0.5),
         )
+
+
+class BundleCommsContract(CommsModelContract):
+    bundle: str
+
+    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
+        info = read_comms_info(PRETRAINED / self.bundle)
+        return load_comms_bundle(
+            PRETRAINED / self.bundle,
+            backend=info.backend,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            # Where one node was measured, what lies between nodes must be given.
+            inter_gb_per_s=info.inter_gb_per_s or 1.0,
+        )
+
+
+add_test_classes(
+    BundleCommsContract,
+    {
+        folder.name: {"bundle": folder.name}
+        for folder in sorted(PRETRAINED.iterdir())
+        if has_comms(folder)
+    },
+)
 
 
 class TestDefaultSearcher(SearcherContract):
