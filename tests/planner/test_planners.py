@@ -38,6 +38,8 @@ from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.profiles import FeatureProfile, uniform_profile
 from torchrec_neuroshard.search import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search.default import NeuroShardSearcher
+from torchrec_neuroshard.search.progress import ProgressLine
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -623,6 +625,18 @@ def test_stock_sums_over_shards_agree_with_the_set_cost(
     assert rating == pytest.approx(
         max(sum(getattr(r, phase) for phase in PHASES) for r in ranks)
     )
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_long_searches_are_shown_on_a_terminal_only(
+    make_planner: MakePlanner, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    partitioner = make_planner(2, search="default")._partitioner
+    assert isinstance(partitioner, NeuroShardPartitioner)
+    searcher = partitioner._searcher
+    assert isinstance(searcher, NeuroShardSearcher)
+    assert isinstance(searcher.config.progress, ProgressLine) == is_terminal
 
 
 def test_stock_stats_print_the_set_cost(

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import pickle
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,6 +55,7 @@ from torchrec_neuroshard.planner.shard_estimators import TimedEstimator
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.bounds import lower_bound
+from torchrec_neuroshard.search.progress import ProgressLine
 from torchrec_neuroshard.search.shards import ShardBank
 
 __all__ = ["NeuroShardPlanner", "StockCandidate"]
@@ -193,7 +195,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             partitioner = NeuroShardPartitioner(
                 topology,
                 constraints,
-                search=_within(search, timeout_seconds),
+                search=_settings(search, timeout_seconds),
                 enumerator=enumerator,
                 costs=self.costs,
             )
@@ -560,17 +562,19 @@ def _time_budget(partitioner: Partitioner) -> float:
     return float(known or SearchConfig().time_budget_seconds)
 
 
-def _within(
+def _settings(
     search: str | SearchConfig | Searcher, timeout_seconds: int | None
 ) -> str | SearchConfig | Searcher:
-    """Limit the default search to the planner's timeout."""
-    if timeout_seconds is None or not (
-        search == "default" or isinstance(search, SearchConfig)
-    ):
+    """Keep the default search to the planner's timeout, and show it on a terminal."""
+    if not (search == "default" or isinstance(search, SearchConfig)):
         return search
     config = search if isinstance(search, SearchConfig) else SearchConfig()
-    budget = min(config.time_budget_seconds, float(timeout_seconds))
-    return dataclasses.replace(config, time_budget_seconds=budget)
+    if timeout_seconds is not None:
+        budget = min(config.time_budget_seconds, float(timeout_seconds))
+        config = dataclasses.replace(config, time_budget_seconds=budget)
+    if config.progress is None and sys.stderr.isatty():
+        config = dataclasses.replace(config, progress=ProgressLine())
+    return config
 
 
 def _portable(error: Exception | None) -> Exception | None:
