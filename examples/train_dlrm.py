@@ -1088,6 +1088,8 @@ def run(config: DemoConfig, ranks: Ranks) -> None:
     if not ranks.on_gpu:  # a physical estimate has no reference: take this run's own
         nominal_ms = getattr(desk.cost_model, "reference_ms", 0.0)
         nominal_ms = nominal_ms or statistics.median(refs)
+        # Both references ran while the other ranks ran theirs, as kernels do.
+        nominal_ms *= statistics.mean(desk.comms_model.compute_slowdown)
     dense_ms = dense_raw_ms * (nominal_ms / dense_ref_ms if nominal_ms else 1.0)
     measured = {n: summarise(n, blocks_by_rank, nominal_ms) for n in planned}
     stock, ours = measured[STOCK], measured[OURS]
