@@ -11,9 +11,6 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard import NeuroShardPlanner
-from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -28,33 +25,17 @@ class SlowOrder(AnalyticCommsModel):
         return ms
 
 
-class Fixed(Searcher):
-    name = "fixed"
-
-    def __init__(self, triples: list[tuple[int, int, int]]) -> None:
-        self.triples = triples
-
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
-        placement = Placement.from_widths(task.world_size, self.triples)
-        return SearchResult(
-            placement=placement,
-            predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
-            lower_bound_ms=1.0,
-            gap=0.0,
-            search_seconds=0.0,
-            num_evaluated=1,
-        )
-
-
 @pytest.mark.parametrize(
     ("triples", "columns"),
     [([(0, 16, 0), (1, 32, 1)], 0), ([(0, 16, 0), (1, 12, 0), (1, 20, 1)], 48)],
     ids=["whole", "split"],
 )
 def test_simulator_and_plan_agree(
-    make_ebc: Any, sharders: Any, triples: list[tuple[int, int, int]], columns: int
+    make_ebc: Any,
+    sharders: Any,
+    fixed_searcher: Any,
+    triples: list[tuple[int, int, int]],
+    columns: int,
 ) -> None:
     costs = {}
     for name, comms in (("free", AnalyticCommsModel()), ("slow", SlowOrder())):
@@ -69,7 +50,7 @@ def test_simulator_and_plan_agree(
             batch_size=8,
             cost_model=AnalyticCostModel(),
             comms_model=comms,
-            search=Fixed(triples),
+            search=fixed_searcher(triples),
             callbacks=[remember],
             consider_stock=False,
             max_switches=0,
