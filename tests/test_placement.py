@@ -174,3 +174,64 @@ def test_full_rank_is_named() -> None:
 def test_bad_json_is_refused(data: Any) -> None:
     with pytest.raises(PlacementError, match="not a placement"):
         Placement.from_json(data)
+
+
+def test_rules_on_company_are_put_in_order() -> None:
+    task = make_task(
+        8,
+        8,
+        8,
+        8,
+        8,
+        max_shards=(4, 3, 2, 2, 2),
+        allowed_ranks=((3, 1, 1), (), (0, 1, 2, 3), (), ()),
+        together=((2, 1, 2), (), (1, 0), (4,)),
+        apart=((3, 1), (1, 3), (2,), (4, 3)),
+    )
+    assert task.allowed_ranks == ((1, 3), (), (), (), ())
+    assert task.together == ((0, 1, 2),)
+    assert task.max_shards == (1, 1, 1, 2, 1)
+    assert task.apart == ((1, 3), (3, 4))
+    assert task.is_constrained
+    free = make_task(8, 8, allowed_ranks=((), range(4)), together=((1,),))
+    assert free.max_shards == (4, 1) and not free.is_constrained
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"allowed_ranks": ((),)},
+            "allowed_ranks needs one value per table .2., got 1",
+        ),
+        ({"allowed_ranks": ((0,), (4,))}, "'t1': allowed_ranks has rank 4, .* 0 to 3"),
+        ({"together": ((0, 2),)}, "together has table 2, which is not in 0 to 1"),
+        ({"apart": ((-1, 0),)}, "apart has table -1, which is not in 0 to 1"),
+    ],
+)
+def test_impossible_rules_on_company_are_named(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(8, 8, **options)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([(0, 8, 0), (1, 8, 2), (2, 8, 1)], "'t1' is on rank 2; .* ranks 0, 1 only"),
+        ([(0, 8, 0), (1, 8, 1), (2, 8, 2)], "'t0' is on rank 0 and 't1' on rank 1"),
+        ([(0, 8, 0), (1, 4, 0), (1, 4, 1), (2, 8, 2)], "'t1': 2 shards, at most 1"),
+        ([(0, 8, 0), (1, 8, 0), (2, 4, 0), (2, 4, 1)], "rank 0 holds .*'t0' and 't2'"),
+    ],
+)
+def test_rules_on_company_are_kept(
+    pieces: list[tuple[int, int, int]], message: str
+) -> None:
+    task = make_task(
+        8, 8, 8, allowed_ranks=((), (0, 1), ()), together=((0, 1),), apart=((0, 2),)
+    )
+    fine = [(0, 8, 0), (1, 8, 0), (2, 4, 1), (2, 4, 3)]
+    Placement.from_widths(4, fine).check(task)
+    with pytest.raises(PlacementError, match=message):
+        Placement.from_widths(4, pieces).check(task)

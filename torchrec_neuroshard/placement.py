@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_table
 __all__ = ["ColumnShard", "Placement", "ShardingTask"]
 
 _GIB = 2**30
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,14 @@ class ShardingTask:
     """What the stages are called in reports. Empty: "stage 0" and so on."""
     uneven: bool = True
     """Whether shards of one table may differ in width."""
+    allowed_ranks: tuple[tuple[int, ...], ...] = ()
+    """Per table: the ranks that may hold shards of it. An empty inner tuple is any
+    rank, an empty field any for all tables."""
+    together: tuple[tuple[int, ...], ...] = ()
+    """Sets of tables (indices) that lie whole, all of a set on one common rank: their
+    `max_shards` becomes 1. Sets that share a table are joined."""
+    apart: tuple[tuple[int, ...], ...] = ()
+    """Sets of tables (indices) of which no rank holds shards of more than one."""
 
     def __post_init__(self) -> None:
         check_tables(self.tables)
@@ -95,6 +104,48 @@ class ShardingTask:
                 f"memory_bytes needs one value per rank ({self.world_size}), got "
                 f"{len(self.memory_bytes)}"
             )
+        object.__setattr__(self, "allowed_ranks", self._checked_ranks())
+        together = _joined(self._checked_sets("together"))
+        whole = {t for tables in together for t in tables}
+        most = (1 if t in whole else m for t, m in enumerate(self.max_shards))
+        object.__setattr__(self, "max_shards", tuple(most))
+        # What one table alone is asked needs no set.
+        several = tuple(tables for tables in together if len(tables) > 1)
+        object.__setattr__(self, "together", several)
+        apart = sorted(t for t in self._checked_sets("apart") if len(t) > 1)
+        object.__setattr__(self, "apart", tuple(apart))
+
+    def _checked_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Return `allowed_ranks` sorted and without repeats; empty if all are any."""
+        count = len(self.tables)
+        if self.allowed_ranks and len(self.allowed_ranks) != count:
+            raise ConfigError(
+                f"allowed_ranks needs one value per table ({count}), got "
+                f"{len(self.allowed_ranks)}"
+            )
+        for table, ranks in zip(self.tables, self.allowed_ranks, strict=False):
+            odd = [r for r in ranks if not 0 <= r < self.world_size]
+            if odd:
+                raise ConfigError(
+                    f"table '{table.name}': allowed_ranks has rank {odd[0]}, which is "
+                    f"not in 0 to {self.world_size - 1}"
+                )
+        every = tuple(range(self.world_size))
+        ranks_T = tuple(tuple(sorted(set(r))) for r in self.allowed_ranks)
+        ranks_T = tuple(() if r == every else r for r in ranks_T)
+        return ranks_T if any(ranks_T) else ()
+
+    def _checked_sets(self, name: str) -> set[tuple[int, ...]]:
+        """Return sets of tables, each sorted and without repeats."""
+        sets: tuple[tuple[int, ...], ...] = getattr(self, name)
+        for tables in sets:
+            odd = [t for t in tables if not 0 <= t < len(self.tables)]
+            if odd:
+                raise ConfigError(
+                    f"{name} has table {odd[0]}, which is not in 0 to "
+                    f"{len(self.tables) - 1}"
+                )
+        return {tuple(sorted(set(tables))) for tables in sets if tables}
 
     @property
     def num_groups(self) -> int:
@@ -106,9 +157,30 @@ class ShardingTask:
         """Sets of groups that share their collectives."""
         return max(self.stages) + 1
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether any table's ranks depend on more than memory and costs."""
+        return bool(self.allowed_ranks or self.together or self.apart)
+
     def shard_bytes(self, table: int, width: int) -> float:
         """Memory of one shard [bytes]."""
         return self.fixed_bytes[table] + self.column_bytes[table] * width
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Name ranks, of many the first ones."""
+    shown = ", ".join(map(str, ranks[:_MAX_LISTED]))
+    return shown if len(ranks) <= _MAX_LISTED else f"{shown}, ..."
+
+
+def _joined(sets: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Join sets that share a member, until none do."""
+    joined: list[set[int]] = []
+    for members in map(set, sets):
+        shared = [other for other in joined if other & members]
+        joined = [other for other in joined if not other & members]
+        joined.append(members.union(*shared))
+    return tuple(sorted(tuple(sorted(members)) for members in joined))
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -154,7 +226,8 @@ class Placement:
 
         Raises:
             PlacementError: A column is missing or placed twice, a width is not allowed,
-                or a rank does not exist.
+                a rank does not exist or is not one that the table may be on, or tables
+                lie apart that belong together or the other way round.
             InfeasibleError: A rank holds more than its memory.
         """
         if self.world_size != task.world_size:
@@ -173,6 +246,7 @@ class Placement:
             by_table[shard.table].append(shard)
         for i, shards in by_table.items():
             self._check_table(task, i, shards)
+        self._check_company(task, by_table)
         for rank, (used, cap) in enumerate(
             zip(self.rank_bytes(task), task.memory_bytes, strict=False)
         ):
@@ -220,6 +294,38 @@ class Placement:
                 f"table '{table.name}': {len(shards)} shards, at most "
                 f"{task.max_shards[i]} allowed"
             )
+
+    def _check_company(
+        self, task: ShardingTask, by_table: Mapping[int, Sequence[ColumnShard]]
+    ) -> None:
+        """Check which ranks tables are on, and with which other tables."""
+        name = [t.name for t in task.tables]
+        on = {i: {s.rank for s in shards} for i, shards in by_table.items()}
+        for i, allowed in enumerate(task.allowed_ranks):
+            odd = sorted(on[i].difference(allowed)) if allowed else []
+            if odd:
+                raise PlacementError(
+                    f"table '{name[i]}' is on rank {odd[0]}; it may be on ranks "
+                    f"{_listed(allowed)} only"
+                )
+        for tables in task.together:
+            first = tables[0]
+            for i in tables:
+                if on[i] != on[first]:
+                    raise PlacementError(
+                        f"table '{name[first]}' is on rank {min(on[first])} and "
+                        f"'{name[i]}' on rank {min(on[i])}; they belong together"
+                    )
+        for tables in task.apart:
+            holder: dict[int, int] = {}
+            for i in tables:
+                for rank in sorted(on[i]):
+                    other = holder.setdefault(rank, i)
+                    if other != i:
+                        raise PlacementError(
+                            f"rank {rank} holds tables '{name[other]}' and "
+                            f"'{name[i]}', which belong on different ranks"
+                        )
 
     def rank_bytes(self, task: ShardingTask) -> list[float]:
         """Memory that each rank holds [bytes]."""
