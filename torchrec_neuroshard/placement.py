@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_tables
 
-__all__ = ["ColumnShard", "Placement", "ShardingTask"]
+__all__ = ["ColumnShard", "Placement", "ShardingTask", "joined_sets"]
 
 _GIB = 2**30
 _MAX_LISTED = 8
+Member = TypeVar("Member", int, str)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +106,7 @@ class ShardingTask:
                 f"{len(self.memory_bytes)}"
             )
         object.__setattr__(self, "allowed_ranks", self._checked_ranks())
-        together = _joined(self._checked_sets("together"))
+        together = joined_sets(self._checked_sets("together"))
         whole = {t for tables in together for t in tables}
         most = (1 if t in whole else m for t, m in enumerate(self.max_shards))
         object.__setattr__(self, "max_shards", tuple(most))
@@ -173,9 +174,9 @@ def _listed(ranks: Sequence[int]) -> str:
     return shown if len(ranks) <= _MAX_LISTED else f"{shown}, ..."
 
 
-def _joined(sets: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Join sets that share a member, until none do."""
-    joined: list[set[int]] = []
+def joined_sets(sets: Iterable[Iterable[Member]]) -> tuple[tuple[Member, ...], ...]:
+    """Join sets that share a member until none do; sorted, and each set sorted."""
+    joined: list[set[Member]] = []
     for members in map(set, sets):
         shared = [other for other in joined if other & members]
         joined = [other for other in joined if not other & members]
