@@ -79,16 +79,19 @@ EPYC = BUNDLE.parent / "cpu_epyc"
 
 
 @pytest.mark.parametrize("world_size", [3, 6])
-def test_collectives_err_as_the_card_says(world_size: int) -> None:
+@pytest.mark.parametrize("name", ["epyc", "epyc_zen5"])
+def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     """At world sizes that were not in training."""
-    path = DATA.parent / "comms_gloo_epyc.parquet"
-    [(header, records)] = read_comms_records([path])
-    assert world_size not in read_comms_info(EPYC).world_sizes
+    bundle = BUNDLE.parent / f"cpu_{name}"
+    [(header, records)] = read_comms_records(
+        [DATA.parent / f"comms_gloo_{name}.parquet"]
+    )
+    assert world_size not in read_comms_info(bundle).world_sizes
     model = load_comms_bundle(
-        EPYC, backend="gloo", world_size=world_size, local_world_size=world_size
+        bundle, backend="gloo", world_size=world_size, local_world_size=world_size
     )
     # Back to the milliseconds of the run that measured them.
-    scale = read_info(EPYC).reference_ms / header.compute_reference_ms
+    scale = read_info(bundle).reference_ms / header.compute_reference_ms
     errors = []
     for r in records:
         if r.world_size == world_size and r.repeat_of is None:
@@ -97,7 +100,7 @@ def test_collectives_err_as_the_card_says(world_size: int) -> None:
             errors.append(abs(predicted.max() / scale / max(r.transfer_ms) - 1))
     row = next(
         line
-        for line in (EPYC / "CARD.md").read_text().splitlines()
+        for line in (bundle / "CARD.md").read_text().splitlines()
         if line.startswith(f"| {world_size} | all | no |")
     )
     cells = [cell.strip() for cell in row.strip("|").split("|")]
