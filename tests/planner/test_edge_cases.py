@@ -299,22 +299,23 @@ def test_batch_sizes_scale_the_lookups() -> None:
     assert planner.last_task.tables[0].pooling_factor == 5.5
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=(AssertionError, pytest.fail.Exception),
-    reason="lengths are averaged without a word, or end in a bare assertion",
-)
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+@pytest.mark.parametrize("values", [[1], [1, 2, 3]])
 @pytest.mark.parametrize("field", ["num_poolings", "batch_sizes"])
-def test_lists_of_unequal_length_are_refused(field: str, kind: str) -> None:
-    arguments: dict[str, Any] = {
-        "pooling_factors": [5.0, 2.0],
-        "sharding_types": [kind],
-        field: [1],  # one value for two features
-    }
-    planner = make_planner(constraints=only(**arguments))
-    with pytest.raises((ConfigError, PlannerError), match="t0"):
-        planner.plan(bags(table(0, feature_names=["a", "b"])), get_default_sharders())
+def test_lists_of_unequal_length_are_refused(field: str, values: list[int]) -> None:
+    arguments: dict[str, Any] = {"pooling_factors": [5.0, 2.0], field: values}
+    with pytest.raises(
+        ConfigError, match=rf"'t0': {field} has {len(values)} values, pooling_factors 2"
+    ):
+        make_planner(constraints=only(**arguments))
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_one_value_stands_for_all_features(kind: str) -> None:
+    plan, _ = plan_of(
+        bags(table(0, feature_names=["a", "b"])),
+        constraints=only(num_poolings=[2.0], batch_sizes=[32], sharding_types=[kind]),
+    )
+    assert entry(plan).sharding_type == kind
 
 
 def test_is_weighted_of_the_constraint_yields_to_the_module() -> None:
@@ -400,18 +401,30 @@ def test_constraint_on_an_unknown_table_changes_nothing() -> None:
     assert str(plan_of(bags(), constraints=typo)[0]) == str(plan_of(bags())[0])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="constraints are not applied to what another enumerator offers",
-)
-def test_enumerator_without_the_constraints(read_types: ReadTypes) -> None:
-    planner = make_planner(
+def test_enumerator_without_the_constraints_is_refused() -> None:
+    enumerator = EmbeddingEnumerator(Topology(4, "cuda"), 64)
+    with pytest.raises(
+        ConfigError,
+        match=r"(?s)'t0' differ.*enumerator None.*EmbeddingEnumerator\(\.\.\., constr",
+    ):
+        make_planner(
+            4,
+            enumerator=enumerator,
+            constraints=only(sharding_types=["table_wise"]),
+        )
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_enumerator_with_the_constraints(both: bool, read_types: ReadTypes) -> None:
+    constraints = dict(only(sharding_types=["table_wise"]))
+    topology = Topology(4, "cuda")
+    enumerator = EmbeddingEnumerator(topology, 64, constraints=constraints)
+    plan, _ = plan_of(
+        bags(table(0, rows=100_000, dim=256)),
         4,
-        enumerator=EmbeddingEnumerator(Topology(4, "cuda"), 64),
-        constraints=only(sharding_types=["table_wise"]),
+        enumerator=enumerator,
+        constraints=constraints if both else None,
     )
-    plan = planner.plan(bags(table(0, rows=100_000, dim=256)), get_default_sharders())
     assert read_types(plan)["t0"] == "table_wise"
 
 
@@ -734,11 +747,6 @@ def test_fused_collection() -> None:
     assert planner.last_task is not None and len(planner.last_task.tables) == 3
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="the optimizer that such a collection holds is not read",
-)
 def test_optimizer_of_a_fused_collection() -> None:
     _, planner = searched(fused_bags())
     assert planner.last_task is not None
@@ -913,21 +921,7 @@ def test_storage_reservation(name: str) -> None:
     plan_of(bags(), storage_reservation=reservation(name))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.xfail(
-                condition=name == "plain" and TORCHREC < (1, 9),
-                strict=True,
-                raises=AttributeError,
-                reason="TorchRec before 1.9 reads attributes of its own reservations",
-            ),
-        )
-        for name in RESERVATIONS
-    ],
-)
+@pytest.mark.parametrize("name", RESERVATIONS)
 def test_storage_reservation_of_a_plan_that_does_not_fit(name: str) -> None:
     planner = make_planner(
         topology={"hbm_cap": 4 * MIB},
@@ -987,40 +981,82 @@ def test_plan_for_one_group_of_a_two_dimensional_job() -> None:
     assert len(planner.last_result.predicted.ranks) == 4
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "way",
-    [
-        "apply_optimizer_in_backward",
-        pytest.param(
-            "fused_params",
-            marks=pytest.mark.xfail(
-                strict=True,
-                raises=pytest.fail.Exception,
-                reason="TorchRec's estimate of memory does not know the state of it",
-            ),
-        ),
-    ],
-)
-def test_memory_of_the_optimizer_state_is_counted(way: str) -> None:
+OPTIMIZERS: dict[str, tuple[Any, str]] = {
+    "sgd": (torch.optim.SGD, "EXACT_SGD"),
+    "row-wise adagrad": (RowWiseAdagrad, "EXACT_ROWWISE_ADAGRAD"),
+    "adagrad": (torch.optim.Adagrad, "EXACT_ADAGRAD"),
+    "adam": (torch.optim.Adam, "ADAM"),
+}
+
+
+def with_optimizer(way: str, name: str) -> tuple[nn.Module, list[Any]]:
+    """One table of 24.4 MiB and its sharder; the optimizer is set in one of the ways
+    that TorchRec knows."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-    model = bags(table(0, rows=100_000, dim=64))
-    sharder = EmbeddingBagCollectionSharder()
-    if way == "fused_params":
-        sharder = EmbeddingBagCollectionSharder(
-            fused_params={"optimizer": EmbOptimType.ADAM}
+    kind, fused = OPTIMIZERS[name]
+    config = table(0, rows=100_000, dim=64)
+    if way == "fused collection":
+        model = FusedEmbeddingBagCollection(
+            tables=[config],
+            optimizer_type=kind,
+            optimizer_kwargs={"lr": 0.1},
+            device=META,
         )
-    else:
-        apply_optimizer_in_backward(torch.optim.Adam, model.parameters(), {"lr": 0.1})
+        return model, get_default_sharders()
+    bag = bags(config)
+    if way == "fused_params":
+        params = {"optimizer": EmbOptimType[fused]}
+        return bag, [EmbeddingBagCollectionSharder(fused_params=params)]
+    apply_optimizer_in_backward(kind, bag.parameters(), {"lr": 0.1})
+    return bag, [EmbeddingBagCollectionSharder()]
+
+
+WAYS = ("apply_optimizer_in_backward", "fused_params", "fused collection")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_memory_of_the_optimizer_state_is_the_same_by_every_way(
+    name: str, selected: tuple[Any, Any]
+) -> None:
+    options, remember = selected
+    found = []
+    for way in WAYS:
+        if (way, name) == ("fused collection", "adam"):
+            continue  # its kernels are made at once, and on CPUs there are none
+        model, sharders = with_optimizer(way, name)
+        plan_of(
+            model,
+            sharders=sharders,
+            constraints=only(
+                compute_kernels=["fused"], sharding_types=["table_wise", "column_wise"]
+            ),
+            callbacks=[remember],
+        )
+        shards = [s for o in options for s in o.shards]
+        found.append([(s.size, s.storage.hbm) for s in shards])
+    assert len(found) > 1 and all(each == found[0] for each in found)
+    weights = 4 * 100_000 * 64
+    state = {"sgd": 0, "row-wise adagrad": 4 * 100_000 * len(found[0])}
+    state |= {"adagrad": weights, "adam": 2 * weights}
+    held = sum(size for _, size in found[0])
+    # Besides, there are ids and outputs.
+    assert 0 <= held - weights - state[name] < MIB
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_table_that_fits_without_its_optimizer_is_refused(way: str) -> None:
+    model, sharders = with_optimizer(way, "adagrad")
     planner = make_planner(
         1,
-        topology={"hbm_cap": 50 * MIB},  # the weights are 24.4 MiB, their moments 48.8
+        topology={"hbm_cap": 40 * MIB},  # the weights are 24.4 MiB, so is the state
         constraints=only(compute_kernels=["fused"]),
     )
     with pytest.raises(PlannerError, match="t0"):
-        planner.plan(model, [sharder])
+        planner.plan(model, sharders)
 
 
 # Two gloo ranks.

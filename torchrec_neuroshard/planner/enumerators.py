@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     ShardEstimator,
@@ -26,7 +25,10 @@ from torchrec_neuroshard.planner.lowering import (
     table_configs,
 )
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.shard_estimators import NeuroShardEstimator
+from torchrec_neuroshard.planner.shard_estimators import (
+    NeuroShardEstimator,
+    StorageEstimator,
+)
 from torchrec_neuroshard.profiles import FeatureProfile
 
 __all__ = ["NeuroShardEnumerator"]
@@ -55,7 +57,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         topology: The devices to plan for.
         batch_size: Samples per rank.
         constraints: Table name -> TorchRec's constraints on it.
-        estimator: Replaces the learned estimator and TorchRec's storage estimator.
+        estimator: Replaces the learned estimator and that of memory.
         cost_model: "auto", a bundle's name or folder, or a model.
         comms_model: None: as measured, else as published, else by the topology.
         profiles: Feature name -> its measured profile.
@@ -78,16 +80,18 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
     ) -> None:
         constraints = dict(constraints) if constraints else None
         if estimator is None:
+            learned = NeuroShardEstimator(
+                topology,
+                constraints,
+                cost_model=cost_model,
+                comms_model=comms_model,
+                profiles=profiles,
+                costs=costs,
+            )
+            reader = learned.costs.reader
             estimator = [
-                NeuroShardEstimator(
-                    topology,
-                    constraints,
-                    cost_model=cost_model,
-                    comms_model=comms_model,
-                    profiles=profiles,
-                    costs=costs,
-                ),
-                EmbeddingStorageEstimator(topology=topology, constraints=constraints),
+                learned,
+                StorageEstimator(topology, constraints, reader=reader),
             ]
         super().__init__(
             topology=topology,

@@ -28,8 +28,12 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
 )
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
 
-from torchrec_neuroshard.errors import PlacementError, ProfileError
+from torchrec_neuroshard.errors import ConfigError, PlacementError, ProfileError
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.tables import (
@@ -49,6 +53,7 @@ __all__ = [
     "check_profiles",
     "device_tier",
     "fusion_key",
+    "has_own_optimizer",
     "is_dense",
     "is_modelled_config",
     "lower_plan",
@@ -116,6 +121,12 @@ def is_dense(option: ShardingOption) -> bool:
     return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
 
 
+def has_own_optimizer(option: ShardingOption) -> bool:
+    """Whether `apply_optimizer_in_backward` gave the table an optimizer."""
+    classes = getattr(option.tensor, "_optimizer_classes", None)
+    return classes is not None and len(classes) > 0 and classes[0] is not None
+
+
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
     """Return TorchRec's configurations of the tables in `module`."""
     for child in module.modules():
@@ -157,6 +168,23 @@ def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) ->
         )
 
 
+def _check_lengths(constraints: Mapping[str, ParameterConstraints]) -> None:
+    """Check that what constraints say of features, they say of as many features.
+
+    Raises:
+        ConfigError: Two lists of a table's constraints differ in length.
+    """
+    for name, constraint in constraints.items():
+        count = len(constraint.pooling_factors or [1.0])
+        for field in ("num_poolings", "batch_sizes"):
+            values = getattr(constraint, field)
+            if values and len(values) != count:
+                raise ConfigError(
+                    f"constraints of table '{name}': {field} has {len(values)} values, "
+                    f"pooling_factors {count}; give both one value per feature"
+                )
+
+
 class TableReader:
     """Reads TorchRec's sharding options as tables of the cost model.
 
@@ -173,10 +201,15 @@ class TableReader:
         constraints: Mapping[str, ParameterConstraints] | None,
         profiles: Mapping[str, FeatureProfile] | None,
     ) -> None:
-        """Take what the tables' inputs are described by."""
+        """Take what the tables' inputs are described by.
+
+        Raises:
+            ConfigError: Two lists of a table's constraints differ in length.
+        """
         self.fused_params: dict[str, Mapping[str, Any]] = {}
         self._world_size = world_size
         self._constraints = constraints or {}
+        _check_lengths(self._constraints)
         self._profiles = profiles or {}
         self._configs: weakref.WeakKeyDictionary[
             nn.Module, dict[str, BaseEmbeddingConfig]
@@ -254,11 +287,15 @@ class TableReader:
 
     def optimizer(self, option: ShardingOption) -> str:
         """Name of the table's optimizer, among those that the cost models know."""
-        classes = getattr(option.tensor, "_optimizer_classes", None)
-        if classes and classes[0] is not None:
-            return _OPTIMIZER_NAMES.get(classes[0].__name__, "adam")
+        if has_own_optimizer(option):
+            return _OPTIMIZER_NAMES.get(
+                option.tensor._optimizer_classes[0].__name__, "adam"
+            )
+        module = option.module[1]
+        if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
+            return _OPTIMIZER_NAMES.get(module.optimizer_type().__name__, "adam")
         chosen = self.fused_params.get(option.module_type_key, {}).get("optimizer")
-        if chosen is None:
+        if chosen is None or is_dense(option):  # which reads no fused_params
             return "sgd"  # fbgemm's own default
         return _OPTIMIZER_NAMES.get(getattr(chosen, "name", str(chosen)), "adam")
 

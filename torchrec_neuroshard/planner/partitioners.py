@@ -26,7 +26,13 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner.lowering import FusionGroups, device_tier, fusion_key
+from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.lowering import (
+    FusionGroups,
+    device_tier,
+    fusion_key,
+    has_own_optimizer,
+)
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.search import NeuroShardSearcher, make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -283,6 +289,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
             probes.append(probe)
         self._enumerator.populate_estimates(probes)
+        counts_all = isinstance(self._enumerator, NeuroShardEnumerator)
         storages = []
         for option, probe in zip(options, probes, strict=True):
             narrow, wide = probe.shards
@@ -292,9 +299,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 slope = (high - low) / (wide.size[1] - narrow.size[1])
                 per_column[tier] = slope
                 fixed[tier] = max(0.0, low - slope * narrow.size[1])
-            if self.costs.reader.optimizer(option) == "rowwise_adagrad" and getattr(
-                option.tensor, "_optimizer_classes", None
-            ):
+            counted = has_own_optimizer(option) or counts_all
+            if counted and self.costs.reader.optimizer(option) == "rowwise_adagrad":
                 # TorchRec spreads one value per row over the columns; in truth each
                 # shard keeps its own.
                 width = int(option.tensor.shape[1])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -35,10 +37,14 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
-from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.lowering import LoweredPlan, check_profiles
+from torchrec_neuroshard.planner.lowering import (
+    LoweredPlan,
+    TableReader,
+    check_profiles,
+)
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
     SearchRecord,
@@ -51,7 +57,10 @@ from torchrec_neuroshard.planner.proposers import (
     NeuroShardProposer,
     PlacedPlanProposer,
 )
-from torchrec_neuroshard.planner.shard_estimators import TimedEstimator
+from torchrec_neuroshard.planner.shard_estimators import (
+    StorageEstimator,
+    TimedEstimator,
+)
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.bounds import lower_bound
@@ -100,7 +109,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         topology: The devices to plan for. None: TorchRec's default for the process
             group.
         batch_size: Samples per rank.
-        enumerator: None: `NeuroShardEnumerator`.
+        enumerator: None: `NeuroShardEnumerator`. One of TorchRec's or this package's
+            must have the same constraints; they stand in for those left out here.
         storage_reservation: None: TorchRec's default.
         proposer: None: `NeuroShardProposer`.
         partitioner: None: `NeuroShardPartitioner`.
@@ -124,7 +134,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
-        ConfigError: There is no such cost model or search.
+        ConfigError: There is no such cost model or search; or the enumerator has other
+            constraints.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -155,7 +166,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     ) -> None:
         if topology is None:
             topology = EmbeddingShardingPlanner()._topology
-        constraints = dict(constraints) if constraints else None
+        constraints = _agreed_constraints(constraints, enumerator)
         shared = {
             "topology": topology,
             "batch_size": batch_size,
@@ -211,7 +222,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._stock: StockCandidate | None = None
         if consider_stock and isinstance(partitioner, NeuroShardPartitioner):
             self._stock = StockCandidate(
-                self._stock_arguments, _time_budget(partitioner), timeout_seconds
+                self._stock_arguments,
+                self.costs.reader,
+                _time_budget(partitioner),
+                timeout_seconds,
             )
             proposers = [*proposers, self._stock.proposer]
             all_callbacks = [self._compare, *all_callbacks]
@@ -253,7 +267,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             self._stock.start(module, sharders, self._storage_reservation)
         fallback = None
         try:
-            plan = super().plan(module, sharders)
+            with _reported(self._storage_reservation):
+                plan = super().plan(module, sharders)
             fallback = self._fallback
         except PlannerError as error:
             if error.error_type not in _NO_PLAN:
@@ -352,10 +367,19 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         logger.warning(
             "the search found no plan (%s); asking TorchRec's planner", ours or error
         )
-        try:
-            return EmbeddingShardingPlanner(**self._stock_arguments).plan(
-                module, sharders
+        arguments = dict(self._stock_arguments)
+        if arguments["enumerator"] is None:
+            topology, constraints = self._topology, self._constraints
+            estimators = [
+                EmbeddingPerfEstimator(topology=topology, constraints=constraints),
+                StorageEstimator(topology, constraints, reader=self.costs.reader),
+            ]
+            arguments["enumerator"] = EmbeddingEnumerator(
+                topology, self._batch_size, constraints, estimators
             )
+        try:
+            with _reported(self._storage_reservation):
+                return EmbeddingShardingPlanner(**arguments).plan(module, sharders)
         except PlannerError:
             if ours is None:
                 raise error from None
@@ -430,6 +454,7 @@ class StockCandidate:
 
     Args:
         arguments: Of TorchRec's planner.
+        reader: Knows the tables' optimizers.
         time_budget_seconds: Of planning as a whole.
         timeout_seconds: As the caller gave it.
     """
@@ -437,12 +462,14 @@ class StockCandidate:
     def __init__(
         self,
         arguments: Mapping[str, Any],
+        reader: TableReader,
         time_budget_seconds: float,
         timeout_seconds: int | None,
     ) -> None:
         self.proposer = PlacedPlanProposer(self._make_plan)
         self.skipped: str | None = None
         self._arguments = arguments
+        self._reader = reader
         self._time_budget_seconds = time_budget_seconds
         self._timeout_seconds = timeout_seconds or math.inf
         self._plan: frozenset[Any] | None = None
@@ -523,9 +550,54 @@ class StockCandidate:
             constraints,
             [
                 TimedEstimator(topology, constraints, deadline=deadline),
-                EmbeddingStorageEstimator(topology=topology, constraints=constraints),
+                StorageEstimator(topology, constraints, reader=self._reader),
             ],
         )
+
+
+def _agreed_constraints(
+    constraints: Mapping[str, ParameterConstraints] | None,
+    enumerator: Enumerator | None,
+) -> dict[str, ParameterConstraints] | None:
+    """Constraints of the planner and of the enumerator it was given.
+
+    Raises:
+        ConfigError: The two differ.
+    """
+    stock = type(enumerator) in (EmbeddingEnumerator, NeuroShardEnumerator)
+    if enumerator is None or not stock:
+        return dict(constraints) if constraints else None
+    offered = enumerator._constraints or {}
+    wanted = constraints or offered
+    for name in sorted({*wanted, *offered}):
+        if wanted.get(name) != offered.get(name):
+            raise ConfigError(
+                f"constraints of table '{name}' differ: the planner has "
+                f"{wanted.get(name)}, its enumerator {offered.get(name)}; pass the "
+                f"same to {type(enumerator).__name__}(..., constraints=constraints)"
+            )
+    return dict(wanted) or None
+
+
+@contextlib.contextmanager
+def _reported(reservation: StorageReservation) -> Iterator[None]:
+    """Let TorchRec say that nothing fits, whatever the class of the reservation.
+
+    Before 1.9 it takes reservations for ones of its own there and reads `_percentage`.
+
+    Raises:
+        PlannerError: In place of the error that it ends in.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if error.obj is not reservation or error.name != "_percentage":
+            raise
+        raise PlannerError(
+            error_type=PlannerErrorType.INSUFFICIENT_STORAGE,
+            message="no plan fits into the memory that "
+            f"{type(reservation).__name__} leaves",
+        ) from error
 
 
 def _can_run(options: Sequence[ShardingOption]) -> bool:

@@ -1,12 +1,17 @@
-"""Costs of single shards, for TorchRec's enumerator."""
+"""Costs and memory of single shards, for TorchRec's enumerator."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+import torch
+from torchrec.distributed.planner.shard_estimators import (
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+)
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
@@ -14,10 +19,19 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from torchrec_neuroshard.planner.lowering import TableReader, has_own_optimizer
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 
-__all__ = ["NeuroShardEstimator", "TimedEstimator"]
+__all__ = ["NeuroShardEstimator", "StorageEstimator", "TimedEstimator"]
+
+_STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+}
+"""Optimizers that keep state -> the class by which TorchRec knows how much."""
 
 _AT_ONCE = 32
 """Options estimated between two looks at the clock; TorchRec takes about a millisecond
@@ -124,3 +138,52 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
                         for name, data in entries.items()
                     }
                 )
+
+
+class StorageEstimator(EmbeddingStorageEstimator):
+    """TorchRec's estimate of memory, with the state of every optimizer.
+
+    TorchRec counts the state of optimizers that `apply_optimizer_in_backward` sets;
+    here, what a sharder's `fused_params` or a fused collection asks for counts as well.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        reader: Knows the tables' optimizers.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        reader: TableReader,
+    ) -> None:
+        super().__init__(
+            topology=topology, constraints=dict(constraints) if constraints else None
+        )
+        self._reader = reader
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Set the `storage` of every shard.
+
+        Args:
+            sharding_options: Changed in place.
+            args: As in TorchRec.
+            kwargs: As in TorchRec.
+        """
+        named = [self._with_optimizer(option) for option in sharding_options]
+        super().estimate(named, *args, **kwargs)
+
+    def _with_optimizer(self, option: ShardingOption) -> ShardingOption:
+        """Name the optimizer where TorchRec looks for it; the shards are the same."""
+        state = _STATE_CLASSES.get(self._reader.optimizer(option))
+        if state is None or has_own_optimizer(option):
+            return option
+        named = copy.copy(option)
+        tensor: Any = torch.empty_like(option.tensor, device="meta")
+        tensor._optimizer_classes = [state]
+        named._tensor = tensor  # `tensor` only reads it
+        return named
