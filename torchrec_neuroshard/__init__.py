@@ -14,6 +14,7 @@ from torchrec_neuroshard.errors import NeuroShardError
 if TYPE_CHECKING:
     from torchrec_neuroshard.cost_models import load_cost_model
     from torchrec_neuroshard.placement import Placement
+    from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
@@ -26,6 +27,7 @@ __all__ = [
     "NeuroShardError",
     "NeuroShardPlanner",
     "Placement",
+    "PlacementConstraints",
     "SearchConfig",
     "SearchResult",
     "TableConfig",
@@ -38,6 +40,7 @@ _LOCATIONS = {
     "FeatureProfile": "torchrec_neuroshard.profiles",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planners",
     "Placement": "torchrec_neuroshard.placement",
+    "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables",

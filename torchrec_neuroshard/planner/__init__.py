@@ -3,6 +3,7 @@
 Nothing outside this subpackage imports torchrec.
 """
 
+from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.lowering import PlanPlacement, placement_from_plan
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
@@ -40,6 +41,7 @@ __all__ = [
     "NeuroShardPlanLoader",
     "NeuroShardPlanner",
     "NeuroShardProposer",
+    "PlacementConstraints",
     "PlanCosts",
     "PlanFileError",
     "PlanFingerprint",

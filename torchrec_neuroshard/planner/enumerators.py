@@ -18,6 +18,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.lowering import (
     OFFLOADED_KERNELS,
     SEARCHED_TYPES,
@@ -62,6 +63,8 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         comms_model: None: as measured, else as published, else by the topology.
         profiles: Feature name -> its measured profile.
         costs: Shares one loaded cost model between parts; replaces the three above.
+        placement: Which ranks tables may be on; with any such constraint the host's
+            memory is always an option.
         kwargs: Passed to `EmbeddingEnumerator`.
     """
 
@@ -76,6 +79,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         comms_model: CommsModel | None = None,
         profiles: Mapping[str, FeatureProfile] | None = None,
         costs: PlanCosts | None = None,
+        placement: PlacementConstraints | None = None,
         **kwargs: Any,
     ) -> None:
         constraints = dict(constraints) if constraints else None
@@ -105,6 +109,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         node = getattr(topology, "intra_group_size", topology.local_world_size)
         self._one_node = node >= topology.world_size
         self._is_tight = False
+        self._is_constrained = bool(placement)
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -124,7 +129,8 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         self._modelled = {name for name, modelled in known.items() if modelled}
         caps = [d.storage.hbm for d in self._devices]
         # Weights and as much again for the state.
-        self._is_tight = 4 * sum(sizes) > sum(caps) or 2 * max(sizes) > max(caps)
+        fills_half = 4 * sum(sizes) > sum(caps) or 2 * max(sizes) > max(caps)
+        self._is_tight = fills_half or self._is_constrained
         options: list[ShardingOption] = super().enumerate(module, sharders)
         return options
 

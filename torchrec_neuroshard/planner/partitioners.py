@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -26,17 +25,28 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.planner.constraints import (
+    PlacementConstraints,
+    PlacementRules,
+    ranks_by_table,
+)
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.greedy import (
+    memory_left,
+    option_copies,
+    place_greedily,
+)
 from torchrec_neuroshard.planner.lowering import (
     FusionGroups,
     device_tier,
     fusion_key,
     has_own_optimizer,
+    table_name,
 )
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.search import NeuroShardSearcher, make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
 
 __all__ = ["NeuroShardPartitioner", "PlacedShards", "SearchRecord", "placed_shards"]
 
@@ -100,6 +110,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
 
     A proposal whose shards all have ranks is a plan already and is only priced.
 
+    Placement constraints hold for all of them: tables that are not searched are placed
+    by the same routine on the ranks that they may be on, one by one, before all others.
+
     The proposal is not changed; the options returned are copies, whose shards' `perf`
     adds up to the cost of each rank's set.
 
@@ -108,6 +121,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     Attributes:
         records: The searches since `reset`.
         infeasible: Why the first proposal since `reset` that did not fit did not.
+        placement: Which ranks tables may be on.
 
     Args:
         topology: The devices to plan for.
@@ -115,6 +129,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         search: A search's name, its settings, or a searcher.
         enumerator: The planner's; says how much memory a split takes. None: what a
             table needs beside its weights is counted in full for each of its shards.
+        placement: Which ranks tables may be on. None: any.
     """
 
     def __init__(
@@ -124,11 +139,13 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         *,
         search: str | SearchConfig | Searcher = "default",
         enumerator: Enumerator | None = None,
+        placement: PlacementConstraints | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, constraints, **kwargs)
         self._topology = topology
         self._constraints = constraints or {}
+        self.placement = placement or PlacementConstraints()
         self._searcher = make_searcher(search)
         self._enumerator = enumerator
         self._tier = device_tier(topology)
@@ -165,32 +182,58 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
 
         Raises:
             PlannerError: Of type PARTITION, when nothing fits.
-            ConfigError: The cost model predicts something that is not a time.
+            ConfigError: The cost model predicts something that is not a time, or
+                placement constraints cannot be kept, whatever the sizes.
         """
+        rules = self.rules(proposal)
         if all(s.rank is not None for o in proposal for s in o.shards):
-            return self._keep(proposal, storage_constraint)
+            return self._keep(proposal, storage_constraint, rules)
         is_searched = [self.costs.reader.is_searched(o) for o in proposal]
         searched = [o for o, s in zip(proposal, is_searched, strict=True) if s]
-        others = _place_others(
+        others = place_greedily(
             [o for o, s in zip(proposal, is_searched, strict=True) if not s],
             storage_constraint,
+            rules,
         )
         self.costs.share_launches(others)
         chosen: list[ShardingOption] = []
         if searched:
-            chosen = self._search(searched, _left(storage_constraint, others))
+            chosen = self._search(
+                searched,
+                memory_left(storage_constraint, others),
+                rules.narrowed(ranks_by_table(others)) if rules else rules,
+            )
         placed, kept = iter(chosen), iter(others)
         plan = [next(placed if s else kept) for s in is_searched]
         self.costs.attribute(plan)
         return plan
 
+    def rules(self, options: Sequence[ShardingOption]) -> PlacementRules:
+        """Say what the placement constraints mean for a plan of these options.
+
+        Raises:
+            ConfigError: They name what is not there, or contradict each other.
+        """
+        return self.placement.rules(
+            map(table_name, options), int(self._topology.world_size)
+        )
+
     def _keep(
-        self, plan: Sequence[ShardingOption], storage_constraint: Topology
+        self,
+        plan: Sequence[ShardingOption],
+        storage_constraint: Topology,
+        rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Price a plan that somebody else made."""
-        kept = _copies(plan)
+        breach = rules.breach(ranks_by_table(plan))
+        if breach is not None:
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=f"a given plan breaks the placement constraints: {breach}",
+            )
+        kept = option_copies(plan)
         nothing = Storage(hbm=0, ddr=0)
-        for rank, left in enumerate(_left(storage_constraint, kept)):
+        for rank, left in enumerate(memory_left(storage_constraint, kept)):
             if not nothing.fits_in(left):
                 raise PlannerError(
                     error_type=PlannerErrorType.PARTITION,
@@ -200,10 +243,13 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         return kept
 
     def _search(
-        self, options: list[ShardingOption], memory: Sequence[Storage]
+        self,
+        options: list[ShardingOption],
+        memory: Sequence[Storage],
+        rules: PlacementRules,
     ) -> list[ShardingOption]:
         storages = self._storages(options)
-        task = self._task(options, storages, memory)
+        task = self._task(options, storages, memory, rules)
         searcher, start = self._next_searcher(), time.monotonic()
         try:
             result = searcher.search(
@@ -242,6 +288,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         options: Sequence[ShardingOption],
         storages: Sequence[_ShardStorage],
         memory: Sequence[Storage],
+        rules: PlacementRules,
     ) -> ShardingTask:
         topology = self._topology
         # As if some table of each module were split.
@@ -266,6 +313,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             stages=fused.stages,
             stage_names=fused.stage_names,
             uneven=topology.compute_device == "cpu",
+            **_placement_fields(tables, rules),
         )
 
     def _min_width(self, option: ShardingOption, width: int) -> int:
@@ -350,32 +398,30 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         return not allowed or _TABLE_WISE in allowed
 
 
-def _place_others(
-    options: Sequence[ShardingOption], storage_constraint: Topology
-) -> list[ShardingOption]:
-    """Copies of the options, placed by TorchRec's own routine."""
-    copies = _copies(options)
-    if copies:
-        GreedyPerfPartitioner().partition(copies, storage_constraint)
-    return copies
-
-
-def _copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    copies = []
-    for option in options:
-        new = copy.copy(option)
-        new.shards = copy.deepcopy(option.shards)
-        copies.append(new)
-    return copies
-
-
-def _left(topology: Topology, placed: Sequence[ShardingOption]) -> list[Storage]:
-    """Memory of each rank that the placed options leave."""
-    left = [d.storage for d in topology.devices]
-    for option in placed:
-        for shard in option.shards:
-            left[shard.rank] = left[shard.rank] - shard.storage
-    return left
+def _placement_fields(
+    tables: Sequence[TableConfig], rules: PlacementRules
+) -> dict[str, Any]:
+    """Fields of a task that say which ranks its tables may be on, and with whom."""
+    if not rules:
+        return {}
+    ranks_T = tuple(rules.allowed.get(t.name) for t in tables)
+    for table, ranks in zip(tables, ranks_T, strict=True):
+        if ranks == ():
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=f"table '{table.name}': tables that are not searched took the "
+                "last rank that placement constraints left it",
+            )
+    number = {t.name: i for i, t in enumerate(tables)}
+    together, apart = (
+        tuple(tuple(number[n] for n in names if n in number) for names in sets)
+        for sets in (rules.together, rules.apart)
+    )
+    return {
+        "allowed_ranks": tuple(ranks or () for ranks in ranks_T),
+        "together": together,
+        "apart": apart,
+    }
 
 
 def _bounded_storage(option: ShardingOption) -> _ShardStorage:

@@ -39,11 +39,16 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner.constraints import (
+    PlacementConstraints,
+    ranks_by_table,
+)
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.lowering import (
     LoweredPlan,
     TableReader,
     check_profiles,
+    table_name,
 )
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
@@ -131,11 +136,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             seconds). A warning in the result says when it found none in that time.
         max_switches: How many times to try other sharding types (row-wise, replicas)
             for tables that fit table-wise or column-wise; 0: never.
+        placement_constraints: Which ranks tables may be on, and in whose company.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
-        ConfigError: There is no such cost model or search; or the enumerator has other
-            constraints.
+        ConfigError: There is no such cost model or search; the enumerator has other
+            constraints; or the partitioner cannot keep placement constraints.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -162,6 +168,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         comms_model: CommsModel | None = None,
         consider_stock: bool = True,
         max_switches: int = DEFAULT_MAX_SWITCHES,
+        placement_constraints: PlacementConstraints | None = None,
         **kwargs: Any,
     ) -> None:
         if topology is None:
@@ -193,6 +200,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             comms_model=comms_model,
             profiles=profiles,
         )
+        self.placement_constraints = placement_constraints or PlacementConstraints()
         self._profiles = dict(profiles or {})
         self._selected: list[ShardingOption] | None = None
         self._fallback: str | None = None
@@ -200,7 +208,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self.last_task: ShardingTask | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
-                topology, batch_size or BATCH_SIZE, constraints, costs=self.costs
+                topology,
+                batch_size or BATCH_SIZE,
+                constraints,
+                costs=self.costs,
+                placement=self.placement_constraints,
             )
         if partitioner is None:
             partitioner = NeuroShardPartitioner(
@@ -208,11 +220,21 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 constraints,
                 search=_settings(search, timeout_seconds),
                 enumerator=enumerator,
+                placement=self.placement_constraints,
                 costs=self.costs,
+            )
+        elif self.placement_constraints != getattr(
+            partitioner, "placement", PlacementConstraints()
+        ):
+            raise ConfigError(
+                f"the {type(partitioner).__name__} given has not these placement "
+                "constraints: leave the partitioner out, or pass the same to "
+                "NeuroShardPartitioner(..., placement=...)"
             )
         own = NeuroShardProposer(
             topology,
             constraints,
+            placement=self.placement_constraints,
             max_switches=max_switches,
             time_budget_seconds=_time_budget(partitioner),
             costs=self.costs,
@@ -224,6 +246,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             self._stock = StockCandidate(
                 self._stock_arguments,
                 self.costs.reader,
+                self._breach,
                 _time_budget(partitioner),
                 timeout_seconds,
             )
@@ -258,7 +281,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             PlannerError: No plan fits, neither by the search nor by TorchRec's own
                 planner.
             ProfileError: A profile is of a feature that no table reads.
-            ConfigError: The cost model predicts something that is not a time.
+            ConfigError: The cost model predicts something that is not a time; placement
+                constraints contradict each other or the model, or a callback or a
+                loaded plan breaks them.
         """
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
@@ -277,6 +302,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             plan = self._stock_plan(module, sharders, error)
         if self._selected is not None:
             self._describe(self._selected, fallback)
+            breach = self._breach(self._selected)
+            if breach is not None:
+                raise ConfigError(
+                    f"the plan breaks placement_constraints: {breach}. A callback or a "
+                    "plan loader made it so"
+                )
         return plan
 
     def collective_plan(
@@ -351,6 +382,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             )
         return options
 
+    def _breach(self, options: Sequence[ShardingOption]) -> str | None:
+        """How a plan breaks the placement constraints, if it does."""
+        rules = self.placement_constraints.rules(
+            map(table_name, options), int(self._topology.world_size)
+        )
+        return rules.breach(ranks_by_table(options))
+
     def _infeasible(self) -> str | None:
         if isinstance(self._partitioner, NeuroShardPartitioner):
             return self._partitioner.infeasible
@@ -379,7 +417,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             )
         try:
             with _reported(self._storage_reservation):
-                return EmbeddingShardingPlanner(**arguments).plan(module, sharders)
+                plan = EmbeddingShardingPlanner(**arguments).plan(module, sharders)
+            if breach := self._breach(self._selected or []):
+                self._selected = None
+                raise PlannerError(
+                    error_type=error.error_type,
+                    message=f"TorchRec's plan breaks placement constraints: {breach}",
+                )
+            return plan
         except PlannerError:
             if ours is None:
                 raise error from None
@@ -455,6 +500,7 @@ class StockCandidate:
     Args:
         arguments: Of TorchRec's planner.
         reader: Knows the tables' optimizers.
+        breach: Says how a plan breaks the caller's constraints on placement.
         time_budget_seconds: Of planning as a whole.
         timeout_seconds: As the caller gave it.
     """
@@ -463,6 +509,7 @@ class StockCandidate:
         self,
         arguments: Mapping[str, Any],
         reader: TableReader,
+        breach: Callable[[Sequence[ShardingOption]], str | None],
         time_budget_seconds: float,
         timeout_seconds: int | None,
     ) -> None:
@@ -470,6 +517,7 @@ class StockCandidate:
         self.skipped: str | None = None
         self._arguments = arguments
         self._reader = reader
+        self._breach = breach
         self._time_budget_seconds = time_budget_seconds
         self._timeout_seconds = timeout_seconds or math.inf
         self._plan: frozenset[Any] | None = None
@@ -531,6 +579,10 @@ class StockCandidate:
             return None
         if not _can_run(best):
             logger.info("TorchRec's own plan splits sequences to unlike widths")
+            return None
+        breach = self._breach(best)
+        if breach is not None:
+            logger.info("TorchRec's own plan breaks placement constraints: %s", breach)
             return None
         self._plan = _signature(best)
         return best

@@ -19,7 +19,14 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from torchrec_neuroshard.planner.lowering import device_tier, fusion_key, is_dense
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.lowering import (
+    device_tier,
+    fusion_key,
+    is_dense,
+    table_name,
+)
 from torchrec_neuroshard.planner.plan_costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.staged import is_estimated
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
@@ -65,6 +72,8 @@ class NeuroShardProposer(CostedPart, Proposer):
       where perfectly balanced ranks would gain by it. A switch is kept if the plan
       that the search finds with it is rated better.
 
+    Options that placement constraints leave no ranks for are never proposed.
+
     The other arguments are those of `CostedPart`.
 
     Args:
@@ -74,6 +83,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             keeps every searched table table-wise or column-wise where it fits.
         time_budget_seconds: No switch is tried later than this after `load`; None is no
             limit.
+        placement: Which ranks tables may be on. None: any.
     """
 
     def __init__(
@@ -83,9 +93,11 @@ class NeuroShardProposer(CostedPart, Proposer):
         *,
         max_switches: int = DEFAULT_MAX_SWITCHES,
         time_budget_seconds: float | None = None,
+        placement: PlacementConstraints | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, constraints, **kwargs)
+        self._placement = placement or PlacementConstraints()
         self._topology = topology
         self._constraints = constraints or {}
         self._tier = device_tier(topology)
@@ -103,12 +115,19 @@ class NeuroShardProposer(CostedPart, Proposer):
         Args:
             search_space: All options, with estimates.
             enumerator: Not needed.
+
+        Raises:
+            ConfigError: Placement constraints contradict each other or the model, or
+                leave a table no way to be sharded.
         """
         del enumerator
         by_table: dict[str, list[ShardingOption]] = {}
         for option in search_space:
             by_table.setdefault(option.fqn, []).append(option)
-        self._tables = list(by_table.values())
+        names = [table_name(options[0]) for options in by_table.values()]
+        world_size = int(self._topology.world_size)
+        self._rules = self._placement.rules(names, world_size)
+        self._tables = list(map(self._permitted, by_table.values()))
         self._start = time.monotonic()
         self._capacity = _capacity(self._topology, self._tier)
         self._seen: set[_Layout] = set()
@@ -171,6 +190,21 @@ class NeuroShardProposer(CostedPart, Proposer):
 
     # --- options of one table ---
 
+    def _permitted(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Options that can be where placement constraints allow the table."""
+        if self._rules.is_free(table_name(options[0])):
+            return options
+        node_size = self.costs.pricer.groups.node_size
+        kept = [o for o in options if self._rules.permits(o, node_size)]
+        if not kept:
+            kinds = ", ".join(sorted({o.sharding_type for o in options}))
+            raise ConfigError(
+                f"table '{table_name(options[0])}' may only be sharded {kinds}, which "
+                "needs more ranks than placement constraints leave it. Allow "
+                "table-wise or column-wise sharding for it, or more ranks"
+            )
+        return kept
+
     def _free(self, options: Sequence[ShardingOption]) -> int:
         """The table as free as it may be."""
         searched = self._searched(options)
@@ -200,7 +234,10 @@ class NeuroShardProposer(CostedPart, Proposer):
             return width
         constraint = self._constraints.get(option.name)
         asked = int((constraint and constraint.min_partition) or COLUMN_MULTIPLE)
-        evenly = -(-width // int(self._topology.world_size))
+        table = table_name(option)
+        if len(self._rules.company(table)) > 1:
+            return width
+        evenly = -(-width // len(self._rules.ranks(table)))
         return min(width, -(-max(asked, evenly) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
 
     def _shard_bytes(self, option: ShardingOption) -> float:
@@ -217,7 +254,8 @@ class NeuroShardProposer(CostedPart, Proposer):
     # --- making it fit ---
 
     def _fits(self, option: ShardingOption) -> bool:
-        return self._shard_bytes(option) <= max(self._capacity)
+        ranks = self._rules.allowed.get(table_name(option), range(len(self._capacity)))
+        return self._shard_bytes(option) <= max(self._capacity[r] for r in ranks)
 
     def _fill(self, layout: _Layout) -> float:
         """Part of all devices' memory that a layout takes."""

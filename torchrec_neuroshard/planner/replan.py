@@ -41,6 +41,7 @@ from torchrec.distributed.types import (
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
 from torchrec_neuroshard.planner.lowering import check_profiles, table_name
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
@@ -250,6 +251,10 @@ class _Job:
         self.state: dict[int, Shards] = {
             i: _shards_of(plan.plan[o.path][o.name]) for i, o in enumerate(self.options)
         }
+        self.rules = planner.placement_constraints.rules(
+            map(table_name, options), int(self.topology.world_size)
+        )
+        self._fixed_ranks = ranks_by_table(self._fixed)
         self.task = self._task(planner, reserved) if self.options else None
         resharded = {s.module_type for s in sharders if hasattr(s, "reshard")}
         self.obstacles = dict(self._find_obstacles(resharded))
@@ -266,8 +271,13 @@ class _Job:
         for option in self._fixed:
             for shard in option.shards:
                 memory[shard.rank] = memory[shard.rank] - shard.storage
+        # Steps are held to the placement rules one by one: a plan at work may break
+        # them, as it may be too full.
         return partitioner._task(
-            self.options, partitioner._storages(self.options), memory
+            self.options,
+            partitioner._storages(self.options),
+            memory,
+            PlacementRules(int(self.topology.world_size)),
         )
 
     def _options(self, plan: ShardingPlan) -> list[ShardingOption]:
@@ -286,6 +296,36 @@ class _Job:
             [o for o in options if not self.costs.reader.is_described(o)]
         )
         return options
+
+    def company(self, table: int) -> list[int]:
+        """The tables that must lie where this one lies, itself among them."""
+        names = self.rules.company(table_name(self.options[table]))
+        if len(names) == 1:
+            return [table]
+        return [i for i, o in enumerate(self.options) if table_name(o) in names]
+
+    def keeps_rules(
+        self, state: Mapping[int, Shards], step: Mapping[int, Shards]
+    ) -> bool:
+        """Whether the tables of a step are where placement constraints allow them."""
+        if not self.rules:
+            return True
+        changed = {table_name(self.options[t]) for t in step}
+        concerned = changed.union(
+            *(
+                names
+                for names in (*self.rules.together, *self.rules.apart)
+                if changed.intersection(names)
+            )
+        )
+        held: dict[str, set[int]] = {
+            n: r for n, r in self._fixed_ranks.items() if n in concerned
+        }
+        for table, shards in {**state, **step}.items():
+            name = table_name(self.options[table])
+            if name in concerned:
+                held[name] = {rank for *_, rank in shards}
+        return self.rules.breach(held, changed) is None
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:
         """Cost of one iteration under a plan."""
@@ -486,7 +526,11 @@ class _Search:
                 self._job.num_bytes(t, s) - self._job.num_bytes(t, state[t])
                 for t, s in step.items()
             )
-            if spent + added <= self._budget and self._fits(used, state, step):
+            if (
+                spent + added <= self._budget
+                and self._fits(used, state, step)
+                and self._job.keeps_rules(state, step)
+            ):
                 found.append((added, step))
         found.sort(key=lambda entry: entry[0])
         return found[:: math.ceil(len(found) / self._config.max_candidates) or 1]
@@ -496,7 +540,7 @@ class _Search:
         for table in [t for t, s in state.items() if s != self._job.state[t]]:
             step = {table: self._job.state[table]}
             used = self._placement(state).rank_bytes(self._task)
-            if self._fits(used, state, step):
+            if self._fits(used, state, step) and self._job.keeps_rules(state, step):
                 back = {**state, **step}
                 [shorter] = self._rate([back])
                 if shorter.path_ms <= rating.path_ms:
@@ -579,11 +623,24 @@ class _Search:
             for shards in self._changes(table, state[table], index):
                 if self._is_allowed(table, shards):
                     yield {table: shards}
+        yield from self._joint_steps(state, {table for table, _ in on_sources})
         for first in on_sources:
             for second in everywhere:
                 swapped = _swap(state, first, second)
                 if swapped and all(self._is_allowed(t, s) for t, s in swapped.items()):
                     yield swapped
+
+    def _joint_steps(
+        self, state: Mapping[int, Shards], tables: Iterable[int]
+    ) -> Iterator[dict[int, Shards]]:
+        """Tables that belong together, moved to another rank as one."""
+        for company in sorted({tuple(self._job.company(t)) for t in tables}):
+            if len(company) < 2 or any(len(state[t]) > 1 for t in company):
+                continue
+            for rank in range(self._task.world_size):
+                step = {t: ((*state[t][0][:2], rank),) for t in company}
+                if all(self._is_allowed(t, s) for t, s in step.items()):
+                    yield {t: s for t, s in step.items() if s != state[t]}
 
     def _changes(self, table: int, shards: Shards, index: int) -> Iterator[Shards]:
         """One shard moved, split, or shared with its neighbour."""

@@ -1,0 +1,131 @@
+"""Places options that no search places, by TorchRec's own greedy routine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import (
+    DeviceHardware,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
+from torchrec_neuroshard.planner.lowering import table_name
+
+__all__ = ["memory_left", "option_copies", "place_greedily"]
+
+
+def place_greedily(
+    options: Sequence[ShardingOption], topology: Topology, rules: PlacementRules
+) -> list[ShardingOption]:
+    """Return placed copies of the options.
+
+    Those whose ranks the rules restrict come first, the largest of them first; their
+    company with them.
+
+    Args:
+        options: With estimates.
+        topology: The devices and the memory that shards may take.
+        rules: Which ranks tables may be on.
+
+    Raises:
+        PlannerError: Of type PARTITION, when nothing fits.
+    """
+    placed = option_copies(options)
+    free = [o for o in placed if rules.is_free(table_name(o))]
+    units: dict[tuple[str, ...], list[ShardingOption]] = {}
+    for option in placed:
+        if not rules.is_free(table_name(option)):
+            units.setdefault(rules.company(table_name(option)), []).append(option)
+    done: list[ShardingOption] = []
+    for unit in sorted(units.values(), key=_unit_size, reverse=True):
+        now = rules.narrowed(ranks_by_table(done))
+        _place_unit(unit, _less(topology, done), now)
+        done += unit
+    if free:
+        GreedyPerfPartitioner().partition(free, _less(topology, done))
+    return placed
+
+
+def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Copies of options with shards of their own."""
+    copies = []
+    for option in options:
+        new = copy.copy(option)
+        new.shards = copy.deepcopy(option.shards)
+        copies.append(new)
+    return copies
+
+
+def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[Storage]:
+    """Memory of each rank that the placed options leave."""
+    left = [d.storage for d in topology.devices]
+    for option in placed:
+        for shard in option.shards:
+            left[shard.rank] = left[shard.rank] - shard.storage
+    return left
+
+
+def _unit_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:
+    """Memory of tables that are placed as one."""
+    storages = [s.storage for o in unit for s in o.shards]
+    return sum(s.hbm for s in storages), sum(s.ddr for s in storages)
+
+
+def _place_unit(
+    unit: list[ShardingOption], topology: Topology, rules: PlacementRules
+) -> None:
+    """Place one table, or tables that belong together, in place."""
+    ranks = rules.ranks(table_name(unit[0]))
+    choices: list[Collection[int]] = [ranks]
+    if len(rules.company(table_name(unit[0]))) > 1:
+        load = [d.perf.total for d in topology.devices]
+        choices = [(r,) for r in sorted(ranks, key=lambda r: (load[r], r))]
+    for allowed in choices:
+        try:
+            GreedyPerfPartitioner().partition(unit, _only(topology, allowed))
+            return
+        except PlannerError:
+            for option in unit:
+                for shard in option.shards:
+                    shard.rank = None
+    raise PlannerError(
+        error_type=PlannerErrorType.PARTITION,
+        message=f"tables {', '.join(map(table_name, unit))} do not fit where placement "
+        f"constraints allow them: ranks {', '.join(map(str, ranks)) or 'none'}",
+    )
+
+
+def _less(topology: Topology, placed: Sequence[ShardingOption]) -> Topology:
+    """Return the topology with the placed options on it."""
+    if not placed:
+        return topology
+    less = copy.copy(topology)
+    devices = [
+        DeviceHardware(d.rank, storage, copy.copy(d.perf))
+        for d, storage in zip(
+            topology.devices, memory_left(topology, placed), strict=True
+        )
+    ]
+    for option in placed:
+        for shard in option.shards:
+            devices[shard.rank].perf += shard.perf
+    less._devices = devices
+    return less
+
+
+def _only(topology: Topology, ranks: Collection[int]) -> Topology:
+    """Return the topology with room on some ranks alone."""
+    only = copy.copy(topology)
+    nothing = Storage(hbm=-1, ddr=-1)
+    only._devices = [
+        d if d.rank in ranks else DeviceHardware(d.rank, nothing, d.perf)
+        for d in topology.devices
+    ]
+    return only
