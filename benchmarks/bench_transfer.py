@@ -48,7 +48,6 @@ from torchrec_neuroshard.cost_models.calibration import (
     score,
     source_folder,
     split_records,
-    steady_records,
 )
 from torchrec_neuroshard.cost_models.training import (
     Evaluation,
@@ -62,7 +61,7 @@ from torchrec_neuroshard.cost_models.training import (
     train,
 )
 from torchrec_neuroshard.devices import cpu_name
-from torchrec_neuroshard.records import repeatability
+from torchrec_neuroshard.records import repeatability, steady_records
 
 METHODS = (BEFORE, SCALED, TUNED, SCRATCH, "linear", "stock")
 COLUMNS = {

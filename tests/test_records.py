@@ -8,7 +8,12 @@ import pytest
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.records import (
+    CostRecord,
+    Fingerprint,
+    RunHeader,
+    steady_records,
+)
 from torchrec_neuroshard.tables import TableConfig
 
 FINGERPRINT = Fingerprint(
@@ -130,3 +135,34 @@ def test_another_run_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordMismatchError, match=message) as caught:
         HEADER.check_same_run(dataclasses.replace(HEADER, **change), "file.parquet")
     assert "file.parquet holds records of another run" in str(caught.value)
+
+
+def passes(
+    index: int, fwd: float, last_fwd: float, ref: float | None = None
+) -> CostRecord:
+    return record(
+        index=index,
+        fwd_raw_ms=(fwd, fwd, last_fwd, last_fwd),
+        bwd_raw_ms=(1.0,) * 4,
+        ref_raw_ms=() if ref is None else (ref,) * 4,
+    )
+
+
+def test_disturbed_records_are_left_out() -> None:
+    usual = [passes(i, 1.0, 1.2, 2.0) for i in range(5)]
+    jumping = passes(5, 1.0, 3.0, 2.0)  # its passes disagree
+    shared = passes(6, 2.0, 2.0, 3.1)  # steady, beside a slow reference
+    slower = passes(7, 2.0, 2.0, 2.9)
+    assert steady_records([*usual, jumping, shared, slower]) == [*usual, slower]
+    assert steady_records([]) == []
+
+
+def test_without_a_reference_the_passes_speak() -> None:
+    usual, jumping, slower = passes(0, 1.0, 1.2), passes(5, 1.0, 3.0), passes(6, 2, 2)
+    assert steady_records([usual, jumping, slower]) == [usual, slower]
+
+
+def test_on_a_machine_that_is_never_quiet_only_the_worst_are_left_out() -> None:
+    restless = [passes(i, 1.0, 1.5, 2.0) for i in range(9)]  # a spread of 0.11
+    worse, worst = passes(10, 1.0, 2.0, 2.0), passes(11, 1.0, 5.0, 2.0)
+    assert steady_records([*restless, worse, worst]) == [*restless, worse]

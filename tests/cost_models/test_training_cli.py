@@ -9,6 +9,7 @@ from rich.console import Console
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.store import RecordStore
 from torchrec_neuroshard.cost_models import load_bundle
+from torchrec_neuroshard.cost_models.bundle import read_info
 from torchrec_neuroshard.cost_models.training import TrainConfig
 from torchrec_neuroshard.cost_models.training_cli import train_bundle
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
@@ -94,6 +95,25 @@ def test_card_states_errors_noise_and_hardware(tmp_path: Path) -> None:
     assert f"| learned | {learned.fwd_mape:.1%} |" in card
     assert "test device" in card
     assert "differs by 10.0% (median)" in card
+
+
+def test_disturbed_records_take_no_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "r.parquet")
+    with RecordStore(path, header()) as store:
+        jumping = {"fwd_raw_ms": (1.0, 9.0), "bwd_raw_ms": (1.0, 9.0)}
+        store.append(dataclasses.replace(record(81, held_out=False), **jumping))
+    out = tmp_path / "b"
+    code = main(
+        ["train", str(path), "--out", str(out), "--epochs", "1", "--members", "1"]
+    )
+    assert code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 records that other work disturbed are left out" in printed
+    trained_on = read_info(out).trained_on
+    assert trained_on["num_training_sets"] == 60 and trained_on["num_disturbed"] == 1
+    assert "| disturbed records, left out | 1 |" in (out / "CARD.md").read_text()
 
 
 def test_too_few_held_out_sets(tmp_path: Path) -> None:

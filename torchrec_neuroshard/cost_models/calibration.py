@@ -12,7 +12,6 @@ Shapes: as in `network`.
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,12 +50,11 @@ from torchrec_neuroshard.records import (
     RunHeader,
     command_line,
     repeatability,
+    steady_records,
 )
 
 __all__ = [
     "BEFORE",
-    "MAX_REFERENCE_RATIO",
-    "MAX_SPREAD",
     "MIN_SETS",
     "SCALED",
     "SCRATCH",
@@ -71,19 +69,12 @@ __all__ = [
     "score",
     "source_folder",
     "split_records",
-    "steady_records",
 ]
 
 BEFORE, SCALED, TUNED, SCRATCH = "before", "scaled", "tuned", "scratch"
 
 MIN_SETS = 10
 """Fewest sets to fine-tune on, and fewest of held-out tables to judge by."""
-
-MAX_SPREAD = 0.1
-"""Most relative median deviation of a usable record's passes. Of the 6,000 shipped
-records 0.7 % exceed this or the ratio below."""
-MAX_REFERENCE_RATIO = 1.5
-"""Most that a usable record's reference took, over the median of all records'."""
 
 _MEANING = {
     BEFORE: "the bundle started from, unchanged",
@@ -228,28 +219,6 @@ def split_records(
             "measure more sets"
         )
     return training, held_out
-
-
-def steady_records(records: Sequence[CostRecord]) -> list[CostRecord]:
-    """Leave out what was measured while other work disturbed the machine.
-
-    Such a record shows it by itself, whatever a model predicts: its passes disagree, or
-    the reference set beside it was far slower than usual.
-
-    Args:
-        records: Of one device; on a GPU there is no reference, only the passes speak.
-    """
-    references = [statistics.median(r.ref_raw_ms) for r in records if r.ref_raw_ms]
-    usual = statistics.median(references) if references else 0.0
-    return [
-        r
-        for r in records
-        if r.spread() <= MAX_SPREAD
-        and (
-            not r.ref_raw_ms
-            or statistics.median(r.ref_raw_ms) <= MAX_REFERENCE_RATIO * usual
-        )
-    ]
 
 
 def best_factors(
@@ -401,7 +370,14 @@ def calibrate_bundle(
     model, old = load_bundle(source), read_info(source)
     headers, found_records = read_records(records)
     steady = steady_records(found_records)
-    training, test = map(build_sets, split_records(steady))
+    num_disturbed = len(found_records) - len(steady)
+    try:
+        training, test = map(build_sets, split_records(steady))
+    except RecordError as error:
+        raise RecordError(
+            f"{error} ({num_disturbed} of {len(found_records)} records were left out: "
+            "other work disturbed them)"
+        ) from error
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -415,7 +391,6 @@ def calibrate_bundle(
         evaluate("linear", fit_linear(training), test),
         evaluate("stock", fit_stock(training), test),
     ]
-    num_disturbed = len(found_records) - len(steady)
     counts = (training.num_sets, test.num_sets, num_disturbed)
     info = BundleInfo(
         name=name,
@@ -468,7 +443,6 @@ def _section(old: BundleInfo, counts: tuple[int, int, int], found: Calibration) 
             f"({old.trained_on.get('num_training_sets', '?')} sets to train on). "
             f"{counts[0]} sets of this device to fine-tune on; {counts[1]} sets of "
             "held-out tables judged the candidates and chose between them. "
-            f"{counts[2]} records were left out: other work disturbed them. "
             f"{found.verdict()}",
             "",
             *(f"- `{name}`: {text}" for name, text in _MEANING.items()),

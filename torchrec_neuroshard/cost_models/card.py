@@ -62,6 +62,7 @@ def compute_card(
         f"| torch, fbgemm | {fingerprint.torch}, {fingerprint.fbgemm} |",
         f"| sets to train on | {trained_on['num_training_sets']} |",
         f"| sets of held-out tables | {trained_on['num_test_sets']} |",
+        f"| disturbed records, left out | {trained_on['num_disturbed']} |",
         f"| reference set, nominal | {info.reference_ms:.3f} ms |",
         f"| measured | {', '.join(trained_on['created'])} |",
         "",

@@ -25,7 +25,7 @@ from torchrec_neuroshard.cost_models.training import (
     training_ranges,
 )
 from torchrec_neuroshard.errors import RecordError
-from torchrec_neuroshard.records import command_line, repeatability
+from torchrec_neuroshard.records import command_line, repeatability, steady_records
 
 __all__ = ["add_arguments", "run", "train_bundle"]
 
@@ -38,6 +38,8 @@ def train_bundle(
     console: Console | None = None,
 ) -> list[Evaluation]:
     """Train on record files, judge on their held-out tables, write a bundle.
+
+    Records that other work disturbed (`steady_records`) take part in neither.
 
     Args:
         records: Parquet files of one machine.
@@ -55,16 +57,20 @@ def train_bundle(
     """
     console = console or Console()
     headers, all_records = read_records(records)
-    training = build_sets([r for r in all_records if not r.held_out])
-    held_out = [r for r in all_records if r.held_out and r.repeat_of is None]
+    steady = steady_records(all_records)
+    num_disturbed = len(all_records) - len(steady)
+    training = build_sets([r for r in steady if not r.held_out])
+    held_out = [r for r in steady if r.held_out and r.repeat_of is None]
     if len(held_out) < 10:
         raise RecordError(
             f"{len(held_out)} sets of held-out tables are too few to judge a model; "
-            "measure more sets"
+            f"{num_disturbed} records that other work disturbed were left out; measure "
+            "more sets"
         )
     test = build_sets(held_out)
     console.print(
-        f"{training.num_sets} sets to train on, {test.num_sets} of held-out tables"
+        f"{training.num_sets} sets to train on, {test.num_sets} of held-out tables; "
+        f"{num_disturbed} records that other work disturbed are left out"
     )
 
     def report(epoch: int, loss: float, mape: float, tau: float) -> None:
@@ -99,13 +105,14 @@ def train_bundle(
         trained_on={
             "num_training_sets": training.num_sets,
             "num_test_sets": test.num_sets,
+            "num_disturbed": num_disturbed,
             "created": sorted({h.created[:10] for h in headers}),
             "seed": config.seed,
             "epochs": config.epochs,
             "commands": [*(h.command for h in headers), command],
         },
     )
-    noise = Repeatability(tuple(repeatability(all_records)))
+    noise = Repeatability(tuple(repeatability(steady)))
     card = compute_card(info, noise, evaluations)
     save_bundle(out, network, info, card)
     for evaluation in evaluations:
