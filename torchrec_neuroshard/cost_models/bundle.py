@@ -11,10 +11,10 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
@@ -31,16 +31,22 @@ from torchrec_neuroshard.errors import (
 from torchrec_neuroshard.features import FEATURE_NAMES, FEATURE_VERSION, check_schema
 from torchrec_neuroshard.records import Fingerprint
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 __all__ = [
     "BUNDLE_VERSION",
     "COMMS_HEADING",
     "BundleInfo",
     "check_finite",
     "load_bundle",
+    "load_weights",
     "read_checked",
     "read_description",
+    "read_fields",
     "read_info",
     "save_bundle",
+    "save_weights",
     "write_card",
     "write_whole",
 ]
@@ -72,19 +78,28 @@ class BundleInfo:
     bundle_version: int = BUNDLE_VERSION
 
 
+_Info = TypeVar("_Info", bound="DataclassInstance")
+_Network = TypeVar("_Network", bound=nn.Module)
+
+
 def save_bundle(
     folder: str | Path, network: SetCostNetwork, info: BundleInfo, card: str
 ) -> None:
     """Write a bundle; each file appears whole or not at all."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
-    weights = save_tensors(state)
     data = dataclasses.asdict(info)
-    data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
-    write_whole(path / _WEIGHTS, weights)
+    data["weights_sha256"] = save_weights(path / _WEIGHTS, network)
     write_card(path, compute=card)
     write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def save_weights(path: Path, network: nn.Module) -> str:
+    """Write a network's weights; their checksum."""
+    state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
+    weights = save_tensors(state)
+    write_whole(path, weights)
+    return hashlib.sha256(weights).hexdigest()
 
 
 def write_card(
@@ -132,6 +147,32 @@ def read_description(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_fields(
+    kind: type[_Info], path: Path, data: Mapping[str, Any], **read: Callable[[Any], Any]
+) -> _Info:
+    """Make a bundle's description of what its JSON file holds.
+
+    Args:
+        kind: The description's dataclass; it has a `fingerprint`.
+        path: The file, for messages.
+        data: Its contents; what the dataclass does not know is left out.
+        read: Field -> what turns its JSON into its value, where they differ.
+
+    Raises:
+        BundleCorruptError: A field is missing or of another form.
+    """
+    known = {f.name for f in dataclasses.fields(kind)}
+    try:
+        values = {k: v for k, v in data.items() if k in known}
+        values["fingerprint"] = Fingerprint(**data["fingerprint"])
+        values.update({name: convert(data[name]) for name, convert in read.items()})
+        return kind(**values)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise BundleCorruptError(
+            f"{path} lacks or garbles a field ({error!r}); restore it or train again"
+        ) from error
+
+
 def read_info(folder: str | Path) -> BundleInfo:
     """Read and check a bundle's description without its weights.
 
@@ -149,18 +190,13 @@ def _info(path: Path, data: dict[str, Any]) -> BundleInfo:
             f"{path} has bundle version {version}, this package reads "
             f"{BUNDLE_VERSION}; train again or install the matching version"
         )
-    fields = {f.name for f in dataclasses.fields(BundleInfo)}
-    try:
-        values = {k: v for k, v in data.items() if k in fields}
-        values["fingerprint"] = Fingerprint(**data["fingerprint"])
-        values["feature_names"] = tuple(data["feature_names"])
-        values["ranges"] = {k: (v[0], v[1]) for k, v in data["ranges"].items()}
-        info = BundleInfo(**values)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise BundleCorruptError(
-            f"{path / _INFO} lacks or garbles a field ({error!r}); restore it or train "
-            "again"
-        ) from error
+    info = read_fields(
+        BundleInfo,
+        path / _INFO,
+        data,
+        feature_names=tuple,
+        ranges=lambda ranges: {k: (v[0], v[1]) for k, v in ranges.items()},
+    )
     try:
         check_schema(info.feature_names, info.feature_version)
     except NeuroShardError as error:
@@ -197,6 +233,32 @@ def check_finite(path: Path, network: nn.Module) -> None:
             raise BundleCorruptError(f"{path}: weight '{name}' is not finite")
 
 
+def load_weights(
+    path: Path, sha256: str | None, make: Callable[[], _Network]
+) -> _Network:
+    """Read a network's weights.
+
+    Args:
+        path: What `save_weights` wrote.
+        sha256: Its checksum.
+        make: Makes the network.
+
+    Raises:
+        BundleCorruptError: The file is missing, damaged or of another network.
+    """
+    weights = read_checked(path, sha256)
+    try:
+        network = make()
+        network.load_state_dict(load_tensors(weights))
+    except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
+        raise BundleCorruptError(
+            f"{path} does not hold this bundle's network ({error}); restore it or "
+            "train again"
+        ) from error
+    check_finite(path.parent, network)
+    return network
+
+
 def load_bundle(folder: str | Path) -> NeuralCostModel:
     """Load a bundle and check all of it.
 
@@ -207,16 +269,11 @@ def load_bundle(folder: str | Path) -> NeuralCostModel:
     path = Path(folder)
     data = read_description(path / _INFO)
     info = _info(path, data)
-    weights = read_checked(path / _WEIGHTS, data.get("weights_sha256"))
-    try:
-        network = SetCostNetwork(**info.network)
-        network.load_state_dict(load_tensors(weights))
-    except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
-        raise BundleCorruptError(
-            f"{path / _WEIGHTS} does not hold this bundle's network ({error}); restore "
-            "it or train again"
-        ) from error
-    check_finite(path, network)
+    network = load_weights(
+        path / _WEIGHTS,
+        data.get("weights_sha256"),
+        lambda: SetCostNetwork(**info.network),
+    )
     return NeuralCostModel(
         network,
         name=info.name,

@@ -6,7 +6,6 @@ It stands beside a compute model or alone, and is for one kind of hardware and b
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import warnings
@@ -15,23 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
-
 from torchrec_neuroshard.cost_models.bundle import (
     COMMS_HEADING,
-    check_finite,
-    read_checked,
+    load_weights,
     read_description,
+    read_fields,
     read_info,
+    save_weights,
     write_card,
     write_whole,
 )
 from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
 from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, CommsNetwork
 from torchrec_neuroshard.cost_models.comms_training import CommsEvaluation
-from torchrec_neuroshard.errors import BundleCorruptError, BundleMismatchError
+from torchrec_neuroshard.errors import BundleMismatchError
 from torchrec_neuroshard.records import COLLECTIVES, Fingerprint
 
 __all__ = [
@@ -104,11 +100,8 @@ def save_comms_bundle(
                 f"were measured on {mine.device}; name another folder"
             )
     path.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
-    weights = save_tensors(state)
     data = dataclasses.asdict(info)
-    data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
-    write_whole(path / _WEIGHTS, weights)
+    data["weights_sha256"] = save_weights(path / _WEIGHTS, network)
     write_card(path, comms=card)
     write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
 
@@ -132,17 +125,9 @@ def _info(path: Path, data: dict[str, Any]) -> CommsBundleInfo:
             f"{path} has version {found[0]} or other terms than this package, which "
             f"reads version {COMMS_VERSION}; train again or install the matching one"
         )
-    fields = {f.name for f in dataclasses.fields(CommsBundleInfo)}
-    try:
-        values = {k: v for k, v in data.items() if k in fields}
-        values["fingerprint"] = Fingerprint(**data["fingerprint"])
-        for name in ("world_sizes", "bytes_per_rank", "term_names", "collectives"):
-            values[name] = tuple(data[name])
-        return CommsBundleInfo(**values)
-    except (KeyError, TypeError) as error:
-        raise BundleCorruptError(
-            f"{path} lacks or garbles a field ({error!r}); restore it or train again"
-        ) from error
+    names = ("world_sizes", "bytes_per_rank", "term_names", "collectives")
+    as_tuples = dict.fromkeys(names, tuple)
+    return read_fields(CommsBundleInfo, path, data, **as_tuples)
 
 
 def load_comms_bundle(
@@ -179,16 +164,9 @@ def load_comms_bundle(
             f"{path} was measured over {info.backend}, {backend} was asked for; "
             f"measure with 'neuroshard collect comms --backend {backend}' and train"
         )
-    weights = read_checked(path / _WEIGHTS, data.get("weights_sha256"))
-    try:
-        network = CommsNetwork(info.hidden)
-        network.load_state_dict(load_tensors(weights))
-    except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
-        raise BundleCorruptError(
-            f"{path / _WEIGHTS} does not hold this bundle's network ({error}); restore "
-            "it or train again"
-        ) from error
-    check_finite(path, network)
+    network = load_weights(
+        path / _WEIGHTS, data.get("weights_sha256"), lambda: CommsNetwork(info.hidden)
+    )
     if world_size > 2 * max(info.world_sizes):
         warnings.warn(
             f"collectives of {world_size} ranks are extrapolated: {path} was measured "
