@@ -5,6 +5,7 @@ import pytest
 
 from torchrec_neuroshard.baselines.heuristics import (
     GREEDY_KEYS,
+    CostGreedySearcher,
     GreedySearcher,
     RandomSearcher,
 )
@@ -105,3 +106,21 @@ def test_greedies_by_hand(key: str, expected: list[int]) -> None:
     )
     problem = ShardingTask(tables=tables, world_size=2, batch_size=256)
     assert ranks(GreedySearcher(key), problem) == expected
+
+
+def test_cost_greedy_balances_predicted_costs() -> None:
+    problem = ShardingTask(
+        tables=tuple(
+            TableConfig(
+                name=name,
+                num_embeddings=10**4,
+                embedding_dim=16,
+                pooling_factor=lookups,
+            )
+            for name, lookups in zip("abcde", (1.0, 8.0, 5.0, 4.0, 2.0), strict=True)
+        ),
+        world_size=2,
+        batch_size=512,
+    )
+    # 8 | 5 -> 8 | 5 + 4 -> 8 + 2 | 9 -> 10 | 9 + 1
+    assert ranks(CostGreedySearcher(), problem) == [1, 0, 1, 1, 0]

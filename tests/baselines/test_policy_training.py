@@ -14,7 +14,6 @@ import torch
 from torchrec_neuroshard.baselines.dreamshard import DreamShardNet
 from torchrec_neuroshard.baselines.heuristics import GreedySearcher, RandomSearcher
 from torchrec_neuroshard.baselines.policy_training import (
-    CostGreedySearcher,
     PolicyTaskConfig,
     PolicyTrainer,
     SimulatedPlans,
@@ -149,23 +148,6 @@ def test_yardsticks_are_the_papers() -> None:
         "greedy-size-lookup",
         "greedy-cost",
     ]
-
-
-def test_cost_greedy_balances_predicted_costs(policy_costs: SimulatedPlans) -> None:
-    def table(name: str, pooling: float) -> TableConfig:
-        return TableConfig(
-            name=name, num_embeddings=10_000, embedding_dim=16, pooling_factor=pooling
-        )
-
-    names = ("a", "b", "c", "d", "e")
-    task = ShardingTask(
-        tables=tuple(map(table, names, (1.0, 8.0, 5.0, 4.0, 2.0))),
-        world_size=2,
-        batch_size=512,
-    )
-    found = CostGreedySearcher().search(task, policy_costs.cost_model, COMMS)
-    # 8 | 5 -> 8 | 5 + 4 -> 8 + 2 | 9 -> 10 | 9 + 1
-    assert [s.rank for s in found.placement.shards] == [1, 0, 1, 1, 0]
 
 
 class CountingTrainer(PolicyTrainer):

@@ -15,13 +15,19 @@ import pytest
 import torch
 
 import torchrec_neuroshard
+from torchrec_neuroshard.baselines.annealing import (
+    AnnealingConfig,
+    AnnealingSearcher,
+)
 from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.heuristics import (
     GREEDY_KEYS,
+    CostGreedySearcher,
     GreedySearcher,
     RandomSearcher,
 )
+from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
 from torchrec_neuroshard.baselines.policies import (
     Policy,
@@ -254,6 +260,24 @@ class TestGreedySizeLookup(GreedyContract):
     key = "size-lookup"
 
 
+class TestCostGreedySearcher(SearcherContract):
+    splits_tables = False
+
+    def make_searcher(self, seed: int) -> Searcher:
+        return CostGreedySearcher()
+
+
+class TestMilpSearcher(SearcherContract):
+    def make_searcher(self, seed: int) -> Searcher:
+        # By its gap, so that it ends the same way every time.
+        return MilpSearcher(MilpConfig(relative_gap=0.2))
+
+
+class TestAnnealingSearcher(SearcherContract):
+    def make_searcher(self, seed: int) -> Searcher:
+        return AnnealingSearcher(AnnealingConfig(chains=4, steps=100, seed=seed))
+
+
 class TestPaperSearcher(SearcherContract):
     def make_searcher(self, seed: int) -> Searcher:
         # Faithful, it gives up where its caps on columns rule every plan out.
@@ -296,7 +320,7 @@ def test_every_registered_search_is_held_to_the_contract() -> None:
         and issubclass(case, SearcherContract)
         and case.__name__.startswith("Test")
     }
-    assert {class_name for _, class_name in SEARCHES.values()} <= held
+    assert {class_name for _, class_name, *_ in SEARCHES.values()} <= held
 
 
 def test_every_greedy_key_is_held_to_the_contract() -> None:

@@ -2,24 +2,40 @@
 
 Their released code puts a table that fits nowhere on the last rank without a word; here
 a rank that is full is not offered, and a table that fits nowhere is an error.
+
+Shapes: `T` tables, `W` ranks.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from torchrec_neuroshard.baselines.common import (
+    finish,
+    refuse_rank_rules,
+    whole_bytes,
+    whole_placement,
+)
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.shards import Floats, Ints
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["GREEDY_KEYS", "GreedySearcher", "RandomSearcher"]
+__all__ = [
+    "GREEDY_KEYS",
+    "CostGreedySearcher",
+    "GreedySearcher",
+    "RandomSearcher",
+    "place_greedily",
+]
 
 _GIB = 2**30
 
@@ -34,7 +50,56 @@ GREEDY_KEYS: Mapping[str, Callable[[TableConfig], float]] = {
 """What each greedy balances: DreamShard's (arXiv 2210.02023) four rules."""
 
 
-class GreedySearcher(Searcher):
+def place_greedily(task: ShardingTask, load_T: Floats) -> Ints:
+    """Put tables, largest load first, on the rank that has least and room left.
+
+    Args:
+        task: What is to be placed.
+        load_T: What is balanced.
+
+    Returns:
+        Rank of each table.
+
+    Raises:
+        InfeasibleError: A table fits on no rank any more.
+    """
+    size_T = whole_bytes(task)
+    held, used = np.zeros(task.world_size), np.zeros(task.world_size)
+    rank_T = np.zeros(len(task.tables), dtype=np.int64)
+    for table in np.argsort(-load_T, kind="stable").tolist():
+        free = _ranks_with_room(task, table, size_T[table], used)
+        rank = free[np.argmin(held[free])]
+        held[rank] += load_T[table]
+        used[rank] += size_T[table]
+        rank_T[table] = rank
+    return rank_T
+
+
+class _WholeTableSearcher(Searcher):
+    """Places whole tables without asking what a placement costs."""
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        """Place whole tables.
+
+        Raises:
+            InfeasibleError: A table fits on no rank any more.
+            ConfigError: The task says which ranks tables may share or use.
+        """
+        start = time.monotonic()
+        refuse_rank_rules(task, self.name)
+        simulator = Simulator(task, cost_model, comms_model)
+        placement = whole_placement(task, self._place(simulator))
+        placement.check(task)
+        return finish(placement, simulator, start, task.world_size)
+
+    @abstractmethod
+    def _place(self, simulator: Simulator) -> Ints:
+        """Return the rank of each table."""
+
+
+class GreedySearcher(_WholeTableSearcher):
     """Largest table first, each on the rank that has least so far and room left."""
 
     def __init__(self, key: str) -> None:
@@ -50,29 +115,26 @@ class GreedySearcher(Searcher):
         self.name = f"greedy-{key}"
         self._key = GREEDY_KEYS[key]
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
-        """Place whole tables.
-
-        Raises:
-            InfeasibleError: A table fits on no rank any more.
-        """
-        start = time.monotonic()
-        loads = np.array([self._key(t) for t in task.tables])
-        held = np.zeros(task.world_size)
-        used = np.zeros(task.world_size)
-        ranks = np.zeros(len(task.tables), dtype=np.int64)
-        for table in np.argsort(-loads, kind="stable"):
-            free = _ranks_with_room(task, int(table), used)
-            rank = free[np.argmin(held[free])]
-            held[rank] += loads[table]
-            used[rank] += _whole_bytes(task, int(table))
-            ranks[table] = rank
-        return _result(task, ranks, cost_model, comms_model, start)
+    def _place(self, simulator: Simulator) -> Ints:
+        task = simulator.task
+        return place_greedily(task, np.array([self._key(t) for t in task.tables]))
 
 
-class RandomSearcher(Searcher):
+class CostGreedySearcher(_WholeTableSearcher):
+    """Balances each table's predicted cost alone: no training, the same cost model.
+
+    Not of the papers. It tells what of a method's gain the cost model alone explains.
+    """
+
+    name = "greedy-cost"
+
+    def _place(self, simulator: Simulator) -> Ints:
+        tables = simulator.task.tables
+        whole = [(i, t.embedding_dim) for i, t in enumerate(tables)]
+        return place_greedily(simulator.task, simulator.single_costs(whole).sum(axis=1))
+
+
+class RandomSearcher(_WholeTableSearcher):
     """Each table on a random rank that has room."""
 
     name = "random"
@@ -81,36 +143,23 @@ class RandomSearcher(Searcher):
         """Take the seed."""
         self._seed = seed
 
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
-        """Place whole tables.
-
-        Raises:
-            InfeasibleError: A table fits on no rank any more.
-        """
-        start = time.monotonic()
-        rng = np.random.default_rng(self._seed)
-        used = np.zeros(task.world_size)
-        ranks = np.zeros(len(task.tables), dtype=np.int64)
-        for table in range(len(task.tables)):
-            rank = rng.choice(_ranks_with_room(task, table, used))
-            used[rank] += _whole_bytes(task, table)
-            ranks[table] = rank
-        return _result(task, ranks, cost_model, comms_model, start)
-
-
-def _whole_bytes(task: ShardingTask, table: int) -> float:
-    return task.shard_bytes(table, task.tables[table].embedding_dim)
+    def _place(self, simulator: Simulator) -> Ints:
+        task, rng = simulator.task, np.random.default_rng(self._seed)
+        size_T, used = whole_bytes(task), np.zeros(simulator.task.world_size)
+        rank_T = np.zeros(len(task.tables), dtype=np.int64)
+        for table, size in enumerate(size_T):
+            rank = rng.choice(_ranks_with_room(task, table, size, used))
+            used[rank] += size
+            rank_T[table] = rank
+        return rank_T
 
 
 def _ranks_with_room(
-    task: ShardingTask, table: int, used_W: np.ndarray[tuple[int], np.dtype[np.float64]]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    task: ShardingTask, table: int, needed: float, used_W: Floats
+) -> Ints:
     if not task.memory_bytes:
         return np.arange(task.world_size)
     room = np.asarray(task.memory_bytes, dtype=np.float64) - used_W
-    needed = _whole_bytes(task, table)
     free = np.flatnonzero(room >= needed)
     if not len(free):
         rank = int(room.argmax())
@@ -121,29 +170,3 @@ def _ranks_with_room(
             f"search or raise world_size ({task.world_size})."
         )
     return free
-
-
-def _result(
-    task: ShardingTask,
-    ranks_T: np.ndarray[tuple[int], np.dtype[np.int64]],
-    cost_model: CostModel,
-    comms_model: CommsModel,
-    start: float,
-) -> SearchResult:
-    placement = Placement.from_widths(
-        task.world_size,
-        [
-            (i, t.embedding_dim, int(r))
-            for i, (t, r) in enumerate(zip(task.tables, ranks_T, strict=True))
-        ],
-    )
-    placement.check(task)
-    predicted = Simulator(task, cost_model, comms_model).evaluate(placement)
-    return SearchResult(
-        placement=placement,
-        predicted=predicted,
-        lower_bound_ms=0.0,
-        gap=math.inf,
-        search_seconds=time.monotonic() - start,
-        num_evaluated=task.world_size,
-    )

@@ -52,6 +52,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchrec_neuroshard.baselines.common import finish, refuse_rank_rules
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
     CommsNets,
@@ -460,8 +461,10 @@ class PaperSearcher(Searcher):
 
         Raises:
             InfeasibleError: The tables cannot fit, or the loops find no placement.
+            ConfigError: The task says which ranks tables may share or use.
         """
         start = time.monotonic()
+        refuse_rank_rules(task, self.name)
         if not self.config.faithful_memory:
             check_memory(task)
         costs, warnings = self._costs(task, cost_model, comms_model)
@@ -479,15 +482,9 @@ class PaperSearcher(Searcher):
             [(t, w, rank) for rank, shards in enumerate(ranks) for t, w in shards],
         )
         warnings += self._check(task, placement)
-        return SearchResult(
-            placement=placement,
-            predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
-            lower_bound_ms=0.0,
-            gap=math.inf,
-            search_seconds=time.monotonic() - start,
-            num_evaluated=loops.num_predictions,
-            warnings=tuple(warnings),
-        )
+        simulator = Simulator(task, cost_model, comms_model)
+        evaluated = loops.num_predictions
+        return finish(placement, simulator, start, evaluated, warnings=warnings)
 
     def _costs(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel

@@ -35,6 +35,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
+from torchrec_neuroshard.baselines.common import (
+    finish,
+    refuse_rank_rules,
+    whole_placement,
+)
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import (
     check_finite,
@@ -557,28 +562,21 @@ class PolicySearcher(Searcher):
 
         Raises:
             InfeasibleError: A table fits on no rank any more.
+            ConfigError: The task says which ranks tables may share or use.
         """
         start = time.monotonic()
+        refuse_rank_rules(task, self.name)
         limits = self.paper_memory(task) if self.faithful_memory else (None, None)
         ranks, warnings = self._place(task, view_task(task, *limits))
-        placement = Placement.from_widths(
-            task.world_size,
-            [(i, t.embedding_dim, int(ranks[i])) for i, t in enumerate(task.tables)],
-        )
+        placement = whole_placement(task, ranks)
         placement.check(
             dataclasses.replace(task, memory_bytes=()) if self.faithful_memory else task
         )
         warnings += self._over_memory(task, placement)
         warnings += self._out_of_range(task, cost_model)
-        return SearchResult(
-            placement=placement,
-            predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
-            lower_bound_ms=0.0,
-            gap=math.inf,
-            search_seconds=time.monotonic() - start,
-            num_evaluated=len(task.tables) * task.world_size,
-            warnings=tuple(warnings),
-        )
+        simulator = Simulator(task, cost_model, comms_model)
+        evaluated = len(task.tables) * task.world_size
+        return finish(placement, simulator, start, evaluated, warnings=warnings)
 
     def _place(
         self, task: ShardingTask, view: TaskView

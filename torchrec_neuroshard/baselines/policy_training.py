@@ -18,13 +18,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.baselines.heuristics import GreedySearcher, RandomSearcher
+from torchrec_neuroshard.baselines.common import whole_placement
+from torchrec_neuroshard.baselines.heuristics import (
+    CostGreedySearcher,
+    GreedySearcher,
+    RandomSearcher,
+)
 from torchrec_neuroshard.baselines.policies import Episodes, PolicyNet, Rollout
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.base import Searcher
 from torchrec_neuroshard.simulator import PredictedCosts, Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.tasks import (
@@ -35,7 +40,6 @@ from torchrec_neuroshard.workloads.tasks import (
 
 __all__ = [
     "Comparison",
-    "CostGreedySearcher",
     "PlanCosts",
     "PolicyTaskConfig",
     "PolicyTrainer",
@@ -214,11 +218,7 @@ def episode_placement(
     task: ShardingTask, episodes: Episodes, rollout: Rollout, episode: int
 ) -> Placement:
     """Return the plan that one episode made."""
-    ranks = episodes.ranks(rollout.actions_ET, episode)
-    return Placement.from_widths(
-        task.world_size,
-        [(i, t.embedding_dim, int(ranks[i])) for i, t in enumerate(task.tables)],
-    )
+    return whole_placement(task, episodes.ranks(rollout.actions_ET, episode))
 
 
 def run_training(
@@ -306,33 +306,6 @@ class Comparison:
     yardstick_balance: float
     """Mean of the least busy rank's compute over the busiest's."""
     policy_balance: float
-
-
-class CostGreedySearcher(GreedySearcher):
-    """Balances each table's predicted cost alone: no training, the same cost model.
-
-    Not of the papers. It tells what of a policy's gain the cost model alone explains.
-    """
-
-    def __init__(self) -> None:
-        """Name it."""
-        super().__init__("dim")
-        self.name = "greedy-cost"
-
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
-        """Place whole tables, costliest first.
-
-        Raises:
-            InfeasibleError: A table fits on no rank any more.
-        """
-        simulator = Simulator(task, cost_model, comms_model)
-        whole = [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
-        costs = simulator.single_costs(whole).sum(axis=1).tolist()
-        of_table = dict(zip((t.name for t in task.tables), costs, strict=True))
-        self._key = lambda table: of_table[table.name]
-        return super().search(task, cost_model, comms_model)
 
 
 def yardsticks() -> tuple[Searcher, ...]:

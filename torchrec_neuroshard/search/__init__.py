@@ -16,14 +16,22 @@ __all__ = [
     "make_searcher",
 ]
 
-SEARCHES: dict[str, tuple[str, str]] = {
-    "default": ("torchrec_neuroshard.search.default", "NeuroShardSearcher"),
-    "autoshard": ("torchrec_neuroshard.baselines.autoshard", "AutoShardSearcher"),
-    "dreamshard": ("torchrec_neuroshard.baselines.dreamshard", "DreamShardSearcher"),
-    "neuroshard": ("torchrec_neuroshard.baselines.neuroshard", "PaperSearcher"),
+SEARCHES: dict[str, tuple[str, ...]] = {
+    "default": ("search.default", "NeuroShardSearcher"),
+    "annealing": ("baselines.annealing", "AnnealingSearcher"),
+    "autoshard": ("baselines.autoshard", "AutoShardSearcher"),
+    "dreamshard": ("baselines.dreamshard", "DreamShardSearcher"),
+    "greedy-cost": ("baselines.heuristics", "CostGreedySearcher"),
+    "greedy-dim": ("baselines.heuristics", "GreedySearcher", "dim"),
+    "greedy-lookup": ("baselines.heuristics", "GreedySearcher", "lookup"),
+    "greedy-size": ("baselines.heuristics", "GreedySearcher", "size"),
+    "greedy-size-lookup": ("baselines.heuristics", "GreedySearcher", "size-lookup"),
+    "milp": ("baselines.milp", "MilpSearcher"),
+    "neuroshard": ("baselines.neuroshard", "PaperSearcher"),
+    "random": ("baselines.heuristics", "RandomSearcher"),
 }
-"""Searches by name: module and class. Imported when asked for, since the baselines lie
-above this unit."""
+"""Searches by name: module in this package, class and arguments. Imported when asked
+for, since the baselines lie above this unit."""
 
 
 def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
@@ -41,6 +49,8 @@ def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
             f"unknown search '{search}'; one of {', '.join(sorted(SEARCHES))}, or pass "
             "a SearchConfig or a Searcher"
         )
-    module, name = SEARCHES[search]
-    searcher: Searcher = getattr(importlib.import_module(module), name)()
-    return searcher
+    module, name, *arguments = SEARCHES[search]
+    package = __name__.partition(".")[0]
+    made = getattr(importlib.import_module(f"{package}.{module}"), name)(*arguments)
+    assert isinstance(made, Searcher)
+    return made

@@ -1,0 +1,98 @@
+"""Integer programming on single-shard costs: optimal where costs add up."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.testing.cases import sample_task
+
+# Without a launch, costs of shards add up; collectives cost next to nothing.
+MODELS = AnalyticCostModel(launch_ms=0.0), AnalyticCommsModel(gb_per_s=1e9)
+EXACT = MilpConfig(relative_gap=0.0)
+
+
+def alike(count: int, world_size: int, width: int = 16, **kwargs: Any) -> ShardingTask:
+    return ShardingTask(
+        tables=tuple(
+            TableConfig(
+                name=f"t{i}", num_embeddings=1000, embedding_dim=width, pooling_factor=9
+            )
+            for i in range(count)
+        ),
+        world_size=world_size,
+        batch_size=1024,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_assignment_is_better_where_costs_add_up(seed: int) -> None:
+    problem = dataclasses.replace(sample_task(5, 3, seed=seed), max_shards=(1,) * 5)
+    best = ExhaustiveSearcher().search(problem, *MODELS)
+    found = MilpSearcher(EXACT).search(problem, *MODELS)
+    assert found.fallback is None
+    optimum = best.predicted.critical_path_ms
+    assert found.predicted.critical_path_ms == pytest.approx(optimum, rel=1e-5)
+
+
+def test_tables_are_cut_where_that_pays() -> None:
+    # Lookups cost nothing, bytes do: a cut halves them.
+    models = AnalyticCostModel(launch_ms=0.0, lookup_ns=0.0), MODELS[1]
+    found = MilpSearcher(EXACT).search(alike(3, 2), *models)
+    whole = MilpSearcher(dataclasses.replace(EXACT, splits=False))
+    kept = whole.search(alike(3, 2), *models)
+    assert sorted(s.width for s in found.placement.shards) in ([8, 8, 16, 16], [8] * 6)
+    assert [s.width for s in kept.placement.shards] == [16] * 3
+    ratio = found.predicted.critical_path_ms / kept.predicted.critical_path_ms
+    assert ratio == pytest.approx(1.5 / 2, rel=1e-4)
+
+
+def test_memory_of_each_rank_is_kept() -> None:
+    size = 1000 * 16 * 4
+    caps = (3 * size + 1, size + 1)
+    found = MilpSearcher(EXACT).search(alike(4, 2, memory_bytes=caps), *MODELS)
+    assert found.fallback is None
+    assert found.placement.rank_bytes(alike(4, 2)) == [3 * size, size]
+
+
+def test_each_stage_is_balanced() -> None:
+    # By the sum of both stages alone, one rank could hold all of a stage.
+    problem = alike(4, 2, groups=(0, 0, 1, 1), stages=(0, 1), max_shards=(1,) * 4)
+    found = MilpSearcher(EXACT).search(problem, *MODELS)
+    ranks = [s.rank for s in found.placement.shards]
+    assert ranks[0] != ranks[1] and ranks[2] != ranks[3]
+
+
+def test_without_a_plan_of_its_own_it_takes_the_greedys_and_says_so() -> None:
+    hurried = MilpSearcher(MilpConfig(time_limit_seconds=1e-9))
+    found = hurried.search(sample_task(30, 4), *MODELS)
+    assert found.fallback is not None
+    assert "the greedy's was taken" in found.fallback
+    # Whole tables do not fit, any placement that does is taken.
+    size = 1000 * 64 * 4
+    caps = (int(0.8 * size),) * 4
+    found = hurried.search(alike(3, 4, width=64, memory_bytes=caps), *MODELS)
+    assert found.fallback is not None
+    assert "HiGHS found no plan" in found.fallback and "any that fits" in found.fallback
+
+
+def test_what_cannot_fit_is_named() -> None:
+    problem = alike(2, 2, memory_bytes=(1000, 1000), min_widths=(16, 16))
+    with pytest.raises(InfeasibleError, match="table 't0'"):
+        MilpSearcher(EXACT).search(problem, *MODELS)
+
+
+def test_bad_limits_are_named() -> None:
+    with pytest.raises(ConfigError, match="time_limit_seconds must be above 0"):
+        MilpConfig(time_limit_seconds=0)
+    with pytest.raises(ConfigError, match="relative_gap at least 0"):
+        MilpConfig(relative_gap=-1)

@@ -1,0 +1,84 @@
+"""What the searches of others share: what they cannot do, and how they end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.search.base import SearchResult
+from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
+from torchrec_neuroshard.simulator import Simulator
+
+__all__ = ["finish", "refuse_rank_rules", "whole_bytes", "whole_placement"]
+
+
+def refuse_rank_rules(task: ShardingTask, search: str) -> None:
+    """Refuse a task that says which ranks tables may share or use.
+
+    Args:
+        task: What is to be placed.
+        search: Name of the search.
+
+    Raises:
+        ConfigError: The task has such rules; none of these methods knows them.
+    """
+    rules = [
+        name for name in ("allowed_ranks", "together", "apart") if getattr(task, name)
+    ]
+    if rules:
+        raise ConfigError(
+            f"search='{search}' cannot keep to the task's {' and '.join(rules)}; use "
+            "search='default' or take those rules away"
+        )
+
+
+def whole_bytes(task: ShardingTask) -> Floats:
+    """Memory of each table kept whole [bytes]."""
+    return np.array(
+        [task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)]
+    )
+
+
+def whole_placement(task: ShardingTask, rank_T: Ints) -> Placement:
+    """Return the placement of every table whole on the rank given."""
+    width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+    width_TW[np.arange(len(task.tables)), rank_T] = [
+        t.embedding_dim for t in task.tables
+    ]
+    return placement_from_widths(width_TW)
+
+
+def finish(
+    placement: Placement,
+    simulator: Simulator,
+    start: float,
+    num_evaluated: int,
+    *,
+    warnings: Iterable[str] = (),
+    fallback: str | None = None,
+) -> SearchResult:
+    """Predict a placement and fill the result; these methods know no bound.
+
+    Args:
+        placement: Checked already.
+        simulator: Of the task and the models that the search was given.
+        start: `time.monotonic()` when the search began.
+        num_evaluated: Rank sets costed.
+        warnings: As in `SearchResult`.
+        fallback: As in `SearchResult`.
+    """
+    return SearchResult(
+        placement=placement,
+        predicted=simulator.evaluate(placement),
+        lower_bound_ms=0.0,
+        gap=math.inf,
+        search_seconds=time.monotonic() - start,
+        num_evaluated=num_evaluated,
+        warnings=tuple(warnings),
+        fallback=fallback,
+    )
