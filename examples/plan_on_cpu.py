@@ -32,8 +32,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_neuroshard import NeuroShardError, NeuroShardPlanner, TableConfig
-from torchrec_neuroshard.placement import Placement
-from torchrec_neuroshard.simulator import PredictedCosts
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 
 TORCHREC_GB = 1024**3 / 1000
@@ -74,88 +72,6 @@ def build_tables(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
     )
     apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.01})
     return model
-
-
-def rank_lines(predicted: PredictedCosts, placement: Placement) -> list[str]:
-    """Predicted phases of each rank; a star marks the slowest of a column."""
-    phases = ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
-    worst = {p: max(getattr(r, p) for r in predicted.ranks) for p in phases}
-    lines = ["rank  shards  columns" + "".join(f"{p:>13}" for p in phases) + "   [ms]"]
-    for rank, costs in enumerate(predicted.ranks):
-        held = [s for s in placement.shards if s.rank == rank]
-        cells = [
-            f"{getattr(costs, p):>12.3f}"
-            + ("*" if worst[p] > 0 and getattr(costs, p) == worst[p] else " ")
-            for p in phases
-        ]
-        columns = sum(s.width for s in held)
-        lines.append(f"{rank:>4}{len(held):>8}{columns:>9,}" + "".join(cells))
-    return lines
-
-
-def phase_changes(now: PredictedCosts, then: PredictedCosts) -> tuple[float, float]:
-    """How much longer the slowest ranks' compute and collectives take [ms]."""
-
-    def slowest(costs: PredictedCosts, phase: str) -> float:
-        return float(max(getattr(rank, phase) for rank in costs.ranks))
-
-    compute, comms = (
-        sum(slowest(then, p) - slowest(now, p) for p in phases)
-        for phases in (("fwd_compute", "bwd_compute"), ("fwd_comms", "bwd_comms"))
-    )
-    return compute, comms
-
-
-def why_split(planner: NeuroShardPlanner, memory_bytes: float) -> list[str]:
-    """Say of each split table what the plan would cost with it in one piece."""
-    result, task = planner.last_result, planner.last_task
-    assert result is not None and task is not None
-    simulator = planner.costs.simulator(task)
-    now = result.predicted.critical_path_ms
-    per_rank = [r.fwd_compute + r.bwd_compute for r in result.predicted.ranks]
-    critical = max(range(task.world_size), key=per_rank.__getitem__)
-    lines = []
-    for index, table in enumerate(task.tables):
-        shards = result.placement.table_shards(index)
-        if len(shards) < 2:
-            continue
-        name = table.name.rpartition(".")[2]
-        widths = ", ".join(f"{s.width} on rank {s.rank}" for s in shards)
-        lines.append(f"{name}: {widths}")
-        if table.weight_bytes > memory_bytes:
-            lines.append(
-                f"    it has {table.weight_bytes / 1e9:.1f} GB, a rank "
-                f"{memory_bytes / 1e9:.1f} GB"
-            )
-            continue
-        others = [
-            (s.table, s.width, s.rank)
-            for s in result.placement.shards
-            if s not in shards
-        ]
-        whole = [
-            simulator.evaluate(
-                Placement.from_widths(
-                    task.world_size, [*others, (index, table.embedding_dim, rank)]
-                )
-            )
-            for rank in range(task.world_size)
-        ]
-        best = min(
-            range(task.world_size), key=lambda rank: whole[rank].critical_path_ms
-        )
-        then = whole[best].critical_path_ms
-        compute, comms = phase_changes(result.predicted, whole[best])
-        alone = float(simulator.single_costs([(index, table.embedding_dim)]).sum())
-        where = "part of it is" if any(s.rank == critical for s in shards) else "not"
-        lines += [
-            f"    {where} on the critical rank, {critical}, whose kernel takes "
-            f"{per_rank[critical]:.3f} ms; whole, its kernel would take {alone:.3f} ms",
-            f"    in one piece on its best rank, {best}, the critical path would be "
-            f"{then:.3f} instead of {now:.3f} ms ({then / now - 1:+.1%}: compute "
-            f"{compute:+.3f}, collectives {comms:+.3f})",
-        ]
-    return lines or ["no table is split"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -219,29 +135,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"plan_on_cpu: {error}", file=sys.stderr)
         return 2
     seconds = time.perf_counter() - start
-    result = planner.last_result
-    assert result is not None
-
     gigabytes = sum(t.weight_bytes for t in tables) / 1e9
     print(
         f"{len(tables)} tables, {gigabytes:.1f} GB, on {options.ranks} x "
         f"{options.gpu.upper()}, {options.batch_size:,} samples each; planned in "
-        f"{seconds:.1f} s, {result.num_evaluated:,} rank sets evaluated\n"
+        f"{seconds:.1f} s\n"
     )
-    print("\n".join(rank_lines(result.predicted, result.placement)))
-    print(
-        f"\ncritical path {result.predicted.critical_path_ms:.3f} ms, lower bound "
-        f"{result.lower_bound_ms:.3f} ms, gap {result.gap:.1%}"
-    )
-    print(
-        f"compute: {result.predicted.compute_source}; collectives: "
-        f"{result.predicted.comms_source}"
-    )
-    print("\nSplit tables, and why:")
-    print("\n".join(why_split(planner, memory_bytes)))
-    if result.warnings:
-        print("\nWarnings:")
-        print("\n".join(f"- {text}" for text in result.warnings))
+    print(planner.report())
     return 0
 
 

@@ -67,6 +67,7 @@ from torchrec_neuroshard.planner.shard_estimators import (
     TimedEstimator,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.report import OtherTable, PlanReport, explain
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.progress import ProgressLine
@@ -206,6 +207,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._fallback: str | None = None
         self.last_result: SearchResult | None = None
         self.last_task: ShardingTask | None = None
+        self._last_others: tuple[OtherTable, ...] = ()
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
                 topology,
@@ -351,16 +353,36 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             except Exception as caught:
                 error = caught
         if pg.size() > 1:
-            sent = [(plan, self.last_result, self.last_task, _portable(error))]
+            known = self.last_result, self.last_task, self._last_others
+            sent = [(plan, known, _portable(error))]
             dist.broadcast_object_list(sent, dist.get_global_rank(pg, 0), group=pg)
             if pg.rank() != 0:
-                plan, self.last_result, self.last_task, error = sent[0]
+                plan, known, error = sent[0]
+                self.last_result, self.last_task, self._last_others = known
         if error is not None:
             raise error
         return plan
 
+    def report(self) -> PlanReport:
+        """Say what the last plan costs on each rank, and why tables were split.
+
+        Returns:
+            What `print` shows as text and `to_json` makes a dictionary of.
+
+        Raises:
+            ConfigError: Nothing has been planned yet.
+        """
+        if self.last_result is None:
+            raise ConfigError(
+                "there is no plan to report on; call plan() or collective_plan() first"
+            )
+        task = self.last_task
+        simulator = None if task is None else self.costs.simulator(task)
+        return explain(self.last_result, simulator, self._last_others)
+
     def _forget(self) -> None:
         self.last_result = self.last_task = self._selected = self._fallback = None
+        self._last_others = ()
         if isinstance(self._partitioner, NeuroShardPartitioner):
             self._partitioner.reset()
 
@@ -477,7 +499,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             texts.append(self._stock.skipped)
         if fallback is not None:
             texts.append(f"TorchRec's own plan was taken: {fallback}")
-        self.last_task = task
+        self.last_task = None if task is None else _with_memory(task, records)
+        self._last_others = tuple(
+            OtherTable(
+                table=o.fqn,
+                sharding_type=o.sharding_type,
+                compute_kernel=o.compute_kernel,
+            )
+            for o in lowered.others
+        )
         self.last_result = SearchResult(
             placement=lowered.placement,
             predicted=predicted,
@@ -676,6 +706,21 @@ def _signature(options: Sequence[ShardingOption]) -> frozenset[Any]:
         )
         for option in options
     )
+
+
+def _with_memory(task: ShardingTask, records: Sequence[SearchRecord]) -> ShardingTask:
+    """Add what the search knew of memory to the task of a plan."""
+    for record in records:
+        place = {t.name: i for i, t in enumerate(record.task.tables)}
+        if all(t.name in place for t in task.tables):
+            order = [place[t.name] for t in task.tables]
+            return dataclasses.replace(
+                task,
+                memory_bytes=record.task.memory_bytes,
+                fixed_bytes=tuple(record.task.fixed_bytes[i] for i in order),
+                column_bytes=tuple(record.task.column_bytes[i] for i in order),
+            )
+    return task
 
 
 def _time_budget(partitioner: Partitioner) -> float:

@@ -1,5 +1,20 @@
 """What was planned, for people to look at."""
 
+from torchrec_neuroshard.report.explain import explain
+from torchrec_neuroshard.report.plan_report import (
+    OtherTable,
+    PlanReport,
+    RankReport,
+    SplitReport,
+)
 from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
-__all__ = ["chrome_trace", "write_chrome_trace"]
+__all__ = [
+    "OtherTable",
+    "PlanReport",
+    "RankReport",
+    "SplitReport",
+    "chrome_trace",
+    "explain",
+    "write_chrome_trace",
+]

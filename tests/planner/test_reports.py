@@ -1,0 +1,60 @@
+"""What `NeuroShardPlanner.report` tells of the plan that was returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import NeuroShardPlanner
+
+MakeEbc = Callable[..., EmbeddingBagCollection]
+MakePlanner = Callable[..., NeuroShardPlanner]
+Sharders = list[EmbeddingBagCollectionSharder]
+
+
+def test_the_report_shows_the_plan_that_is_returned(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders, read_shards: Any
+) -> None:
+    planner = make_planner(4)
+    plan = planner.plan(make_ebc([(3000, 64), (4000, 128), (500, 8)]), sharders)
+    report = planner.report()
+    result = planner.last_result
+    assert result is not None
+    assert report.critical_path_ms == result.predicted.critical_path_ms
+    shards = read_shards(plan)
+    assert report.num_split == sum(len(s) > 1 for s in shards.values())
+    assert sum(r.num_shards for r in report.ranks) == sum(map(len, shards.values()))
+    for split in report.splits:
+        # Fully qualified in the report, the module's own names in the plan.
+        planned = shards[split.table.rpartition(".")[2]]
+        assert len(split.shards) == len(planned)
+    assert all(
+        r.memory_bytes is not None and r.used_bytes <= r.memory_bytes
+        for r in report.ranks
+    )
+
+
+def test_tables_in_rows_are_told_apart(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    planner = make_planner(
+        2, "cuda", constraints={"t0": ParameterConstraints(sharding_types=["row_wise"])}
+    )
+    planner.plan(make_ebc([(4000, 32), (3000, 64)]), sharders)
+    report = planner.report()
+    [other] = report.others
+    assert other.table.endswith("t0")
+    assert (other.sharding_type, other.compute_kernel) == ("row_wise", "fused")
+    assert report.num_tables == 2
+    assert f"{other.table}: row_wise, fused" in str(report)
+
+
+def test_without_a_plan_there_is_nothing_to_report(make_planner: MakePlanner) -> None:
+    with pytest.raises(ConfigError, match=r"call plan\(\) or collective_plan\(\)"):
+        make_planner(2).report()

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.cost_models import BandwidthCommsModel
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.report import OtherTable, explain
+from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCostModel
+
+
+def make_task(num_ranks: int = 3, memory: tuple[int, ...] = ()) -> ShardingTask:
+    tables = [
+        TableConfig(
+            name=f"t{i}", num_embeddings=1000, embedding_dim=64, pooling_factor=p
+        )
+        for i, p in enumerate((40.0, 9.0, 8.0, 7.0, 3.0, 2.0))
+    ]
+    return ShardingTask(
+        tables=tuple(tables),
+        world_size=num_ranks,
+        batch_size=512,
+        groups=(0, 0, 0, 1, 1, 1),
+        stages=(0, 1),
+        memory_bytes=memory,
+    )
+
+
+def make_simulator(task: ShardingTask) -> Simulator:
+    comms = BandwidthCommsModel(
+        world_size=task.world_size,
+        local_world_size=task.world_size,
+        intra_gb_per_s=10.0,
+        inter_gb_per_s=10.0,
+    )
+    return Simulator(task, AnalyticCostModel(), comms)
+
+
+def search(simulator: Simulator) -> SearchResult:
+    return NeuroShardSearcher(SearchConfig(exhaustive_limit=0)).search(
+        simulator.task, simulator.cost_model, simulator.comms_model
+    )
+
+
+def as_result(simulator: Simulator, placement: Placement) -> SearchResult:
+    predicted = simulator.evaluate(placement)
+    return SearchResult(
+        placement=placement,
+        predicted=predicted,
+        lower_bound_ms=predicted.critical_path_ms / 2,
+        gap=1.0,
+        search_seconds=0.5,
+        num_evaluated=10,
+        warnings=("one thing",),
+    )
+
+
+def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
+    """Brute force: the same placement, the table whole on each rank in turn."""
+    simulator = make_simulator(make_task())
+    placement = Placement.from_widths(
+        3,
+        [
+            (0, 24, 0),
+            (0, 20, 1),
+            (0, 20, 2),
+            (1, 64, 1),
+            (2, 64, 2),
+            (3, 32, 0),
+            (3, 32, 2),
+            (4, 64, 1),
+            (5, 64, 1),
+        ],
+    )
+    result = as_result(simulator, placement)
+    report = explain(result, simulator)
+    assert report.num_split == len(report.splits) == 2
+    for split in report.splits:
+        table = int(split.table[1:])
+        others = [s for s in placement.shards if s.table != table]
+        whole = [
+            simulator.evaluate(
+                Placement.from_widths(
+                    3, [*((s.table, s.width, s.rank) for s in others), (table, 64, r)]
+                )
+            )
+            for r in range(3)
+        ]
+        paths = [w.critical_path_ms for w in whole]
+        assert split.whole_ms == pytest.approx(min(paths), rel=1e-9)
+        assert split.whole_rank == int(np.argmin(paths))
+        change = split.compute_change_ms + split.comms_change_ms
+        assert change == pytest.approx(min(paths) - report.critical_path_ms, abs=1e-9)
+    assert report.splits[0].table == "t0"
+    assert report.splits[0].shards == ((24, 0), (20, 1), (20, 2))
+
+
+def test_ranks_hold_what_the_placement_says() -> None:
+    memory = (2_000_000, 1_500_000, 1_500_000)
+    simulator = make_simulator(make_task(memory=memory))
+    result = search(simulator)
+    report = explain(result, simulator)
+    assert sum(r.columns for r in report.ranks) == 6 * 64
+    assert sum(r.num_shards for r in report.ranks) == len(result.placement.shards)
+    assert sum(r.used_bytes for r in report.ranks) == 6 * 64 * 4000
+    assert tuple(r.memory_bytes for r in report.ranks) == memory
+    assert tuple(r.costs for r in report.ranks) == result.predicted.ranks
+
+
+@pytest.mark.parametrize(("memory", "room"), [(520_000, ()), (640_000, (0, 1))])
+def test_a_table_stays_off_ranks_without_memory(
+    memory: int, room: tuple[int, ...]
+) -> None:
+    """Tables have 256,000 bytes; ranks 0 and 1 would get half of one back."""
+    simulator = make_simulator(make_task(memory=(memory,) * 3))
+    halves = [(t, 32, r) for t in (0, 5) for r in (0, 1)]
+    placement = Placement.from_widths(
+        3, [*halves, (1, 64, 0), (2, 64, 1), (3, 64, 2), (4, 64, 2)]
+    )
+    splits = explain(as_result(simulator, placement), simulator).splits
+    assert {s.table for s in splits} == {"t0", "t5"}
+    for split in splits:
+        if room:
+            assert split.whole_rank in room
+        else:
+            assert split.whole_rank is None and split.whole_ms is None
+            assert "needs 0.00 GiB, more than any rank has free" in split.reason(1.0)
+
+
+def test_text_and_json_hold_the_figures() -> None:
+    simulator = make_simulator(make_task())
+    result = dataclasses.replace(search(simulator), warnings=("one thing",))
+    others = [OtherTable(table="m.r", sharding_type="row_wise", compute_kernel="fused")]
+    report = explain(result, simulator, others)
+    text = str(report)
+    assert f"critical path {result.predicted.critical_path_ms:.3f} ms" in text
+    assert f"lower bound {result.lower_bound_ms:.3f} ms, gap {result.gap:.1%}" in text
+    assert "7 tables on 3 ranks" in text
+    assert "m.r: row_wise, fused" in text
+    assert "- one thing" in text
+    for split in report.splits:
+        assert f"{split.table}: {split.shards[0][0]} on rank" in text
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["gap"] == result.gap
+    assert data["ranks"][1]["costs"] == result.predicted.ranks[1].to_json()
+
+
+def test_every_slowest_rank_has_its_star() -> None:
+    simulator = make_simulator(make_task())
+    placement = Placement.from_widths(3, [(t, 64, t % 3) for t in range(6)])
+    lines = str(explain(as_result(simulator, placement), simulator)).splitlines()
+    start = next(i for i, line in enumerate(lines) if "fwd_compute" in line)
+    table = lines[start + 1 : start + 4]
+    worst = max(r.fwd_compute for r in simulator.evaluate(placement).ranks)
+    starred = [line for line in table if f"{worst:.3f}*" in line]
+    assert len(starred) == 1 and starred[0].split()[0] == "0"
+
+
+def test_of_many_ranks_the_slowest_and_the_least_loaded_are_shown() -> None:
+    task = make_task(num_ranks=64)
+    simulator = make_simulator(task)
+    placement = Placement.from_widths(64, [(t, 64, 9 * t + 3) for t in range(6)])
+    report = explain(as_result(simulator, placement), simulator)
+    lines = str(report).splitlines()
+    shown = [int(x.split()[0]) for x in lines if x[:5].strip().isdigit()]
+    assert 3 in shown and len(shown) < 16
+    assert "  ... of 64 ranks, those that are slowest and least loaded" in lines
+
+
+def test_a_split_that_does_not_pay_is_called_that() -> None:
+    simulator = make_simulator(make_task())
+    placement = Placement.from_widths(
+        3, [(0, 64, 0), (5, 4, 0), (5, 60, 1), *((t, 64, 1) for t in range(1, 5))]
+    )
+    [split] = explain(as_result(simulator, placement), simulator).splits
+    assert "by itself the split does not pay" in split.reason(
+        simulator.evaluate(placement).critical_path_ms
+    )
+
+
+def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
+    simulator = make_simulator(make_task())
+    placement = Placement.from_widths(3, [(t, 64, t % 3) for t in range(6)])
+    result = as_result(simulator, placement)
+    alone = dataclasses.replace(result, placement=Placement(3, ()))
+    report = explain(
+        alone,
+        None,
+        [OtherTable(table="a", sharding_type="row_wise", compute_kernel="fused")],
+    )
+    assert report.num_tables == 1 and report.num_split == 0
+    assert [r.num_shards for r in report.ranks] == [0, 0, 0]

@@ -1,0 +1,233 @@
+"""What a plan costs, rank by rank, and what each split is good for.
+
+Shapes: `C` candidates, `W` ranks, `G` fusion groups, `S` stages, `E` encoding values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.report.plan_report import (
+    OtherTable,
+    PlanReport,
+    RankReport,
+    SplitReport,
+)
+from torchrec_neuroshard.search import SearchResult
+from torchrec_neuroshard.simulator import RankCosts, Simulator
+
+__all__ = ["explain"]
+
+MAX_SPLITS = 50
+"""Split tables explained one by one: those that would cost most in one piece."""
+_COMPUTE, _COMMS = [1, 4], [0, 2, 3]
+"""Of `PHASES`."""
+
+
+def explain(
+    result: SearchResult,
+    simulator: Simulator | None,
+    others: Sequence[OtherTable] = (),
+    max_splits: int = MAX_SPLITS,
+) -> PlanReport:
+    """Say what a plan costs and what each of its splits is good for.
+
+    A split's use is told by what the critical path would be with that one table in one
+    piece, on the rank where it then costs least, and all other tables as planned.
+
+    Args:
+        result: A search's, or `NeuroShardPlanner.last_result`.
+        simulator: Of the task that the result is for; None where no table lies in
+            column shards.
+        others: Tables outside the placement.
+        max_splits: Split tables explained one by one.
+    """
+    placement, predicted = result.placement, result.predicted
+    task = simulator.task if simulator is not None else None
+    splits: list[SplitReport] = []
+    num_split = 0
+    if simulator is not None:
+        splits = _explain_splits(simulator, placement, predicted.critical_path_ms)
+        num_split = len(splits)
+    return PlanReport(
+        critical_path_ms=predicted.critical_path_ms,
+        lower_bound_ms=result.lower_bound_ms,
+        gap=result.gap,
+        uncertainty=predicted.uncertainty,
+        compute_source=predicted.compute_source,
+        comms_source=predicted.comms_source,
+        search_seconds=result.search_seconds,
+        num_evaluated=result.num_evaluated,
+        num_tables=len(others) + (len(task.tables) if task is not None else 0),
+        ranks=_rank_reports(task, placement, predicted.ranks),
+        num_split=num_split,
+        splits=tuple(splits[:max_splits]),
+        others=tuple(others),
+        fallback=result.fallback,
+        warnings=result.warnings,
+    )
+
+
+def _rank_reports(
+    task: ShardingTask | None, placement: Placement, costs: Sequence[RankCosts]
+) -> tuple[RankReport, ...]:
+    held: list[list[ColumnShard]] = [[] for _ in costs]
+    for shard in placement.shards:
+        held[shard.rank].append(shard)
+    used = placement.rank_bytes(task) if task is not None else [0.0] * len(costs)
+    memory = task.memory_bytes if task is not None else ()
+    return tuple(
+        RankReport(
+            rank=rank,
+            num_shards=len(held[rank]),
+            columns=sum(s.width for s in held[rank]),
+            used_bytes=used[rank],
+            memory_bytes=memory[rank] if memory else None,
+            costs=costs[rank],
+        )
+        for rank in range(len(costs))
+    )
+
+
+def _explain_splits(
+    simulator: Simulator, placement: Placement, planned_ms: float
+) -> list[SplitReport]:
+    """Explain every split table, the costliest in one piece first.
+
+    Args:
+        simulator: Of the placement's task.
+        placement: The plan's column shards.
+        planned_ms: Critical path of the whole plan, other tables included.
+    """
+    shards_of: dict[int, list[ColumnShard]] = {}
+    for shard in placement.shards:
+        shards_of.setdefault(shard.table, []).append(shard)
+    split = {t: s for t, s in shards_of.items() if len(s) > 1}
+    if not split:
+        return []
+    rebuild = _Rebuild(simulator, placement)
+    reports = [rebuild.whole(t, shards, planned_ms) for t, shards in split.items()]
+    return sorted(
+        reports,
+        key=lambda r: np.inf if r.whole_ms is None else r.whole_ms,
+        reverse=True,
+    )
+
+
+class _Rebuild:
+    """Costs of a placement with one of its split tables in one piece."""
+
+    def __init__(self, simulator: Simulator, placement: Placement) -> None:
+        self.simulator = simulator
+        self.task = task = simulator.task
+        self.loads = simulator.rank_loads(placement)
+        self.compute_WG2 = simulator.compute_costs(self.loads.sums_CWGE)
+        self.order_S2 = simulator.column_order_costs(placement)
+        memory_W = np.array(task.memory_bytes or (np.inf,) * task.world_size)
+        self.free_W = memory_W - np.array(placement.rank_bytes(task))
+        self.stage_T = np.asarray(task.stages)[np.asarray(task.groups)]
+        rank, table = np.array([(s.rank, s.table) for s in placement.shards]).T
+        self.count_WG = np.zeros((task.world_size, task.num_groups), dtype=np.int64)
+        np.add.at(self.count_WG, (rank, np.asarray(task.groups)[table]), 1)
+        shards_T = np.bincount(table, minlength=len(task.tables))
+        self.splits_S = np.bincount(
+            self.stage_T, weights=shards_T > 1, minlength=task.num_stages
+        )
+        self.planned_P = self._worst_phases(
+            self.compute_WG2[None],
+            self.loads.columns_CWS[None],
+            self.loads.index_bytes_CWS[None],
+            self.order_S2,
+        )[0]
+
+    def _worst_phases(
+        self,
+        compute_CWG2: npt.NDArray[np.float64],
+        columns_CWS: npt.NDArray[np.float64],
+        index_bytes_CWS: npt.NDArray[np.float64],
+        order_S2: npt.NDArray[np.float64],
+    ) -> npt.NDArray[np.float64]:
+        """Each phase on its slowest rank, over all stages: `C x 5` [ms]."""
+        compute = self.simulator.stage_compute(compute_CWG2)
+        phases = self.simulator.phases(compute, columns_CWS, index_bytes_CWS)
+        phases[..., [2, 3]] += order_S2
+        worst: npt.NDArray[np.float64] = phases.max(axis=1).sum(axis=1)
+        return worst
+
+    def whole(
+        self, table: int, shards: Sequence[ColumnShard], planned_ms: float
+    ) -> SplitReport:
+        """Put one split table on its best rank in one piece."""
+        task = self.task
+        config = task.tables[table]
+        needed = task.shard_bytes(table, config.embedding_dim)
+        free_W = self.free_W.copy()
+        for shard in shards:
+            free_W[shard.rank] += task.shard_bytes(table, shard.width)
+        candidates = np.flatnonzero(free_W >= needed)
+        report = SplitReport(
+            table=config.name,
+            shards=tuple((s.width, s.rank) for s in shards),
+            whole_bytes=needed,
+            whole_rank=None,
+            whole_ms=None,
+            compute_change_ms=0.0,
+            comms_change_ms=0.0,
+        )
+        if not len(candidates):
+            return report
+        worst_C5 = self._worst_with_whole(table, shards, candidates)
+        best = int(worst_C5.sum(axis=1).argmin())
+        change = worst_C5[best] - self.planned_P
+        return dataclasses.replace(
+            report,
+            whole_rank=int(candidates[best]),
+            whole_ms=planned_ms + float(change.sum()),
+            compute_change_ms=float(change[_COMPUTE].sum()),
+            comms_change_ms=float(change[_COMMS].sum()),
+        )
+
+    def _worst_with_whole(
+        self,
+        table: int,
+        shards: Sequence[ColumnShard],
+        candidates: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float64]:
+        """Worst phases with the table whole on each candidate rank, `C x 5` [ms]."""
+        task, simulator = self.task, self.simulator
+        group, stage = task.groups[table], int(self.stage_T[table])
+        dim, line = task.tables[table].embedding_dim, np.arange(len(candidates))
+        ranks = np.array([s.rank for s in shards])
+
+        sums_WE = self.loads.sums_CWGE[:, group].copy()
+        encodings = simulator.encodings([(table, s.width) for s in shards])
+        np.subtract.at(sums_WE, ranks, encodings)
+        alone = self.count_WG[ranks, group] == 1
+        sums_WE[ranks[alone]] = 0.0  # exactly: an empty kernel costs nothing
+        whole_E = simulator.encodings([(table, dim)])[0]
+        compute = np.repeat(self.compute_WG2[None], len(candidates), axis=0)
+        compute[:, ranks, group] = simulator.compute_costs(sums_WE[ranks])
+        compute[line, candidates, group] = simulator.compute_costs(
+            sums_WE[candidates] + whole_E
+        )
+
+        features = float(simulator.features_per_table[table])
+        index_bytes = simulator.index_bytes_per_table[table]
+        columns_WS = self.loads.columns_CWS.copy()
+        columns_WS[ranks, stage] -= features * np.array([s.width for s in shards])
+        index_bytes_WS = self.loads.index_bytes_CWS.copy()
+        index_bytes_WS[ranks, stage] -= index_bytes
+        columns = np.repeat(columns_WS[None], len(candidates), axis=0)
+        columns[line, candidates, stage] += features * dim
+        index = np.repeat(index_bytes_WS[None], len(candidates), axis=0)
+        index[line, candidates, stage] += index_bytes
+
+        order_S2 = self.order_S2.copy()
+        if self.splits_S[stage] == 1:
+            order_S2[stage] = 0.0  # nothing is left to put in order
+        return self._worst_phases(compute, columns, index, order_S2)

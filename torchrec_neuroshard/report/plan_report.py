@@ -1,0 +1,194 @@
+"""A plan's report: what it costs on each rank, and what its splits are good for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_neuroshard.simulator import PHASES, RankCosts
+
+__all__ = ["OtherTable", "PlanReport", "RankReport", "SplitReport"]
+
+MAX_RANKS = 32
+"""Ranks shown one by one; of more, those that set a phase and the least loaded."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """What one rank holds and does."""
+
+    rank: int
+    num_shards: int
+    columns: int
+    """Widths of its shards together."""
+    used_bytes: float
+    memory_bytes: int | None
+    """What the rank has for shards; None where the task does not limit it."""
+    costs: RankCosts
+    """Over all stages [ms]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitReport:
+    """Why one table lies in several pieces."""
+
+    table: str
+    shards: tuple[tuple[int, int], ...]
+    """(width, rank), by offset."""
+    whole_bytes: float
+    """Memory that it would need in one piece."""
+    whole_rank: int | None
+    """The rank where it would cost least in one piece; None where none has room."""
+    whole_ms: float | None
+    """Critical path with it there, all else as planned."""
+    compute_change_ms: float
+    """How much longer the slowest ranks' kernels would then take."""
+    comms_change_ms: float
+    """How much longer the collectives would then take."""
+
+    def reason(self, planned_ms: float) -> str:
+        """Say in a sentence what the split is good for.
+
+        Args:
+            planned_ms: Critical path of the plan.
+        """
+        if self.whole_ms is None:
+            return (
+                f"in one piece it needs {self.whole_bytes / _GIB:.2f} GiB, more than "
+                "any rank has free"
+            )
+        change = self.whole_ms / planned_ms - 1 if planned_ms > 0 else 0.0
+        then = (
+            f"the critical path would be {self.whole_ms:.3f} ms ({change:+.1%}: "
+            f"kernels {self.compute_change_ms:+.3f}, collectives "
+            f"{self.comms_change_ms:+.3f})"
+        )
+        if self.whole_ms > planned_ms:
+            return f"in one piece, at best on rank {self.whole_rank}, {then}"
+        return (
+            "by itself the split does not pay: in one piece on rank "
+            f"{self.whole_rank} {then}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OtherTable:
+    """A table that is not laid out in column shards."""
+
+    table: str
+    sharding_type: str
+    compute_kernel: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanReport:
+    """A plan, for people to look at; `print` shows it as text."""
+
+    critical_path_ms: float
+    lower_bound_ms: float
+    gap: float
+    uncertainty: float
+    compute_source: str
+    comms_source: str
+    search_seconds: float
+    num_evaluated: int
+    num_tables: int
+    ranks: tuple[RankReport, ...]
+    num_split: int
+    splits: tuple[SplitReport, ...]
+    """Costliest in one piece first; at most `max_splits`."""
+    others: tuple[OtherTable, ...]
+    fallback: str | None
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        return "\n".join(_lines(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        data = dataclasses.asdict(self)
+        for rank, report in zip(data["ranks"], self.ranks, strict=True):
+            rank["costs"] = report.costs.to_json()
+        return data
+
+
+def _lines(report: PlanReport) -> Iterator[str]:
+    yield (
+        f"{report.num_tables} tables on {len(report.ranks)} ranks, "
+        f"{report.num_split} split; {report.num_evaluated:,} rank sets evaluated in "
+        f"{report.search_seconds:.1f} s"
+    )
+    yield (
+        f"critical path {report.critical_path_ms:.3f} ms, lower bound "
+        f"{report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
+    )
+    yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
+    if report.fallback is not None:
+        yield f"TorchRec's own plan: {report.fallback}"
+    yield ""
+    yield from _rank_lines(report.ranks)
+    if report.splits:
+        yield ""
+        yield "Split tables, and why:"
+        for split in report.splits:
+            yield from _split_lines(split, report.critical_path_ms)
+        if report.num_split > len(report.splits):
+            yield f"... and {report.num_split - len(report.splits)} more"
+    if report.others:
+        yield ""
+        yield "Tables that are not laid out in columns:"
+        for other in report.others:
+            yield f"{other.table}: {other.sharding_type}, {other.compute_kernel}"
+    if report.warnings:
+        yield ""
+        yield "Warnings:"
+        yield from (f"- {text}" for text in report.warnings)
+
+
+def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Phases of each rank; a star marks the slowest of a column."""
+    worst = {p: max(getattr(r.costs, p) for r in ranks) for p in PHASES}
+    limited = any(r.memory_bytes is not None for r in ranks)
+    title = f"{'rank':>5}{'shards':>8}{'columns':>9}{'GiB':>9}"
+    yield (
+        title
+        + (f"{'of GiB':>9}" if limited else "")
+        + "".join(f"{p:>13}" for p in PHASES)
+        + "   [ms]"
+    )
+    for rank in _shown(ranks, worst):
+        cells = [
+            f"{getattr(rank.costs, p):>12.3f}"
+            + ("*" if 0 < worst[p] == getattr(rank.costs, p) else " ")
+            for p in PHASES
+        ]
+        memory = f"{rank.used_bytes / _GIB:>9.2f}"
+        if limited:
+            free = rank.memory_bytes
+            memory += f"{'' if free is None else f'{free / _GIB:.2f}':>9}"
+        yield (
+            f"{rank.rank:>5}{rank.num_shards:>8}{rank.columns:>9,}{memory}"
+            + "".join(cells)
+        ).rstrip()
+    if len(ranks) > MAX_RANKS:
+        yield f"  ... of {len(ranks)} ranks, those that are slowest and least loaded"
+
+
+def _shown(ranks: Sequence[RankReport], worst: dict[str, float]) -> list[RankReport]:
+    if len(ranks) <= MAX_RANKS:
+        return list(ranks)
+    slowest = {
+        next(r.rank for r in ranks if getattr(r.costs, p) == worst[p]) for p in PHASES
+    }
+    by_load = sorted(ranks, key=lambda r: sum(r.costs.to_json().values()))
+    few = slowest | {r.rank for r in (*by_load[:2], *by_load[-6:])}
+    return [r for r in ranks if r.rank in few]
+
+
+def _split_lines(split: SplitReport, planned_ms: float) -> Iterator[str]:
+    yield f"{split.table}: " + ", ".join(f"{w} on rank {r}" for w, r in split.shards)
+    yield f"    {split.reason(planned_ms)}"
