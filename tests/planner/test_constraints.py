@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    PlannerError,
+    ShardingOption,
+    Topology,
 )
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import (
+    NeuroShardPartitioner,
+    NeuroShardPlanLoader,
     NeuroShardPlanner,
+    PlanMismatchError,
+    StalePlanWarning,
+    load_plan,
+    read_plan,
+    replan,
+    save_plan,
 )
 from torchrec_neuroshard.planner.constraints import PlacementRules
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
 MakePlanner = Callable[..., NeuroShardPlanner]
+ReadTypes = Callable[[ShardingPlan], dict[str, str]]
 Sharders = list[EmbeddingBagCollectionSharder]
 
 SIZES = [(1000, 64), (5000, 32), (300, 16), (8000, 64), (2000, 128), (100, 8)]
 NAMES = [f"t{i}" for i in range(len(SIZES))]
 
 
-def ranks_of(plan: ShardingPlan) -> dict[str, set[int]]:
+def ranks_of(plan: ShardingPlan) -> dict[str, Collection[int]]:
     return {
         f"{path}.{name}" if path else name: set(sharding.ranks)
         for path, module_plan in plan.plan.items()
@@ -36,10 +53,9 @@ def ranks_of(plan: ShardingPlan) -> dict[str, set[int]]:
     }
 
 
-def uvm(**kwargs: Any) -> ParameterConstraints:
-    return ParameterConstraints(
-        sharding_types=["table_wise"], compute_kernels=["fused_uvm"], **kwargs
-    )
+def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) -> bool:
+    held = ranks_of(plan)
+    return placement.rules(held, world_size).breach(held) is None
 
 
 # --- what the constraints mean ---
@@ -171,21 +187,286 @@ RULES = {
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
-@pytest.mark.parametrize("max_switches", [0, 3])
+@pytest.mark.parametrize(("compute_device", "copies"), [("cpu", 4), ("cuda", 1)])
 def test_every_plan_keeps_them(
     rules: PlacementConstraints,
-    max_switches: int,
+    compute_device: str,
+    copies: int,
     make_ebc: MakeEbc,
     make_planner: MakePlanner,
     sharders: Sharders,
 ) -> None:
     planner = make_planner(
         4,
+        compute_device,
         placement_constraints=rules,
-        max_switches=max_switches,
+        max_switches=2,
         consider_stock=True,
     )
+    plan = planner.plan(make_ebc(copies * SIZES), sharders)
+    assert len(ranks_of(plan)) == copies * len(SIZES)
+    assert keeps(plan, rules, 4)
+
+
+KINDS = {
+    "host memory": {
+        "sharding_types": ["table_wise"],
+        "compute_kernels": ["fused_uvm"],
+    },
+    "caching": {
+        "sharding_types": ["table_wise", "row_wise"],
+        "compute_kernels": ["fused_uvm_caching"],
+    },
+    "every type": {"compute_kernels": ["fused"]},
+    "by node": {"sharding_types": ["table_column_wise", "table_wise"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@pytest.mark.parametrize("rule", ["together", "apart", "all"])
+def test_tables_of_any_kernel_keep_them(
+    kind: dict[str, list[str]],
+    rule: str,
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+) -> None:
+    """Half of the tables are of kinds that are not searched."""
+    rules = RULES[rule]
+    planner = make_planner(
+        topology=Topology(4, "cuda", local_world_size=2),
+        placement_constraints=rules,
+        constraints={n: ParameterConstraints(**kind) for n in NAMES[::2]},
+        max_switches=1,
+    )
     plan = planner.plan(make_ebc(SIZES), sharders)
-    held = ranks_of(plan)
-    assert sorted(held) == NAMES
-    assert rules.rules(held, 4).breach(held) is None
+    assert keeps(plan, rules, 4)
+
+
+def test_row_wise_and_replicas_need_every_rank(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    read_types: ReadTypes,
+    sharders: Sharders,
+) -> None:
+    for name in ("row_wise", "data_parallel"):
+        only = {"t0": ParameterConstraints(sharding_types=[name])}
+        everywhere = PlacementConstraints(pin={"t0": [0, 1]})
+        planner = make_planner(
+            2, "cuda", constraints=only, placement_constraints=everywhere
+        )
+        plan = planner.plan(make_ebc([(10**6, 64)]), sharders)
+        assert read_types(plan) == {"t0": name}
+        planner = make_planner(
+            2,
+            "cuda",
+            constraints=only,
+            placement_constraints=PlacementConstraints(pin={"t0": [1]}),
+        )
+        with pytest.raises(
+            ConfigError, match=f"'t0' may only be sharded {name}, which"
+        ):
+            planner.plan(make_ebc([(10**6, 64)]), sharders)
+
+
+def test_node_wise_tables_stay_in_allowed_nodes(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    read_types: ReadTypes,
+    sharders: Sharders,
+) -> None:
+    only = ParameterConstraints(sharding_types=["table_row_wise"])
+    for ranks, node in [([2, 3], {2, 3}), ([0, 1, 2], {0, 1})]:
+        planner = make_planner(
+            topology=Topology(4, "cuda", local_world_size=2),
+            constraints={"t0": only, "t1": only},
+            placement_constraints=PlacementConstraints(pin={"t0": ranks}),
+        )
+        plan = planner.plan(make_ebc([(1000, 64), (10**5, 64)]), sharders)
+        assert set(read_types(plan).values()) == {"table_row_wise"}
+        assert ranks_of(plan)["t0"] == node
+    planner = make_planner(
+        topology=Topology(4, "cuda", local_world_size=2),
+        constraints={"t0": only},
+        placement_constraints=PlacementConstraints(pin={"t0": [1, 2]}),
+    )
+    with pytest.raises(ConfigError, match="'t0' may only be sharded table_row_wise"):
+        planner.plan(make_ebc([(1000, 64)]), sharders)
+
+
+def test_a_table_too_large_for_its_ranks_is_named(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    planner = make_planner(
+        topology=Topology(4, "cpu", ddr_cap=2**20),
+        placement_constraints=PlacementConstraints(pin={"t0": [1]}),
+        constraints={"t0": ParameterConstraints(compute_kernels=["fused"])},
+    )
+    with pytest.raises(PlannerError, match="'t0'"):
+        planner.plan(make_ebc([(10_000, 64)]), sharders)
+
+
+def test_a_stock_plan_that_breaks_them_is_no_candidate(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    fixed_searcher: Any,
+) -> None:
+    """Everything on one rank is slow: TorchRec's plan would win."""
+    sizes = [(1000, 64)] * 4
+    searcher = fixed_searcher([(i, 64, 0) for i in range(4)])
+    arguments: dict[str, Any] = {"search": searcher, "consider_stock": True}
+    free = make_planner(2, **arguments)
+    free.plan(make_ebc(sizes), sharders)
+    assert free.last_result is not None and free.last_result.fallback is not None
+    pinned = PlacementConstraints(pin={f"t{i}": [0] for i in range(4)})
+    planner = make_planner(2, **arguments, placement_constraints=pinned)
+    plan = planner.plan(make_ebc(sizes), sharders)
+    assert planner.last_result is not None and planner.last_result.fallback is None
+    assert keeps(plan, pinned, 2)
+
+
+def test_the_planner_takes_no_part_that_ignores_them(make_planner: MakePlanner) -> None:
+    pinned = PlacementConstraints(pin={"t0": [0]})
+    with pytest.raises(ConfigError, match="GreedyPerfPartitioner given has not these"):
+        make_planner(
+            2, partitioner=GreedyPerfPartitioner(), placement_constraints=pinned
+        )
+    topology = Topology(2, "cpu")
+    deaf = NeuroShardPartitioner(topology)
+    with pytest.raises(ConfigError, match="NeuroShardPartitioner given has not these"):
+        make_planner(topology=topology, partitioner=deaf, placement_constraints=pinned)
+
+
+def test_a_callback_may_not_break_them(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    def to_rank_1(options: list[ShardingOption]) -> list[ShardingOption]:
+        for option, shard in itertools.product(options, range(1)):
+            option.shards[shard].rank = 1
+        return options
+
+    planner = make_planner(
+        2,
+        callbacks=[to_rank_1],
+        placement_constraints=PlacementConstraints(pin={"t0": [0]}),
+    )
+    with pytest.raises(ConfigError, match=r"'t0' is on rank 1; .* A callback or"):
+        planner.plan(make_ebc([(1000, 64)]), sharders)
+
+
+def test_stock_proposals_are_held_to_them(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    """TorchRec's proposer proposes row-wise tables, too: these do not fit."""
+    rules = RULES["all"]
+    planner = make_planner(4, proposer=GreedyProposer(), placement_constraints=rules)
+    plan = planner.plan(make_ebc(SIZES), sharders)
+    assert keeps(plan, rules, 4)
+
+
+# --- plans that are there already ---
+
+
+class Towers(nn.Module):
+    """Two modules with tables of the same names."""
+
+    def __init__(self, make_ebc: MakeEbc) -> None:
+        super().__init__()
+        self.user = make_ebc(SIZES[:2])
+        self.item = make_ebc(SIZES[2:4])
+
+
+def test_names_mean_tables_of_a_module(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    rules = PlacementConstraints(
+        pin={"t0": [1, 2]},
+        together=[["user.t0", "item.t1"]],
+        apart=[["item.t0", "user.t0"]],
+    )
+    planner = make_planner(3, placement_constraints=rules)
+    held = ranks_of(planner.plan(Towers(make_ebc), sharders))
+    assert held["user.t0"] == held["item.t1"]
+    assert set(held["item.t0"]) < {1, 2} > set(held["user.t0"])
+    assert set(held["item.t0"]).isdisjoint(held["user.t0"])
+
+
+def test_files_are_held_to_them(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders, tmp_path: Path
+) -> None:
+    rules, path = RULES["pinned"], tmp_path / "plan.json"
+    model = make_ebc(SIZES)
+    planner = make_planner(4, placement_constraints=rules)
+    plan = planner.plan(model, sharders)
+    save_plan(plan, path, model=model, planner=planner)
+    assert read_plan(path).fingerprint.placement == rules.to_json()
+    assert load_plan(path, model=model, planner=planner).plan == plan.plan
+    assert load_plan(path, model=model, planner=make_planner(4)).plan == plan.plan
+    elsewhere = PlacementConstraints(pin={"t0": [0, 1]})
+    other = make_planner(4, placement_constraints=elsewhere)
+    message = "breaks the planner's placement constraints: table 't0' is on rank 3"
+    with (
+        pytest.warns(StalePlanWarning, match="placement"),
+        pytest.raises(PlanMismatchError, match=message),
+    ):
+        load_plan(path, model=model, planner=other)
+    other.plan_loader = NeuroShardPlanLoader(path, other)
+    with (
+        pytest.warns(StalePlanWarning, match="placement"),
+        pytest.raises(PlanMismatchError, match=message),
+    ):
+        other.plan(model, sharders)
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
+def test_moves_keep_them(
+    rules: PlacementConstraints,
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    fixed_searcher: Any,
+) -> None:
+    """From everything where it may be, but as few ranks as that takes."""
+    model = make_ebc(SIZES)
+    start = {
+        "pinned": [3, 1, 1, 1, 1, 1],
+        "together": [0, 0, 0, 0, 0, 0],
+        "apart": [0, 1, 0, 0, 2, 0],
+        "forbidden": [0, 0, 0, 0, 0, 0],
+        "all": [3, 0, 0, 2, 0, 3],
+    }
+    [name] = [n for n, r in RULES.items() if r is rules]
+    triples = [(t, SIZES[t][1], r) for t, r in enumerate(start[name])]
+    planner = make_planner(
+        4, placement_constraints=rules, search=fixed_searcher(triples)
+    )
+    plan = planner.plan(model, sharders)
+    result = replan(
+        plan, planner=planner, model=model, sharders=sharders, budget_bytes=2**60
+    )
+    assert result.moves
+    assert result.after.critical_path_ms < result.before.critical_path_ms
+    assert keeps(result.plan, rules, 4)
+
+
+def test_tables_that_belong_together_move_as_one(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    fixed_searcher: Any,
+) -> None:
+    sizes = [(1000, 64)] * 4
+    rules = PlacementConstraints(together=[["t0", "t1"], ["t2", "t3"]])
+    planner = make_planner(
+        2,
+        placement_constraints=rules,
+        search=fixed_searcher([(t, 64, 0) for t in range(4)]),
+    )
+    model = make_ebc(sizes)
+    plan = planner.plan(model, sharders)
+    result = replan(
+        plan, planner=planner, model=model, sharders=sharders, budget_bytes=2**60
+    )
+    held = ranks_of(result.plan)
+    assert held["t0"] == held["t1"] != held["t2"] == held["t3"]

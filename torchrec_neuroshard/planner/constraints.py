@@ -48,14 +48,14 @@ class PlacementConstraints:
         ConfigError: A value is not of its kind, or says nothing.
     """
 
-    pin: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    pin: Mapping[str, Collection[int]] = field(default_factory=dict)
     """Table -> the ranks that may hold shards of it. A name that several modules have a
     table of means all of these."""
-    together: Sequence[Sequence[str]] = ()
+    together: Collection[Collection[str]] = ()
     """Sets of tables that lie whole, all of a set on one common rank."""
-    apart: Sequence[Sequence[str]] = ()
+    apart: Collection[Collection[str]] = ()
     """Sets of tables of which no rank holds shards of more than one."""
-    forbid_ranks: Sequence[int] = ()
+    forbid_ranks: Collection[int] = ()
     """Ranks that hold no table at all."""
 
     def __post_init__(self) -> None:
@@ -339,7 +339,7 @@ class _Names:
             )
         return found
 
-    def each(self, names: Sequence[str], where: str) -> tuple[str, ...]:
+    def each(self, names: Iterable[str], where: str) -> tuple[str, ...]:
         """Return the tables of a set, in which each name means one table."""
         tables = set()
         for name in names:
@@ -381,8 +381,8 @@ def _sets(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
     return tuple(sorted(set(sets)))
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_NAMED])) or "none"
+def _listed(ranks: Collection[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:_MAX_NAMED])) or "none"
     more = ", ..." if len(ranks) > _MAX_NAMED else ""
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 

@@ -53,6 +53,7 @@ from torchrec_neuroshard import __version__
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.lowering import device_tier, table_configs
 from torchrec_neuroshard.search.base import SearchResult
 
@@ -176,6 +177,9 @@ class PlanFingerprint:
     """Its name; None: not known, or planned without one."""
     hardware: str | None = None
     """What the cost model predicts."""
+    placement: Mapping[str, Any] | None = None
+    """Which ranks tables may be on (`PlacementConstraints.to_json`); None: any, or not
+    known."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
 
@@ -216,6 +220,7 @@ class PlanFingerprint:
                 batch_size=data["batch_size"],
                 cost_model=data["cost_model"],
                 hardware=data["hardware"],
+                placement=data["placement"],
                 versions=dict(data["versions"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -241,6 +246,7 @@ class _Job:
     batch_size: int | None
     cost_model: str | None
     hardware: str | None
+    placement: PlacementConstraints | None = None
     result: SearchResult | None = None
 
     @classmethod
@@ -266,6 +272,7 @@ class _Job:
                 batch_size=planner._batch_size,
                 cost_model=model.name if model else None,
                 hardware=model.hardware if model else None,
+                placement=getattr(planner, "placement_constraints", None),
                 result=getattr(planner, "last_result", None),
             )
         if topology is None:
@@ -298,8 +305,34 @@ class _Job:
             batch_size=self.batch_size,
             cost_model=self.cost_model,
             hardware=self.hardware,
+            placement=self.placement.to_json() if self.placement else None,
             versions=_versions(),
         )
+
+    def check_placement(self, stored: StoredPlan, path: str | Path) -> None:
+        """Refuse a plan with tables where this job does not want them."""
+        if not self.placement:
+            return
+        tables = [t.full_name for t in stored.fingerprint.tables]
+        rules = self.placement.rules(tables, stored.fingerprint.world_size)
+        breach = rules.breach(
+            {
+                f"{module}.{name}" if module else name: sharding.ranks
+                for module, name, sharding in plan_entries(stored.plan)
+            }
+        )
+        if breach is not None:
+            raise PlanMismatchError(
+                f"plan file '{path}' breaks the planner's placement constraints: "
+                f"{breach}. Plan anew, or change the constraints",
+                [
+                    PlanMismatch(
+                        field="placement",
+                        expected=_show(self.placement.to_json()),
+                        found=breach,
+                    )
+                ],
+            )
 
 
 def save_plan(
@@ -383,17 +416,20 @@ def load_plan(
 
     Raises:
         ConfigError: Neither a planner nor a topology is given, or both are.
-        PlanMismatchError: Tables, ranks or devices are not those of the plan.
+        PlanMismatchError: Tables, ranks or devices are not those of the plan, or it
+            breaks the planner's placement constraints.
         PlanFileError: The file is missing, damaged, or of a later version.
 
     Warns:
-        StalePlanWarning: Memory, batch size, cost model or package versions are not
-            those of the plan: it works, but a new one may be better.
+        StalePlanWarning: Memory, batch size, cost model, placement constraints or
+            package versions are not those of the plan: it works, but a new one may be
+            better.
     """
     job = _Job.of(planner, topology, batch_size, cost_model)
     stored = read_plan(path)
     current = job.fingerprint(*model_tables(stored.plan.plan, model))
     _check_fits(stored.fingerprint, current, path, stacklevel=3)
+    job.check_placement(stored, path)
     return stored.plan
 
 
@@ -521,6 +557,7 @@ class NeuroShardPlanLoader(PlanLoader):
             _tables_of(modules.items()), stored.fingerprint.unsharded
         )
         _check_fits(stored.fingerprint, current, self._path, stacklevel=4)
+        self._job.check_placement(stored, self._path)
         loaded = {}
         for path, name, sharding in plan_entries(stored.plan):
             option = self._find(space, path, name, sharding)
@@ -695,7 +732,13 @@ def _invalid(
 
 def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMismatch]:
     """Differences under which another plan may be better."""
-    for field_name in ("memory_bytes", "batch_size", "cost_model", "hardware"):
+    for field_name in (
+        "memory_bytes",
+        "batch_size",
+        "cost_model",
+        "hardware",
+        "placement",
+    ):
         a, b = getattr(current, field_name), getattr(stored, field_name)
         if a != b and a is not None and b is not None:
             yield _mismatch(field_name, a, b)
