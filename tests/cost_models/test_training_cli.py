@@ -102,8 +102,9 @@ def test_disturbed_records_take_no_part(
 ) -> None:
     path = write(tmp_path / "r.parquet")
     with RecordStore(path, header()) as store:
-        jumping = {"fwd_raw_ms": (1.0, 9.0), "bwd_raw_ms": (1.0, 9.0)}
-        store.append(dataclasses.replace(record(81, held_out=False), **jumping))
+        passes = (1.0, 9.0)
+        steady = record(81, held_out=False)
+        store.append(dataclasses.replace(steady, fwd_raw_ms=passes, bwd_raw_ms=passes))
     out = tmp_path / "b"
     code = main(
         ["train", str(path), "--out", str(out), "--epochs", "1", "--members", "1"]

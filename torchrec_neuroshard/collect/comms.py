@@ -152,6 +152,9 @@ class Ranks:
     ) -> None:
         """Join the other ranks, as torchrun's environment says.
 
+        A process group that is there already is used and left as it is; it must be of
+        the backend that is measured.
+
         Args:
             backend: `gloo` or `nccl`.
             timeout_seconds: A rank that is silent for so long has failed.
@@ -159,7 +162,8 @@ class Ranks:
 
         Raises:
             ConfigError: Not started by torchrun, by a single rank, on unlike nodes,
-                without the backend's devices, or with groups that cannot be made.
+                without the backend's devices, in a process group of another backend,
+                or with groups that cannot be made.
         """
         missing = [n for n in ("RANK", "WORLD_SIZE") if n not in os.environ]
         if missing:
@@ -194,7 +198,14 @@ class Ranks:
             torch.cuda.set_device(self.device)
         self._timeout_seconds = timeout_seconds
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        dist.init_process_group(backend, timeout=timeout)
+        self._is_guest = dist.is_initialized()
+        if not self._is_guest:
+            dist.init_process_group(backend, timeout=timeout)
+        elif dist.get_backend() != backend:
+            raise ConfigError(
+                f"this process is in a group of backend '{dist.get_backend()}'; "
+                f"measure '{backend}' before it is made or after it is destroyed"
+            )
         self._store = dist.distributed_c10d._get_default_store()
         self._control: dist.ProcessGroup | None = dist.new_group(
             backend="gloo", timeout=timeout
@@ -366,6 +377,8 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group, or give that up when it does not come to an end."""
+        if self._is_guest:
+            return
 
         def leave() -> None:
             with contextlib.suppress(RuntimeError, AssertionError, ValueError):

@@ -14,7 +14,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.simulator import PHASES
 
-__all__ = ["PhaseTimer", "PhaseTimes", "critical_times"]
+__all__ = ["PhaseTimer", "PhaseTimes", "critical_times", "embedding_ms"]
 
 _KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"
 _KERNEL_NODE = "SplitLookup"
@@ -178,15 +178,19 @@ def _kernel_node(output: torch.Tensor) -> Any:
     return node
 
 
-def critical_times(by_rank: Sequence[Sequence[PhaseTimes]]) -> list[dict[str, float]]:
+def critical_times(
+    by_rank: Sequence[Sequence[PhaseTimes]], *, one_clock: bool = True
+) -> list[dict[str, float]]:
     """What each phase of one iteration took over all ranks.
 
     Compute takes as long as on the slowest rank. A collective takes from the last
     rank's arrival to the last rank's end, so that waiting for compute is not counted
-    twice. All ranks must share one clock: one machine.
+    twice.
 
     Args:
         by_rank: What `PhaseTimer.take` returned on each rank.
+        one_clock: Whether all ranks are on one machine. Else a collective is taken to
+            be as long as on the rank that spends least in it, which arrived last.
 
     Returns:
         Phase -> milliseconds, for each sharded module.
@@ -198,9 +202,32 @@ def critical_times(by_rank: Sequence[Sequence[PhaseTimes]]) -> list[dict[str, fl
             if phase.endswith("compute"):
                 phases[phase] = max(r.duration_ms(phase) for r in ranks)
                 continue
+            if not one_clock:
+                phases[phase] = min(r.duration_ms(phase) for r in ranks)
+                continue
             spans = [s for r in ranks for s in r.spans[phase]]
             start = max((s[0] for s in spans), default=0.0)
             end = max((s[1] for s in spans), default=0.0)
             phases[phase] = (end - start) * 1e3
         totals.append(phases)
     return totals
+
+
+def embedding_ms(by_rank: Sequence[Sequence[PhaseTimes]]) -> float:
+    """What one iteration's embedding part took over all ranks [ms].
+
+    From the last rank's start to the last rank's end, forward and backward, added up
+    over sharded modules. All ranks must share one clock.
+
+    Args:
+        by_rank: What `PhaseTimer.take` returned on each rank.
+    """
+    total = 0.0
+    for ranks in zip(*by_rank, strict=True):
+        for half in (PHASES[:3], PHASES[3:]):
+            spans = [[s for name in half for s in r.spans[name]] for r in ranks]
+            begun = [s for s in spans if s]
+            if begun:
+                start = max(s[0][0] for s in begun)
+                total += (max(s[-1][1] for s in begun) - start) * 1e3
+    return total

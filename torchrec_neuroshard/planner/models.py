@@ -1,0 +1,198 @@
+"""Models of a table set, to be sharded and trained by any plan.
+
+Shapes: `B` samples, `D` columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.workloads.inputs import draw_batch, feature_names
+
+__all__ = [
+    "NUM_DENSE_FEATURES",
+    "OPTIMIZER_CLASSES",
+    "ClickBatch",
+    "ConcatDLRM",
+    "build_collection",
+    "draw_clicks",
+    "fill_tables",
+    "local_tables",
+]
+
+NUM_DENSE_FEATURES = 13
+"""Of the Criteo data."""
+
+OPTIMIZER_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+}
+"""`TableConfig.optimizer` -> the class that TorchRec fuses into its kernels."""
+
+_DENSE_WIDTH = 16
+_CHUNK_ROWS = 65_536
+
+
+def build_collection(
+    tables: Sequence[TableConfig], learning_rate: float = 0.01
+) -> EmbeddingBagCollection:
+    """Return the tables as a module on the "meta" device, optimizers applied.
+
+    Args:
+        tables: Shapes, features and optimizers.
+        learning_rate: Of all tables.
+    """
+    collection = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=t.name,
+                num_embeddings=t.num_embeddings,
+                embedding_dim=t.embedding_dim,
+                feature_names=list(feature_names(t)),
+            )
+            for t in tables
+        ],
+        device=torch.device("meta"),
+    )
+    for table, parameter in zip(tables, collection.parameters(), strict=True):
+        apply_optimizer_in_backward(
+            OPTIMIZER_CLASSES[table.optimizer], [parameter], {"lr": learning_rate}
+        )
+    return collection
+
+
+class ConcatDLRM(nn.Module):
+    """DLRM whose interaction is a concatenation, so that widths may differ."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        device: torch.device,
+        learning_rate: float = 0.01,
+    ) -> None:
+        """Build the dense layers, equal on all ranks, and tables without memory.
+
+        Args:
+            tables: As for `build_collection`.
+            device: Of the dense layers.
+            learning_rate: Of the tables.
+        """
+        super().__init__()
+        self.embeddings = build_collection(tables, learning_rate)
+        width = sum(t.embedding_dim * t.num_features for t in tables)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            bottom = nn.Linear(NUM_DENSE_FEATURES, _DENSE_WIDTH)
+            top = nn.Sequential(
+                nn.Linear(width + _DENSE_WIDTH, _DENSE_WIDTH),
+                nn.ReLU(),
+                nn.Linear(_DENSE_WIDTH, 1),
+            )
+        self.bottom, self.top = bottom.to(device), top.to(device)
+        self._features = [name for t in tables for name in feature_names(t)]
+
+    def forward(self, dense_BD: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Return the logits, `B`."""
+        below = torch.relu(self.bottom(dense_BD))
+        # In the tables' order: that of the outputs differs from plan to plan.
+        (pooled,) = KeyedTensor.regroup([self.embeddings(ids)], [self._features])
+        logits: torch.Tensor = self.top(torch.cat([pooled, below], dim=1))
+        return logits.squeeze(-1)
+
+
+class ClickBatch(NamedTuple):
+    """One rank's input of an iteration."""
+
+    dense_BD: torch.Tensor
+    ids: KeyedJaggedTensor
+    clicks_B: torch.Tensor
+
+
+def draw_clicks(
+    tables: Sequence[TableConfig], batch_size: int, seed: int, device: torch.device
+) -> ClickBatch:
+    """Draw a batch that reads the tables as their profiles say.
+
+    Args:
+        tables: As for `draw_batch`.
+        batch_size: Samples.
+        seed: Equal seeds give equal batches on any device.
+        device: Where the batch is put.
+    """
+    drawn = draw_batch(tables, batch_size, seed)
+    ids, lengths = zip(*drawn.values(), strict=True)
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(batch_size, NUM_DENSE_FEATURES, generator=generator)
+    clicks = torch.rand(batch_size, generator=generator).round()
+    jagged = KeyedJaggedTensor.from_lengths_sync(
+        keys=list(drawn),
+        values=torch.cat([torch.from_numpy(i) for i in ids]),
+        lengths=torch.cat([torch.from_numpy(n) for n in lengths]),
+    )
+    return ClickBatch(dense.to(device), jagged.to(device), clicks.to(device))
+
+
+def local_tables(
+    sharded: nn.Module,
+) -> Iterator[tuple[str, torch.Tensor, tuple[int, int]]]:
+    """Yield what a rank holds of the tables of a sharded model.
+
+    Yields:
+        Table, values of a shard (or of a replica), and its first row and column.
+    """
+    for key, value in sharded.state_dict().items():
+        _, found, rest = key.rpartition("embedding_bags.")
+        if not found:
+            continue
+        name = rest.removesuffix(".weight")
+        shards: Any = getattr(value, "local_shards", None)
+        if shards is None:
+            yield name, value, (0, 0)
+            continue
+        for shard in shards():
+            row, column = shard.metadata.shard_offsets
+            yield name, shard.tensor, (row, column)
+
+
+def fill_tables(sharded: nn.Module, tables: Sequence[TableConfig], seed: int) -> None:
+    """Write first weights that depend on table, row and column, not on the plan."""
+    numbers = {t.name: i for i, t in enumerate(tables)}
+    with torch.no_grad():
+        for name, values, (top, left) in local_tables(sharded):
+            number = numbers[name]
+            table = tables[number]
+            bottom, width = top + values.shape[0], values.shape[1]
+            for start in range(
+                top - top % _CHUNK_ROWS, bottom, _CHUNK_ROWS
+            ):  # chunks begin at the same rows whatever the shard
+                chunk = _draw_chunk(table, (seed, number, start), values.device)
+                low = max(start, top)
+                high = min(start + len(chunk), bottom)
+                values[low - top : high - top].copy_(
+                    chunk[low - start : high - start, left : left + width]
+                )
+
+
+def _draw_chunk(
+    table: TableConfig, key: tuple[int, int, int], device: torch.device
+) -> torch.Tensor:
+    seed, number, start = key
+    rows = min(_CHUNK_ROWS, table.num_embeddings - start)
+    generator = torch.Generator(device=device).manual_seed(
+        (seed * 1_000 + number) * 1_000_000 + start // _CHUNK_ROWS
+    )
+    bound = table.num_embeddings**-0.5
+    values = torch.empty(rows, table.embedding_dim, device=device)
+    return values.uniform_(-bound, bound, generator=generator)

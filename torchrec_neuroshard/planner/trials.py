@@ -1,0 +1,304 @@
+"""Trains a plan for a few iterations and tells how long what took."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.planner.models import (
+    OPTIMIZER_CLASSES,
+    ClickBatch,
+    ConcatDLRM,
+    fill_tables,
+    local_tables,
+)
+from torchrec_neuroshard.planner.phase_timer import (
+    PhaseTimer,
+    critical_times,
+    embedding_ms,
+)
+from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.tables import TableConfig
+
+__all__ = ["TrialConfig", "TrialError", "TrialResult", "run_trial"]
+
+
+class TrialError(NeuroShardError):
+    """A plan could not be trained; the ranks are still in step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialConfig:
+    """How long a plan is trained."""
+
+    warm_up: int = 3
+    """Iterations before the timed ones."""
+    iterations: int = 12
+    """Iterations timed as a whole, as in production: nothing waits for the device."""
+    phase_iterations: int = 6
+    """Further ones whose phases are timed, for which a GPU is waited for often."""
+    learning_rate: float = 0.01
+    seed: int = 0
+    """Of the tables' first weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "phase_iterations"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        if self.warm_up < 0:
+            raise ConfigError(f"warm_up must be at least 0, got {self.warm_up}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrialResult:
+    """What one trial took, by the clock; the same on all ranks."""
+
+    iteration_ms: tuple[float, ...]
+    """Each timed iteration, on its slowest rank."""
+    embedding_ms: tuple[float, ...]
+    """Of each iteration with timed phases: from the last rank's start to the last
+    rank's end, in both directions; without a common clock, its phases added up."""
+    phases_ms: dict[str, tuple[float, ...]]
+    """The same iterations by phase; see `critical_times`."""
+    losses: tuple[float, ...]
+    """Mean over the ranks, of all iterations from the first."""
+    weight_bytes: tuple[int, ...]
+    """Tables that each rank holds."""
+    peak_bytes: tuple[int, ...]
+    """Most memory in use on each rank's GPU; 0 on a CPU, where nobody counts."""
+    num_kernels: tuple[int, ...]
+    """Fused kernels of each rank."""
+    reference_ms: tuple[float, ...]
+    """What `reference` told, of each rank; 0 without one."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return asdict(self)
+
+
+def run_trial(
+    plan: ShardingPlan,
+    tables: Sequence[TableConfig],
+    batches: Sequence[ClickBatch],
+    config: TrialConfig,
+    *,
+    control: dist.ProcessGroup,
+    one_clock: bool = True,
+    reference: Callable[[], float] | None = None,
+) -> TrialResult:
+    """Train a `ConcatDLRM` of the tables under a plan; call it on every rank.
+
+    All trials of the same tables start from the same weights.
+
+    Args:
+        plan: For the module `embeddings` of `ConcatDLRM`.
+        tables: Its tables.
+        batches: This rank's input, taken in turn; where they are is where the tables
+            go.
+        config: How long.
+        control: A gloo group of all ranks, for what is not part of training.
+        one_clock: Whether all ranks are on one machine; see `critical_times`.
+        reference: Told before and after; on a CPU, what its speed just is.
+
+    Raises:
+        TrialError: A rank failed; which one and why. The ranks are in step if it did so
+            before its first collective, as when memory is short; else the others fail
+            only by the process group's timeout.
+    """
+    trial = _Trial(tables, batches, config, control)
+    failure, mine = "", {}
+    try:
+        trial.build(plan)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    _agree(failure, control)
+    before = reference() if reference is not None else 0.0
+    try:
+        mine = trial.train()
+    except RuntimeError as error:
+        failure = f"{type(error).__name__}: {error}"
+    _agree(failure, control)
+    after = reference() if reference is not None else 0.0
+    mine["reference_ms"] = (before + after) / 2
+    trial.close()
+    return _summarise(_gather(mine, control), one_clock)
+
+
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _agree(failure: str, group: dist.ProcessGroup) -> None:
+    """Raise on all ranks if one failed."""
+    failures = {r: f for r, f in enumerate(_gather(failure, group)) if f}
+    if failures:
+        rank, reason = min(failures.items())
+        raise TrialError(f"rank {rank}: {reason.strip().splitlines()[0]}")
+
+
+class _Trial:
+    """One rank's part."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        batches: Sequence[ClickBatch],
+        config: TrialConfig,
+        control: dist.ProcessGroup,
+    ) -> None:
+        self._tables, self._batches, self._config = tables, batches, config
+        self._control = control
+        self._device = batches[0].dense_BD.device
+        self._on_gpu = self._device.type == "cuda"
+        self._step_number = 0
+        self._losses: list[torch.Tensor] = []
+
+    def build(self, plan: ShardingPlan) -> None:
+        """Shard the model and write its first weights."""
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        rate = self._config.learning_rate
+        self._model: nn.Module = DistributedModelParallel(
+            ConcatDLRM(self._tables, self._device, rate),
+            device=self._device,
+            plan=plan,
+            sharders=[EmbeddingBagCollectionSharder()],
+        )
+        fill_tables(self._model, self._tables, self._config.seed)
+        self._optimizers = self._make_optimizers(plan, rate)
+
+    def _make_optimizers(
+        self, plan: ShardingPlan, rate: float
+    ) -> list[torch.optim.Optimizer]:
+        """Optimizers of what is not trained inside a kernel's backward pass."""
+        replicas = {
+            name
+            for module_plan in plan.plan.values()
+            for name, sharding in module_plan.items()
+            if sharding.sharding_type == "data_parallel"
+        }
+        by_table = {t.name: t for t in self._tables}
+        named = dict(self._model.named_parameters())
+        dense = dict(in_backward_optimizer_filter(iter(named.items())))
+        kept: dict[type[torch.optim.Optimizer], list[nn.Parameter]] = {}
+        for path, parameter in named.items():
+            table = path.removesuffix(".weight").rpartition(".")[2]
+            if "embedding_bags" in path:
+                if table not in replicas:
+                    continue
+                kind = OPTIMIZER_CLASSES[by_table[table].optimizer]
+            elif path in dense:
+                kind = torch.optim.SGD
+            else:
+                continue
+            kept.setdefault(kind, []).append(parameter)
+        return [
+            kind(parameters, lr=rate)  # type: ignore[call-arg]
+            for kind, parameters in kept.items()
+        ]
+
+    def train(self) -> dict[str, Any]:
+        """Run the iterations; what this rank saw."""
+        config = self._config
+        for _ in range(config.warm_up):
+            self._step()
+        iteration_ms = [self._step() for _ in range(config.iterations)]
+        timer = PhaseTimer(self._model, self._device)
+        self._step()  # hooks are new
+        timer.take()
+        steps = []
+        for _ in range(config.phase_iterations):
+            self._step()
+            steps.append(timer.take())
+        held = [values for _, values, _ in local_tables(self._model)]
+        return {
+            "iteration_ms": iteration_ms,
+            "steps": steps,
+            "losses": [float(loss) for loss in self._losses],
+            "weight_bytes": sum(v.numel() * v.element_size() for v in held),
+            "peak_bytes": self._peak_bytes(),
+            "num_kernels": timer.num_kernels,
+        }
+
+    def _peak_bytes(self) -> int:
+        if not self._on_gpu:
+            return 0
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def _step(self) -> float:
+        """One iteration [ms]."""
+        batch = self._batches[self._step_number % len(self._batches)]
+        self._step_number += 1
+        self._synchronize()
+        dist.barrier(group=self._control)
+        start = time.perf_counter()
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        logits = self._model(batch.dense_BD, batch.ids)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.clicks_B)
+        torch.autograd.backward(loss)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self._synchronize()
+        end = time.perf_counter()
+        self._losses.append(loss.detach())
+        return (end - start) * 1e3
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        del self._model
+        self._optimizers.clear()
+        self._losses.clear()
+        gc.collect()
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _summarise(everyone: Sequence[dict[str, Any]], one_clock: bool) -> TrialResult:
+    """Put the ranks together."""
+    phases: dict[str, list[float]] = {name: [] for name in PHASES}
+    embedding = []
+    for by_rank in zip(*(m["steps"] for m in everyone), strict=True):
+        critical = critical_times(by_rank, one_clock=one_clock)
+        for name in PHASES:
+            phases[name].append(sum(c[name] for c in critical))
+        embedding.append(
+            embedding_ms(by_rank)
+            if one_clock
+            else sum(sum(c.values()) for c in critical)
+        )
+    losses = zip(*(m["losses"] for m in everyone), strict=True)
+
+    def each(name: str) -> tuple[Any, ...]:
+        return tuple(m[name] for m in everyone)
+
+    return TrialResult(
+        iteration_ms=tuple(map(max, zip(*each("iteration_ms"), strict=True))),
+        embedding_ms=tuple(embedding),
+        phases_ms={name: tuple(values) for name, values in phases.items()},
+        losses=tuple(sum(row) / len(row) for row in losses),
+        weight_bytes=each("weight_bytes"),
+        peak_bytes=each("peak_bytes"),
+        num_kernels=each("num_kernels"),
+        reference_ms=each("reference_ms"),
+    )
