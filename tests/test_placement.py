@@ -191,6 +191,7 @@ def test_rules_on_company_are_put_in_order() -> None:
     assert task.allowed_ranks == ((1, 3), (), (), (), ())
     assert task.together == ((0, 1, 2),)
     assert task.max_shards == (1, 1, 1, 2, 1)
+    assert make_task(8, 8, allowed_ranks=((), (1, 3))).max_shards == (4, 2)
     assert task.apart == ((1, 3), (3, 4))
     assert task.is_constrained
     free = make_task(8, 8, allowed_ranks=((), range(4)), together=((1,),))

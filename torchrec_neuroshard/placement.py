@@ -50,8 +50,8 @@ class ShardingTask:
     uneven: bool = True
     """Whether shards of one table may differ in width."""
     allowed_ranks: tuple[tuple[int, ...], ...] = ()
-    """Per table: the ranks that may hold shards of it. An empty inner tuple is any
-    rank, an empty field any for all tables."""
+    """Per table: the ranks that may hold shards of it, which `max_shards` is lowered to
+    the number of. An empty inner tuple is any rank, an empty field any for all."""
     together: tuple[tuple[int, ...], ...] = ()
     """Sets of tables (indices) that lie whole, all of a set on one common rank: their
     `max_shards` becomes 1. Sets that share a table are joined."""
@@ -107,8 +107,11 @@ class ShardingTask:
             )
         object.__setattr__(self, "allowed_ranks", self._checked_ranks())
         together = joined_sets(self._checked_sets("together"))
-        whole = {t for tables in together for t in tables}
-        most = (1 if t in whole else m for t, m in enumerate(self.max_shards))
+        most = list(self.max_shards)
+        for table, ranks in enumerate(self.allowed_ranks):
+            most[table] = min(most[table], len(ranks) or self.world_size)
+        for table in (t for tables in together for t in tables):
+            most[table] = 1
         object.__setattr__(self, "max_shards", tuple(most))
         # What one table alone is asked needs no set.
         several = tuple(tables for tables in together if len(tables) > 1)

@@ -85,9 +85,13 @@ class Searcher(ABC):
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        """Find a placement.
+        """Find a placement that keeps to the task's limits and rules on ranks.
+
+        A search that knows no such rules refuses a task that has some: see
+        `rules.require_unconstrained`.
 
         Raises:
             InfeasibleError: The tables cannot fit; names the table or the total, and
                 what would make it fit.
+            ConfigError: The task has rules on ranks that the search does not know.
         """

@@ -48,12 +48,15 @@ class BeamPlan:
 
 def required_splits(bank: ShardBank) -> State:
     """Return the fewest shards of each table such that each shard fits some rank."""
-    task = bank.task
-    largest = float(bank.caps_W.max())
+    task, allowed_TW = bank.task, bank.rules.allowed_TW
+    largest_T = np.full(len(task.tables), bank.caps_W.max())
+    if allowed_TW is not None:
+        largest_T = np.where(allowed_TW, bank.caps_W, 0.0).max(axis=1)
     needed = []
     for table in range(len(task.tables)):
         splits = bank.splits(table)
         needed.append(splits[0])
+        largest = float(largest_T[table])
         if task.shard_bytes(table, task.tables[table].embedding_dim) <= largest:
             continue
         needed[-1] = next(
@@ -85,7 +88,9 @@ class _Beam:
         pairs = [
             (t, w) for t in split for w in split_widths(self.bank.task, t, state[t])
         ]
-        whole = np.delete(self.bank.whole_T, split)
+        is_whole = self.bank.leads_T.copy()
+        is_whole[split] = False
+        whole = self.bank.whole_T[is_whole]
         if not pairs:
             return whole
         table, width = np.array(pairs).T

@@ -24,6 +24,9 @@ Where few sets exist all are looked at: a proof, given assumption 1. On all othe
 the cheapest sets are looked for by local search, last by a longer one, and cheaper
 ones may have been missed; there the second assumption is made, too.
 
+Rules on ranks (which, and in whose company) are not looked at: without them, no plan is
+slower.
+
 1. *Collectives* are shortest where all ranks hold equally many columns and ids, and for
    a rank that holds more than its share, where the others hold equally many; loosened
    where the best plan known shows otherwise.
@@ -247,7 +250,7 @@ class _Stage:
             bank.groups_T[self.tables], return_inverse=True
         )
         self.num_groups = len(present)
-        self.index_bytes_T: Floats = bank.simulator.index_bytes_per_table[self.tables]
+        self.index_bytes_T: Floats = bank.index_bytes_T[self.tables]
         self.most_bytes = float(bank.caps_W.max()) * (1 + TOLERANCE)
         self._grids = self._comms_grids() if min(weights) > 0 else []
         self.least_comms_ms = float(sum(ms[0] for _, ms in self._grids))

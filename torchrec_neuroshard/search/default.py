@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections.abc import Sequence
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.beam import beam_search
-from torchrec_neuroshard.search.bounds import lower_bound
+from torchrec_neuroshard.search.bounds import NUM_ROUNDS, lower_bound
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.progress import Watch
 from torchrec_neuroshard.search.refine import Plan, refine
+from torchrec_neuroshard.search.rules import check_constraints, follow, merged
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
 
@@ -42,8 +44,9 @@ class NeuroShardSearcher(Searcher):
         """Find a placement.
 
         Raises:
-            InfeasibleError: The tables cannot fit; names the table or the total, and
-                what would make it fit.
+            InfeasibleError: The tables cannot fit or be where the rules on ranks want
+                them; names the table or the total, and what would make it fit.
+            ConfigError: Rules on ranks contradict each other.
         """
         start = time.monotonic()
         deadline = start + self.config.time_budget_seconds
@@ -61,14 +64,15 @@ class NeuroShardSearcher(Searcher):
         self, simulator: Simulator, deadline: float, watch: Watch, bounded: bool = True
     ) -> SearchResult:
         task, start = simulator.task, time.monotonic()
-        check_memory(task)
+        check_constraints(task)
+        check_memory(merged(task))
         if count_placements(task) <= self.config.exhaustive_limit:
             result = ExhaustiveSearcher().search(
                 task, simulator.cost_model, simulator.comms_model
             )
             warnings = range_messages(simulator, result.placement)
             return dataclasses.replace(result, warnings=warnings)
-        bank = ShardBank(simulator)
+        bank = ShardBank(simulator, merge=True)
         best, bound = self._plan(bank, deadline, watch, bounded)
         return finish_result(bank, best, bound, start)
 
@@ -114,7 +118,7 @@ class NeuroShardSearcher(Searcher):
             plans = [pack(bank.task)]
         if watch.observer is not None and bounded:
             first_ms = Plan(bank, plans[0]).critical_ms
-            watch.bound(lower_bound(bank, plans, first_ms, seed=config.seed, rounds=0))
+            watch.bound(self._bound(bank, plans, first_ms, deadline, rounds=0))
         best = plans[0]
         if config.refine:
             best, _ = refine(bank, plans, config, refining, watch)
@@ -122,10 +126,32 @@ class NeuroShardSearcher(Searcher):
             return best, 0.0
         best_ms = Plan(bank, best).critical_ms
         watch.report("bounding", best_ms=best_ms)
-        placed = [best, *plans]
-        return best, lower_bound(
-            bank, placed, best_ms, seed=config.seed, deadline=deadline
+        return best, self._bound(bank, [best, *plans], best_ms, deadline)
+
+    def _bound(
+        self,
+        bank: ShardBank,
+        plans: Sequence[Ints],
+        best_ms: float,
+        deadline: float,
+        rounds: int = NUM_ROUNDS,
+    ) -> float:
+        """Bound the task with each table for itself."""
+        task, each = bank.simulator.task, bank
+        if task.together:
+            each = ShardBank(bank.simulator)
+            plans = [follow(task, p.copy()) for p in plans]
+        bound = lower_bound(
+            each,
+            plans,
+            best_ms,
+            seed=self.config.seed,
+            deadline=deadline,
+            rounds=rounds,
         )
+        if each is not bank:
+            bank.num_evaluated += each.num_evaluated
+        return bound
 
 
 def finish_result(
@@ -135,12 +161,13 @@ def finish_result(
 
     Args:
         bank: The task's shards.
-        width_TW: Columns of each table on each rank.
+        width_TW: Columns of each table, followers (see `rules`) aside, on each rank.
         bound_ms: Lower bound of the critical path.
         start: `time.monotonic()` when the search began.
     """
-    placement = placement_from_widths(width_TW)
-    placement.check(bank.task)
+    task = bank.simulator.task
+    placement = placement_from_widths(follow(task, width_TW.copy()))
+    placement.check(task)
     predicted = bank.simulator.evaluate(placement)
     bound = min(bound_ms, predicted.critical_path_ms)
     gap = predicted.critical_path_ms / bound - 1 if bound > 0 else 0.0

@@ -16,6 +16,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.rules import Rules, check_constraints
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator, critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
@@ -40,8 +41,8 @@ class ExhaustiveSearcher(Searcher):
         """Find the best placement there is.
 
         Raises:
-            ConfigError: The task has too many placements.
-            InfeasibleError: No placement keeps to the memory.
+            ConfigError: The task has too many placements, or contradictory rules.
+            InfeasibleError: No placement keeps to the memory and the rules on ranks.
         """
         start = time.monotonic()
         if count_placements(task) > self.max_placements * (1 + 1e-9):
@@ -50,6 +51,7 @@ class ExhaustiveSearcher(Searcher):
                 f"search takes at most {self.max_placements}; use fewer or narrower "
                 "tables"
             )
+        check_constraints(task)
         options = [_options(task, t) for t in range(len(task.tables))]
         count = math.prod(len(o) for o in options)
         simulator = Simulator(task, cost_model, comms_model)
@@ -63,8 +65,8 @@ class ExhaustiveSearcher(Searcher):
                 best, best_ms = first + int(cost.argmin()), float(cost.min())
         if not np.isfinite(best_ms):
             raise InfeasibleError(
-                "none of the task's placements keeps to the ranks' memory; give them "
-                "more or allow narrower shards"
+                "none of the task's placements keeps to the ranks' memory and to the "
+                "rules on them; give them more, allow narrower shards or drop rules"
             )
         widths = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
         for table, option in enumerate(options):
@@ -88,13 +90,17 @@ class ExhaustiveSearcher(Searcher):
         radix: Ints,
         sets: _RankSets,
     ) -> Floats:
-        """Critical path of each placement; infinite where it breaks the memory."""
+        """Critical path of each placement; infinite where it breaks a limit."""
         task = simulator.task
         code = np.zeros((len(index_C), task.world_size), dtype=np.int64)
+        held: dict[int, Ints] = {}
+        bound = {t for tables in (*task.together, *task.apart) for t in tables}
         rest = index_C
         for table, option in enumerate(options):
             rest, place = np.divmod(rest, len(option))
             code += option[place] * radix[table]
+            if table in bound:
+                held[table] = (option[place] > 0).astype(np.int64)
         cost = critical_path(
             simulator.phases(
                 sets.cost_SS2[code], sets.columns_SS[code], sets.index_bytes_SS[code]
@@ -103,6 +109,12 @@ class ExhaustiveSearcher(Searcher):
         if task.memory_bytes:
             over = sets.bytes_S[code] > np.asarray(task.memory_bytes)
             cost[over.any(axis=1)] = np.inf
+        for tables in task.together:
+            for table in tables[1:]:
+                cost[(held[table] != held[tables[0]]).any(axis=1)] = np.inf
+        for tables in task.apart:
+            crowd = np.sum([held[t] for t in tables], axis=0)
+            cost[(crowd > 1).any(axis=1)] = np.inf
         return cost
 
 
@@ -120,6 +132,10 @@ def _options(task: ShardingTask, table: int) -> Ints:
     """Every way to spread a table's columns, `O x W` in units of four columns."""
     units = task.tables[table].embedding_dim // COLUMN_MULTIPLE
     narrowest = max(1, -(-task.min_widths[table] // COLUMN_MULTIPLE))
+    allowed_TW = Rules(task).allowed_TW
+    closed: Ints = np.array([], dtype=np.int64)
+    if allowed_TW is not None:
+        closed = np.flatnonzero(~allowed_TW[table])
     found = []
     for cuts in itertools.combinations(
         range(units + task.world_size - 1), task.world_size - 1
@@ -132,7 +148,7 @@ def _options(task: ShardingTask, table: int) -> Ints:
             and len(held) <= task.max_shards[table]
             and (task.uneven or len(set(held)) == 1)
         )
-        if legal:
+        if legal and not any(parts[rank] for rank in closed):
             found.append(parts)
     return np.array(found, dtype=np.int64)
 

@@ -14,6 +14,7 @@ from scipy import optimize, sparse
 
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.rules import Rules
 from torchrec_neuroshard.search.shards import Floats, Ints, legal_splits, split_widths
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -23,6 +24,8 @@ _GIB = 2**30
 
 PACK_SECONDS = 10.0
 """Time limit of the exact packing."""
+MOST_MEMORY = 1e6
+"""Times the memory with which packing must succeed if it ever does."""
 MAX_PACK_VARIABLES = 50_000
 """Tables x ranks up to which exact packing is tried."""
 
@@ -43,13 +46,15 @@ def check_memory(task: ShardingTask) -> None:
     """
     if not task.memory_bytes:
         return
-    caps = np.asarray(task.memory_bytes, dtype=np.float64)
-    freest = int(caps.argmax())
+    caps_W = np.asarray(task.memory_bytes, dtype=np.float64)
+    allowed_TW = Rules(task).allowed_TW
     total = 0.0
     for table, config in enumerate(task.tables):
         width = config.embedding_dim
         whole = task.shard_bytes(table, width)
         total += whole
+        caps = caps_W if allowed_TW is None else caps_W * allowed_TW[table]
+        freest = int(caps.argmax())
         if whole <= caps[freest]:
             continue
         most = legal_splits(task, table)[-1]
@@ -83,17 +88,21 @@ def check_memory(task: ShardingTask) -> None:
                     "sharding or more shards for it, or raise world_size "
                     f"({task.world_size})."
                 )
-    if total > caps.sum():
-        ranks = int(np.ceil(total / caps.mean()))
+    if total > caps_W.sum():
+        ranks = int(np.ceil(total / caps_W.mean()))
         raise InfeasibleError(
             f"the tables need {total / _GIB:.2f} GiB in all, the {task.world_size} "
-            f"ranks have {caps.sum() / _GIB:.2f} GiB. Raise world_size to at least "
+            f"ranks have {caps_W.sum() / _GIB:.2f} GiB. Raise world_size to at least "
             f"{ranks}, use a smaller data_type or optimizer state, or allow offloading."
         )
 
 
 def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
-    """Find a placement within memory, costs aside.
+    """Find a placement within memory and the rules on ranks, costs aside.
+
+    Args:
+        task: The task; of tables that lie together only leaders count (see `rules`).
+        seconds: Time limit of the exact packing.
 
     Returns:
         `T x W` widths.
@@ -108,14 +117,22 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
 
 
 def _fill(task: ShardingTask) -> Ints | None:
-    """Best fit, largest first; a table that fits no rank is spread over the freest."""
+    """Best fit, largest first; a table that fits no rank is spread over the freest.
+
+    Tables with few ranks to be on come before all others.
+    """
     num_tables, num_ranks = len(task.tables), task.world_size
-    free = np.asarray(task.memory_bytes, dtype=np.float64).copy()
+    rules = Rules(task)
+    freedom = rules.freedom(np.arange(num_tables)).tolist()
+    left = np.asarray(_limits(task)).copy()
     width_TW = np.zeros((num_tables, num_ranks), dtype=np.int64)
     sizes = [
         task.shard_bytes(t, task.tables[t].embedding_dim) for t in range(num_tables)
     ]
-    for table in sorted(range(num_tables), key=lambda t: (-sizes[t], t)):
+    for table in sorted(range(num_tables), key=lambda t: (freedom[t], -sizes[t], t)):
+        free = left
+        if rules:
+            free = np.where(rules.open_ranks(width_TW, table), left, -np.inf)
         fits = np.flatnonzero(free >= sizes[table])
         if len(fits):
             widths = {int(fits[free[fits].argmin()]): task.tables[table].embedding_dim}
@@ -126,8 +143,20 @@ def _fill(task: ShardingTask) -> Ints | None:
             widths = spread
         for rank, width in widths.items():
             width_TW[table, rank] = width
-            free[rank] -= task.shard_bytes(table, width)
+            left[rank] -= task.shard_bytes(table, width)
     return width_TW
+
+
+def _limits(task: ShardingTask) -> tuple[float, ...]:
+    """Memory of each rank [bytes]; enough for everything where it is unlimited."""
+    if task.memory_bytes:
+        return task.memory_bytes
+    total = sum(
+        task.fixed_bytes[t] * task.max_shards[t]
+        + task.column_bytes[t] * c.embedding_dim
+        for t, c in enumerate(task.tables)
+    )
+    return (max(1.0, total),) * task.world_size
 
 
 def spread_columns(
@@ -144,13 +173,13 @@ def spread_columns(
         sizes = [task.shard_bytes(table, w) for w in widths]
         if all(free[r] >= s for r, s in zip(ranks[:k], sizes, strict=True)):
             return {int(r): w for r, w in zip(ranks[:k], widths, strict=True)}
-    if not task.uneven:
+    if not task.uneven or task.max_shards[table] <= 1:
         return None
     left, spread = task.tables[table].embedding_dim, dict[int, int]()
     narrowest = max(COLUMN_MULTIPLE, task.min_widths[table])
     for rank in ranks[: max(1, task.max_shards[table])].tolist():
         room = (free[rank] - task.fixed_bytes[table]) / task.column_bytes[table]
-        width = min(left, int(max(room, 0) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
+        width = int(np.clip(room, 0, left)) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
         if 0 < left - width < narrowest:
             width = left - narrowest
         if width >= narrowest:
@@ -181,7 +210,7 @@ def _solve(task: ShardingTask, seconds: float) -> Ints:
                 break
             if _within_memory(task, outcome):
                 return outcome
-    caps = np.asarray(task.memory_bytes, dtype=np.float64)
+    caps = np.asarray(_limits(task))
     total = sum(task.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables))
     status = (
         "proven by exact packing" if proven else "no packing was found, none disproven"
@@ -190,12 +219,21 @@ def _solve(task: ShardingTask, seconds: float) -> Ints:
         range(num_tables),
         key=lambda t: task.shard_bytes(t, task.tables[t].embedding_dim),
     )
+    factor = _sufficient_factor(task)
+    remedy = (
+        f"It fits with {factor:.2f} times the memory; or lower min_partition, or raise "
+        f"world_size ({num_ranks})"
+        if factor
+        else f"Raise world_size ({num_ranks})"
+    )
+    rules = Rules(task)
+    if rules:
+        remedy += ", or allow tables more ranks (allowed_ranks, apart)"
     raise InfeasibleError(
         f"the tables need {total / _GIB:.2f} GiB in all and the {num_ranks} ranks have "
         f"{caps.sum() / _GIB:.2f} GiB, but no split allowed puts every shard on a rank "
-        f"({status}); the largest is {_describe(task, largest)}. It fits with "
-        f"{_sufficient_factor(task):.2f} times the memory; or lower min_partition, or "
-        f"raise world_size ({num_ranks})."
+        f"{'that may take it ' if rules else ''}({status}); the largest is "
+        f"{_describe(task, largest)}. {remedy}."
     )
 
 
@@ -203,17 +241,22 @@ def _within_memory(task: ShardingTask, width_TW: Ints) -> bool:
     used = [0.0] * task.world_size
     for table, rank in zip(*np.nonzero(width_TW), strict=True):
         used[rank] += task.shard_bytes(int(table), int(width_TW[table, rank]))
-    return all(u <= cap for u, cap in zip(used, task.memory_bytes, strict=True))
+    return all(u <= cap for u, cap in zip(used, _limits(task), strict=True))
 
 
 def _sufficient_factor(task: ShardingTask) -> float:
-    """Return by how much more memory on every rank best-fit packing succeeds."""
+    """Return by how much more memory on every rank best-fit packing succeeds.
+
+    0 where it does not succeed whatever the memory.
+    """
     low, high = 1.0, 2.0
 
     def packs(factor: float) -> bool:
         memory = tuple(int(factor * m) for m in task.memory_bytes)
         return _fill(dataclasses.replace(task, memory_bytes=memory)) is not None
 
+    if not packs(MOST_MEMORY):
+        return 0.0
     while not packs(high):
         low, high = high, 2 * high
     while high - low > 0.005:
@@ -251,6 +294,14 @@ class _Program:
         return widths.reshape(self.shape)
 
 
+def _membership(task: ShardingTask) -> npt.NDArray[np.bool_]:
+    """Which tables each set of `apart` has, one row a set."""
+    member = np.zeros((len(task.apart), len(task.tables)), dtype=bool)
+    for row, tables in zip(member, task.apart, strict=True):
+        row[list(tables)] = True
+    return member
+
+
 def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
     """Variables per rank and kind of shard: how many units of columns, and whether any.
 
@@ -283,7 +334,7 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
         return sparse.csr_array((values, (row, cells)), shape=(num_rows, size))
 
     one = block(1.0, cells, size)
-    scale = 1.0 / max(task.memory_bytes)
+    scale = 1.0 / max(_limits(task))
     fixed = np.asarray(task.fixed_bytes)[table_K][kind] * scale
     column = np.asarray(task.column_bytes)[table_K][kind] * unit_K[kind] * scale
     num_tables = len(task.tables)
@@ -293,7 +344,7 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
         (unit_K[kind].astype(np.float64), (cell, cells)),
         shape=(num_tables * num_ranks, 2 * size),
     )
-    caps = np.asarray(task.memory_bytes) * scale * (1 - shrink)
+    caps = np.asarray(_limits(task)) * scale * (1 - shrink)
     per_table = block(unit_K[kind], table_K[kind], num_tables)
     per_kind = block(1.0, kind, num_kinds)
     most, fewest = block(most_K[kind], cells, size), block(fewest_K[kind], cells, size)
@@ -308,7 +359,20 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
         (sparse.hstack([0 * per_kind, per_kind]), 0.0, limits),
         (sparse.hstack(memory), -np.inf, caps),
     ]
+    if task.apart:
+        # Of the tables of a set at most one on each rank.
+        apart = _membership(task)[:, table_K[kind]]
+        number, cell = np.nonzero(apart)
+        row = number * num_ranks + ranks[cell]
+        matrix = sparse.csr_array(
+            (np.ones(len(row)), (row, size + cell)),
+            shape=(len(task.apart) * num_ranks, 2 * size),
+        )
+        blocks.append((matrix, 0.0, 1.0))
     upper = np.concatenate([most_K[kind], np.ones(size)])
+    allowed_TW = Rules(task).allowed_TW
+    if allowed_TW is not None:
+        upper *= np.tile(allowed_TW[table_K[kind], ranks], 2)
     if not task.uneven:
         # A binary per kind says whether its table is split this way.
         blocks = [

@@ -55,9 +55,9 @@ def place_lanes(
     Each shard goes to the rank whose resulting contribution to the critical path grows
     least, by the additive approximation and a smooth stand-in for the slowest rank of
     each phase: the sum over ranks and phases of the fourth powers. Eligible are ranks
-    that have memory for it, hold no other shard of its table and stay within the lane's
-    cap on columns. Where no rank stays within the cap, the rank with the fewest columns
-    exceeds it.
+    that may take it by the task's rules, have memory for it, hold no other shard of its
+    table and stay within the lane's cap on columns. Where no rank stays within the cap,
+    the rank with the fewest columns exceeds it.
 
     Args:
         bank: The task's shards.
@@ -65,7 +65,7 @@ def place_lanes(
         caps_L: Cap on a rank's columns, relative to the mean.
 
     Returns:
-        The rank of each shard (-1 where none has memory) and whether all were placed.
+        The rank of each shard (-1 where none may take it) and whether all were placed.
     """
     num_lanes, num_shards = rows_LN.shape
     num_ranks = bank.task.world_size
@@ -96,6 +96,7 @@ def place_lanes(
     )
     capped = bool(np.isfinite(caps_L).any())
     holds = np.zeros((num_lanes, len(split_tables), num_ranks), dtype=bool)
+    company = _Company(bank, num_lanes) if bank.rules else None
     rank_LN = np.full(rows_LN.shape, -1, dtype=np.int64)
     placed = np.ones(num_lanes, dtype=bool)
     lanes = np.arange(num_lanes)
@@ -115,6 +116,8 @@ def place_lanes(
         if is_split_N[i]:
             taken = holds[lanes, slot_LN[:, i]] & split_LN[:, i, None]
             result[taken] = np.inf
+        if company is not None:
+            result[company.closed(table_LN[:, i])] = np.inf
         best = result.argmin(axis=1)
         fits = np.isfinite(result[lanes, best])
         placed &= fits | ~active
@@ -128,7 +131,35 @@ def place_lanes(
         if is_split_N[i]:
             spread = split_LN[lane, i]
             holds[lane[spread], slot_LN[lane[spread], i], chosen[spread]] = True
+        if company is not None:
+            company.add(lane, table_LN[lane, i], chosen)
     return rank_LN, placed
+
+
+class _Company:
+    """What the rules on ranks come to as lanes fill up."""
+
+    def __init__(self, bank: ShardBank, num_lanes: int) -> None:
+        self.rules = rules = bank.rules
+        # The table of each set that a rank holds; the last set stays empty.
+        shape = (num_lanes, rules.num_sets + 1, bank.task.world_size)
+        self.holder_LAW = np.full(shape, -1, dtype=np.int32)
+
+    def closed(self, table_L: Ints) -> npt.NDArray[np.bool_]:
+        """Ranks that may not take a shard of each lane's table, `L x W`."""
+        lanes, sets_LK = np.arange(len(table_L))[:, None], self.rules.sets_TK[table_L]
+        holder_LKW = self.holder_LAW[lanes, sets_LK]
+        other = (holder_LKW >= 0) & (holder_LKW != table_L[:, None, None])
+        closed: npt.NDArray[np.bool_] = other.any(axis=1)
+        if self.rules.allowed_TW is not None:
+            closed |= ~self.rules.allowed_TW[table_L]
+        return closed
+
+    def add(self, lane_N: Ints, table_N: Ints, rank_N: Ints) -> None:
+        """Put a shard on a rank in some lanes."""
+        sets_NK = self.rules.sets_TK[table_N]
+        self.holder_LAW[lane_N[:, None], sets_NK, rank_N[:, None]] = table_N[:, None]
+        self.holder_LAW[:, -1] = -1
 
 
 def plan_states(
@@ -160,9 +191,11 @@ def plan_states(
         size = bank.bytes(table, width)
         for o, order in enumerate(orders):
             first, second = (cost, size) if order == "cost" else (size, cost)
-            # Rows are numbered as they are met, so ties go by table and width.
+            # Rows are numbered as they are met, so ties go by table and width. Tables
+            # with few ranks to be on come before all others.
+            freedom = bank.rules.freedom(table)
             ordered[s, o, : len(rows)] = rows[
-                np.lexsort((-width, table, -second, -first))
+                np.lexsort((-width, table, -second, -first, freedom))
             ]
     rows_LN = np.repeat(ordered[:, None], len(caps), axis=1).reshape(-1, longest)
     caps_L = np.tile(np.repeat(np.asarray(caps, dtype=float), len(orders)), len(states))

@@ -62,6 +62,10 @@ KICK_HOT = 0.5
 """Share of the disturbances that split a costly table of a critical rank anew."""
 KICK_RESPLIT = 0.4
 """Share of the tables of a disturbance that are split differently."""
+NUM_LAST_STEPS = 10
+"""Steps at the end, without regard to the spread."""
+MAX_RANK_SETS = 8
+"""Sets of ranks that tables of a critical rank may be on, of which some are tried."""
 MIN_GAIN = 1e-7
 """Relative improvement below which a step does not count."""
 
@@ -104,9 +108,18 @@ class _Candidates:
 class Plan:
     """A placement with its running sums and costs."""
 
-    def __init__(self, bank: ShardBank, width_TW: Ints) -> None:
-        """Evaluate a placement."""
+    def __init__(
+        self, bank: ShardBank, width_TW: Ints, spread: float = SPREAD_WEIGHT
+    ) -> None:
+        """Evaluate a placement.
+
+        Args:
+            bank: The task's shards.
+            width_TW: Columns of each table on each rank.
+            spread: Weight of the spread in the score, beside the critical path.
+        """
         self.bank = bank
+        self._spread_weight = spread
         self.width_TW = width_TW.copy()
         task = bank.task
         num_ranks, num_groups = task.world_size, task.num_groups
@@ -170,15 +183,27 @@ class Plan:
 
     # Candidates.
 
-    def _targets(self, num_targets: int) -> Ints:
-        """Ranks to take columns: the least loaded ones."""
-        targets: Ints = np.argsort(self.loads_W, kind="stable")[:num_targets]
-        return targets
+    def _targets(self, sources: Ints, num_targets: int) -> Ints:
+        """Ranks to take columns: the least loaded ones.
+
+        Where tables of the sources may not be on all ranks, the least loaded of those
+        that they may be on are among them.
+        """
+        targets: Ints = np.argsort(self.loads_W, kind="stable")
+        allowed_TW = self.bank.rules.allowed_TW
+        if allowed_TW is None:
+            return targets[:num_targets]
+        held = self.width_TW[:, sources].any(axis=1)
+        wanted = np.zeros(len(targets), dtype=bool)
+        wanted[:num_targets] = True
+        for allowed_W in np.unique(allowed_TW[held], axis=0)[:MAX_RANK_SETS]:
+            wanted[np.flatnonzero(allowed_W[targets])[:num_targets]] = True
+        return targets[wanted]
 
     def transfers(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
         """List transfers off some ranks to the least loaded ranks, and the joins."""
         bank, task = self.bank, self.bank.task
-        targets = self._targets(num_targets)
+        targets = self._targets(sources, num_targets)
         held, place = np.nonzero(self.width_TW[:, sources])
         table = np.repeat(held, len(targets))
         source = np.repeat(sources[place], len(targets))
@@ -218,6 +243,8 @@ class Plan:
             self.bytes_W[target] - bank.bytes(table, other) + bank.bytes(table, grown)
             <= bank.caps_W[target]
         )
+        if bank.rules:
+            legal &= bank.rules.admit(self.width_TW, table, target)
         index = np.flatnonzero(legal)
         none = np.full(len(index), -1, dtype=np.int64)
         return _Candidates(
@@ -232,7 +259,7 @@ class Plan:
     def swaps(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
         """List exchanges of whole shards between some ranks and less loaded ones."""
         bank = self.bank
-        targets = self._targets(num_targets)
+        targets = self._targets(sources, num_targets)
         mine, place = np.nonzero(self.width_TW[:, sources])
         theirs, column = np.nonzero(self.width_TW[:, targets])
         # Total load exchanged, beside what would even the two ranks out.
@@ -250,6 +277,9 @@ class Plan:
         table, source = mine[mine_K], sources[place[mine_K]]
         back, target = theirs[theirs_K], targets[column[theirs_K]]
         legal = (self.width_TW[table, target] == 0) & (self.width_TW[back, source] == 0)
+        if bank.rules:
+            legal &= bank.rules.admit(self.width_TW, table, target, back)
+            legal &= bank.rules.admit(self.width_TW, back, source, table)
         index = np.flatnonzero(legal)
         table, source, back, target = (a[index] for a in (table, source, back, target))
         columns = self.width_TW[table, source]
@@ -314,7 +344,7 @@ class Plan:
         relative = phases_NP / self._unit_P
         np.square(relative, out=relative)
         relative *= np.square(relative)
-        powers: Floats = relative @ (SPREAD_WEIGHT * self._unit_P)
+        powers: Floats = relative @ (self._spread_weight * self._unit_P)
         return powers
 
     def _changed_sums(self, c: _Candidates) -> tuple[Floats, Ints]:
@@ -338,9 +368,16 @@ class Plan:
                 widths.append(width[held])
                 ids.append(line[held] * 2 + side)
                 signs.append(np.full(len(tables[-1]), sign))
-        table_N, sign_N = np.concatenate(tables), np.concatenate(signs)
-        id_N = np.concatenate(ids) * sums.shape[2] + bank.groups_T[table_N]
-        encoding = bank.encoding(bank.rows(table_N, np.concatenate(widths)))
+        table_N, width_N = np.concatenate(tables), np.concatenate(widths)
+        pair_N, sign_N = np.concatenate(ids), np.concatenate(signs)
+        place, riders = bank.riders(table_N)
+        if len(riders):
+            table_N = np.concatenate([table_N, riders])
+            width_N = np.concatenate([width_N, bank.dims_T[riders]])
+            pair_N = np.concatenate([pair_N, pair_N[place]])
+            sign_N = np.concatenate([sign_N, sign_N[place]])
+        id_N = pair_N * sums.shape[2] + bank.groups_T[table_N]
+        encoding = bank.encoding(bank.rows(table_N, width_N))
         flat = sums.reshape(-1, sums.shape[-1])
         flat += sum_by(id_N, encoding * sign_N[:, None], len(flat))
         np.add.at(count.reshape(-1), id_N, sign_N)
@@ -382,15 +419,23 @@ class Plan:
             (c.back_table_K, c.back_columns_K, c.target_K, c.source_K),
         ):
             k = np.flatnonzero(table >= 0)
-            held, stage = table[k], bank.stages_T[table[k]]
-            shifted = bank.columns(held, moved[k])
-            columns[line[k], giver[k], stage] -= shifted
-            columns[line[k], taker[k], stage] += shifted
-            size = bank.simulator.index_bytes_per_table[held]
-            gone = self.width_TW[held, giver[k]] == moved[k]
+            held, width = table[k], moved[k]
+            gone = self.width_TW[held, giver[k]] == width
             new = self.width_TW[held, taker[k]] == 0
-            index_bytes[line[k], giver[k], stage] -= size * gone
-            index_bytes[line[k], taker[k], stage] += size * new
+            place, riders = bank.riders(held)
+            if len(riders):
+                held = np.concatenate([held, riders])
+                width = np.concatenate([width, bank.dims_T[riders]])
+                k = np.concatenate([k, k[place]])
+                gone = np.concatenate([gone, gone[place]])
+                new = np.concatenate([new, new[place]])
+            stage = bank.stages_T[held]
+            shifted, size = bank.columns(held, width), bank.index_bytes_T[held]
+            # A rider may be of its leader's stage.
+            np.subtract.at(columns, (line[k], giver[k], stage), shifted)
+            np.add.at(columns, (line[k], taker[k], stage), shifted)
+            np.subtract.at(index_bytes, (line[k], giver[k], stage), size * gone)
+            np.add.at(index_bytes, (line[k], taker[k], stage), size * new)
         return columns, index_bytes
 
     def evaluate_rows(self, rows: Sequence[tuple[int, Ints]]) -> Floats:
@@ -415,7 +460,7 @@ class Plan:
         index_bytes = np.repeat(self.index_bytes_WS[None], len(rows), axis=0)
         old, new = old_KW[k, rank], new_KW[k, rank]
         columns[k, rank, stage] += bank.columns(table, new - old)
-        size = bank.simulator.index_bytes_per_table[table]
+        size = bank.index_bytes_T[table]
         index_bytes[k, rank, stage] += size * ((new > 0) * 1.0 - (old > 0))
         score: Floats = critical_path(
             bank.simulator.phases(compute, columns, index_bytes)
@@ -450,22 +495,26 @@ def _insert(
     widths: tuple[int, ...],
     loads_W: Floats,
     free_W: Floats,
+    width_TW: Ints,
 ) -> Ints | None:
     """Put a table's shards on the least loaded ranks with memory, one rank each.
 
     Where they do not fit so, and widths may differ, columns go where there is memory.
-    Changes `loads_W` and `free_W`.
+    Changes `loads_W` and `free_W`; `width_TW` says where the other tables are.
 
     Returns:
         `W` widths; None where there is no room.
     """
     width_W: Ints = np.zeros(len(loads_W), dtype=np.int64)
+    room_W = free_W
+    if bank.rules:
+        room_W = np.where(bank.rules.open_ranks(width_TW, table), free_W, -np.inf)
     for width in widths:
         size = bank.task.shard_bytes(table, width)
-        loads = np.where((free_W >= size) & (width_W == 0), loads_W, np.inf)
+        loads = np.where((room_W >= size) & (width_W == 0), loads_W, np.inf)
         rank = int(loads.argmin())
         if not np.isfinite(loads[rank]):
-            spread = spread_columns(bank.task, table, free_W)
+            spread = spread_columns(bank.task, table, room_W)
             if spread is None:
                 return None
             width_W[:] = 0
@@ -491,6 +540,8 @@ def _resplit(plan: Plan) -> bool:
         tables += held[np.argsort(-cost, kind="stable")[:NUM_RESPLIT]].tolist()
     found: list[tuple[int, Ints]] = []
     for table in dict.fromkeys(tables):
+        if len(bank.riders(np.array([table]))[0]):
+            continue
         splits = bank.splits(table)
         place = sum(k < plan.shards_T[table] for k in splits)
         row = plan.width_TW[table]
@@ -502,7 +553,9 @@ def _resplit(plan: Plan) -> bool:
                 widths = split(bank.task, table, k)
                 if not widths:
                     continue
-                width_W = _insert(bank, table, widths, loads.copy(), free.copy())
+                width_W = _insert(
+                    bank, table, widths, loads.copy(), free.copy(), plan.width_TW
+                )
                 if width_W is not None and (width_W != row).any():
                     found.append((table, width_W))
     if not found:
@@ -579,13 +632,14 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     bank = plan.bank
     num_tables, num_ranks = plan.width_TW.shape
     first = _hot_table(plan, rng) if rng.random() < KICK_HOT else -1
-    pool = np.arange(num_tables)
+    pool = np.flatnonzero(bank.leads_T)
     if rng.random() < 0.5:
         ranks = [*plan.critical_ranks()[:1], int(rng.integers(num_ranks))]
         pool = np.flatnonzero(plan.width_TW[:, ranks].any(axis=1))
     count = min(len(pool), 2 + int(rng.integers(0, 2 + min(6, num_tables // 4))))
     if num_tables <= SMALL_TASK and rng.random() < 0.1:
-        pool, count = np.arange(num_tables), num_tables
+        pool = np.flatnonzero(bank.leads_T)
+        count = len(pool)
     out = rng.choice(pool, count, replace=False)
     if first >= 0:
         out = np.append(out[out != first], first)
@@ -616,7 +670,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
         aligned = aligned_widths(bank.task, int(table), k)
         if aligned and rng.random() < 0.5:
             widths = aligned
-        width_W = _insert(bank, int(table), widths, loads, free)
+        width_W = _insert(bank, int(table), widths, loads, free, width_TW)
         if width_W is None:
             return None
         width_TW[table] = width_W
@@ -633,7 +687,7 @@ def refine(
     """Improve placements by steepest descent, restarted from disturbed optima.
 
     Args:
-        bank: The task's shards.
+        bank: The task's shards, merged (see `rules`).
         starts: Placements, best first: columns of each table on each rank.
         config: Restarts and seed.
         deadline: `time.monotonic()` after which the best so far is returned.
@@ -674,4 +728,7 @@ def refine(
             best, best_ms = kicked.width_TW.copy(), kicked.critical_ms
         if kicked.score <= base.score * (1 + rng.exponential(ACCEPT_WORSE)):
             base = kicked
-    return best, best_ms
+    # What is left to gain on the critical path alone.
+    last = Plan(bank, best, spread=0.0)
+    _descend(last, _Effort(NUM_LAST_STEPS, deadline, watch))
+    return last.width_TW, last.critical_ms

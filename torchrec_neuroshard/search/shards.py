@@ -2,7 +2,7 @@
 
 Shapes: `N` shards, `R` known (table, width) rows, `T` tables, `W` ranks, `G` fusion
 groups, `S` stages, `E` encoding values, `P` approximate phases: forward, backward and
-collectives of each stage in turn.
+collectives of each stage in turn, `Q` riders.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.search.rules import Rules, leaders, merged
 from torchrec_neuroshard.simulator import RankLoads, Simulator, critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -92,12 +93,24 @@ class ShardBank:
     a rank that already holds an average share of all tables: a good additive
     approximation of its cost anywhere in a balanced placement, which lets a search
     discard most candidates without asking the cost model.
+
+    Of tables that lie together, the first one in each fusion group can stand for all:
+    its shard then has their encoding, columns and ids. The first of all, the leader,
+    has their memory and approximate costs, too; those of other groups ride with it.
     """
 
-    def __init__(self, simulator: Simulator) -> None:
-        """Encode the whole tables and the average rank."""
+    def __init__(self, simulator: Simulator, *, merge: bool = False) -> None:
+        """Encode the whole tables and the average rank.
+
+        Args:
+            simulator: Of the task.
+            merge: Let leaders stand for tables that lie together; the bank's task is
+                then `rules.merged`.
+        """
         self.simulator = simulator
-        self.task = task = simulator.task
+        own = simulator.task
+        self.task = task = merged(own) if merge else own
+        self.rules = Rules(task)
         self.num_evaluated = 0
         self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
         self.groups_T: Ints = np.asarray(task.groups, dtype=np.int64)
@@ -119,7 +132,7 @@ class ShardBank:
         self._encoding_RE: Floats = np.zeros((size, simulator.cost_model.encoding_dim))
         self._marginal_R2: Floats = np.zeros((size, 2))
         self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        self._affine_T6: Floats | None = None
+        self._affine_TP: tuple[Floats, Floats] | None = None
         everything = np.arange(len(task.tables))
         encodings = simulator.encodings(
             list(zip(everything.tolist(), self.dims_T.tolist(), strict=True))
@@ -135,12 +148,60 @@ class ShardBank:
         self._context_GE = total_GE * self.context_share_G[:, None]
         self.context_G2: Floats = np.zeros((task.num_groups, 2))
         self.context_G2[num_G > 0] = self.predict(self._context_GE[num_G > 0])
-        columns_T = self.dims_T * simulator.features_per_table
+        self._features_T: Floats = simulator.features_per_table.astype(np.float64)
+        self.index_bytes_T: Floats = simulator.index_bytes_per_table
+        self.leads_T: npt.NDArray[np.bool_] = np.ones(len(task.tables), dtype=bool)
+        """False for followers, which are placed beside their leaders."""
+        self._riders_TQ: Ints = np.zeros((len(task.tables), 0), dtype=np.int64)
+        self._merged_TE: tuple[Ints, Floats] | None = None
+        if merge and own.together:
+            self._merge(own, encodings)
+        columns_T = self.dims_T * self._features_T
         self.mean_columns = float(columns_T.sum() / task.world_size)
         self.mean_columns_S = self._stage_means(columns_T)
-        self.mean_index_bytes_S = self._stage_means(simulator.index_bytes_per_table)
+        self.mean_index_bytes_S = self._stage_means(self.index_bytes_T)
         self.comms_per_column_S, self.comms_per_index_byte_S = self._comms_slopes()
         self.whole_T = self.rows(everything, self.dims_T)
+
+    def _merge(self, own: ShardingTask, encoding_TE: Floats) -> None:
+        """Give the first table of each set and group what all of them have."""
+        num_tables = len(own.tables)
+        leader_T = leaders(own)
+        self.leads_T = leader_T == np.arange(num_tables)
+        first: dict[tuple[int, int], int] = {}
+        keys = zip(leader_T.tolist(), self.groups_T.tolist(), strict=True)
+        part_T = np.array([first.setdefault(key, t) for t, key in enumerate(keys)])
+
+        def gathered(amount_T: Floats) -> Floats:
+            total_T = np.bincount(part_T, weights=amount_T, minlength=num_tables)
+            return total_T.astype(np.float64)
+
+        self._features_T = gathered(self._features_T * self.dims_T) / self.dims_T
+        self.index_bytes_T = gathered(self.index_bytes_T)
+        in_sets = np.array([t for tables in own.together for t in tables])
+        slot_T = np.full(num_tables, -1)
+        slot_T[in_sets] = np.arange(len(in_sets))
+        encodings = np.zeros((len(in_sets), encoding_TE.shape[1]))
+        np.add.at(encodings, slot_T[part_T[in_sets]], encoding_TE[in_sets])
+        self._merged_TE = slot_T, encodings
+        riders = np.flatnonzero((part_T == np.arange(num_tables)) & ~self.leads_T)
+        if len(riders):
+            count_T = np.bincount(leader_T[riders], minlength=num_tables)
+            self._riders_TQ = np.full((num_tables, int(count_T.max())), -1)
+            for rider in riders.tolist():
+                row = self._riders_TQ[leader_T[rider]]
+                row[int((row >= 0).sum())] = rider
+
+    def riders(self, table_N: Ints) -> tuple[Ints, Ints]:
+        """Whole tables of other groups that go where leaders go.
+
+        Returns:
+            Places in `table_N` and the tables that ride there.
+        """
+        riders_NQ = self._riders_TQ[table_N]
+        index, place = np.nonzero(riders_NQ >= 0)
+        riders: Ints = riders_NQ[index, place]
+        return index, riders
 
     @property
     def encoding_dim(self) -> int:
@@ -219,6 +280,10 @@ class ShardBank:
             list(zip(table_N.tolist(), width_N.tolist(), strict=True))
         )
         encoding = self.simulator.cost_model.encode(features)
+        if self._merged_TE is not None:
+            slot_T, encodings = self._merged_TE
+            slot = slot_T[table_N]
+            encoding[slot >= 0] = encodings[slot[slot >= 0]]
         self._table_R[new], self._width_R[new] = table_N, width_N
         self._encoding_RE[new] = encoding
         marginal = self._added(table_N, encoding)
@@ -260,9 +325,7 @@ class ShardBank:
 
     def columns(self, table_N: Ints, width_N: Ints) -> Floats:
         """Output columns of shards: width times features."""
-        product: Floats = (self.simulator.features_per_table[table_N] * width_N).astype(
-            np.float64
-        )
+        product: Floats = self._features_T[table_N] * width_N
         return product
 
     def bytes(self, table_N: Ints, width_N: Ints) -> Floats:
@@ -289,17 +352,10 @@ class ShardBank:
 
     def affine(self, table_N: Ints) -> tuple[Floats, Floats]:
         """Offset and cost per column of `approximate`, `N x P` each."""
-        if self._affine_T6 is None:
-            self._affine_T6 = self._fit_affine()
-        affine = self._affine_T6[table_N]
-        if self.task.num_stages == 1:
-            return affine[:, :3], affine[:, 3:]
-        spread = np.zeros((2, len(affine), self.task.num_stages, 3))
-        line = np.arange(len(affine))
-        spread[0, line, self.stages_T[table_N]] = affine[:, :3]
-        spread[1, line, self.stages_T[table_N]] = affine[:, 3:]
-        offset, slope = spread.reshape(2, len(affine), -1)
-        return offset, slope
+        if self._affine_TP is None:
+            self._affine_TP = self._fit_affine()
+        offset_TP, slope_TP = self._affine_TP
+        return offset_TP[table_N], slope_TP[table_N]
 
     def approximate_phases(
         self, compute_CWS2: Floats, columns_CWS: Floats, index_bytes_CWS: Floats
@@ -317,7 +373,7 @@ class ShardBank:
         mean: Floats = total / self.task.world_size
         return mean
 
-    def _fit_affine(self) -> Floats:
+    def _fit_affine(self) -> tuple[Floats, Floats]:
         tables = np.arange(len(self.dims_T))
         narrow = self.marginal(self.rows(tables, np.full(len(tables), COLUMN_MULTIPLE)))
         whole = self.marginal(self.whole_T)
@@ -328,12 +384,19 @@ class ShardBank:
         )
         stage = self.stages_T
         index_ms = self.comms_per_index_byte_S[stage]
-        index_ms = index_ms * self.simulator.index_bytes_per_table
-        column_ms = self.comms_per_column_S[stage] * self.simulator.features_per_table
+        index_ms = index_ms * self.index_bytes_T
+        column_ms = self.comms_per_column_S[stage] * self._features_T
         offset = whole - slope * self.dims_T[:, None]
-        return np.concatenate(
-            [offset, index_ms[:, None], slope, column_ms[:, None]], axis=1
-        )
+        spread = np.zeros((2, len(tables), self.task.num_stages, 3))
+        spread[0, tables, stage] = np.column_stack([offset, index_ms])
+        spread[1, tables, stage] = np.column_stack([slope, column_ms])
+        offset_TP, slope_TP = spread.reshape(2, len(tables), -1)
+        # What followers cost is their leaders' cost, wherever it arises.
+        leader, rider = self.riders(tables)
+        whole_NP = offset_TP[rider] + slope_TP[rider] * self.dims_T[rider, None]
+        np.add.at(offset_TP, leader, whole_NP)
+        offset_TP[~self.leads_T] = slope_TP[~self.leads_T] = 0.0
+        return offset_TP, slope_TP
 
     def critical_paths(self, rows_LN: Ints, rank_LN: Ints) -> tuple[Floats, Floats]:
         """Evaluate placements exactly.
@@ -366,10 +429,15 @@ class ShardBank:
 
         Returns:
             Loads of the sets, first axis `num_sets` in place of `C x W`, and the number
-            of shards, `num_sets x G`.
+            of shards, `num_sets x G`, riders among them.
         """
         num_groups, num_stages = self.task.num_groups, self.task.num_stages
         table = self.table(rows_N)
+        place, riders = self.riders(table)
+        if len(riders):
+            table = np.concatenate([table, riders])
+            rows_N = np.concatenate([rows_N, self.whole_T[riders]])
+            set_N = np.concatenate([set_N, set_N[place]])
         cell = set_N * num_groups + self.groups_T[table]
         size = num_sets * num_groups
         sums = sum_by(cell, self.encoding(rows_N), size)
@@ -381,7 +449,7 @@ class ShardBank:
             .astype(np.float64)
             for w in (
                 self.columns(table, self.width(rows_N)),
-                self.simulator.index_bytes_per_table[table],
+                self.index_bytes_T[table],
             )
         ]
         return RankLoads(sums.reshape(num_sets, num_groups, -1), *amounts), count
