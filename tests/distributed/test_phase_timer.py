@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
-import multiprocessing
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.distributed.ranks import ONE_NODE, Jobs, Results
 from torchrec_neuroshard.simulator import PHASES
 
 pytestmark = pytest.mark.distributed
 
 WORLD_SIZE, BATCH, NUM_STEPS = 2, 64, 3
-JOIN_SECONDS = 120
 TABLES = {
     "user": ((200, 32, "sum"), (300, 16, "sum"), (100, 16, "mean")),
     "item": ((400, 64, "sum"), (50, 8, "sum")),
@@ -62,6 +58,7 @@ def train_two_collections(rank: int) -> dict[str, Any]:
             return torch.cat(pooled, dim=1).square().mean()
 
     sharders = [EmbeddingBagCollectionSharder()]
+    torch.manual_seed(0)
     model = Model()
     planner = NeuroShardPlanner(
         topology=Topology(world_size=WORLD_SIZE, compute_device="cpu"),
@@ -103,61 +100,34 @@ def train_two_collections(rank: int) -> dict[str, Any]:
     }
 
 
-def rank_main(rank: int, folder: str) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD_SIZE,
-    )
-    result = train_two_collections(rank)
-    Path(folder, f"{rank}.json").write_text(json.dumps(result), encoding="utf-8")
-    dist.destroy_process_group()
+def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
+    if num_nodes != ONE_NODE:
+        return {}
+    return {"train": lambda: train_two_collections(rank)}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("phases")
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=rank_main, args=(rank, str(folder)))
-        for rank in range(WORLD_SIZE)
-    ]
-    deadline = time.monotonic() + JOIN_SECONDS
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-    return [
-        json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8"))
-        for rank in range(WORLD_SIZE)
-    ]
+@pytest.fixture
+def trained(ranks: Results) -> list[dict[str, Any]]:
+    return ranks(__name__, ONE_NODE, "train")
 
 
-def test_collectives_are_as_many_as_stages(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["num_stages"] == 2
-    assert {name.split()[0] for name in ranks[0]["stage_names"]} == {"user", "item"}
-    for rank in ranks:
-        assert rank["num_collectives"] == ranks[0]["num_stages"]
+def test_collectives_are_as_many_as_stages(trained: list[dict[str, Any]]) -> None:
+    assert trained[0]["num_stages"] == 2
+    assert {name.split()[0] for name in trained[0]["stage_names"]} == {"user", "item"}
+    for rank in trained:
+        assert rank["num_collectives"] == trained[0]["num_stages"]
 
 
-def test_kernels_are_as_many_as_groups_on_the_rank(ranks: list[dict[str, Any]]) -> None:
-    for number, rank in enumerate(ranks):
-        groups = {group for holder, group in ranks[0]["placed"] if holder == number}
+def test_kernels_are_as_many_as_groups_on_the_rank(
+    trained: list[dict[str, Any]],
+) -> None:
+    for number, rank in enumerate(trained):
+        groups = {group for holder, group in trained[0]["placed"] if holder == number}
         assert rank["num_kernels"] == len(groups) > 0
 
 
-def test_phases_follow_each_other(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_phases_follow_each_other(trained: list[dict[str, Any]]) -> None:
+    for rank in trained:
         for step in rank["steps"]:
             paths = [m["module"].rpartition(".")[2] for m in step["modules"]]
             assert paths == ["user", "item"]
@@ -168,10 +138,10 @@ def test_phases_follow_each_other(ranks: list[dict[str, Any]]) -> None:
                 assert times == sorted(times)
 
 
-def test_critical_times_fit_into_the_iteration(ranks: list[dict[str, Any]]) -> None:
+def test_critical_times_fit_into_the_iteration(trained: list[dict[str, Any]]) -> None:
     from torchrec_neuroshard.planner.phase_timer import PhaseTimes, critical_times
 
-    for steps in zip(*(rank["steps"] for rank in ranks), strict=True):
+    for steps in zip(*(rank["steps"] for rank in trained), strict=True):
         times = critical_times(
             [[PhaseTimes(**m) for m in step["modules"]] for step in steps]
         )

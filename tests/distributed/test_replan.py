@@ -1,21 +1,11 @@
-"""Moves at work: two gloo ranks go on training as if no shard had changed ranks.
-
-All cases run in one pair of processes, started once; each test reads its case.
-"""
+"""Moves at work: two gloo ranks go on training as if no shard had changed ranks."""
 
 from __future__ import annotations
 
-import json
-import logging
-import multiprocessing
-import os
+import functools
 import sys
-import time
-import traceback
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.distributed.ranks import ONE_NODE, Jobs, Results
+
 pytestmark = pytest.mark.distributed
+
+OfCase = Callable[[str], list[dict[str, Any]]]
 
 WORLD_SIZE = 2
 LOCAL_BATCH = 6
 NUM_ROWS = 40
 NUM_STEPS = 6
 MOVE_BEFORE_STEP = 3
-JOIN_SECONDS = 200
-GROUP_TIMEOUT_SECONDS = 60
 
 TABLE, COLUMN = "table_wise", "column_wise"
 
@@ -402,7 +394,7 @@ def run_refusals(rank: int) -> dict[str, Any]:
     return seen
 
 
-def run_stored_plan(rank: int, folder: str) -> dict[str, Any]:
+def run_stored_plan(rank: int, folder: Path) -> dict[str, Any]:
     """A restart takes the stored plan, by loader and by load_plan."""
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.sharding_plan import get_default_sharders
@@ -413,7 +405,7 @@ def run_stored_plan(rank: int, folder: str) -> dict[str, Any]:
     first, second = planner_of(case), planner_of(case)
     model = Model(case, "cpu")
     plan = first_plan(case)
-    path = Path(folder, "plan.json")
+    path = folder / "plan.json"
     if rank == 0:
         save_plan(plan, path, model=model, planner=first)
     dist.barrier()
@@ -433,82 +425,25 @@ def run_stored_plan(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-def rank_main(rank: int, folder: str) -> None:
-    """Run every case on one rank; the results are left in the folder."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
-    )
-    jobs: dict[str, Any] = {
-        name: lambda case=case: run_case(case, rank) for name, case in CASES.items()
+def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
+    if num_nodes != ONE_NODE:
+        return {}
+    jobs: Jobs = {
+        name: functools.partial(run_case, case, rank) for name, case in CASES.items()
     }
     jobs["refusals"] = lambda: run_refusals(rank)
     jobs["stored plan"] = lambda: run_stored_plan(rank, folder)
-    results: dict[str, Any] = {}
-    for name, job in jobs.items():
-        try:
-            results[name] = job()
-        except Exception:
-            # The other rank may wait for this one: report and end both.
-            results["error"] = f"in '{name}': {traceback.format_exc()}"
-            break
-        finally:
-            Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return jobs
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of each rank, by case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=rank_main, args=(rank, str(folder)))
-        for rank in range(WORLD_SIZE)
-    ]
-    deadline = time.monotonic() + JOIN_SECONDS
-    with pytest.MonkeyPatch.context() as patch:
-        # TorchRec numbers its messages by hashes of strings.
-        patch.setitem(os.environ, "PYTHONHASHSEED", "0")
-        for process in processes:
-            process.start()
-    try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-    found = []
-    for rank in range(WORLD_SIZE):
-        path = folder / f"{rank}.json"
-        found.append(json.loads(path.read_text()) if path.exists() else {})
-    return found
-
-
-def case_results(results: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    found = []
-    for rank, by_case in enumerate(results):
-        assert name in by_case, (
-            f"rank {rank} has no result for '{name}': it stopped "
-            f"{by_case.get('error', 'without a word')}"
-        )
-        found.append(by_case[name])
-    return found
+@pytest.fixture
+def results(ranks: Results) -> OfCase:
+    return functools.partial(ranks, __name__, ONE_NODE)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_goes_on_as_without_the_move(
-    results: list[dict[str, Any]], name: str
-) -> None:
-    for result in case_results(results, name):
+def test_training_goes_on_as_without_the_move(results: OfCase, name: str) -> None:
+    for result in results(name):
         assert result["num_moves"] > 0 and result["executable"]
         assert result["loss_gap"] < 1e-5
         assert result["weight_gap"] < 1e-5
@@ -516,10 +451,8 @@ def test_training_goes_on_as_without_the_move(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shards_are_where_the_new_plan_says(
-    results: list[dict[str, Any]], name: str
-) -> None:
-    first, second = case_results(results, name)
+def test_shards_are_where_the_new_plan_says(results: OfCase, name: str) -> None:
+    first, second = results(name)
     assert first["plan_is_at_work"] and second["plan_is_at_work"]
     assert first["widths"][0] != first["widths"][1] or CASES[name].by_hand
     total = sum(CASES[name].dims)
@@ -528,8 +461,8 @@ def test_shards_are_where_the_new_plan_says(
         assert sum(held) == total
 
 
-def test_random_state_is_left_alone(results: list[dict[str, Any]]) -> None:
-    assert all(r["same_dice"] for r in case_results(results, "sgd"))
+def test_random_state_is_left_alone(results: OfCase) -> None:
+    assert all(r["same_dice"] for r in results("sgd"))
 
 
 @pytest.mark.parametrize(
@@ -544,15 +477,13 @@ def test_random_state_is_left_alone(results: list[dict[str, Any]]) -> None:
         ("still", "True"),
     ],
 )
-def test_refusals_reach_all_ranks(
-    results: list[dict[str, Any]], name: str, message: str
-) -> None:
-    for seen in case_results(results, "refusals"):
+def test_refusals_reach_all_ranks(results: OfCase, name: str, message: str) -> None:
+    for seen in results("refusals"):
         assert seen[name].startswith(message)
 
 
-def test_stored_plan_is_used_again(results: list[dict[str, Any]]) -> None:
-    first, second = case_results(results, "stored plan")
+def test_stored_plan_is_used_again(results: OfCase) -> None:
+    first, second = results("stored plan")
     assert first["by_loader"] and second["by_loader"]
     assert first["by_load_plan"] and second["by_load_plan"]
     assert (first["widths"], second["widths"]) == ([[16, 16, 16, 16]], [[16]])

@@ -1,7 +1,6 @@
 """Plans at work: gloo ranks train sharded tables and are held to unsharded ones.
 
-All cases of two ranks run in one pair of processes, started once, and those of two
-nodes in four; each test reads its case. TorchRec's sharders offer row-wise, table-row-
+TorchRec's sharders offer row-wise, table-row-
 wise and grid sharding on GPUs alone, but all of them run over gloo: the sharder here
 offers them.
 """
@@ -10,17 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
-import logging
-import multiprocessing
-import os
-import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, Results
+
 pytestmark = pytest.mark.distributed
 
-NODE_SIZE = 2
 LOCAL_BATCH = 6
 LEARNING_RATE = 0.3
 NUM_STEPS = 3
-JOIN_SECONDS = 240
-GROUP_TIMEOUT_SECONDS = 600
-"""Longer than a rank may live: a rank that waits in vain fails the test."""
 
-
-Results = Callable[[str], list[dict[str, Any]]]
+OfCase = Callable[[str], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ class Case:
     rates: dict[int, float] = field(default_factory=dict)
     """Learning rates unlike the others': such tables need a kernel of their own."""
     sequence: bool = False
-    num_nodes: int = 1
+    num_nodes: int = ONE_NODE
     chosen: bool = False
     """Whether the planner may switch tables to other sharding types."""
     consider_stock: bool = False
@@ -194,21 +182,21 @@ CASES = {
         triples=[(0, 8, 3)],
         types=(NODE_ROW, NODE_ROW, TABLE),
         other={0: NODE_ROW, 1: NODE_ROW},
-        num_nodes=2,
+        num_nodes=TWO_NODES,
     ),
     "grid": Case(
         dims=(32, 16),
         triples=[(0, 16, 2)],
         types=(GRID, TABLE),
         other={0: GRID},
-        num_nodes=2,
+        num_nodes=TWO_NODES,
     ),
     "every kind on two nodes": Case(
         dims=(32, 16, 16, 8, 32),
         triples=[(0, 20, 0), (0, 12, 3)],
         types=(GRID, NODE_ROW, ROW, REPLICAS, COLUMN),
         other={0: GRID, 1: NODE_ROW, 2: ROW, 3: REPLICAS},
-        num_nodes=2,
+        num_nodes=TWO_NODES,
     ),
 }
 
@@ -534,128 +522,66 @@ def run_subgroup(rank: int) -> dict[str, Any]:
     return {"tables": sorted(plan.plan[""])}
 
 
-def rank_main(rank: int, num_nodes: int, folder: str) -> None:
-    """Run every case on one rank; the results are left in the folder."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(NODE_SIZE)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=num_nodes * NODE_SIZE,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_SECONDS),
-    )
-    jobs: dict[str, Callable[[], dict[str, Any]]] = {
+def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
+    jobs: Jobs = {
         name: functools.partial(run_case, case, rank)
         for name, case in CASES.items()
         if case.num_nodes == num_nodes
     }
-    if num_nodes == 1:
+    if num_nodes == ONE_NODE:
         jobs["failure"] = lambda: run_failure(rank)
         jobs["subgroup"] = lambda: run_subgroup(rank)
-    results: dict[str, Any] = {}
-    for name, job in jobs.items():
-        try:
-            results[name] = job()
-        except Exception:
-            # The other ranks may wait for this one: report and end all.
-            results["error"] = f"in '{name}': {traceback.format_exc()}"
-            break
-        finally:
-            Path(folder, f"{rank}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return jobs
 
 
-def run_ranks(folder: Path, num_nodes: int) -> list[dict[str, Any]]:
-    """Results of each rank, by case."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=rank_main, args=(rank, num_nodes, str(folder)))
-        for rank in range(num_nodes * NODE_SIZE)
-    ]
-    deadline = time.monotonic() + JOIN_SECONDS
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-    found = []
-    for rank in range(len(processes)):
-        path = folder / f"{rank}.json"
-        found.append(json.loads(path.read_text()) if path.exists() else {})
-    return found
+@pytest.fixture
+def results(ranks: Results) -> OfCase:
+    def of_case(name: str) -> list[dict[str, Any]]:
+        num_nodes = CASES[name].num_nodes if name in CASES else ONE_NODE
+        return ranks(__name__, num_nodes, name)
 
-
-@pytest.fixture(scope="module")
-def results(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], list[dict[str, Any]]]:
-    """Results of each rank that ran a case."""
-
-    @functools.cache
-    def of_nodes(num_nodes: int) -> list[dict[str, Any]]:
-        return run_ranks(tmp_path_factory.mktemp("ranks"), num_nodes)
-
-    return lambda name: of_nodes(CASES[name].num_nodes if name in CASES else 1)
-
-
-def case_results(results: Results, name: str) -> list[dict[str, Any]]:
-    found = []
-    for rank, by_case in enumerate(results(name)):
-        assert name in by_case, (
-            f"rank {rank} has no result for '{name}': it stopped "
-            f"{by_case.get('error', 'without a word')}"
-        )
-        found.append(by_case[name])
-    return found
+    return of_case
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_unsharded_training(results: Results, name: str) -> None:
-    for result in case_results(results, name):
+def test_training_equals_unsharded_training(results: OfCase, name: str) -> None:
+    for result in results(name):
         assert result["forward"] < 1e-5
         assert result["weights"] < 1e-5
         assert result["moved"] > 1e-2  # the steps did something
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_simulated_kernels_are_the_real_ones(results: Results, name: str) -> None:
-    for result in case_results(results, name):
+def test_simulated_kernels_are_the_real_ones(results: OfCase, name: str) -> None:
+    for result in results(name):
         assert result["kernels"] == result["expected_kernels"]
         assert result["num_collectives"] == result["num_stages"]
-    assert any(r["kernels"] for r in case_results(results, name))
+    assert any(r["kernels"] for r in results(name))
 
 
-def test_stock_plan_is_trained(results: Results) -> None:
-    for result in case_results(results, "stock plan"):
+def test_stock_plan_is_trained(results: OfCase) -> None:
+    for result in results("stock plan"):
         assert result["fallback"] is not None
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_has_the_same_plan(results: Results, name: str) -> None:
-    assert all(r["same_everywhere"] for r in case_results(results, name))
+def test_every_rank_has_the_same_plan(results: OfCase, name: str) -> None:
+    assert all(r["same_everywhere"] for r in results(name))
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.types])
-def test_sharding_types(results: Results, name: str) -> None:
-    for result in case_results(results, name):
+def test_sharding_types(results: OfCase, name: str) -> None:
+    for result in results(name):
         assert result["types"] == list(CASES[name].types)
 
 
-def test_search_splits_a_table(results: Results) -> None:
+def test_search_splits_a_table(results: OfCase) -> None:
     # Otherwise its case would train nothing that "table-wise" does not.
-    assert max(case_results(results, "search")[0]["num_shards"].values()) == 2
+    assert max(results("search")[0]["num_shards"].values()) == 2
 
 
-def test_an_error_on_rank_0_reaches_all_ranks(results: Results) -> None:
-    first, second = case_results(results, "failure")
+def test_an_error_on_rank_0_reaches_all_ranks(results: OfCase) -> None:
+    first, second = results("failure")
     assert first["known"] == second["known"] == "ConfigError: refused on rank 0"
     assert first["local"] == "LocalError: local trouble"
     assert second["local"] == (
@@ -663,7 +589,7 @@ def test_an_error_on_rank_0_reaches_all_ranks(results: Results) -> None:
     )
 
 
-def test_group_with_another_first_rank(results: Results) -> None:
-    assert case_results(results, "subgroup")[1]["tables"] == [
+def test_group_with_another_first_rank(results: OfCase) -> None:
+    assert results("subgroup")[1]["tables"] == [
         f"t{i}" for i in range(len(CASES["search"].dims))
     ]

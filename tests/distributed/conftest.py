@@ -1,0 +1,38 @@
+"""The ranks' results, for all tests of this folder."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import Results, run_ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    """What each rank returned for a job of a module."""
+    collected = [getattr(item, "module", None) for item in request.session.items]
+    modules = sorted(
+        {m.__name__ for m in collected if m is not None and hasattr(m, "rank_jobs")}
+    )
+
+    @functools.cache
+    def of_group(num_nodes: int) -> list[dict[str, Any]]:
+        return run_ranks(num_nodes, modules, tmp_path_factory.mktemp("ranks"))
+
+    def read(module: str, num_nodes: int, job: str) -> list[dict[str, Any]]:
+        found = []
+        for rank, results in enumerate(of_group(num_nodes)):
+            by_job = results.get(module, {})
+            assert job in by_job, (
+                f"rank {rank} has no result for '{job}': it stopped "
+                f"{results.get('error', 'without a word')}"
+            )
+            found.append(by_job[job])
+        return found
+
+    return read
