@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    Shard,
     ShardEstimator,
     ShardingOption,
     Topology,
@@ -134,6 +136,17 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         options: list[ShardingOption] = super().enumerate(module, sharders)
         return options
 
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Set storage and perf of all shards; afterwards options are cheap to copy.
+
+        Args:
+            sharding_options: Changed in place.
+        """
+        for option in sharding_options:
+            if type(option) is ShardingOption:
+                option.__class__ = _LightOption
+        super().populate_estimates(sharding_options)
+
     def _filter_sharding_types(
         self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
     ) -> list[str]:
@@ -166,3 +179,32 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         if not useful or (sharding_type == _COLUMN_WISE and whole):
             return [_FUSED]
         return [k for k in kernels if k == _FUSED or k in OFFLOADED_KERNELS]
+
+
+class _LightOption(ShardingOption):
+    """An option whose copies share with it what nobody changes in place.
+
+    TorchRec copies the whole search space and every best plan; of thousands of tables
+    on hundreds of ranks that takes longer than all else.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LightOption:
+        new = copy.copy(self)
+        new.__dict__.update(
+            {
+                name: copy.deepcopy(value, memo)
+                for name, value in vars(self).items()
+                if name not in ("_tensor", "_module", "shards")
+            }
+        )
+        new.shards = [
+            Shard(
+                size=shard.size,
+                offset=shard.offset,
+                storage=shard.storage,
+                perf=shard.perf and type(shard.perf)(**vars(shard.perf)),
+                rank=shard.rank,
+            )
+            for shard in self.shards
+        ]
+        return new

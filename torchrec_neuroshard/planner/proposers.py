@@ -409,12 +409,13 @@ class IdealCosts:
         for option, end in zip(options, ends.tolist(), strict=True):
             own = slice(end - len(option.shards), end)
             unsplit = option.sharding_type == _TABLE_WISE or not option.is_pooled
+            alike, counts = np.unique(staged.alike_N[own], return_counts=True)
             parts.append(
                 _Part(
                     key=fusion_key(option, self._costs.reader, option.sharding_type),
                     kind=(option.sharding_type, bool(option.is_pooled)),
                     batch_size=staged.batch_size,
-                    encoding=staged.encoding_NE[own].sum(axis=0) / self._world_size,
+                    encoding=counts @ staged.encoding_UE[alike] / self._world_size,
                     extra=staged.extra_N2[own].sum(axis=0) / self._world_size,
                     loads=staged.loads_N3[own].sum(axis=0) / self._world_size,
                     floor=alone[own].max(axis=0) if unsplit else np.zeros(2),

@@ -190,7 +190,10 @@ class StagedShards:
     options: tuple[ShardingOption, ...]
     option_N: Ints
     group_N: Ints
-    encoding_NE: Floats
+    encoding_UE: Floats
+    """Of shards that differ: those of a row-wise table are mostly alike."""
+    alike_N: Ints
+    """Which of them each shard is like."""
     extra_N2: Floats
     """Forward and backward beside what the fused kernel takes [ms]."""
     loads_N3: Floats
@@ -203,6 +206,11 @@ class StagedShards:
     def shards(self) -> list[Shard]:
         """TorchRec's records of the shards."""
         return [shard for option in self.options for shard in option.shards]
+
+    @property
+    def encoding_NE(self) -> Floats:
+        """Encoding of each shard."""
+        return self.encoding_UE[self.alike_N]
 
     @property
     def rank_N(self) -> Ints:
@@ -271,24 +279,23 @@ class ShardPricer:
             [fusion_key(o, self._reader, o.sharding_type) for o in options]
         )
         option_N = np.repeat(np.arange(len(options)), [len(o.shards) for o in options])
-        encoding_NE = self._encodings(options)
+        encoding_UE, alike_N = self._encodings(options)
         return StagedShards(
             options=tuple(options),
             option_N=option_N,
             group_N=np.asarray(fused.groups, dtype=np.int64)[option_N],
-            encoding_NE=encoding_NE,
-            extra_N2=self._extras(options, encoding_NE),
-            loads_N3=np.array(
-                [row for option in options for row in self._loads(option)]
-            ).reshape(-1, 3),
+            encoding_UE=encoding_UE,
+            alike_N=alike_N,
+            extra_N2=self._extras(options, encoding_UE, alike_N),
+            loads_N3=np.concatenate([self._loads(option) for option in options]),
             fused=fused,
             batch_size=int(options[0].batch_size) * int(self._topology.world_size),
         )
 
     def single_compute(self, staged: StagedShards) -> Floats:
         """Forward and backward of each shard as if it were alone, `N x 2` [ms]."""
-        alone = self._cost_model.predict_sums(staged.encoding_NE)
-        return alone + staged.extra_N2
+        alone = self._cost_model.predict_sums(staged.encoding_UE)
+        return alone[staged.alike_N] + staged.extra_N2
 
     def fused_compute(self, staged: StagedShards) -> Floats:
         """Forward and backward of the fused kernels, `W x G x 2` [ms]."""
@@ -390,44 +397,47 @@ class ShardPricer:
             parts.update(zip(own, rows_NF, strict=True))
         return np.stack([parts[key] for key in keys])
 
-    def _encodings(self, options: Sequence[ShardingOption]) -> Floats:
-        keys = self._keys(options)
-        new = list(dict.fromkeys(key for key in keys if key not in self._known))
+    def _encodings(self, options: Sequence[ShardingOption]) -> tuple[Floats, Ints]:
+        """Encodings of shards that differ, and which of them each shard is like."""
+        number: dict[_Key, int] = {}
+        alike = [number.setdefault(k, len(number)) for k in self._keys(options)]
+        new = [key for key in number if key not in self._known]
         if new:
             found = self._cost_model.encode(self._key_features(new))
             self._known.update(zip(new, found, strict=True))
-        return np.stack([self._known[key] for key in keys])
+        return np.stack([self._known[key] for key in number]), np.array(alike)
 
-    def _loads(self, option: ShardingOption) -> list[tuple[float, float, float]]:
-        """Index bytes, output columns and gradient bytes of each shard."""
+    def _loads(self, option: ShardingOption) -> Floats:
+        """Index bytes, output columns and gradient bytes of each shard, `N x 3`."""
         table = self._reader.table(option)
         known = table.profile
         pooling = table.pooling_factor if known is None else known.pooling_factor
+        size_N2 = np.array([shard.size for shard in option.shards], dtype=np.float64)
+        loads = np.zeros((len(size_N2), 3))
         if option.sharding_type == _DATA_PARALLEL:
             value_bytes = DATA_TYPE_BYTES[table.data_type]
-            sizes = [s.size[0] * s.size[1] * value_bytes for s in option.shards]
-            return [(0.0, 0.0, float(size)) for size in sizes]
+            loads[:, 2] = size_N2.prod(axis=1) * value_bytes
+            return loads
         batch_size = int(option.batch_size) * int(self._topology.world_size)
         id_bytes = _ID_BYTES + _LOOKUP_WEIGHT_BYTES * table.weighted
-        loads = []
-        for shard in option.shards:
-            rows, width = (int(n) for n in shard.size)
-            share = min(1.0, rows / table.num_embeddings)
-            features = table.num_features * (1.0 if option.is_pooled else share)
-            index = batch_size * pooling * share * id_bytes
-            # Every rank is told all lengths, be they 0.
-            index += batch_size * table.num_features * _LENGTH_BYTES
-            loads.append((index, width * features, 0.0))
+        share = np.minimum(1.0, size_N2[:, 0] / table.num_embeddings)
+        features = table.num_features * (1.0 if option.is_pooled else share)
+        # Every rank is told all lengths, be they 0.
+        lengths = batch_size * table.num_features * _LENGTH_BYTES
+        loads[:, 0] = batch_size * pooling * share * id_bytes + lengths
+        loads[:, 1] = size_N2[:, 1] * features
         return loads
 
-    def _extras(self, options: Sequence[ShardingOption], encoding_NE: Floats) -> Floats:
-        extra = np.zeros((len(encoding_NE), 2))
+    def _extras(
+        self, options: Sequence[ShardingOption], encoding_UE: Floats, alike_N: Ints
+    ) -> Floats:
+        extra = np.zeros((len(alike_N), 2))
         if not any(map(is_estimated, options)):
             return extra
-        alone = self._cost_model.predict_sums(encoding_NE)
+        alone = self._cost_model.predict_sums(encoding_UE)
         # What is not a time shows in the kernel's own cost.
         alone = np.where(np.isfinite(alone), alone, 0.0)
-        above_launch = np.maximum(alone - np.array(self._launch_ms()), 0.0)
+        above_launch = np.maximum(alone - np.array(self._launch_ms()), 0.0)[alike_N]
         start = 0
         for option in options:
             own = slice(start, start + len(option.shards))
@@ -437,7 +447,7 @@ class ShardPricer:
             slowness = self._slowness(option)
             extra[own] = above_launch[own] * (slowness - 1)
             if is_dense(option):
-                bytes_N = np.array([load[2] for load in self._loads(option)])
+                bytes_N = self._loads(option)[:, 2]
                 passes = DP_ELEMENTWISE_KERNELS_PERF_FACTOR * slowness
                 extra[own, 1] += bytes_N * passes * self._byte_ms()
         return extra

@@ -1,0 +1,87 @@
+"""What keeps planning quick for thousands of tables on hundreds of ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner.types import ShardingOption, Topology
+
+from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+MakeEbc = Callable[..., EmbeddingBagCollection]
+Sharders = list[EmbeddingBagCollectionSharder]
+
+
+class CountingCostModel(AnalyticCostModel):
+    """Counts the shards that it is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoded = self.predicted = 0
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        self.encoded += len(features_NF)
+        return super().encode(features_NF)
+
+    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        self.predicted += len(sums_SE)
+        return super().predict_sums(sums_SE)
+
+
+@pytest.fixture
+def topology() -> Topology:
+    return Topology(64, "cuda", local_world_size=64)
+
+
+def list_options(
+    topology: Topology, model: Any, make_ebc: MakeEbc, sharders: Sharders
+) -> tuple[NeuroShardEnumerator, list[ShardingOption]]:
+    costs = PlanCosts(topology, cost_model=model, comms_model=AnalyticCommsModel())
+    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    ebc = make_ebc([(1001, 64), (500, 32)])
+    return enumerator, enumerator.enumerate(ebc, sharders)
+
+
+def test_shards_that_are_alike_are_asked_about_once(
+    topology: Topology, make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    model = CountingCostModel()
+    _, options = list_options(topology, model, make_ebc, sharders)
+    assert sum(len(o.shards) for o in options) > 256  # row-wise and replicas
+    distinct = {
+        (o.name, o.sharding_type == "data_parallel", *s.size)
+        for o in options
+        for s in o.shards
+    }
+    assert len(distinct) <= model.encoded <= len(distinct) + 2  # launch, bandwidth
+
+
+def test_copies_of_options_can_be_changed(
+    topology: Topology, make_ebc: MakeEbc, sharders: Sharders
+) -> None:
+    """TorchRec and this package change options, shards and perfs in place."""
+    enumerator, options = list_options(
+        topology, AnalyticCostModel(), make_ebc, sharders
+    )
+    kept = enumerator.last_stored_search_space
+    assert kept is not None
+    assert list(map(hash, kept)) == list(map(hash, options))
+    copied = copy.deepcopy(options)
+    for option in copied:
+        option.input_lengths.append(1.0)
+        option.compute_kernel = "dense"
+        for shard in option.shards:
+            shard.rank = 1
+            shard.perf.fwd_compute += 1.0
+        option.shards.append(option.shards[0])
+    assert list(map(hash, kept)) == list(map(hash, options))
+    assert all(o.tensor is c.tensor for o, c in zip(options, copied, strict=True))
+    assert [o.input_lengths for o in options] == [[1.0]] * len(options)
