@@ -16,6 +16,7 @@ The tree, with the built-in class that each branch also derives from:
         - InfeasibleError: no placement satisfies the limits given
     - RankFailureError (RuntimeError): a rank died or fell silent while the others
       measured
+    - DeviceFailureError (RuntimeError): a GPU failed for good while it was measured
     - EnvironmentMismatchError (RuntimeError): installed packages are missing
       or do not belong together; `neuroshard doctor` prints the repair
 
@@ -28,6 +29,7 @@ __all__ = [
     "BundleError",
     "BundleMismatchError",
     "ConfigError",
+    "DeviceFailureError",
     "EnvironmentMismatchError",
     "FeatureSchemaError",
     "InfeasibleError",
@@ -91,6 +93,10 @@ class InfeasibleError(PlacementError):
 
 class RankFailureError(NeuroShardError, RuntimeError):
     """A rank died or fell silent while the others measured."""
+
+
+class DeviceFailureError(NeuroShardError, RuntimeError):
+    """A GPU failed in a way that only a new process recovers from."""
 
 
 class EnvironmentMismatchError(NeuroShardError, RuntimeError):

@@ -26,6 +26,8 @@ from torchrec_neuroshard.collect.compute import (
     add_arguments,
     collect_compute,
     device_fingerprint,
+    failures_path,
+    read_failures,
     repeatability,
     sampling_from,
     summary,
@@ -35,7 +37,11 @@ from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.store import journal_path, read_records
 from torchrec_neuroshard.collect.timing import PassCounts, SetTimer
 from torchrec_neuroshard.devices import GpuMonitor, GpuState
-from torchrec_neuroshard.errors import ConfigError, RecordMismatchError
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    DeviceFailureError,
+    RecordMismatchError,
+)
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
 
@@ -319,6 +325,60 @@ def test_a_set_too_large_for_the_device_is_left_out_and_told(
     records, printed = watched(iter([FINE, FINE]), 3)
     assert [r.index for r in records] == [0, 2]
     assert "set 1 was left out: CUDA out of memory. Tried\n" in printed
+
+
+def test_a_set_that_finds_memory_the_second_time_is_kept(
+    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure, failed = SetTimer.measure, []
+
+    def limited(self: SetTimer, tables: Sequence[TableConfig], *rest: Any) -> Any:
+        if tables == sample_set(1, 5, SAMPLING, []).tables and not failed:
+            failed.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return measure(self, tables, *rest)
+
+    monkeypatch.setattr(SetTimer, "measure", limited)
+    records, printed = watched(iter([FINE] * 3), 3)
+    assert failed and [r.index for r in records] == [0, 1, 2]
+    assert "left out" not in printed
+
+
+def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
+    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    measure = SetTimer.measure
+
+    def breaking(self: SetTimer, tables: Sequence[TableConfig], *rest: Any) -> Any:
+        if tables == sample_set(1, 5, SAMPLING, []).tables:
+            raise RuntimeError("CUDA error: an illegal memory access\nmore lines")
+        return measure(self, tables, *rest)
+
+    monkeypatch.setattr(SetTimer, "measure", breaking)
+    with pytest.raises(DeviceFailureError, match=r"set 1 failed on the device \(CUDA"):
+        watched(iter([FINE] * 9), 3)
+    path = tmp_path / "r.parquet"
+    assert read_failures(path) == {1: "CUDA error: an illegal memory access"}
+    records, printed = watched(iter([FINE] * 9), 3)
+    assert [r.index for r in records] == [0, 2]
+    assert "set 1 ended an earlier run and is left out: CUDA error: an ill" in printed
+
+
+def test_faults_of_our_own_are_not_taken_for_the_device_s(
+    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def faulty(*_: Any) -> Any:
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(SetTimer, "measure", faulty)
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"):
+        watched(iter([FINE]), 1)
+    assert not failures_path(tmp_path / "r.parquet").exists()
 
 
 def test_no_set_is_begun_after_the_time_limit(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from torchrec_neuroshard.access import AccessDistribution, draw_lengths
+from torchrec_neuroshard.collect.sampling import _STATE_BYTES
 from torchrec_neuroshard.collect.tbe import (
     Arena,
     FusedTables,
@@ -21,7 +23,7 @@ from torchrec_neuroshard.collect.tbe import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.profiles import FeatureProfile, count_histogram
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 
 CPU = torch.device("cpu")
 BATCH = 32
@@ -345,3 +347,44 @@ def test_memory_is_taken_once_and_no_more_than_there_is(
     with pytest.raises(ConfigError, match=r"1\.0 GiB free.*lower --max-gib to 1 or"):
         reserve_memory(CPU, 2**30)
     assert taken == [900_000_000]
+
+
+@pytest.mark.parametrize("data_type", ["fp32", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
+    optimizer: str, data_type: str
+) -> None:
+    """On the "meta" device, which takes a GPU's path up to the launch."""
+    tables = [
+        TableConfig(
+            name=str(i),
+            num_embeddings=100 * (i + 1),
+            embedding_dim=8 + 4 * i,
+            pooling_factor=2.0,
+            num_features=1 + i,
+            optimizer=optimizer,
+            data_type=data_type,
+        )
+        for i in range(2)
+    ]
+    kernel = FusedTables(tables, torch.device("meta"))
+    module = kernel._module
+    assert not module.use_cpu
+    assert [tuple(w.shape) for w in kernel.split_weights()] == [(100, 8), (200, 12)]
+    assert module.weights_dev.dtype == (
+        torch.float32 if data_type == "fp32" else torch.float16
+    )
+    weights = module.weights_dev.numel()
+    assert weights == 100 * 8 + 200 * 12
+    state = sum(
+        buffer.numel() * buffer.element_size()
+        for name, buffer in module.named_buffers()
+        if name in ("momentum1_dev", "momentum2_dev") and buffer.numel() > 1
+    )
+    per_row = 4 * 300 if optimizer == "rowwise_adagrad" else 0
+    assert state == _STATE_BYTES.get(optimizer, 0) * weights + per_row
+    # fp16 weights are rounded as TorchRec's are.
+    assert module.stochastic_rounding
+    released = weakref.ref(module)
+    del kernel, module
+    assert released() is None  # at once: the next set needs the memory

@@ -102,7 +102,13 @@ def test_passes_of_a_cpu_are_as_before() -> None:
 
 
 @pytest.fixture
-def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def busy_repeats() -> list[int]:
+    """Repeats of the flush that keep the device busy."""
+    return [DeviceClock.REPEATS]
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch, busy_repeats: list[int]) -> list[str]:
     """What is put into the device's queue, in order."""
     queue: list[str] = []
 
@@ -113,6 +119,15 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def record(self) -> None:
             self.position = len(queue)
             queue.append("event")
+
+        def query(self) -> bool:
+            """The device is through with a flush of few repeats before the host."""
+            flushes = 0
+            for entry in reversed(queue[: self.position]):
+                if not entry.startswith("flush"):
+                    break
+                flushes += 1
+            return flushes < busy_repeats[0]
 
         def synchronize(self) -> None:
             queue.append("wait")
@@ -152,6 +167,37 @@ def test_events_enclose_the_pass_alone_behind_a_flush(queue: list[str]) -> None:
     expected = [*flush, "event", "forward", "event"]
     expected += [*flush, "event", "backward", "step", "event", "wait"]
     assert queue == expected
+
+
+@pytest.mark.parametrize(("needed", "taken"), [(40, 64), (10**9, 256)])
+def test_flush_grows_until_the_device_stays_busy(
+    queue: list[str], busy_repeats: list[int], needed: int, taken: int
+) -> None:
+    busy_repeats[0] = needed
+    clock = DeviceClock(CPU)
+    passes: list[str] = []
+
+    def forward() -> torch.Tensor:
+        queue.append("forward")
+        passes.append("forward")
+        return torch.ones(3)
+
+    def backward(output: torch.Tensor) -> None:
+        queue.append("backward")
+        passes.append("backward")
+
+    # Only the last attempt counts, whose events enclose one entry each.
+    assert clock.time(forward, backward) == (2.0, 2.0)
+    attempts = 1 + (taken // DeviceClock.REPEATS).bit_length() - 1
+    assert passes == ["forward", "backward"] * attempts
+    assert clock.repeats == taken
+    assert queue.count("wait") == attempts
+    flush = ["flush 1000"] * taken
+    last = [*flush, "event", "forward", "event", *flush, "event", "backward", "event"]
+    assert queue[-len(last) - 1 :] == [*last, "wait"]
+    passes.clear()
+    clock.time(forward, backward)  # the next pass begins with what was found
+    assert passes == ["forward", "backward"]
 
 
 def test_host_clock_times_both_passes() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ from torchrec_neuroshard.devices import (
     cpu_name,
     find_gpu_monitor,
 )
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
 from torchrec_neuroshard.records import (
     CostRecord,
     Fingerprint,
@@ -44,6 +46,8 @@ __all__ = [
     "add_arguments",
     "collect_compute",
     "device_fingerprint",
+    "failures_path",
+    "read_failures",
     "repeatability",
     "run",
     "sampling_from",
@@ -145,6 +149,7 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
 
     Raises:
         RecordMismatchError: The file holds records of another machine or run.
+        DeviceFailureError: A GPU failed for good; the same command goes on.
     """
     console = console or Console()
     device = torch.device(config.device)
@@ -201,7 +206,10 @@ def _collect(
         bar = progress.add_task(
             "collect", total=config.num_sets, completed=len(store.done), rate=0.0
         )
-        todo = [i for i in range(config.num_sets) if i not in store.done]
+        broken = read_failures(path)
+        todo = [
+            i for i in range(config.num_sets) if i not in store.done and i not in broken
+        ]
         if todo and timer.reference_ms:
             earlier = _anchors(store.records)
             again = [meter.measure(r.index) for r in earlier]
@@ -216,14 +224,51 @@ def _collect(
             if deadline is not None and time.monotonic() > deadline:
                 progress.console.print(f"stopped at the time limit of {limit:g} s")
                 break
-            record = meter.measure_steadily(index)
+            try:
+                record = meter.measure_steadily(index)
+            except RuntimeError as error:
+                raise _device_failure(path, index, error) from error
             if record is not None:
                 store.append(record)
             task = progress.tasks[0]
             progress.update(bar, advance=1, rate=task.speed or 0.0)
     for line in meter.troubles():
         console.print(line)
+    for index, why in read_failures(path).items():
+        console.print(f"set {index} ended an earlier run and is left out: {why}")
     console.print(summary(path))
+
+
+def failures_path(path: Path) -> Path:
+    """Where sets are noted that no process survived."""
+    return path.with_name(f"{path.name}.failed")
+
+
+def read_failures(path: Path) -> dict[int, str]:
+    """Sets of a run that ended a process, and with which error."""
+    noted = failures_path(path)
+    if not noted.is_file():
+        return {}
+    lines = map(json.loads, noted.read_text(encoding="utf-8").splitlines())
+    return {int(line["index"]): str(line["error"]) for line in lines}
+
+
+def _device_failure(path: Path, index: int, error: RuntimeError) -> RuntimeError:
+    """Note a set after which a GPU does nothing more in this process.
+
+    Returns:
+        The error to raise: as it was, unless it is the device's.
+    """
+    text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    if "CUDA error" not in text:
+        return error
+    with failures_path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"index": index, "error": text}) + "\n")
+    return DeviceFailureError(
+        f"set {index} failed on the device ({text}), which can do nothing more in this "
+        f"process; {path} keeps what was measured, and the same command goes on "
+        "without that set"
+    )
 
 
 class _Meter:
@@ -262,12 +307,23 @@ class _Meter:
             bwd_ms=measured.bwd_ms,
         )
 
+    def _measure_within_memory(self, index: int) -> CostRecord:
+        """Measure a set; a second time where the first one found no memory."""
+        try:
+            return self.measure(index)
+        except torch.OutOfMemoryError:
+            pass  # outside of the handler, which holds the failed set
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the sets before have left in pieces
+        return self.measure(index)
+
     def measure_steadily(self, index: int) -> CostRecord | None:
         """Measure a set until the device is not throttled; None: it is left out."""
         reason = ""
         for attempt in range(MAX_ATTEMPTS):
             try:
-                record = self.measure(index)
+                record = self._measure_within_memory(index)
             except torch.OutOfMemoryError as error:
                 reason = str(error).splitlines()[0]
                 break

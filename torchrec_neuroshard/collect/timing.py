@@ -136,11 +136,14 @@ class DeviceClock:
 
     The flush is repeated, so that the device is busy while the host queues the kernels:
     then the events time what the device does and not the host's overhead, as in
-    training, where the host runs ahead.
+    training, where the host runs ahead. Where the device was through with the flush
+    too early, the pass is timed again behind a longer one.
     """
 
-    FLUSHED_SHARE, REPEATS = 2, 16
-    """L2 sizes written by a flush, and how often it is written."""
+    FLUSHED_SHARE = 2
+    """L2 sizes written by a flush."""
+    REPEATS, MAX_REPEATS = 16, 256
+    """How often it is written at first, and at most."""
 
     def __init__(self, device: torch.device) -> None:
         """Allocate what is written to flush, sized from the device's L2 cache."""
@@ -148,30 +151,38 @@ class DeviceClock:
         self._flush = torch.empty(
             self.FLUSHED_SHARE * cache, dtype=torch.int8, device=device
         )
+        self.repeats = self.REPEATS
+        """How often the flush is written by now."""
 
     def time(
         self,
         forward: Callable[[], torch.Tensor],
         backward: Callable[[torch.Tensor], None],
     ) -> tuple[float, float]:
-        """See `Clock`."""
-        events: list[Any] = [
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(4)
-        ]
-        self._fill_queue()
-        events[0].record()
-        output = forward()
-        events[1].record()
-        self._fill_queue()
-        events[2].record()
-        backward(output)
-        events[3].record()
-        events[3].synchronize()
+        """See `Clock`; both are run again where the device did not stay busy."""
+        while True:
+            events: list[Any] = [
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(4)
+            ]
+            self._fill_queue()
+            events[0].record()
+            output = forward()
+            events[1].record()
+            was_idle = events[0].query()
+            self._fill_queue()
+            events[2].record()
+            backward(output)
+            events[3].record()
+            was_idle = events[2].query() or was_idle
+            events[3].synchronize()
+            if not was_idle or self.repeats >= self.MAX_REPEATS:
+                break
+            self.repeats *= 2
         return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
 
     def _fill_queue(self) -> None:
-        for _ in range(self.REPEATS):
+        for _ in range(self.repeats):
             self._flush.zero_()
 
 
