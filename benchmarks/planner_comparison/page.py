@@ -1,0 +1,421 @@
+"""The results for people to read: Markdown, a figure of each family, one HTML page."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner_comparison import paired
+from planner_comparison.paired import BEST_PRACTICE, OURS, PAPER, PATH, WORST_RANK
+
+Task = dict[str, Any]
+Data = dict[str, Any]
+
+HOW = (
+    "Each rank's fused kernels run on the device named above, one rank after another "
+    "in one process, with the plans of all planners in turn; a pass is timed beside a "
+    "fixed reference set, and medians are given in the milliseconds of the cost "
+    "model's bundle. So every rank has the device to itself.",
+    "`measured` collectives (index all-to-all, pooled all-to-alls with the plan's own "
+    "split sizes, reordering of split tables' columns, all-reduce of replicas) run "
+    "among as many gloo processes as the task has ranks, on this one machine, the "
+    "collectives of all plans in turn; from the last rank's start until the last is "
+    "through. They are scaled by how fast the machine was, as the kernels are. "
+    "`predicted` collectives are the cost model's. Kernels and collectives never run "
+    "at the same time.",
+    "The critical path adds up, for each sharding type that a plan uses, the index "
+    "all-to-all, the slowest rank's forward, the output all-to-all, the gradient "
+    "all-to-all and the slowest rank's backward: every collective waits for its "
+    "slowest rank. Planners that take a cost model minimise that same sum.",
+    "Data-parallel tables run in a fused kernel on a rank's own samples, their "
+    "gradients in an all-reduce; the optimizer's pass over all their rows is not "
+    "timed, in favour of plans that have them.",
+    "Planning seconds are of `plan()` with everything loaded, one thread a planner, "
+    "as many planners at a time as the settings name planning processes. They tell "
+    "nothing about training: that is a column of its own.",
+    "Ratios are paired: same task, both plans. Tasks that one of the two has no plan "
+    "for are counted in the columns of outcomes. Won and lost leave out ratios within "
+    f"{paired.SAME:.0%} of 1. Intervals: {paired.CONFIDENCE:.0%}, bootstrap over "
+    f"tasks, {paired.RESAMPLES:,} draws.",
+)
+
+_STATUSES = ("plan", "no plan", "timed out", "failed", "not run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """Rows of text under a title; the first column is left-aligned."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """As a Markdown table."""
+        lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"## {self.title}\n\n{table}\n"
+
+    def html(self) -> str:
+        """As an HTML table."""
+
+        def row(cells: Sequence[str], tag: str) -> str:
+            marked = "".join(f"<{tag}>{_inline(c)}</{tag}>" for c in cells)
+            return f"<tr>{marked}</tr>"
+
+        body = "\n".join(row(r, "td") for r in self.rows)
+        return (
+            f"<h2>{_inline(self.title)}</h2>\n<div class='scroll'><table>"
+            f"<thead>{row(self.head, 'th')}</thead>\n"
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+
+def write_pages(data: Data, out: Path) -> None:
+    """Write `<out>.json`, `.md`, `.html` and `<out>_<family>.svg`.
+
+    Args:
+        data: Everything that is known of the run.
+        out: Path without a suffix.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    whole = out.with_name(f"{out.name}.json.part")
+    whole.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    whole.replace(out.with_name(f"{out.name}.json"))
+    figures = {
+        family: figure(data, family) for family in _families(data) if data["tasks"]
+    }
+    for family, svg in figures.items():
+        _at(out, f"_{family}.svg").write_text(svg, encoding="utf-8")
+    _at(out, ".md").write_text(markdown(data, out.name), encoding="utf-8")
+    _at(out, ".html").write_text(page(data, figures), encoding="utf-8")
+
+
+def _at(out: Path, suffix: str) -> Path:
+    return out.with_name(out.name + suffix)
+
+
+def _families(data: Data) -> list[str]:
+    return list(dict.fromkeys(t["family"] for t in data["tasks"]))
+
+
+def _planners(data: Data) -> list[str]:
+    return [r["name"] for r in data["rivals"]]
+
+
+def tables(data: Data) -> list[Table]:
+    """Return the tables of the page, the summary first."""
+    return [
+        _expectation_table(data),
+        _summary(data),
+        _more(data),
+        _by_family(data),
+        _by_task(data, PATH, "Measured critical path of each task [ms]"),
+        _by_task(data, WORST_RANK, "Measured worst rank's kernels of each task [ms]"),
+        _troubles(data),
+        _rival_table(data),
+    ]
+
+
+def _expectation_table(data: Data) -> Table:
+    words = {True: "met", False: "**not met**", None: "open"}
+    return Table(
+        title="What was expected",
+        head=("expected", "found", ""),
+        rows=[
+            (e.expected, e.found, words[e.met])
+            for e in paired.expectations(data["tasks"], data["hardware"]["device_type"])
+        ],
+    )
+
+
+def _summary(data: Data) -> Table:
+    tasks = data["tasks"]
+    rows = []
+    for name in _planners(data):
+        ended = paired.outcomes(tasks, name)
+        stock = paired.compare(tasks, name, BEST_PRACTICE)
+        paper = paired.compare(tasks, name, PAPER)
+        rank = paired.compare(tasks, name, BEST_PRACTICE, WORST_RANK)
+        rows.append(
+            (
+                _marked(name),
+                f"{ended['plan']}/{len(tasks)}",
+                str(paired.violations(tasks, name)),
+                stock.text() if stock else "-",
+                f"{stock.worst:.2f}" if stock else "-",
+                f"{stock.wins}/{stock.losses}" if stock else "-",
+                paper.text() if paper else "-",
+                f"{paper.wins}/{paper.losses}" if paper else "-",
+                rank.text() if rank else "-",
+            )
+        )
+    return Table(
+        title=f"Measured critical path, {len(tasks)} tasks",
+        head=(
+            "planner",
+            "plans",
+            "over memory",
+            "over TorchRec's best practice",
+            "worst task",
+            "won/lost",
+            "over faithful NeuroShard",
+            "won/lost",
+            "worst rank's kernels over best practice's",
+        ),
+        rows=rows,
+    )
+
+
+def _more(data: Data) -> Table:
+    tasks = data["tasks"]
+    rows = []
+    for rival in data["rivals"]:
+        name = rival["name"]
+        ended = paired.outcomes(tasks, name)
+        entries = [t["planners"][name] for t in tasks]
+        seconds = [e["seconds"] for e in entries if e["status"] == "plan"]
+        gaps = [e["gap"] for e in entries if e.get("gap") is not None]
+        path = paired.prediction_ratios(tasks, name, PATH)
+        rank = paired.prediction_ratios(tasks, name, WORST_RANK)
+        rows.append(
+            (
+                _marked(name),
+                *(str(ended[status]) for status in _STATUSES[1:]),
+                _median(seconds, ".2f"),
+                f"{max(seconds):.2f}" if seconds else "-",
+                _training(rival["training"]),
+                _median(path, ".3f"),
+                _median(rank, ".3f"),
+                _median(gaps, ".1%"),
+            )
+        )
+    return Table(
+        title="Outcomes, planning and training times, predictions",
+        head=(
+            "planner",
+            *_STATUSES[1:],
+            "planning s, median",
+            "most",
+            "training s",
+            "path predicted over measured, median",
+            "worst rank predicted over measured, median",
+            "gap to own bound, median",
+        ),
+        rows=rows,
+    )
+
+
+def _by_family(data: Data) -> Table:
+    families = _families(data)
+    rows = []
+    for name in _planners(data):
+        cells = [_marked(name)]
+        for family in families:
+            own = [t for t in data["tasks"] if t["family"] == family]
+            found = paired.compare(own, name, BEST_PRACTICE)
+            cells.append(f"{found.text()}, {found.num_tasks}" if found else "-")
+        rows.append(cells)
+    return Table(
+        title="Measured critical path over best practice's, by family, and tasks",
+        head=("planner", *families),
+        rows=rows,
+    )
+
+
+def _by_task(data: Data, metric: str, title: str) -> Table:
+    rows = []
+    for task in data["tasks"]:
+        cells = [task["name"], task["collectives"]]
+        for name in _planners(data):
+            value = paired.measured(task, name, metric)
+            status = task["planners"][name]["status"]
+            cells.append(status if value is None else f"{value:.2f}")
+        rows.append(cells)
+    return Table(title=title, head=("task", "collectives", *_planners(data)), rows=rows)
+
+
+def _troubles(data: Data) -> Table:
+    """Every task without a plan, and why; memory exceeded; plans that were replaced."""
+    rows = []
+    for task in data["tasks"]:
+        for name, entry in task["planners"].items():
+            over = entry.get("ranks_over_memory")
+            if entry["status"] != "plan":
+                rows.append((task["name"], name, entry["status"], entry["reason"]))
+            elif over:
+                rows.append((task["name"], name, "over memory", f"ranks {over}"))
+            elif entry.get("fallback"):
+                rows.append((task["name"], name, "TorchRec's plan", entry["fallback"]))
+    return Table(
+        title="No plan, too much memory, or another's plan",
+        head=("task", "planner", "what", "why"),
+        rows=[[c.replace("|", "/") for c in row] for row in rows],
+    )
+
+
+def _rival_table(data: Data) -> Table:
+    return Table(
+        title="The planners",
+        head=("planner", "what it is"),
+        rows=[(_marked(r["name"]), r["about"]) for r in data["rivals"]],
+    )
+
+
+def _marked(name: str) -> str:
+    return f"**{name}**" if name == OURS else name
+
+
+def _median(values: Sequence[float], form: str) -> str:
+    return format(statistics.median(values), form) if values else "-"
+
+
+def _training(training: dict[str, Any]) -> str:
+    seconds = training.get("training_seconds", training.get("seconds"))
+    if not training:
+        return "-"
+    return "not recorded" if seconds is None else f"{float(seconds):.0f}"
+
+
+def _introduction(data: Data) -> list[str]:
+    hardware = data["hardware"]
+    return [
+        f"{hardware['device']}; torch {hardware['torch']}, "
+        f"fbgemm {hardware['fbgemm']}, torchrec {data['torchrec']}; "
+        f"commit {data['commit']}; {data['created']} to {data['updated']}. "
+        f"{len(data['tasks'])} of {data['num_tasks']} tasks.",
+        f"Cost model: {data['cost_model']['name']} ({data['cost_model']['source']}, "
+        f"{data['cost_model']['hardware']}); its collectives: "
+        f"{data['cost_model']['comms_source']}.",
+    ]
+
+
+def markdown(data: Data, name: str) -> str:
+    """Return the Markdown page."""
+    parts = ["# Planners compared on real kernels and collectives\n"]
+    parts += [f"{line}\n" for line in _introduction(data)]
+    parts.append(f"    {data['command']}\n")
+    shown = tables(data) if data["tasks"] else []
+    parts += [table.markdown() for table in shown[:2]]
+    parts += [f"![{f}]({name}_{f}.svg)\n" for f in _families(data)]
+    parts.append("## How it was measured\n")
+    parts.append("\n".join(f"- {line}" for line in HOW) + "\n")
+    parts += [table.markdown() for table in shown[2:]]
+    parts.append("## Settings\n")
+    parts += [f"    {key}: {value}" for key, value in data["options"].items()]
+    return "\n".join(parts) + "\n"
+
+
+_STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem;
+  padding: 0 1rem; color: #1c2024; background: #fff; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #dde1e6; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+th { vertical-align: bottom; }
+.scroll { overflow-x: auto; }
+pre, code { background: #f2f4f6; padding: .1rem .3rem; }
+pre { padding: .6rem; overflow-x: auto; }
+svg { max-width: 100%; height: auto; }
+"""
+
+
+def page(data: Data, figures: dict[str, str]) -> str:
+    """Return one HTML page that needs no other file."""
+    shown = [t.html() for t in tables(data)] if data["tasks"] else []
+    drawn = [
+        f"<figure>{svg[svg.index('<svg') :]}"
+        f"<figcaption>{_inline(data['families'][family])}</figcaption></figure>"
+        for family, svg in figures.items()
+    ]
+    how = "".join(f"<li>{_inline(line)}</li>" for line in HOW)
+    options = html.escape(json.dumps(data["options"], indent=1))
+    return "\n".join(
+        [
+            "<!doctype html><html lang='en'><meta charset='utf-8'>",
+            "<title>Planners compared</title>",
+            f"<style>{_STYLE}</style>",
+            "<h1>Planners compared on real kernels and collectives</h1>",
+            *(f"<p>{_inline(line)}</p>" for line in _introduction(data)),
+            f"<pre>{html.escape(data['command'])}</pre>",
+            *shown[:2],
+            "<h2>Families</h2>",
+            *drawn,
+            "<h2>How it was measured</h2>",
+            f"<ul>{how}</ul>",
+            *shown[2:],
+            f"<h2>Settings</h2><pre>{options}</pre></html>",
+            "",
+        ]
+    )
+
+
+def _inline(text: str) -> str:
+    """Escape text; its `code` and **bold** become HTML."""
+    escaped = html.escape(text, quote=False)
+    for mark, tag in (("**", "b"), ("`", "code")):
+        parts = escaped.split(mark)
+        if len(parts) % 2:
+            escaped = parts[0] + "".join(
+                f"<{tag}>{inside}</{tag}>{after}"
+                for inside, after in zip(parts[1::2], parts[2::2], strict=True)
+            )
+    return escaped
+
+
+def figure(data: Data, family: str) -> str:
+    """Draw each planner's ratios to TorchRec's best practice in a family, as SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = [t for t in data["tasks"] if t["family"] == family]
+    planners = _planners(data)
+    pyplot.rcParams["svg.hashsalt"] = family
+    figure, panel = pyplot.subplots(figsize=(9, 0.34 * len(planners) + 1.6))
+    for row, name in enumerate(planners):
+        found = list(paired.ratios(tasks, name, BEST_PRACTICE).values())
+        color = "#c2410c" if name == OURS else "#33608f"
+        panel.scatter(found, _spread(row, found), s=12, color=color, alpha=0.45)
+        if found:
+            mean = paired.compare(tasks, name, BEST_PRACTICE)
+            assert mean is not None
+            panel.plot([mean.low, mean.high], [row, row], color=color, linewidth=2)
+            panel.plot(mean.mean, row, "D", color=color, markersize=6)
+        missing = len(tasks) - paired.outcomes(tasks, name)["plan"]
+        if missing:
+            panel.annotate(
+                f"no plan: {missing}",
+                (1.01, row),
+                xycoords=("axes fraction", "data"),
+                verticalalignment="center",
+                fontsize=8,
+            )
+    panel.axvline(1.0, color="#888888", linewidth=0.8)
+    panel.set_xscale("log")
+    ticks = [t for t in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4)]
+    low, high = panel.get_xlim()
+    panel.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    panel.minorticks_off()
+    panel.set_xlim(low, high)
+    panel.set_yticks(range(len(planners)), planners)
+    panel.set_ylim(len(planners) - 0.5, -0.5)
+    panel.set_xlabel("measured critical path over TorchRec's best practice")
+    panel.set_title(f"{data['families'][family]}: {len(tasks)} tasks", fontsize=10)
+    figure.tight_layout()
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return drawn.getvalue()
+
+
+def _spread(row: int, values: Iterable[float]) -> list[float]:
+    """Places around a row, so that dots do not hide each other."""
+    return [row + 0.11 * (i % 5 - 2) for i, _ in enumerate(values)]

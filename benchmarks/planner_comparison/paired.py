@@ -1,0 +1,214 @@
+"""What the tasks together say: paired ratios, their spread, and what was expected."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from planner_comparison.tasks import SEED_FAMILY
+from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
+
+OURS, PAPER, BEST_PRACTICE = "default", "neuroshard", "torchrec, best practice"
+PAPER_NETS, POLICIES = "neuroshard, paper's nets", ("autoshard", "dreamshard")
+GREEDIES = tuple(f"greedy-{key}" for key in GREEDY_KEYS)
+"""The papers' own rules."""
+
+PATH, WORST_RANK = "critical_path_ms", "worst_rank_ms"
+WANTED_RATIO = 0.95
+"""Of faithful NeuroShard's measured critical path: what was expected of `default`."""
+GPU_RATIO, GPU_WORST = 0.80, 1.03
+"""Of the worst rank of TorchRec's best practice on a GPU: on average, on any task."""
+_NAMES = {PATH: "critical path", WORST_RANK: "worst rank's kernels"}
+SAME = 0.01
+"""Ratios this close to 1 are neither won nor lost."""
+RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 0
+
+Task = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paired:
+    """A planner against another on the tasks that both have a plan for."""
+
+    num_tasks: int
+    mean: float
+    """Geometric mean of the ratios; below 1 the planner is quicker."""
+    low: float
+    high: float
+    """Bootstrap interval over tasks."""
+    worst: float
+    worst_task: str
+    wins: int
+    losses: int
+
+    def text(self) -> str:
+        """Mean and interval."""
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """A line that was written down before the run."""
+
+    expected: str
+    found: str
+    met: bool | None
+    """None: the tasks at hand cannot tell."""
+
+
+def measured(task: Task, planner: str, metric: str) -> float | None:
+    """Return a measured figure; None where the planner has no plan that ran."""
+    entry = task["planners"].get(planner, {})
+    found = entry.get("measured")
+    return None if found is None else float(found[metric])
+
+
+def ratios(
+    tasks: Iterable[Task], planner: str, yardstick: str, metric: str = PATH
+) -> dict[str, float]:
+    """Return task -> measured figure over the yardstick's, where both have one."""
+    found = {}
+    for task in tasks:
+        ours = measured(task, planner, metric)
+        theirs = measured(task, yardstick, metric)
+        if ours is not None and theirs is not None:
+            found[task["name"]] = ours / theirs
+    return found
+
+
+def compare(
+    tasks: Iterable[Task], planner: str, yardstick: str, metric: str = PATH
+) -> Paired | None:
+    """Compare two planners; None where they share no task."""
+    by_task = ratios(tasks, planner, yardstick, metric)
+    if not by_task:
+        return None
+    values = list(by_task.values())
+    worst = max(by_task, key=lambda name: by_task[name])
+    low, high = bootstrap(values)
+    return Paired(
+        num_tasks=len(values),
+        mean=geometric_mean(values),
+        low=low,
+        high=high,
+        worst=by_task[worst],
+        worst_task=worst,
+        wins=sum(v < 1 - SAME for v in values),
+        losses=sum(v > 1 + SAME for v in values),
+    )
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean of positive values."""
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Return the interval of the geometric mean when tasks are drawn anew."""
+    rng = np.random.default_rng(SEED)
+    logs = np.log(np.asarray(values, dtype=np.float64))
+    means = rng.choice(logs, (RESAMPLES, len(logs))).mean(axis=1)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.exp(np.quantile(means, [tail, 1 - tail]))
+    return float(low), float(high)
+
+
+def outcomes(tasks: Iterable[Task], planner: str) -> Counter[str]:
+    """Count how a planner's tasks ended."""
+    return Counter(t["planners"][planner]["status"] for t in tasks)
+
+
+def violations(tasks: Iterable[Task], planner: str) -> int:
+    """Count plans that put more on a rank than its memory."""
+    return sum(bool(t["planners"][planner].get("ranks_over_memory")) for t in tasks)
+
+
+def prediction_ratios(tasks: Iterable[Task], planner: str, metric: str) -> list[float]:
+    """Return what was predicted over what was measured, of each plan."""
+    found = []
+    for task in tasks:
+        real = measured(task, planner, metric)
+        if real is not None:
+            found.append(task["planners"][planner]["predicted"][metric] / real)
+    return found
+
+
+def expectations(tasks: Sequence[Task], device_type: str) -> list[Expectation]:
+    """Say of each line that was expected whether these tasks bear it out.
+
+    Args:
+        tasks: What is known of the run.
+        device_type: Of the kernels; more was expected of GPUs.
+    """
+    names = set(tasks[0]["planners"]) if tasks else set()
+    found = []
+    if OURS in names:
+        papers = [name for name in (PAPER, PAPER_NETS) if name in names]
+        found += [_is_quicker(tasks, paper, PATH, WANTED_RATIO) for paper in papers]
+        found.append(_always_plans(tasks))
+        if device_type == "cuda":
+            found += [_is_quicker(tasks, p, WORST_RANK, WANTED_RATIO) for p in papers]
+            found.append(_is_quicker(tasks, BEST_PRACTICE, WORST_RANK, GPU_RATIO))
+            found.append(_is_never_slower(tasks))
+    own = [t for t in tasks if t["family"] == SEED_FAMILY]
+    for method in (PAPER, PAPER_NETS, *POLICIES):
+        if method in names:
+            found.append(_beats_greedies(own, method))
+    return found
+
+
+def _is_quicker(
+    tasks: Sequence[Task], other: str, metric: str, wanted: float
+) -> Expectation:
+    found = compare(tasks, OURS, other, metric)
+    return Expectation(
+        expected=f"`{OURS}` takes at most {wanted} of the measured {_NAMES[metric]} of "
+        f"`{other}` (geometric mean)",
+        found="no task with both plans"
+        if found is None
+        else f"{found.text()} on {found.num_tasks} tasks",
+        met=None if found is None else found.mean <= wanted,
+    )
+
+
+def _is_never_slower(tasks: Sequence[Task]) -> Expectation:
+    found = compare(tasks, OURS, BEST_PRACTICE, WORST_RANK)
+    return Expectation(
+        expected=f"no task's worst rank takes more than {GPU_WORST} of that of "
+        f"`{BEST_PRACTICE}` under `{OURS}`",
+        found="no task with both plans"
+        if found is None
+        else f"{found.worst:.3f} on {found.worst_task}",
+        met=None if found is None else found.worst <= GPU_WORST,
+    )
+
+
+def _always_plans(tasks: Sequence[Task]) -> Expectation:
+    ended = outcomes(tasks, OURS)
+    over = violations(tasks, OURS)
+    others = ", ".join(
+        f"{n} {status}" for status, n in ended.items() if status != "plan"
+    )
+    return Expectation(
+        expected=f"`{OURS}` never fails to plan",
+        found=f"{ended['plan']} plans of {len(tasks)} tasks, {over} over memory"
+        + (f"; {others}" if others else ""),
+        met=ended["plan"] == len(tasks) and not over,
+    )
+
+
+def _beats_greedies(tasks: Sequence[Task], method: str) -> Expectation:
+    all_paired = {g: compare(tasks, method, g) for g in GREEDIES}
+    known = {g: p for g, p in all_paired.items() if p is not None}
+    return Expectation(
+        expected=f"`{method}` beats each of the papers' greedies on the papers' own "
+        f"tasks (`{SEED_FAMILY}`; geometric mean of measured critical paths below 1)",
+        found="; ".join(f"{g} {p.text()}" for g, p in known.items()) or "no task",
+        met=all(p.mean < 1 for p in known.values()) if known else None,
+    )

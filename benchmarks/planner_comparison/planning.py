@@ -1,0 +1,222 @@
+"""Plans of all planners for a task, made in processes of their own.
+
+Two plan at a time where two cores are at hand, and nothing is measured meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import multiprocessing
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import PlannerError
+
+from planner_comparison.paired import OURS
+from planner_comparison.plans import NotRunError, RunPlan, read_plan
+from planner_comparison.rivals import Costs, Rival, load_costs, make_rivals
+from planner_comparison.tasks import Task
+from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.planner.models import build_collection
+
+
+class PlanTimeoutError(Exception):
+    """A planner was not done in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of a task in a planner's hands."""
+
+    status: str
+    """`plan`, `no plan`, `failed`, `timed out` or `not run`."""
+    seconds: float
+    reason: str = ""
+    plan: RunPlan | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanningSettings:
+    """Who plans, on what costs, and for how long."""
+
+    names: tuple[str, ...] | None = None
+    """Planners; None is all."""
+    paper_nets: Path | None = None
+    cost_model: str = "auto"
+    device: str = "cpu"
+    plan_seconds: float = 60.0
+    """After this a planner has timed out."""
+    solver_seconds: float = 4.0
+
+    def rivals(self) -> list[Rival]:
+        """Return the planners."""
+        return make_rivals(self.names, self.paper_nets, self.solver_seconds)
+
+
+class Planners:
+    """Processes that make plans."""
+
+    def __init__(self, settings: PlanningSettings, num_processes: int) -> None:
+        """Start no process yet: the first task does.
+
+        Args:
+            settings: What they load.
+            num_processes: How many; 0 plans in this process.
+        """
+        self._settings, self._num_processes = settings, num_processes
+        self._seconds = {r.name: 0.0 for r in settings.rivals()}
+        self._pool: ProcessPoolExecutor | None = None
+
+    def plan(self, task: Task) -> dict[str, Outcome]:
+        """Let every planner plan a task."""
+        if not self._num_processes:
+            _prepare(self._settings)
+            return {name: _plan(name, task) for name in self._seconds}
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._num_processes,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_prepare,
+                initargs=(self._settings,),
+            )
+        # The slowest first, so that the processes end together.
+        order = sorted(self._seconds, key=lambda name: -self._seconds[name])
+        pending = {name: self._pool.submit(_plan, name, task) for name in order}
+        outcomes = {}
+        for name in self._seconds:
+            try:
+                outcomes[name] = pending[name].result()
+            except BrokenProcessPool:
+                outcomes[name] = Outcome(
+                    status="failed", seconds=math.nan, reason="a planning process died"
+                )
+                self.close()
+            self._seconds[name] = outcomes[name].seconds
+        return outcomes
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+
+class _Worker:
+    """What a planning process keeps between tasks."""
+
+    settings: PlanningSettings
+    rivals: dict[str, Rival]
+    costs: dict[int, Costs]
+
+
+def _prepare(settings: PlanningSettings) -> None:
+    """Load everything once."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    _Worker.settings = settings
+    _Worker.rivals = {r.name: r for r in settings.rivals()}
+    _Worker.costs = {}
+
+
+def _plan(name: str, task: Task) -> Outcome:
+    settings = _Worker.settings
+    world_size = task.world_size
+    if world_size not in _Worker.costs:
+        _Worker.costs[world_size] = load_costs(
+            settings.cost_model, settings.device, world_size
+        )
+    costs, rival = _Worker.costs[world_size], _Worker.rivals[name]
+    outcome = ask(rival, task, costs, settings.device, settings.plan_seconds)
+    gc.collect()
+    return outcome
+
+
+def ask(rival: Rival, task: Task, costs: Costs, device: str, limit: float) -> Outcome:
+    """Let a planner plan a task.
+
+    Args:
+        rival: The planner.
+        task: What it plans.
+        costs: For planners that take a cost model.
+        device: `cpu` or `cuda`.
+        limit: Seconds until it has timed out.
+    """
+    start = time.perf_counter()
+
+    def ended(status: str, reason: str = "") -> Outcome:
+        return Outcome(
+            status=status,
+            seconds=time.perf_counter() - start,
+            reason=" ".join(reason.split())[:300],
+        )
+
+    try:
+        with _alarm(limit):
+            planner = rival.make(task, costs, device)
+            module = build_collection(task.tables)
+            start = time.perf_counter()
+            found = planner.plan(module, [EmbeddingBagCollectionSharder()])
+            seconds = time.perf_counter() - start
+    except PlanTimeoutError:
+        return ended("timed out", f"not done in {limit:g} s")
+    except (PlannerError, NeuroShardError) as error:
+        return ended("no plan", str(error))
+    except Exception as error:  # a rival's fault must not end the comparison
+        return ended("failed", f"{type(error).__name__}: {error}")
+    notes = _notes(planner)
+    if notes.get("fallback") and rival.name != OURS:
+        # TorchRec's planner stood in for a search that found nothing.
+        return ended("no plan", notes["fallback"])
+    try:
+        plan = read_plan(found, task)
+    except NotRunError as error:
+        return ended("not run", str(error))
+    return Outcome(status="plan", seconds=seconds, plan=plan, notes=notes)
+
+
+def _notes(planner: EmbeddingShardingPlanner) -> dict[str, Any]:
+    result = getattr(planner, "last_result", None)
+    if result is None:
+        return {}
+    bounded = result.lower_bound_ms > 0
+    return {
+        "planner_predicts_ms": result.predicted.critical_path_ms,
+        "lower_bound_ms": result.lower_bound_ms if bounded else None,
+        "gap": result.gap if bounded and math.isfinite(result.gap) else None,
+        "search_seconds": result.search_seconds,
+        "num_evaluated": result.num_evaluated,
+        "fallback": result.fallback,
+        "warnings": list(result.warnings),
+    }
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise PlanTimeoutError in the main thread after some time."""
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise PlanTimeoutError
+
+    old = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, old)

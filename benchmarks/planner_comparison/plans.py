@@ -1,0 +1,322 @@
+"""What a sharding plan makes its ranks run: fused kernels and collectives, by stage.
+
+A stage is what TorchRec runs for the tables of one sharding type: ids go out, kernels
+look them up, outputs come back; later gradients go out and kernels update the tables.
+The same description is measured and predicted, whichever planner the plan is from.
+
+Shapes: `W` ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
+
+from planner_comparison.tasks import Task, held_bytes
+from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE, table_features
+from torchrec_neuroshard.planner.staged import row_shard
+from torchrec_neuroshard.tables import TableConfig
+
+COLUMN_TYPES = ("table_wise", "column_wise", "table_column_wise")
+ROW_TYPES = ("row_wise", "table_row_wise")
+"""On one node both spread a table's rows over all ranks."""
+REPLICAS = "data_parallel"
+
+_ID_BYTES, _LENGTH_BYTES = 8, 8
+"""Ids and lengths of a KeyedJaggedTensor are int64."""
+
+COLUMN_ORDER = "column_order"
+
+
+class NotRunError(Exception):
+    """The plan holds something that is not run here; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """Shards of one fused kernel on one rank."""
+
+    shards: tuple[TableConfig, ...]
+    """In one order: equal sets are measured once."""
+    batch_size: int
+    """Samples that the kernel sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective, or the reordering of columns, of all ranks."""
+
+    kind: str
+    """One of `records.COLLECTIVES`, or COLUMN_ORDER."""
+    bytes_per_peer: tuple[int, ...]
+    """As in `CommsRecord`; empty for COLUMN_ORDER."""
+    batch_size: int
+    """Samples of a rank."""
+    lengths_share: float = 0.5
+    """Of `index`: share of the bytes that are lengths."""
+    widths: tuple[int, ...] = ()
+    """Of COLUMN_ORDER: columns of each part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Kernels and collectives of the tables of one sharding type."""
+
+    sharding_type: str
+    kernels: tuple[KernelSet | None, ...]
+    """Of each rank; None where it holds nothing."""
+    index_comms: tuple[Collective, ...] = ()
+    fwd_comms: tuple[Collective, ...] = ()
+    bwd_comms: tuple[Collective, ...] = ()
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """All of them, in the order in which they run."""
+        return self.index_comms + self.fwd_comms + self.bwd_comms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """A plan as it runs."""
+
+    stages: tuple[Stage, ...]
+    rank_bytes: tuple[int, ...]
+    """Weights and optimizer state that each rank holds."""
+    num_shards: int
+    num_split: int
+    """Tables in several column shards."""
+
+    @property
+    def kernels(self) -> list[KernelSet]:
+        """All kernels of all ranks, each once."""
+        sets = (k for stage in self.stages for k in stage.kernels if k is not None)
+        return list(dict.fromkeys(sets))
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """All collectives, each once."""
+        return list(dict.fromkeys(c for s in self.stages for c in s.collectives))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    table: TableConfig
+    """The shard, described as a table."""
+    rank: int
+    number: int
+    """Of the whole table."""
+
+
+def read_plan(plan: ShardingPlan, task: Task) -> RunPlan:
+    """Say what a plan runs.
+
+    Raises:
+        NotRunError: It holds a sharding type or a kernel that is not run here.
+    """
+    numbers = {t.name: i for i, t in enumerate(task.tables)}
+    by_type: dict[str, list[_Shard]] = {}
+    entries = {n: s for tables in plan.plan.values() for n, s in tables.items()}
+    assert set(entries) == set(numbers), "a plan leaves out tables"
+    for name, sharding in entries.items():
+        found = by_type.setdefault(sharding.sharding_type, [])
+        found += _shards(sharding, numbers[name], task)
+    held = [0] * task.world_size
+    for shard in (s for shards in by_type.values() for s in shards):
+        held[shard.rank] += held_bytes(shard.table)
+    column_shards = [s.number for k in COLUMN_TYPES for s in by_type.get(k, [])]
+    return RunPlan(
+        stages=tuple(_stage(kind, by_type[kind], task) for kind in sorted(by_type)),
+        rank_bytes=tuple(held),
+        num_shards=sum(map(len, by_type.values())),
+        num_split=int((np.bincount(column_shards, minlength=1) > 1).sum()),
+    )
+
+
+def _shards(sharding: ParameterSharding, number: int, task: Task) -> list[_Shard]:
+    kind, table = sharding.sharding_type, task.tables[number]
+    if kind == REPLICAS:
+        return [_Shard(table, rank, number) for rank in range(task.world_size)]
+    if sharding.compute_kernel != "fused" or kind not in COLUMN_TYPES + ROW_TYPES:
+        raise NotRunError(f"{kind} tables with {sharding.compute_kernel} kernels")
+    assert sharding.ranks is not None and sharding.sharding_spec is not None
+    shards = []
+    for meta, rank in zip(sharding.sharding_spec.shards, sharding.ranks, strict=True):
+        rows, width = map(int, meta.shard_sizes)
+        if kind in ROW_TYPES:
+            shard = row_shard(table, rows, task.batch_size)
+        else:
+            shard = table.with_width(width)
+        shards.append(_Shard(shard, int(rank), number))
+    return shards
+
+
+def _stage(kind: str, shards: Sequence[_Shard], task: Task) -> Stage:
+    by_rank: list[list[_Shard]] = [[] for _ in range(task.world_size)]
+    for shard in shards:
+        by_rank[shard.rank].append(shard)
+    local = task.batch_size // task.world_size
+    batch = local if kind == REPLICAS else task.batch_size
+    kernels = tuple(
+        KernelSet(tuple(s.table for s in sorted(held, key=_order)), batch)
+        if held
+        else None
+        for held in by_rank
+    )
+    if kind == REPLICAS:
+        gradients = sum(s.table.weight_bytes for s in by_rank[0])
+        reduce = _even("all_reduce", gradients / task.world_size, local, task)
+        return Stage(sharding_type=kind, kernels=kernels, bwd_comms=(reduce,))
+    columns = [sum(_columns(s) for s in held) for held in by_rank]
+    index = _index(by_rank, task)
+    if kind in ROW_TYPES:
+        each = OUTPUT_BYTES_PER_VALUE * local * max(columns)
+        forward = (_even("reduce_scatter", each, local, task),)
+        backward = (_even("all_gather", each, local, task),)
+    else:
+        sent = tuple(OUTPUT_BYTES_PER_VALUE * local * c for c in columns)
+        order = _column_order(by_rank, local)
+        forward = (Collective("pooled_forward", sent, local), *order)
+        backward = (*order, Collective("pooled_backward", sent, local))
+    return Stage(
+        sharding_type=kind,
+        kernels=kernels,
+        index_comms=(index,),
+        fwd_comms=forward,
+        bwd_comms=backward,
+    )
+
+
+def _order(shard: _Shard) -> tuple[int, int]:
+    return shard.number, shard.table.embedding_dim
+
+
+def _columns(shard: _Shard) -> int:
+    return shard.table.embedding_dim * shard.table.num_features
+
+
+def _even(kind: str, num_bytes: float, local: int, task: Task) -> Collective:
+    """Return a collective in which all ranks hold as much, in whole values."""
+    values = max(1, round(num_bytes / 8))
+    return Collective(kind, (8 * values,) * task.world_size, local)
+
+
+def _index(by_rank: Sequence[Sequence[_Shard]], task: Task) -> Collective:
+    """Return the all-to-all of ids and lengths, in bytes that a rank gets of a peer."""
+    ids, lengths = (
+        np.array([sum(map(count, held)) for held in by_rank], dtype=np.float64)
+        for count in (
+            lambda s: _ID_BYTES * s.table.profile_at(task.batch_size).num_lookups,
+            lambda s: _LENGTH_BYTES * task.batch_size * s.table.num_features,
+        )
+    )
+    total = ids + lengths
+    per_peer = 8 * np.round(total / task.world_size / 8)
+    share = float(lengths.sum() / total.sum())
+    local = task.batch_size // task.world_size
+    return Collective("index", tuple(map(int, per_peer)), local, round(share, 6))
+
+
+def _column_order(
+    by_rank: Sequence[Sequence[_Shard]], local: int
+) -> tuple[Collective, ...]:
+    """Return the reordering of outputs, if TorchRec does one: some table is split."""
+    parts = [s for held in by_rank for s in sorted(held, key=_order)]
+    if len({s.number for s in parts}) == len(parts):
+        return ()
+    return (Collective(COLUMN_ORDER, (), local, 0.0, tuple(map(_columns, parts))),)
+
+
+def predict_kernels(
+    kernels: Sequence[KernelSet], cost_model: CostModel
+) -> dict[KernelSet, tuple[float, float]]:
+    """Predict forward and backward of each kernel set [ms]."""
+    predicted = {}
+    for kernel in kernels:
+        sums = cost_model.encode(table_features(kernel.shards, kernel.batch_size))
+        forward, backward = cost_model.predict_sums(sums.sum(axis=0, keepdims=True))[0]
+        predicted[kernel] = (float(forward), float(backward))
+    return predicted
+
+
+def predict_collective(
+    collective: Collective, comms_model: CommsModel, world_size: int
+) -> tuple[float, float]:
+    """Predict a collective in the forward and in the backward pass [ms].
+
+    Of collectives that run in one of them only, both figures are the same.
+    """
+    batch = collective.batch_size * world_size
+    if collective.kind == COLUMN_ORDER:
+        columns = np.array([float(sum(collective.widths))])
+        forward, backward = comms_model.column_order(columns, batch)[0]
+        return float(forward), float(backward)
+    bytes_1W = np.array([collective.bytes_per_peer], dtype=np.float64)
+    columns_1W = bytes_1W / (OUTPUT_BYTES_PER_VALUE * collective.batch_size)
+    if collective.kind == "index":
+        ms = comms_model.index_all_to_all(bytes_1W * world_size).max()
+    elif collective.kind == "all_reduce":
+        ms = comms_model.all_reduce(bytes_1W * world_size).max()
+    elif collective.kind in ("reduce_scatter", "all_gather"):
+        both = comms_model.row_wise(columns_1W, batch)
+        ms = both[..., int(collective.kind == "all_gather")].max()
+    else:
+        both = comms_model.all_to_all(columns_1W, batch)
+        ms = both[..., int(collective.kind == "pooled_backward")].max()
+    return float(ms), float(ms)
+
+
+def add_up(
+    plan: RunPlan,
+    kernels: dict[KernelSet, tuple[float, float]],
+    collectives: dict[Collective, tuple[float, float]],
+) -> dict[str, Any]:
+    """Put times together as `simulator.critical_path` does.
+
+    In each stage every phase is as long as on its slowest rank; stages follow one
+    another. A collective's time is until its slowest rank is through.
+
+    Args:
+        plan: What runs.
+        kernels: Forward and backward of each set [ms].
+        collectives: Forward and backward of each [ms]; empty leaves them out.
+    """
+    path = dict.fromkeys(
+        ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute"), 0.0
+    )
+    ranks = np.zeros((len(plan.rank_bytes), 2))
+    for stage in plan.stages:
+        both = np.array([kernels[k] if k else (0.0, 0.0) for k in stage.kernels])
+        ranks += both
+        path["fwd_compute"] += float(both[:, 0].max())
+        path["bwd_compute"] += float(both[:, 1].max())
+        for name, direction in (("index_comms", 0), ("fwd_comms", 0), ("bwd_comms", 1)):
+            path[name] += sum(
+                collectives[c][direction] for c in getattr(stage, name) if collectives
+            )
+    totals = ranks.sum(axis=1)
+    return {
+        "critical_path_ms": sum(path.values()),
+        "kernel_path_ms": path["fwd_compute"] + path["bwd_compute"],
+        "worst_rank_ms": float(totals.max()),
+        "worst_fwd_ms": float(ranks[:, 0].max()),
+        "worst_bwd_ms": float(ranks[:, 1].max()),
+        "worst_over_mean": float(totals.max() / totals.mean()),
+        "phases_ms": path,
+        "ranks_ms": [[round(float(v), 4) for v in row] for row in ranks],
+    }
+
+
+def with_profiles(kernel: KernelSet) -> list[TableConfig]:
+    """Return the shards as they are measured: named by number, read as at the batch."""
+    return [
+        dataclasses.replace(
+            shard, name=str(i), profile=shard.profile_at(kernel.batch_size)
+        )
+        for i, shard in enumerate(kernel.shards)
+    ]

@@ -1,0 +1,310 @@
+"""The planners that are compared."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    Topology,
+)
+from torchrec.distributed.planner.constants import DDR_MEM_BW
+from torchrec.distributed.planner.partitioners import MemoryBalancedPartitioner
+from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
+
+from planner_comparison.paired import (
+    BEST_PRACTICE,
+    OURS,
+    PAPER,
+    PAPER_NETS,
+    POLICIES,
+)
+from planner_comparison.tasks import Task
+from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSearcher
+from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
+from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
+from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
+from torchrec_neuroshard.baselines.policies import PolicySearcher
+from torchrec_neuroshard.cost_models import (
+    BandwidthCommsModel,
+    CommsModel,
+    CostModel,
+    load_comms_model,
+    load_cost_model,
+)
+from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.search import Searcher, make_searcher
+
+MIN_PARTITION = 32
+_GB_PER_S = 600.0
+"""Where no collectives are known: TorchRec's default, of no particular machine."""
+_CPU_FUSED_SHARE = 0.5
+"""Of the memory's bandwidth, what TorchRec expects a fused kernel on a CPU to reach."""
+_COLUMN_AND_TABLE = ["table_wise", "column_wise"]
+_NO_GRID = [
+    "data_parallel",
+    "table_wise",
+    "column_wise",
+    "table_column_wise",
+    "row_wise",
+    "table_row_wise",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What planners that take a cost model are given."""
+
+    compute: CostModel
+    comms: CommsModel
+    """Of the task's ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rival:
+    """A planner, made anew for each task."""
+
+    name: str
+    about: str
+    make: Callable[[Task, Costs, str], EmbeddingShardingPlanner]
+    """Takes the task, the costs, and the device's type."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Of learned policies: what their description says of their training."""
+
+
+def make_rivals(
+    names: Sequence[str] | None, paper_nets: Path | None, solver_seconds: float
+) -> list[Rival]:
+    """Return the planners that can run here.
+
+    Args:
+        names: Only these; None is all.
+        paper_nets: Folder of NeuroShard's own nets; None leaves that rival out.
+        solver_seconds: For those that search for as long as they may.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    rivals = [
+        *_ours(),
+        *_learned(paper_nets),
+        *_greedies(),
+        *_solvers(solver_seconds),
+        *_stock(),
+    ]
+    if names is None:
+        return rivals
+    known = {r.name: r for r in rivals}
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f"no planner {unknown[0]!r} here; known: {', '.join(known)}")
+    return [known[name] for name in names]
+
+
+def _ours() -> Iterator[Rival]:
+    yield Rival(
+        name=OURS,
+        about="this planner as a user gets it",
+        make=lambda task, costs, device: _neuroshard(task, costs, device),
+    )
+    yield Rival(
+        name="default, tables whole",
+        about="this planner's search with every table whole",
+        make=lambda task, costs, device: _neuroshard(
+            task, costs, device, make_searcher("default"), types=["table_wise"]
+        ),
+    )
+
+
+def _learned(paper_nets: Path | None) -> Iterator[Rival]:
+    yield _search_rival(
+        PAPER,
+        "NeuroShard's loops as published, on the cost model that this planner has",
+        lambda: PaperSearcher(NeuroShardConfig(costs="shared")),
+    )
+    if paper_nets is not None:
+        yield _search_rival(
+            PAPER_NETS,
+            "NeuroShard as published, on the paper's own nets",
+            lambda: PaperSearcher(NeuroShardConfig(costs="own"), models=paper_nets),
+        )
+    for name in POLICIES:
+        searcher = make_searcher(name)
+        assert isinstance(searcher, PolicySearcher)
+        rival = _search_rival(
+            name,
+            f"trained policy '{searcher.policy.info.name}', tables whole",
+            lambda searcher=searcher: searcher,
+        )
+        trained = dict(searcher.policy.info.trained_on)
+        trained["hardware"] = searcher.policy.info.hardware
+        yield dataclasses.replace(rival, training=trained)
+
+
+def _greedies() -> Iterator[Rival]:
+    about = {
+        "random": "a random rank with room for each table",
+        "greedy-cost": "tables whole, by predicted cost alone",
+        **{f"greedy-{key}": f"tables whole, by {key}" for key in GREEDY_KEYS},
+    }
+    for name, text in about.items():
+        yield _search_rival(name, text, lambda name=name: make_searcher(name))
+
+
+def _solvers(seconds: float) -> Iterator[Rival]:
+    yield _search_rival(
+        "milp",
+        f"mixed-integer program on costs of single shards, {seconds:g} s",
+        lambda: MilpSearcher(MilpConfig(time_limit_seconds=seconds)),
+    )
+    yield _search_rival(
+        "annealing",
+        f"simulated annealing on costs of sets, at most {seconds:g} s",
+        lambda: AnnealingSearcher(AnnealingConfig(time_budget_seconds=seconds)),
+    )
+
+
+def _stock() -> Iterator[Rival]:
+    def make(**arguments: Any) -> Callable[[Task, Costs, str], Any]:
+        def planner(task: Task, costs: Costs, device: str) -> EmbeddingShardingPlanner:
+            parts = {
+                name: part() if callable(part) else part
+                for name, part in arguments.items()
+            }
+            best = parts.pop("best_practice", False)
+            in_hbm = parts.pop("in_hbm", False)
+            return EmbeddingShardingPlanner(
+                topology=_topology(task, "cuda" if in_hbm else device, device),
+                batch_size=task.batch_size // task.world_size,
+                storage_reservation=FixedPercentageStorageReservation(0.0),
+                constraints=_constraints(
+                    task,
+                    _COLUMN_AND_TABLE if best else _NO_GRID,
+                    MIN_PARTITION if best else None,
+                ),
+                debug=False,
+                **parts,
+            )
+
+        return planner
+
+    yield Rival(
+        name="torchrec", about="TorchRec's planner, pooling factors", make=make()
+    )
+    yield Rival(
+        name=BEST_PRACTICE,
+        about=f"the same, table- and column-wise, min_partition={MIN_PARTITION}",
+        make=make(best_practice=True),
+    )
+    counted = "memory counted as HBM, which alone it looks at"
+    yield Rival(
+        name="torchrec, dynamic programming",
+        about=f"TorchRec's DynamicProgrammingProposer; {counted}",
+        make=make(proposer=DynamicProgrammingProposer, in_hbm=True),
+    )
+    yield Rival(
+        name="torchrec, memory-balanced",
+        about=f"TorchRec's MemoryBalancedPartitioner; {counted}",
+        make=make(partitioner=MemoryBalancedPartitioner, in_hbm=True),
+    )
+
+
+def _search_rival(name: str, about: str, make: Callable[[], Searcher]) -> Rival:
+    return Rival(
+        name=name,
+        about=about,
+        make=lambda task, costs, device: _neuroshard(task, costs, device, make()),
+    )
+
+
+def _neuroshard(
+    task: Task,
+    costs: Costs,
+    device: str,
+    searcher: Searcher | None = None,
+    types: Sequence[str] = (),
+) -> NeuroShardPlanner:
+    """Make our planner; with a searcher, the plan is the searcher's or there is none.
+
+    `default` has what it has by default: TorchRec's plan and other sharding types are
+    candidates, too.
+    """
+    alone: dict[str, Any] = {"consider_stock": False, "max_switches": 0}
+    given = {} if searcher is None else {"search": searcher, **alone}
+    return NeuroShardPlanner(
+        topology=_topology(task, device, device),
+        batch_size=task.batch_size // task.world_size,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        constraints=_constraints(task, types or _NO_GRID, None),
+        cost_model=costs.compute,
+        comms_model=costs.comms,
+        profiles={t.name: t.profile for t in task.tables if t.profile is not None},
+        debug=False,
+        **given,
+    )
+
+
+def _topology(task: Task, planned_for: str, device: str) -> Topology:
+    memory = {f"{'hbm' if planned_for == 'cuda' else 'ddr'}_cap": task.memory_bytes}
+    if planned_for != device:
+        # The same kernels in memory of the same speed, by another name.
+        memory["hbm_mem_bw"] = _CPU_FUSED_SHARE * DDR_MEM_BW
+    return Topology(
+        world_size=task.world_size,
+        local_world_size=task.world_size,
+        compute_device=planned_for,
+        **memory,
+    )
+
+
+def _constraints(
+    task: Task, types: Sequence[str], min_partition: int | None
+) -> dict[str, ParameterConstraints]:
+    return {
+        t.name: ParameterConstraints(
+            pooling_factors=[t.pooling_factor],
+            sharding_types=list(types),
+            compute_kernels=["fused", "dense"],
+            min_partition=min_partition,
+        )
+        for t in task.tables
+    }
+
+
+def load_costs(cost_model: str, device: str, world_size: int) -> Costs:
+    """Return the costs that planners are given, and that plans are predicted by.
+
+    Ranks' kernels do not slow each other down in them: kernels are timed one rank after
+    another, as on devices of their own.
+
+    Args:
+        cost_model: A bundle's name or folder, or "auto".
+        device: `cpu` or `cuda`.
+        world_size: Ranks.
+    """
+    known = load_comms_model(
+        cost_model,
+        device_type=device,
+        world_size=world_size,
+        local_world_size=world_size,
+    )
+    comms = copy.copy(
+        known
+        or BandwidthCommsModel(
+            world_size=world_size,
+            local_world_size=world_size,
+            intra_gb_per_s=_GB_PER_S,
+            inter_gb_per_s=_GB_PER_S,
+        )
+    )
+    comms.compute_slowdown = (1.0, 1.0)
+    return Costs(compute=load_cost_model(cost_model, device_type=device), comms=comms)

@@ -1,0 +1,238 @@
+"""The tasks that planners are compared on: four families of table sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.workloads import (
+    PRODUCTION_WIDTHS,
+    generate_dlrm_tables,
+    load_json,
+    mlperf_dlrm_v2,
+    power_of_two_widths,
+)
+
+FAMILIES: dict[str, str] = {
+    "dlrm": "DLRM dataset, widths from 4 up to 4, 8, ... or 128 (the seed papers')",
+    "mlperf": "MLPerf DLRM-v2, 26 tables of one width",
+    "embark": "EMBark T180 and T200, parts of them",
+    "production": "DLRM dataset, widths of published production configurations",
+}
+SEED_FAMILY = "dlrm"
+"""What the learned methods' papers drew their tasks from."""
+
+OPTIMIZERS = ("rowwise_adagrad", "sgd")
+TIGHT, ROOMY = 1.15, 1.6
+"""Memory of a rank over an even share of all tables: every third task is tight."""
+ROOM_BYTES = 2**25
+"""Beside the tables: buffers of inputs and outputs, which TorchRec counts, too."""
+STATE_BYTES_PER_ROW = {"rowwise_adagrad": 4, "sgd": 0}
+
+_DLRM, _EMBARK = "dlrm_datasets_2021_t856_bs65536", "nvidia_embark_"
+_SEED_TABLES = (10, 60)
+_EMBARK_TABLES = 60
+_QUICK_TABLES = 10
+_PROFILE_BATCH = 65_536
+"""Of assumed profiles: a profile of a task's own batch knows too few ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """Tables, ranks, batch and memory: the same for every planner."""
+
+    name: str
+    family: str
+    tables: tuple[TableConfig, ...]
+    world_size: int
+    batch_size: int
+    """Samples over all ranks."""
+    memory_bytes: int
+    """Of each rank, for tables, optimizer state and what TorchRec counts beside."""
+
+    @property
+    def optimizer(self) -> str:
+        """Of all tables."""
+        return self.tables[0].optimizer
+
+    def to_json(self) -> dict[str, Any]:
+        """What tells the task from others."""
+        tables = json.dumps([t.to_json() for t in self.tables], sort_keys=True)
+        return {
+            "name": self.name,
+            "family": self.family,
+            "num_tables": len(self.tables),
+            "world_size": self.world_size,
+            "batch_size": self.batch_size,
+            "optimizer": self.optimizer,
+            "memory_bytes": self.memory_bytes,
+            "table_bytes": sum(map(held_bytes, self.tables)),
+            "tables_sha256": hashlib.sha256(tables.encode()).hexdigest()[:16],
+        }
+
+
+def held_bytes(shard: TableConfig) -> int:
+    """Bytes of a shard's weights and optimizer state."""
+    state = STATE_BYTES_PER_ROW[shard.optimizer] * shard.num_embeddings
+    return shard.weight_bytes + state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSettings:
+    """Size of the tasks."""
+
+    batch_size: int = 2_048
+    """Over all ranks: what the shipped policies were trained with."""
+    max_rows: int = 1_000_000
+    """Longer tables are cut to this many rows."""
+    seed: int = 0
+    quick: bool = False
+    """One small task of each family."""
+
+
+def make_tasks(path: Path | None, settings: TaskSettings) -> list[Task]:
+    """Draw the tasks, in an order in which each part has some of each family.
+
+    Args:
+        path: JSON of published table sets; None takes the package's generator for the
+            DLRM dataset and leaves EMBark out.
+        settings: Their size.
+    """
+    sets = {} if path is None else load_json(path)
+    dlrm = sets.get(_DLRM) or generate_dlrm_tables(seed=settings.seed)
+    read = [t for t in dlrm if t.pooling_factor > 0]
+    families = {
+        "dlrm": list(_dlrm_tasks(read, settings)),
+        "mlperf": list(_mlperf_tasks(settings)),
+        "embark": list(_embark_tasks(sets, settings)),
+        "production": list(_production_tasks(read, settings)),
+    }
+    if settings.quick:
+        return [tasks[0] for tasks in families.values() if tasks]
+    placed = [
+        ((number + 0.5) / len(tasks), task)
+        for tasks in families.values()
+        for number, task in enumerate(tasks)
+    ]
+    return [task for _, task in sorted(placed, key=lambda pair: pair[0])]
+
+
+def _dlrm_tasks(
+    tables: Sequence[TableConfig], settings: TaskSettings
+) -> Iterator[Task]:
+    """Ten tasks each of 4 and 8 ranks, four of 16, over all widths of the papers."""
+    rng = np.random.default_rng([settings.seed, 1])
+    worlds = (4, 8, 4, 8, 16, 4, 8, 4, 8, 4, 8, 16) * 2
+    widest = (128, 32, 64, 16, 8, 4)
+    for number, world_size in enumerate(worlds):
+        low, high = _SEED_TABLES
+        # At 16 ranks, as in the papers, tasks of few tables make no sense.
+        count = int(rng.integers(max(low, 2 * world_size), high + 1))
+        widths = power_of_two_widths(widest[number // 4 % len(widest)])
+        if settings.quick:
+            count, widths = _QUICK_TABLES, power_of_two_widths(64)
+        chosen = _draw(rng, tables, count, widths)
+        yield _task("dlrm", number, chosen, world_size, settings)
+
+
+def _production_tasks(
+    tables: Sequence[TableConfig], settings: TaskSettings
+) -> Iterator[Task]:
+    rng = np.random.default_rng([settings.seed, 2])
+    for number in range(10):
+        world_size = (4, 8)[number % 2]
+        count = _QUICK_TABLES if settings.quick else int(rng.integers(20, 61))
+        chosen = _draw(rng, tables, count, PRODUCTION_WIDTHS)
+        yield _task("production", number, chosen, world_size, settings)
+
+
+def _mlperf_tasks(settings: TaskSettings) -> Iterator[Task]:
+    for number, (world_size, width) in enumerate(
+        ((4, 128), (8, 128), (4, 64), (8, 64), (4, 128), (8, 128))
+    ):
+        # The last two with fewer rows: other optimizer, other hit rates.
+        rows = settings.max_rows // (10 if number > 3 else 1)
+        tables = list(mlperf_dlrm_v2(max_rows=rows, embedding_dim=width))
+        chosen = tables[: _QUICK_TABLES if settings.quick else None]
+        yield _task("mlperf", number, chosen, world_size, settings)
+
+
+def _embark_tasks(
+    sets: dict[str, tuple[TableConfig, ...]], settings: TaskSettings
+) -> Iterator[Task]:
+    rng = np.random.default_rng([settings.seed, 3])
+    known = [list(t) for name, t in sets.items() if name.startswith(_EMBARK)]
+    for number in range(6 if known else 0):
+        tables = known[number // 2 % len(known)]
+        count = _QUICK_TABLES if settings.quick else _EMBARK_TABLES
+        chosen = _draw(rng, tables, min(count, len(tables)), None)
+        yield _task("embark", number, chosen, (4, 8)[number % 2], settings)
+
+
+def _cut(table: TableConfig, max_rows: int) -> dict[str, Any]:
+    """Return rows, and accesses that they can have."""
+    rows = min(table.num_embeddings, max_rows)
+    profile = table.profile or table.profile_at(_PROFILE_BATCH)
+    if rows < table.num_embeddings and profile.num_distinct > rows:
+        profile = zipf_profile(
+            batch_size=profile.batch_size,
+            pooling_factor=profile.pooling_factor,
+            num_embeddings=rows,
+        )
+    return {"num_embeddings": rows, "profile": profile}
+
+
+def _draw(
+    rng: np.random.Generator,
+    tables: Sequence[TableConfig],
+    count: int,
+    widths: Sequence[int] | None,
+) -> list[TableConfig]:
+    """Draw distinct tables; widths, where given, evenly for each."""
+    chosen = [tables[i] for i in rng.choice(len(tables), count, replace=False)]
+    if widths is None:
+        return chosen
+    return [t.with_width(int(rng.choice(widths))) for t in chosen]
+
+
+def _task(
+    family: str,
+    number: int,
+    tables: Sequence[TableConfig],
+    world_size: int,
+    settings: TaskSettings,
+) -> Task:
+    optimizer = OPTIMIZERS[number // 2 % 2]
+    own = tuple(
+        dataclasses.replace(
+            table,
+            name=f"t{i}",
+            optimizer=optimizer,
+            **_cut(table, settings.max_rows),
+        )
+        for i, table in enumerate(tables)
+    )
+    world_size = 4 if settings.quick else world_size
+    tight = number % 3 == 2
+    held = [held_bytes(t) for t in own]
+    columns = sum(t.embedding_dim * t.num_features for t in own)
+    room = ROOM_BYTES + 4 * columns * settings.batch_size * OUTPUT_BYTES_PER_VALUE
+    share = (TIGHT if tight else ROOMY) * sum(held) / world_size
+    return Task(
+        name=f"{family}-{number}-{len(own)}x{world_size}{'-tight' if tight else ''}",
+        family=family,
+        tables=own,
+        world_size=world_size,
+        batch_size=settings.batch_size,
+        memory_bytes=int(max(share, 1.02 * max(held)) + room),
+    )
