@@ -331,7 +331,7 @@ def test_a_set_that_finds_memory_the_second_time_is_kept(
     watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    measure, failed = SetTimer.measure, []
+    measure, failed = SetTimer.measure, list[bool]()
 
     def limited(self: SetTimer, tables: Sequence[TableConfig], *rest: Any) -> Any:
         if tables == sample_set(1, 5, SAMPLING, []).tables and not failed:

@@ -82,6 +82,17 @@ def test_plan_keeps_every_rule(seed: int) -> None:
     assert result.num_evaluated > 0
 
 
+def test_one_rank_holds_all_tables_whole() -> None:
+    task = random_task(40, 1)  # one placement, but 10^40 sets of shards
+    result = make_searcher("default").search(
+        task, AnalyticCostModel(), AnalyticCommsModel()
+    )
+    assert [(s.table, s.rank) for s in result.placement.shards] == [
+        (table, 0) for table in range(40)
+    ]
+    assert result.gap == pytest.approx(0.0, abs=0.02)
+
+
 def test_limits_on_splits_are_kept() -> None:
     count = 20
     narrow = tuple(64 if i % 2 else 16 for i in range(count))

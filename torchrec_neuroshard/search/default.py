@@ -66,7 +66,9 @@ class NeuroShardSearcher(Searcher):
         task, start = simulator.task, time.monotonic()
         check_constraints(task)
         check_memory(merged(task))
-        if count_placements(task) <= self.config.exhaustive_limit:
+        # One rank has one placement, but as many sets of shards as all the others.
+        few = count_placements(task) <= self.config.exhaustive_limit
+        if few and task.world_size > 1:
             result = ExhaustiveSearcher().search(
                 task, simulator.cost_model, simulator.comms_model
             )
