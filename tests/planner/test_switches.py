@@ -23,7 +23,7 @@ from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
     NeuroShardProposer,
     PlanCosts,
-    planners,
+    stock,
 )
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -51,7 +51,7 @@ def compute_bound() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine, TorchRec's planner is asked."""
-    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 15.0)
+    monkeypatch.setattr(stock, "LEAST_STOCK_SECONDS", 15.0)
 
 
 @pytest.mark.parametrize("max_switches", [0, 2])
@@ -297,13 +297,13 @@ def test_stock_planner_gives_up_where_listing_options_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planner = make_planner(2, consider_stock=True)
-    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 0.0)
-    monkeypatch.setattr(planners, "LISTING_SHARE", 0.0)
+    monkeypatch.setattr(stock, "LEAST_STOCK_SECONDS", 0.0)
+    monkeypatch.setattr(stock, "ESTIMATING_SHARE", 0.0)
     planner.plan(make_ebc([(1000, 64)]), sharders)
     assert planner.last_result is not None
     assert any("was not looked at" in w for w in planner.last_result.warnings)
-    monkeypatch.setattr(planners, "LEAST_STOCK_SECONDS", 15.0)
-    monkeypatch.setattr(planners, "LISTING_SHARE", 0.75)
+    monkeypatch.setattr(stock, "LEAST_STOCK_SECONDS", 15.0)
+    monkeypatch.setattr(stock, "ESTIMATING_SHARE", 0.75)
     planner.plan(make_ebc([(2000, 64)]), sharders)
     assert not any("not looked at" in w for w in planner.last_result.warnings)
 

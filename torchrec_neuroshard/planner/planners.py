@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
 import pickle
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -34,7 +31,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
@@ -46,7 +43,6 @@ from torchrec_neuroshard.planner.constraints import (
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.lowering import (
     LoweredPlan,
-    TableReader,
     check_profiles,
     table_name,
 )
@@ -60,12 +56,8 @@ from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.proposers import (
     DEFAULT_MAX_SWITCHES,
     NeuroShardProposer,
-    PlacedPlanProposer,
 )
-from torchrec_neuroshard.planner.shard_estimators import (
-    StorageEstimator,
-    TimedEstimator,
-)
+from torchrec_neuroshard.planner.stock import StockPlanner, report_full
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import OtherTable, PlanReport, explain
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -73,19 +65,9 @@ from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.progress import ProgressLine
 from torchrec_neuroshard.search.shards import ShardBank
 
-__all__ = ["NeuroShardPlanner", "StockCandidate"]
+__all__ = ["NeuroShardPlanner"]
 
 logger = logging.getLogger(__name__)
-
-STOCK_TIMEOUT_SECONDS = 60
-"""How long TorchRec's own planner may look for a plan where the search has none."""
-
-LEAST_STOCK_SECONDS = 2.0
-"""How long TorchRec's own planner may always look for a plan to compare with."""
-LISTING_SHARE = 0.75
-"""Part of that in which it must have listed its options."""
-
-_COLUMN_WISE = ShardingType.COLUMN_WISE.value
 
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
@@ -184,15 +166,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "debug": debug,
             **kwargs,
         }
-        all_callbacks = [*(callbacks or []), self._remember]
-        self._stock_arguments: dict[str, Any] = {
+        stock_arguments = {
             **shared,
-            "callbacks": all_callbacks,
+            "callbacks": callbacks,
             "enumerator": enumerator,
             "proposer": proposer,
             "partitioner": partitioner,
             "performance_model": performance_model,
-            "timeout_seconds": timeout_seconds or STOCK_TIMEOUT_SECONDS,
+            "timeout_seconds": timeout_seconds,
         }
         self.costs = PlanCosts(
             topology,
@@ -242,16 +223,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             costs=self.costs,
         )
         proposers = proposer if isinstance(proposer, list) else [proposer or own]
+        all_callbacks = [*(callbacks or []), self._remember]
+        self._stock = StockPlanner(
+            stock_arguments,
+            reader=self.costs.reader,
+            breach=self._breach,
+            time_budget_seconds=_time_budget(partitioner),
+        )
         # Only this package's partitioner takes plans that have ranks.
-        self._stock: StockCandidate | None = None
         if consider_stock and isinstance(partitioner, NeuroShardPartitioner):
-            self._stock = StockCandidate(
-                self._stock_arguments,
-                self.costs.reader,
-                self._breach,
-                _time_budget(partitioner),
-                timeout_seconds,
-            )
             proposers = [*proposers, self._stock.proposer]
             all_callbacks = [self._compare, *all_callbacks]
         super().__init__(
@@ -290,18 +270,17 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
         self._forget()
-        if self._stock is not None:
-            self._stock.start(module, sharders, self._storage_reservation)
+        self._stock.start(module, sharders, self._storage_reservation, self._enumerator)
         fallback = None
         try:
-            with _reported(self._storage_reservation):
+            with report_full(self._storage_reservation):
                 plan = super().plan(module, sharders)
             fallback = self._fallback
         except PlannerError as error:
             if error.error_type not in _NO_PLAN:
                 raise
             fallback = self._infeasible() or str(error)
-            plan = self._stock_plan(module, sharders, error)
+            plan = self._last_resort(error)
         if self._selected is not None:
             self._describe(self._selected, fallback)
             breach = self._breach(self._selected)
@@ -393,7 +372,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _compare(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """First of TorchRec's callbacks: sees whose plan was rated best."""
-        assert self._stock is not None
         own = [p.best_rating for p in self._proposers if hasattr(p, "best_rating")]
         best = min((r for r in own if r is not None), default=math.inf)
         rating = self._stock.proposer.rating
@@ -416,37 +394,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             return self._partitioner.infeasible
         return None
 
-    def _stock_plan(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[Any]],
-        error: PlannerError,
-    ) -> ShardingPlan:
+    def _last_resort(self, error: PlannerError) -> ShardingPlan:
         """Let TorchRec's own planner try, with what the caller passed."""
         ours = self._infeasible()
         logger.warning(
             "the search found no plan (%s); asking TorchRec's planner", ours or error
         )
-        arguments = dict(self._stock_arguments)
-        if arguments["enumerator"] is None:
-            topology, constraints = self._topology, self._constraints
-            estimators = [
-                EmbeddingPerfEstimator(topology=topology, constraints=constraints),
-                StorageEstimator(topology, constraints, reader=self.costs.reader),
-            ]
-            arguments["enumerator"] = EmbeddingEnumerator(
-                topology, self._batch_size, constraints, estimators
-            )
         try:
-            with _reported(self._storage_reservation):
-                plan = EmbeddingShardingPlanner(**arguments).plan(module, sharders)
-            if breach := self._breach(self._selected or []):
-                self._selected = None
-                raise PlannerError(
-                    error_type=error.error_type,
-                    message=f"TorchRec's plan breaks placement constraints: {breach}",
-                )
-            return plan
+            plan, self._selected = self._stock.last_resort()
         except PlannerError:
             if ours is None:
                 raise error from None
@@ -454,6 +409,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
+        return plan
 
     def _column_bound(
         self, lowered: LoweredPlan, records: Sequence[SearchRecord]
@@ -495,7 +451,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         texts += self.costs.range_warnings(lowered)
         texts += self.costs.estimate_warnings(lowered)
-        if self._stock is not None and self._stock.skipped is not None:
+        if self._stock.skipped is not None:
             texts.append(self._stock.skipped)
         if fallback is not None:
             texts.append(f"TorchRec's own plan was taken: {fallback}")
@@ -517,123 +473,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             num_evaluated=sum(r.result.num_evaluated for r in records),
             warnings=tuple(dict.fromkeys(texts)),
             fallback=fallback,
-        )
-
-
-class StockCandidate:
-    """The plan of TorchRec's own planner, to be compared with the search's.
-
-    Attributes:
-        proposer: Proposes the plan in TorchRec's loop, after all others.
-        skipped: Why there is no plan to compare with, where time was short.
-
-    Args:
-        arguments: Of TorchRec's planner.
-        reader: Knows the tables' optimizers.
-        breach: Says how a plan breaks the caller's constraints on placement.
-        time_budget_seconds: Of planning as a whole.
-        timeout_seconds: As the caller gave it.
-    """
-
-    def __init__(
-        self,
-        arguments: Mapping[str, Any],
-        reader: TableReader,
-        breach: Callable[[Sequence[ShardingOption]], str | None],
-        time_budget_seconds: float,
-        timeout_seconds: int | None,
-    ) -> None:
-        self.proposer = PlacedPlanProposer(self._make_plan)
-        self.skipped: str | None = None
-        self._arguments = arguments
-        self._reader = reader
-        self._breach = breach
-        self._time_budget_seconds = time_budget_seconds
-        self._timeout_seconds = timeout_seconds or math.inf
-        self._plan: frozenset[Any] | None = None
-
-    def start(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[Any]],
-        storage_reservation: StorageReservation,
-    ) -> None:
-        """Note what is planned, and that planning starts now."""
-        self.skipped = self._plan = None
-        self._job = module, sharders, storage_reservation
-        self._started = time.monotonic()
-
-    def made(self, options: Sequence[ShardingOption]) -> bool:
-        """Whether these are the options of TorchRec's plan."""
-        return _signature(options) == self._plan
-
-    def _allowed(self, now: float) -> float:
-        """Seconds that TorchRec's planner may take."""
-        passed, searched = now - self._started, now - self.proposer.loaded
-        allowed = max(
-            LEAST_STOCK_SECONDS, min(searched, self._time_budget_seconds - passed)
-        )
-        return min(allowed, self._timeout_seconds - passed)
-
-    def _make_plan(self) -> list[ShardingOption] | None:
-        start = time.monotonic()
-        allowed = self._allowed(start)
-        module, sharders, storage_reservation = self._job
-        best: list[ShardingOption] = []
-
-        def take(options: list[ShardingOption]) -> list[ShardingOption]:
-            best[:] = options
-            return options
-
-        arguments = {
-            **self._arguments,
-            "storage_reservation": storage_reservation,
-            "callbacks": [take],
-            "stats": [],
-            # TorchRec's clock starts when the options are listed.
-            "timeout_seconds": max(allowed * (1 - LISTING_SHARE), 0.1),
-            "plan_loader": None,
-        }
-        deadline = start + allowed * LISTING_SHARE
-        if arguments["enumerator"] is None:
-            arguments["enumerator"] = self._enumerator(deadline)
-        try:
-            EmbeddingShardingPlanner(**arguments).plan(module, sharders)
-        except PlannerError as error:
-            logger.info("TorchRec's own planner has no plan: %s", error)
-            if time.monotonic() > deadline:
-                self.skipped = (
-                    "TorchRec's own plan was not looked at: its planner has none after "
-                    f"{max(allowed, 0.0):.1f} s, all that it may take beside the search"
-                )
-            return None
-        if not _can_run(best):
-            logger.info("TorchRec's own plan splits sequences to unlike widths")
-            return None
-        breach = self._breach(best)
-        if breach is not None:
-            logger.info("TorchRec's own plan breaks placement constraints: %s", breach)
-            return None
-        self._plan = _signature(best)
-        return best
-
-    def _enumerator(self, deadline: float) -> NeuroShardEnumerator:
-        """List our options, in an order that no hash seed changes, at TorchRec's costs.
-
-        To TorchRec, the options that ours leaves out cost as much as others, or more.
-        """
-        topology, constraints = (
-            self._arguments["topology"],
-            self._arguments["constraints"],
-        )
-        return NeuroShardEnumerator(
-            topology,
-            self._arguments["batch_size"] or BATCH_SIZE,
-            constraints,
-            [
-                TimedEstimator(topology, constraints, deadline=deadline),
-                StorageEstimator(topology, constraints, reader=self._reader),
-            ],
         )
 
 
@@ -659,53 +498,6 @@ def _agreed_constraints(
                 f"same to {type(enumerator).__name__}(..., constraints=constraints)"
             )
     return dict(wanted) or None
-
-
-@contextlib.contextmanager
-def _reported(reservation: StorageReservation) -> Iterator[None]:
-    """Let TorchRec say that nothing fits, whatever the class of the reservation.
-
-    Before 1.9 it takes reservations for ones of its own there and reads `_percentage`.
-
-    Raises:
-        PlannerError: In place of the error that it ends in.
-    """
-    try:
-        yield
-    except AttributeError as error:
-        if error.obj is not reservation or error.name != "_percentage":
-            raise
-        raise PlannerError(
-            error_type=PlannerErrorType.INSUFFICIENT_STORAGE,
-            message="no plan fits into the memory that "
-            f"{type(reservation).__name__} leaves",
-        ) from error
-
-
-def _can_run(options: Sequence[ShardingOption]) -> bool:
-    """Whether column shards of sequences are of one width in each module.
-
-    TorchRec plans others, and its all-to-all of sequences then fails.
-    """
-    widths: dict[str, set[int]] = {}
-    for option in options:
-        if not option.is_pooled and option.sharding_type == _COLUMN_WISE:
-            found = {int(s.size[1]) for s in option.shards}
-            widths.setdefault(option.path, set()).update(found)
-    return all(len(found) == 1 for found in widths.values())
-
-
-def _signature(options: Sequence[ShardingOption]) -> frozenset[Any]:
-    """What a plan comes down to."""
-    return frozenset(
-        (
-            option.fqn,
-            option.sharding_type,
-            option.compute_kernel,
-            *((tuple(s.offset), tuple(s.size), s.rank) for s in option.shards),
-        )
-        for option in options
-    )
 
 
 def _with_memory(task: ShardingTask, records: Sequence[SearchRecord]) -> ShardingTask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ __all__ = [
     "DEFAULT_MAX_SWITCHES",
     "IdealCosts",
     "NeuroShardProposer",
-    "PlacedPlanProposer",
 ]
 
 _TABLE_WISE: str = ShardingType.TABLE_WISE.value
@@ -465,65 +463,6 @@ class _Part:
     loads: npt.NDArray[np.float64]
     floor: npt.NDArray[np.float64]
     """Forward and backward of what cannot be spread over ranks."""
-
-
-class PlacedPlanProposer(Proposer):
-    """Proposes a whole plan, ranks and all, that somebody else made.
-
-    Attributes:
-        rating: How it was rated; None where there was none or it did not fit.
-        loaded: When the search space was there (`time.monotonic()`).
-
-    Args:
-        make_plan: Called after all other proposals; returns placed options, or None.
-    """
-
-    def __init__(
-        self, make_plan: Callable[[], Sequence[ShardingOption] | None]
-    ) -> None:
-        self._make_plan = make_plan
-        self._done = False
-        self.rating: float | None = None
-
-    def load(
-        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
-    ) -> None:
-        """Prepare to ask for the plan once.
-
-        Args:
-            search_space: Not needed.
-            enumerator: Not needed.
-        """
-        del search_space, enumerator
-        self._done = False
-        self.rating = None
-        self.loaded = time.monotonic()
-
-    def propose(self) -> list[ShardingOption] | None:
-        """Return the plan, then None."""
-        if self._done:
-            return None
-        self._done = True
-        plan = self._make_plan()
-        return None if plan is None else [copy.copy(option) for option in plan]
-
-    def feedback(
-        self,
-        partitionable: bool,
-        plan: list[ShardingOption] | None = None,
-        perf_rating: float | None = None,
-        storage_constraint: Topology | None = None,
-    ) -> None:
-        """Remember how the plan is rated.
-
-        Args:
-            partitionable: Not needed.
-            plan: Not needed.
-            perf_rating: Its critical path [ms].
-            storage_constraint: Not needed.
-        """
-        del partitionable, plan, storage_constraint
-        self.rating = perf_rating
 
 
 def _counts(total: int) -> list[int]:

@@ -1,0 +1,328 @@
+"""The plan of TorchRec's own planner: a candidate, and a last resort."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+
+from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.lowering import TableReader
+from torchrec_neuroshard.planner.shard_estimators import (
+    StorageEstimator,
+    TimedEstimator,
+)
+
+__all__ = ["PlacedPlanProposer", "StockPlanner", "report_full"]
+
+logger = logging.getLogger(__name__)
+
+STOCK_TIMEOUT_SECONDS = 60
+"""How long TorchRec's own planner may look for a plan where the search has none."""
+
+LEAST_STOCK_SECONDS = 2.0
+"""How long TorchRec's own planner may always look for a plan to compare with."""
+ESTIMATING_SHARE = 0.75
+"""Part of that in which it must have estimated its options."""
+
+_COLUMN_WISE = ShardingType.COLUMN_WISE.value
+
+
+class StockPlanner:
+    """TorchRec's own planner, with what the caller passed.
+
+    Attributes:
+        proposer: Proposes its plan in TorchRec's loop, after all others.
+        seconds: What the plan to compare with took.
+        skipped: Why there is none, where time was short.
+
+    Args:
+        arguments: Of TorchRec's planner.
+        reader: Knows the tables' optimizers.
+        breach: Says how a plan breaks the caller's constraints on placement.
+        time_budget_seconds: Of planning as a whole.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        reader: TableReader,
+        breach: Callable[[Sequence[ShardingOption]], str | None],
+        time_budget_seconds: float,
+    ) -> None:
+        self.proposer = PlacedPlanProposer(self._candidate)
+        self.seconds = 0.0
+        self.skipped: str | None = None
+        self._arguments = dict(arguments)
+        self._reader = reader
+        self._breach = breach
+        self._time_budget_seconds = time_budget_seconds
+        self._timeout_seconds = arguments["timeout_seconds"] or math.inf
+        self._plan: frozenset[Any] | None = None
+
+    def start(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        storage_reservation: StorageReservation,
+        enumerator: Any,
+    ) -> None:
+        """Note what is planned, and that planning starts now.
+
+        Args:
+            module: The model.
+            sharders: Of its embedding modules.
+            storage_reservation: The planner's.
+            enumerator: The planner's: this package's, unless the caller passed one.
+        """
+        self.seconds, self.skipped, self._plan = 0.0, None, None
+        self._job = module, sharders
+        self._storage_reservation = storage_reservation
+        self._enumerator = enumerator
+        self._started = time.monotonic()
+
+    def made(self, options: Sequence[ShardingOption]) -> bool:
+        """Whether these are the options of the plan to compare with."""
+        return _signature(options) == self._plan
+
+    def last_resort(self) -> tuple[ShardingPlan, list[ShardingOption]]:
+        """Plan where the search has no plan.
+
+        Returns:
+            The plan, and its options as the caller's callbacks left them.
+
+        Raises:
+            PlannerError: TorchRec has none either, or none that may be used.
+        """
+        arguments = dict(self._arguments)
+        if arguments["enumerator"] is None:
+            arguments["enumerator"] = self._every_option()
+        timeout = arguments["timeout_seconds"] or STOCK_TIMEOUT_SECONDS
+        plan, options = self._run({**arguments, "timeout_seconds": timeout})
+        if obstacle := self._obstacle(options):
+            raise PlannerError(
+                error_type=PlannerErrorType.STRICT_CONSTRAINTS, message=obstacle
+            )
+        return plan, options
+
+    def _run(
+        self, arguments: Mapping[str, Any]
+    ) -> tuple[ShardingPlan, list[ShardingOption]]:
+        module, sharders = self._job
+        options: list[ShardingOption] = []
+
+        def take(chosen: list[ShardingOption]) -> list[ShardingOption]:
+            options[:] = chosen
+            return chosen
+
+        callbacks = [*(arguments["callbacks"] or []), take]
+        planner = EmbeddingShardingPlanner(**{**arguments, "callbacks": callbacks})
+        with report_full(self._storage_reservation):
+            return planner.plan(module, sharders), options
+
+    def _candidate(self) -> list[ShardingOption] | None:
+        """Plan to compare with the search's, within the time there is."""
+        start = time.monotonic()
+        try:
+            return self._timed_candidate(start, self._allowed(start))
+        finally:
+            self.seconds += time.monotonic() - start
+
+    def _allowed(self, now: float) -> float:
+        """Seconds that TorchRec's planner may take."""
+        passed, searched = now - self._started, now - self.proposer.loaded
+        allowed = max(
+            LEAST_STOCK_SECONDS, min(searched, self._time_budget_seconds - passed)
+        )
+        return min(allowed, self._timeout_seconds - passed)
+
+    def _timed_candidate(
+        self, start: float, allowed: float
+    ) -> list[ShardingOption] | None:
+        arguments = {
+            **self._arguments,
+            "storage_reservation": self._storage_reservation,
+            "callbacks": [],
+            "stats": [],
+            "plan_loader": None,
+        }
+        deadline = start + ESTIMATING_SHARE * allowed
+        try:
+            if arguments["enumerator"] is None:
+                arguments["enumerator"] = self._relisted(deadline)
+            # TorchRec's clock starts when the options are listed.
+            left = max(start + allowed - time.monotonic(), 0.1)
+            _, options = self._run({**arguments, "timeout_seconds": left})
+        except PlannerError as error:
+            logger.info("TorchRec's own planner has no plan: %s", error)
+            if time.monotonic() > deadline:
+                self.skipped = (
+                    "TorchRec's own plan was not looked at: its planner has none after "
+                    f"{max(allowed, 0.0):.1f} s, all that it may take beside the search"
+                )
+            return None
+        if obstacle := self._obstacle(options):
+            logger.info("%s", obstacle)
+            return None
+        self._plan = _signature(options)
+        return options
+
+    def _obstacle(self, options: Sequence[ShardingOption]) -> str | None:
+        """Why a plan of TorchRec's cannot be used, if so."""
+        if not _can_run(options):
+            return (
+                "TorchRec's own plan splits sequences of one module to unlike widths, "
+                "which its all-to-all cannot run"
+            )
+        breach = self._breach(options)
+        return breach and f"TorchRec's own plan breaks placement constraints: {breach}"
+
+    def _relisted(self, deadline: float) -> NeuroShardEnumerator:
+        """Our options, in an order that no hash seed changes, at TorchRec's costs.
+
+        To TorchRec, the options that ours leaves out cost as much as others, or more.
+        """
+        timed = TimedEstimator(
+            self._arguments["topology"],
+            self._arguments["constraints"],
+            deadline=deadline,
+        )
+        enumerator: NeuroShardEnumerator = self._enumerator
+        return enumerator.relisted(timed)
+
+    def _every_option(self) -> EmbeddingEnumerator:
+        """TorchRec's enumerator, with the state of all optimizers in the memory."""
+        topology, constraints = (
+            self._arguments["topology"],
+            self._arguments["constraints"],
+        )
+        estimators = [
+            EmbeddingPerfEstimator(topology=topology, constraints=constraints),
+            StorageEstimator(topology, constraints, reader=self._reader),
+        ]
+        batch_size = self._arguments["batch_size"] or BATCH_SIZE
+        return EmbeddingEnumerator(topology, batch_size, constraints, estimators)
+
+
+class PlacedPlanProposer(Proposer):
+    """Proposes a whole plan, ranks and all, that somebody else made.
+
+    Attributes:
+        rating: How it was rated; None where there was none or it did not fit.
+        loaded: When the search space was there (`time.monotonic()`).
+
+    Args:
+        make_plan: Called after all other proposals; returns placed options, or None.
+    """
+
+    def __init__(
+        self, make_plan: Callable[[], Sequence[ShardingOption] | None]
+    ) -> None:
+        self._make_plan = make_plan
+        self._done = False
+        self.rating: float | None = None
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Prepare to ask for the plan once.
+
+        Args:
+            search_space: Not needed.
+            enumerator: Not needed.
+        """
+        del search_space, enumerator
+        self._done = False
+        self.rating = None
+        self.loaded = time.monotonic()
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Return the plan, then None."""
+        if self._done:
+            return None
+        self._done = True
+        plan = self._make_plan()
+        return None if plan is None else [copy.copy(option) for option in plan]
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Remember how the plan is rated.
+
+        Args:
+            partitionable: Not needed.
+            plan: Not needed.
+            perf_rating: Its critical path [ms].
+            storage_constraint: Not needed.
+        """
+        del partitionable, plan, storage_constraint
+        self.rating = perf_rating
+
+
+@contextlib.contextmanager
+def report_full(reservation: StorageReservation) -> Iterator[None]:
+    """Let TorchRec say that nothing fits, whatever the class of the reservation.
+
+    Before 1.9 it takes reservations for ones of its own there and reads `_percentage`.
+
+    Raises:
+        PlannerError: In place of the error that it ends in.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if error.obj is not reservation or error.name != "_percentage":
+            raise
+        raise PlannerError(
+            error_type=PlannerErrorType.INSUFFICIENT_STORAGE,
+            message="no plan fits into the memory that "
+            f"{type(reservation).__name__} leaves",
+        ) from error
+
+
+def _can_run(options: Sequence[ShardingOption]) -> bool:
+    """Whether column shards of sequences are of one width in each module."""
+    widths: dict[str, set[int]] = {}
+    for option in options:
+        if not option.is_pooled and option.sharding_type == _COLUMN_WISE:
+            found = {int(s.size[1]) for s in option.shards}
+            widths.setdefault(option.path, set()).update(found)
+    return all(len(found) == 1 for found in widths.values())
+
+
+def _signature(options: Sequence[ShardingOption]) -> frozenset[Any]:
+    """What a plan comes down to."""
+    return frozenset(
+        (
+            option.fqn,
+            option.sharding_type,
+            option.compute_kernel,
+            *((tuple(s.offset), tuple(s.size), s.rank) for s in option.shards),
+        )
+        for option in options
+    )
