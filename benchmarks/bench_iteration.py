@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import gc
 import json
 import logging
 import math
@@ -24,7 +23,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,14 +32,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy import stats
-from torch import nn
-from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS, GreedySearcher
@@ -49,21 +42,16 @@ from torchrec_neuroshard.collect.compute import device_fingerprint
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.cost_models import CommsModel, CostModel, load_comms_model
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner.phase_timer import (
-    PhaseTimer,
-    PhaseTimes,
-    critical_times,
-)
+from torchrec_neuroshard.planner.models import ConcatDLRM, draw_clicks
+from torchrec_neuroshard.planner.trials import TrialConfig, run_trial
 from torchrec_neuroshard.profiles import profile_inputs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts, Simulator
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
-from torchrec_neuroshard.workloads.inputs import draw_batch
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 from torchrec_neuroshard.workloads.tasks import TaskConfig, sample_tasks
 
-NUM_DENSE_FEATURES = 13
 NUM_BATCHES = 4
 """Distinct batches that training goes round; the profile is taken from them."""
 MAX_TABLE_ROWS = 200_000
@@ -107,40 +95,6 @@ def make_workloads(batch_size: int, seed: int) -> list[Workload]:
         Workload(name="dlrm-40", tables=drawn[0], batch_size=batch_size),
         Workload(name="production-60", tables=drawn[1], batch_size=batch_size),
     ]
-
-
-class ConcatDLRM(nn.Module):
-    """DLRM whose interaction is a concatenation, so that widths may differ."""
-
-    def __init__(self, tables: Sequence[TableConfig], device: torch.device) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embeddings = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(
-                    name=t.name,
-                    num_embeddings=t.num_embeddings,
-                    embedding_dim=t.embedding_dim,
-                    feature_names=[t.name],
-                )
-                for t in tables
-            ],
-            device=torch.device("meta"),
-        )
-        width = sum(t.embedding_dim for t in tables)
-        self.bottom = nn.Linear(NUM_DENSE_FEATURES, 16, device=device)
-        self.top = nn.Sequential(
-            nn.Linear(width + 16, 16, device=device),
-            nn.ReLU(),
-            nn.Linear(16, 1, device=device),
-        )
-
-    def forward(self, dense: torch.Tensor, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Return the logits."""
-        below = torch.relu(self.bottom(dense))
-        pooled = self.embeddings(ids).values()
-        logits: torch.Tensor = self.top(torch.cat([pooled, below], dim=1))
-        return logits.squeeze(-1)
 
 
 class FixedSearcher(Searcher):
@@ -230,30 +184,6 @@ class Ranks:
         return values
 
 
-def make_batches(workload: Workload, rank: int) -> list[tuple[torch.Tensor, ...]]:
-    """Dense features, ids and clicks of each batch of a rank."""
-    batches = []
-    for number in range(NUM_BATCHES):
-        seed = 1_000 * rank + number
-        drawn = draw_batch(workload.tables, workload.batch_size, seed)
-        ids = KeyedJaggedTensor.from_lengths_sync(
-            keys=[t.name for t in workload.tables],
-            values=torch.cat(
-                [torch.from_numpy(drawn[t.name][0]) for t in workload.tables]
-            ),
-            lengths=torch.cat(
-                [torch.from_numpy(drawn[t.name][1]) for t in workload.tables]
-            ),
-        )
-        generator = torch.Generator().manual_seed(seed)
-        dense = torch.randn(
-            workload.batch_size, NUM_DENSE_FEATURES, generator=generator
-        )
-        clicks = torch.rand(workload.batch_size, generator=generator).round()
-        batches.append((dense, ids, clicks))
-    return batches
-
-
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Trial:
     """One plan of one model."""
@@ -270,7 +200,15 @@ class Trainer:
 
     def __init__(self, workload: Workload, ranks: Ranks, args: Any) -> None:
         self._workload, self._ranks, self._args = workload, ranks, args
-        self._batches = make_batches(workload, ranks.rank)
+        self._batches = [
+            draw_clicks(
+                workload.tables,
+                workload.batch_size,
+                1_000 * ranks.rank + number,
+                torch.device("cpu"),
+            )
+            for number in range(NUM_BATCHES)
+        ]
         self._reference = Reference(torch.device("cpu"))
         self.cost_model = load_cost_model(args.cost_model)
         self._comms_model = load_comms_model(
@@ -285,23 +223,13 @@ class Trainer:
                 "machine; run 'neuroshard collect comms' and 'neuroshard train'"
             )
         # One whole iteration's samples, as the kernels see them.
-        rounds = [ids for _, ids, _ in self._batches[: ranks.world_size]]
+        rounds = [batch.ids for batch in self._batches[: ranks.world_size]]
         self._profiles = ranks.gather(profile_inputs(rounds))[0]
-
-    def _sharder(self) -> EmbeddingBagCollectionSharder:
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
-
-        optimizer = {
-            "sgd": EmbOptimType.EXACT_SGD,
-            "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        }[self._workload.tables[0].optimizer]
-        return EmbeddingBagCollectionSharder(
-            fused_params={"optimizer": optimizer, "learning_rate": 0.01}
-        )
 
     def plan(self, name: str, searcher: Searcher) -> Trial:
         """Plan with one search, on rank 0 for all."""
         model = ConcatDLRM(self._workload.tables, torch.device("cpu"))
+        sharders = [EmbeddingBagCollectionSharder()]
         planner = NeuroShardPlanner(
             topology=Topology(
                 world_size=self._ranks.world_size,
@@ -317,7 +245,7 @@ class Trainer:
             consider_stock=False,
             max_switches=0,
         )
-        plan = planner.collective_plan(model, [self._sharder()], dist.group.WORLD)
+        plan = planner.collective_plan(model, sharders, dist.group.WORLD)
         result = planner.last_result
         found = result and (result.predicted, len(result.placement.shards))
         predicted, num_shards = self._ranks.gather(found)[0]
@@ -325,44 +253,29 @@ class Trainer:
 
     def train(self, trial: Trial) -> None:
         """Train one plan for a round; what was measured is added to the trial."""
-        model = DistributedModelParallel(
-            ConcatDLRM(self._workload.tables, torch.device("cpu")),
-            device=torch.device("cpu"),
-            plan=trial.plan,
-            sharders=[self._sharder()],
+        found = run_trial(
+            trial.plan,
+            self._workload.tables,
+            self._batches,
+            TrialConfig(
+                warm_up=self._args.warm_up,
+                iterations=1,
+                phase_iterations=self._args.iterations,
+            ),
+            control=dist.group.WORLD,
+            reference=self._read_reference,
         )
-        dense = [
-            p
-            for name, p in model.named_parameters()
-            if "embedding" not in name and p.requires_grad
-        ]
-        optimizer = torch.optim.SGD(dense, lr=0.01)
-        timer = PhaseTimer(model, torch.device("cpu"))
-        before = self._read_reference()
-        steps: list[list[PhaseTimes]] = []
-        iteration_ms = []
-        for number in range(self._args.warm_up + self._args.iterations):
-            features, ids, clicks = self._batches[number % NUM_BATCHES]
-            dist.barrier()
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            nn.functional.binary_cross_entropy_with_logits(
-                model(features, ids), clicks
-            ).backward()
-            optimizer.step()
-            iteration_ms.append((time.perf_counter() - start) * 1e3)
-            steps.append(timer.take())
-        after = self._read_reference()
-        mine = {
-            "steps": steps[self._args.warm_up :],
-            "iteration_ms": iteration_ms[self._args.warm_up :],
-            "reference_ms": (before + after) / 2,
-            "num_kernels": timer.num_kernels,
-        }
-        everyone = self._ranks.gather(mine)
-        trial.rounds.append(self._summarise(everyone))
-        del model, optimizer, timer
-        gc.collect()
+        trial.rounds.append(
+            {
+                "embedding_raw_ms": [round(t, 4) for t in found.embedding_ms],
+                "phases_raw_ms": {
+                    name: [round(v, 4) for v in values]
+                    for name, values in found.phases_ms.items()
+                },
+                "reference_ms": list(found.reference_ms),
+                "num_kernels": list(found.num_kernels),
+            }
+        )
 
     def _read_reference(self) -> float:
         dist.barrier()
@@ -374,48 +287,6 @@ class Trainer:
         passes = np.array([self._reference.run_phases() for _ in range(20)])
         share = np.median(passes, axis=0) / np.median(passes, axis=0).sum()
         return float(share @ self._comms_model.compute_slowdown)
-
-    def _summarise(self, everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One round, over ranks and iterations; times by the clock."""
-        phases: dict[str, list[float]] = {name: [] for name in PHASES}
-        total = []
-        for by_rank in zip(*(m["steps"] for m in everyone), strict=True):
-            critical = critical_times(by_rank)
-            for name in PHASES:
-                phases[name].append(sum(c[name] for c in critical))
-            total.append(embedding_ms(by_rank))
-        compute = {
-            name: [
-                statistics.median(
-                    sum(t.duration_ms(name) for t in step) for step in m["steps"]
-                )
-                for m in everyone
-            ]
-            for name in ("fwd_compute", "bwd_compute")
-        }
-        return {
-            "embedding_raw_ms": [round(t, 4) for t in total],
-            "phases_raw_ms": {n: [round(v, 4) for v in p] for n, p in phases.items()},
-            "compute_by_rank_raw_ms": compute,
-            "iteration_raw_ms": statistics.median(
-                max(row)
-                for row in zip(*(m["iteration_ms"] for m in everyone), strict=True)
-            ),
-            "reference_ms": [m["reference_ms"] for m in everyone],
-            "num_kernels": [m["num_kernels"] for m in everyone],
-        }
-
-
-def embedding_ms(by_rank: Sequence[Sequence[PhaseTimes]]) -> float:
-    """From the last rank's start to the last rank's end, forward and backward."""
-    halves = (("index_comms", "fwd_comms"), ("bwd_comms", "bwd_compute"))
-    total = 0.0
-    for modules in zip(*by_rank, strict=True):
-        for first, last in halves:
-            start = max(m.spans[first][0][0] for m in modules if m.spans[first])
-            end = max(m.spans[last][-1][1] for m in modules if m.spans[last])
-            total += (end - start) * 1e3
-    return total
 
 
 def machine_speeds(trials: Sequence[Trial], nominal_ms: float) -> list[float]:
