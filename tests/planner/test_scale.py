@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,11 @@ from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
-from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
+from torchrec_neuroshard.planner import (
+    NeuroShardEnumerator,
+    NeuroShardPlanner,
+    PlanCosts,
+)
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
@@ -85,3 +90,19 @@ def test_copies_of_options_can_be_changed(
     assert list(map(hash, kept)) == list(map(hash, options))
     assert all(o.tensor is c.tensor for o, c in zip(options, copied, strict=True))
     assert [o.input_lengths for o in options] == [[1.0]] * len(options)
+
+
+def test_what_planning_took_is_told(
+    make_ebc: MakeEbc, make_planner: Callable[..., NeuroShardPlanner], sharders: Any
+) -> None:
+    planner = make_planner(2, consider_stock=True)
+    assert planner.last_seconds == {}
+    start = time.monotonic()
+    planner.plan(make_ebc([(1001, 64), (500, 32)]), sharders)
+    passed = time.monotonic() - start
+    parts = planner.last_seconds
+    assert list(parts) == ["options", "search", "stock", "stats", "result", "rest"]
+    assert min(parts.values()) >= 0 and parts["stock"] > 0
+    assert sum(parts.values()) <= passed
+    assert planner.last_result is not None
+    assert parts["search"] >= planner.last_result.search_seconds > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
     while all of them, with the state of an optimizer, fill less than half of the
     devices, and none of them one alone. What a constraint leaves no alternative to
     always stays, and of other tables, everything does.
+
+    Attributes:
+        seconds: What the last `enumerate` took.
 
     Args:
         topology: The devices to plan for.
@@ -112,6 +116,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         self._one_node = node >= topology.world_size
         self._is_tight = False
         self._is_constrained = bool(placement)
+        self.seconds = 0.0
 
     def enumerate(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -122,6 +127,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
             module: The model, or the part of it to shard.
             sharders: TorchRec's sharders of its embedding modules.
         """
+        start = time.monotonic()
         known: dict[str, bool] = {}
         sizes = [0]
         for config in table_configs(module):
@@ -134,6 +140,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         fills_half = 4 * sum(sizes) > sum(caps) or 2 * max(sizes) > max(caps)
         self._is_tight = fills_half or self._is_constrained
         options: list[ShardingOption] = super().enumerate(module, sharders)
+        self.seconds = time.monotonic() - start
         return options
 
     def relisted(self, estimator: ShardEstimator) -> NeuroShardEnumerator:

@@ -158,6 +158,11 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         """What searches the placements."""
         return self._searcher
 
+    @property
+    def seconds(self) -> float:
+        """What searching took since `reset`."""
+        return self._seconds or 0.0
+
     def reset(self) -> None:
         """Forget earlier searches.
 

@@ -7,11 +7,11 @@ import logging
 import math
 import pickle
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
@@ -42,14 +42,12 @@ from torchrec_neuroshard.planner.constraints import (
 )
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.lowering import (
-    LoweredPlan,
     check_profiles,
     table_name,
 )
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
     SearchRecord,
-    placed_shards,
 )
 from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
@@ -57,13 +55,12 @@ from torchrec_neuroshard.planner.proposers import (
     DEFAULT_MAX_SWITCHES,
     NeuroShardProposer,
 )
+from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.planner.stock import StockPlanner, report_full
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import OtherTable, PlanReport, explain
+from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
-from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.progress import ProgressLine
-from torchrec_neuroshard.search.shards import ShardBank
 
 __all__ = ["NeuroShardPlanner"]
 
@@ -90,8 +87,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             one and for a model without tables. After `collective_plan` the same on
             all ranks.
         last_task: The tables that `last_result.placement` counts, in its order; None
-            when it has none. It holds no limits on memory or
-            widths.
+            when it has none.
+        last_seconds: What planning took, part by part: "options" (listing and
+            estimating them), "search", "stock" (TorchRec's own plan), "stats"
+            (TorchRec's statistics and checks), "result" (filling `last_result`) and
+            "rest" (proposals, ratings, copies).
 
     Args:
         topology: The devices to plan for. None: TorchRec's default for the process
@@ -186,9 +186,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._profiles = dict(profiles or {})
         self._selected: list[ShardingOption] | None = None
         self._fallback: str | None = None
-        self.last_result: SearchResult | None = None
-        self.last_task: ShardingTask | None = None
-        self._last_others: tuple[OtherTable, ...] = ()
+        self._known: KnownPlan | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
                 topology,
@@ -267,6 +265,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
         """
+        self._started = time.monotonic()
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
         self._forget()
@@ -332,15 +331,28 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             except Exception as caught:
                 error = caught
         if pg.size() > 1:
-            known = self.last_result, self.last_task, self._last_others
-            sent = [(plan, known, _portable(error))]
+            sent = [(plan, self._known, _portable(error))]
             dist.broadcast_object_list(sent, dist.get_global_rank(pg, 0), group=pg)
             if pg.rank() != 0:
-                plan, known, error = sent[0]
-                self.last_result, self.last_task, self._last_others = known
+                plan, self._known, error = sent[0]
         if error is not None:
             raise error
         return plan
+
+    @property
+    def last_result(self) -> SearchResult | None:
+        """What is known of the plan last returned."""
+        return self._known.result if self._known else None
+
+    @property
+    def last_task(self) -> ShardingTask | None:
+        """The tables that `last_result.placement` counts."""
+        return self._known.task if self._known else None
+
+    @property
+    def last_seconds(self) -> Mapping[str, float]:
+        """What planning took, part by part; empty before the first plan."""
+        return self._known.seconds if self._known else {}
 
     def report(self) -> PlanReport:
         """Say what the last plan costs on each rank, and why tables were split.
@@ -351,23 +363,22 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         Raises:
             ConfigError: Nothing has been planned yet.
         """
-        if self.last_result is None:
+        known = self._known
+        if known is None:
             raise ConfigError(
                 "there is no plan to report on; call plan() or collective_plan() first"
             )
-        task = self.last_task
-        simulator = None if task is None else self.costs.simulator(task)
-        return explain(self.last_result, simulator, self._last_others)
+        simulator = None if known.task is None else self.costs.simulator(known.task)
+        return explain(known.result, simulator, known.others)
 
     def _forget(self) -> None:
-        self.last_result = self.last_task = self._selected = self._fallback = None
-        self._last_others = ()
+        self._known = self._selected = self._fallback = None
         if isinstance(self._partitioner, NeuroShardPartitioner):
             self._partitioner.reset()
 
     def _remember(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Last of TorchRec's callbacks: sees the plan that is returned."""
-        self._selected = options
+        self._selected, self._selected_at = options, time.monotonic()
         return options
 
     def _compare(self, options: list[ShardingOption]) -> list[ShardingOption]:
@@ -401,7 +412,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "the search found no plan (%s); asking TorchRec's planner", ours or error
         )
         try:
-            plan, self._selected = self._stock.last_resort()
+            plan, options = self._stock.last_resort()
+            self._remember(options)
         except PlannerError:
             if ours is None:
                 raise error from None
@@ -411,69 +423,22 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             ) from None
         return plan
 
-    def _column_bound(
-        self, lowered: LoweredPlan, records: Sequence[SearchRecord]
-    ) -> float:
-        """Lower bound of the column shards' part of a plan."""
-        task = lowered.task
-        assert task is not None
-        names = {t.name for t in task.tables}
-        for record in records:
-            if {t.name for t in record.task.tables} == names:
-                return record.result.lower_bound_ms
-        width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
-        for shard in lowered.placement.shards:
-            width_TW[shard.table, shard.rank] += shard.width
-        simulator = self.costs.simulator(task)
-        path_ms = simulator.evaluate(lowered.placement).critical_path_ms
-        return lower_bound(ShardBank(simulator), [width_TW], path_ms, rounds=0)
-
     def _describe(self, selected: list[ShardingOption], fallback: str | None) -> None:
         """Fill `last_result` and `last_task` for the plan that is returned."""
-        lowered = self.costs.lower(selected)
-        predicted = self.costs.evaluate(lowered)
-        records = (
-            self._partitioner.records
-            if isinstance(self._partitioner, NeuroShardPartitioner)
-            else []
-        )
-        texts = list(self.costs.warnings)
-        task = lowered.task
-        column_ms = 0.0
-        if task is not None:
-            placed = placed_shards(task, lowered.placement)
-            for record in records:
-                if placed_shards(record.task, record.result.placement) == placed:
-                    texts += record.result.warnings
-            column_ms = self._column_bound(lowered, records)
-        bound = min(
-            column_ms + self.costs.fixed_ms(lowered), predicted.critical_path_ms
-        )
-        texts += self.costs.range_warnings(lowered)
-        texts += self.costs.estimate_warnings(lowered)
-        if self._stock.skipped is not None:
-            texts.append(self._stock.skipped)
-        if fallback is not None:
-            texts.append(f"TorchRec's own plan was taken: {fallback}")
-        self.last_task = None if task is None else _with_memory(task, records)
-        self._last_others = tuple(
-            OtherTable(
-                table=o.fqn,
-                sharding_type=o.sharding_type,
-                compute_kernel=o.compute_kernel,
-            )
-            for o in lowered.others
-        )
-        self.last_result = SearchResult(
-            placement=lowered.placement,
-            predicted=predicted,
-            lower_bound_ms=bound,
-            gap=predicted.critical_path_ms / bound - 1 if bound > 0 else math.inf,
-            search_seconds=sum(r.result.search_seconds for r in records),
-            num_evaluated=sum(r.result.num_evaluated for r in records),
-            warnings=tuple(dict.fromkeys(texts)),
-            fallback=fallback,
-        )
+        records: Sequence[SearchRecord] = getattr(self._partitioner, "records", ())
+        notes = [] if self._stock.skipped is None else [self._stock.skipped]
+        chosen = time.monotonic()
+        known = describe_plan(selected, self.costs, records, fallback, notes)
+        seconds = {
+            "options": getattr(self._enumerator, "seconds", 0.0),
+            "search": getattr(self._partitioner, "seconds", 0.0),
+            "stock": self._stock.seconds,
+            "stats": chosen - self._selected_at,
+            "result": time.monotonic() - chosen,
+        }
+        total = time.monotonic() - self._started
+        seconds["rest"] = max(0.0, total - sum(seconds.values()))
+        self._known = dataclasses.replace(known, seconds=seconds)
 
 
 def _agreed_constraints(
@@ -498,21 +463,6 @@ def _agreed_constraints(
                 f"same to {type(enumerator).__name__}(..., constraints=constraints)"
             )
     return dict(wanted) or None
-
-
-def _with_memory(task: ShardingTask, records: Sequence[SearchRecord]) -> ShardingTask:
-    """Add what the search knew of memory to the task of a plan."""
-    for record in records:
-        place = {t.name: i for i, t in enumerate(record.task.tables)}
-        if all(t.name in place for t in task.tables):
-            order = [place[t.name] for t in task.tables]
-            return dataclasses.replace(
-                task,
-                memory_bytes=record.task.memory_bytes,
-                fixed_bytes=tuple(record.task.fixed_bytes[i] for i in order),
-                column_bytes=tuple(record.task.column_bytes[i] for i in order),
-            )
-    return task
 
 
 def _time_budget(partitioner: Partitioner) -> float:
