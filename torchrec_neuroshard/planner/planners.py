@@ -57,6 +57,7 @@ from torchrec_neuroshard.planner.proposers import (
 )
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.planner.stock import StockPlanner, report_full
+from torchrec_neuroshard.planner.topologies import default_topology, memory_notes
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -95,7 +96,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     Args:
         topology: The devices to plan for. None: TorchRec's default for the process
-            group.
+            group, with the memory that the visible GPU really has.
         batch_size: Samples per rank.
         enumerator: None: `NeuroShardEnumerator`. One of TorchRec's or this package's
             must have the same constraints; they stand in for those left out here.
@@ -154,8 +155,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         placement_constraints: PlacementConstraints | None = None,
         **kwargs: Any,
     ) -> None:
-        if topology is None:
-            topology = EmbeddingShardingPlanner()._topology
+        given, topology = topology, topology or default_topology()
+        self._notes = memory_notes(topology, is_default=given is None)
         constraints = _agreed_constraints(constraints, enumerator)
         shared = {
             "topology": topology,
@@ -426,7 +427,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     def _describe(self, selected: list[ShardingOption], fallback: str | None) -> None:
         """Fill `last_result` and `last_task` for the plan that is returned."""
         records: Sequence[SearchRecord] = getattr(self._partitioner, "records", ())
-        notes = [] if self._stock.skipped is None else [self._stock.skipped]
+        notes = [*self._notes, *filter(None, [self._stock.skipped])]
         chosen = time.monotonic()
         known = describe_plan(selected, self.costs, records, fallback, notes)
         seconds = {
