@@ -357,6 +357,38 @@ def test_stock_plan_that_cannot_run_is_left_out(make_planner: MakePlanner) -> No
     assert planner._stock is not None and planner._stock.proposer.rating is None
 
 
+@pytest.mark.parametrize("widths", [(16, 32), (32, 32)])
+def test_stock_plan_that_cannot_run_is_no_last_resort(
+    make_planner: MakePlanner, widths: tuple[int, int]
+) -> None:
+    """Only split do the tables fit; the search keeps tables of sequences whole."""
+    module = EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=f"t{i}", num_embeddings=1000, embedding_dim=64, feature_names=["f"]
+            )
+            for i in range(2)
+        ],
+        device=torch.device("meta"),
+    )
+    constraints = {
+        f"t{i}": only("column_wise", compute_kernels=["fused"], min_partition=width)
+        for i, width in enumerate(widths)
+    }
+    planner = make_planner(
+        topology=Topology(4, "cuda", hbm_cap=200_000),
+        constraints=constraints,
+        batch_size=1,
+    )
+    sharders = [EmbeddingCollectionSharder()]
+    if widths[0] != widths[1]:
+        with pytest.raises(PlannerError, match="cannot be split"):
+            planner.plan(module, sharders)
+        return
+    planner.plan(module, sharders)
+    assert planner.last_result is not None and planner.last_result.fallback is not None
+
+
 def test_stock_planner_keeps_the_callers_timeout(
     make_ebc: MakeEbc,
     make_planner: MakePlanner,
