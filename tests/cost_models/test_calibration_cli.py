@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.store import read_records
+from torchrec_neuroshard.collect.store import (
+    CommsStore,
+    read_comms_records,
+    read_records,
+)
 from torchrec_neuroshard.collect.timing import PassCounts
-from torchrec_neuroshard.cost_models import load_bundle
+from torchrec_neuroshard.cost_models import load_bundle, load_comms_model
 from torchrec_neuroshard.cost_models.bundle import read_info
-from torchrec_neuroshard.cost_models.calibration_cli import RECORDS_NAME, pinned_to
+from torchrec_neuroshard.cost_models.calibration import source_folder
+from torchrec_neuroshard.cost_models.calibration_cli import (
+    COMMS_NAME,
+    RECORDS_NAME,
+    pinned_to,
+)
+from torchrec_neuroshard.cost_models.comms_bundle import has_comms, read_comms_info
+from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import ConfigError
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
+COMMS_DATA = DATA.with_name("comms_gloo_epyc.parquet")
 QUICK_PASSES = PassCounts(
     warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
 )
+
+
+@pytest.fixture(autouse=True)
+def all_records_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine that runs the tests may be busy with others."""
+    monkeypatch.setattr(
+        "torchrec_neuroshard.cost_models.calibration.steady_records", list
+    )
 
 
 def test_options_that_contradict_are_refused(
@@ -85,3 +111,133 @@ def test_measures_trains_and_goes_on(
     for name in ("before", "scaled", "tuned", "scratch", "linear", "stock"):
         assert f"{name}: forward " in printed
     assert f"Kept `{info.trained_on['kept']}`" in printed
+    assert "no collectives: they will be predicted" in printed
+    assert not has_comms(out)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny sets of kernels, measured on this machine."""
+    out = tmp_path_factory.mktemp("measured")
+    path = out / RECORDS_NAME
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", QUICK_PASSES)
+        collect = ["collect", "compute", "--out", str(path), "--max-gib", "0.001"]
+        assert main([*collect, "--num-sets", "90", "--seed", "3"]) == 0
+    return path
+
+
+def collect_at_once(command: Sequence[str], **_: Any) -> SimpleNamespace:
+    """Stands for `collect comms` among two ranks; its records are of another day."""
+    out = Path(command[command.index("--out") + 1])
+    [(header, records)] = read_comms_records([COMMS_DATA])
+    fingerprint = dataclasses.replace(header.fingerprint, device=cpu_name())
+    chosen = [r for r in records if r.world_size == 2 and r.repeat_of is None][:150]
+    with CommsStore(out, dataclasses.replace(header, fingerprint=fingerprint)) as store:
+        for record in chosen:
+            store.append(record)
+    return SimpleNamespace(returncode=0)
+
+
+def test_collectives_are_measured_in_the_same_command(
+    tmp_path: Path,
+    measured: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        assert options["env"]["OMP_NUM_THREADS"] == "1"
+        commands.append(command)
+        return collect_at_once(command)
+
+    monkeypatch.setattr("subprocess.run", run)
+    monkeypatch.setattr(
+        "torchrec_neuroshard.cost_models.calibration_cli.CommsTrainConfig",
+        partial(CommsTrainConfig, steps=60),
+    )
+    out = tmp_path / "mine"
+    arguments = ["calibrate", "--from", "cpu_epyc", "--records", str(measured)]
+    arguments += ["--out", str(out), "--steps", "4", "--ranks", "2"]
+    assert main([*arguments, "--comms-samples", "36", "--seed", "5"]) == 0
+    (command,) = commands
+    started = " ".join(command)
+    assert "--nproc-per-node 2 -m torchrec_neuroshard collect comms" in started
+    assert f"--out {out / COMMS_NAME} --seed 5 --backend gloo" in started
+    assert "--num-samples 36 --time-limit 180.0" in started
+    info = read_comms_info(out)
+    assert (info.backend, info.world_sizes) == ("gloo", (2,))
+    assert info.fingerprint.device == cpu_name() and not info.carried_over
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "before, 2 ranks: median error" in printed
+    assert "2 ranks (in training): median error" in printed
+    card = (out / "CARD.md").read_text()
+    assert "# Compute cost model" in card and "# Communication cost model" in card
+    model = load_comms_model(out, device_type="cpu", world_size=2, local_world_size=2)
+    assert model is not None and model.source == "measured"
+
+
+def test_kernels_stay_calibrated_where_ranks_fail(
+    tmp_path: Path,
+    measured: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "subprocess.run", lambda *_, **__: SimpleNamespace(returncode=7)
+    )
+    out = tmp_path / "mine"
+    arguments = ["calibrate", "--from", "cpu_epyc", "--records", str(measured)]
+    assert main([*arguments, "--out", str(out), "--steps", "4", "--ranks", "3"]) == 2
+    assert "among 3 ranks ended with code 7" in capsys.readouterr().err
+    assert load_bundle(out).name == "mine" and not has_comms(out)
+
+
+def test_collectives_carried_over_say_where_they_are_from(
+    tmp_path: Path, measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine"
+    arguments = ["calibrate", "--from", "cpu_epyc", "--records", str(measured)]
+    arguments += ["--out", str(out), "--steps", "4", "--keep-collectives"]
+    assert main(arguments) == 0
+    theirs = read_comms_info(source_folder("cpu_epyc"))
+    info = read_comms_info(out)
+    assert info.carried_over and info.fingerprint == theirs.fingerprint
+    assert "not on this machine" in " ".join(capsys.readouterr().out.split())
+    device = theirs.fingerprint.device
+    assert f"Measured on {device} over gloo, not on" in (out / "CARD.md").read_text()
+    models = [
+        load_comms_model(folder, device_type="cpu", world_size=2, local_world_size=2)
+        for folder in (out, source_folder("cpu_epyc"))
+    ]
+    columns = np.array([[64.0, 8.0]])
+    here, there = (m.all_to_all(columns, 1024) for m in models if m is not None)
+    np.testing.assert_allclose(here, there)
+    assert [m.source for m in models if m is not None] == [
+        f"measured on {device}",
+        "measured",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "2", "--keep-collectives"], "leave one out"),
+        (["--ranks", "1"], "--ranks must be at least 2, got 1"),
+        (["--ranks", "9", "--device", "cuda"], "needs as many, this machine has 0"),
+        (["--keep-collectives"], "holds no collectives; measure them with --ranks"),
+    ],
+)
+def test_collectives_that_cannot_be_had_are_refused_first(
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    out = tmp_path / "mine"
+    assert main(["calibrate", "--from", "cpu", "--out", str(out), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()

@@ -153,7 +153,7 @@ def read_fields(
     """Make a bundle's description of what its JSON file holds.
 
     Args:
-        kind: The description's dataclass; it has a `fingerprint`.
+        kind: The description's dataclass.
         path: The file, for messages.
         data: Its contents; what the dataclass does not know is left out.
         read: Field -> what turns its JSON into its value, where they differ.
@@ -164,7 +164,8 @@ def read_fields(
     known = {f.name for f in dataclasses.fields(kind)}
     try:
         values = {k: v for k, v in data.items() if k in known}
-        values["fingerprint"] = Fingerprint(**data["fingerprint"])
+        if "fingerprint" in known:
+            values["fingerprint"] = Fingerprint(**data["fingerprint"])
         values.update({name: convert(data[name]) for name, convert in read.items()})
         return kind(**values)
     except (KeyError, TypeError, IndexError, AttributeError) as error:

@@ -343,7 +343,8 @@ def calibrate_bundle(
 ) -> tuple[Calibration, list[Evaluation]]:
     """Fine-tune a bundle on another device's records and write a new bundle.
 
-    A model of collectives beside `source` is not taken over: it was measured there.
+    A model of collectives beside `source` is not taken over: it was measured there
+    (`comms_bundle.carry_over` does it).
 
     Args:
         source: Folder of the bundle to start from.

@@ -1,4 +1,8 @@
-"""`neuroshard calibrate`: a shipped bundle and a few measurements in, a bundle out."""
+"""`neuroshard calibrate`: a shipped bundle and a few measurements in, a bundle out.
+
+Kernels are always calibrated; collectives are measured where `--ranks` says among how
+many processes of this machine.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,14 +25,19 @@ from torchrec_neuroshard.cost_models.calibration import (
     calibrate_bundle,
     source_folder,
 )
+from torchrec_neuroshard.cost_models.comms_bundle import carry_over, has_comms
+from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
+from torchrec_neuroshard.cost_models.comms_training_cli import train_comms_bundle
 from torchrec_neuroshard.cost_models.training import EpochReport, Evaluation
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, RankFailureError
 
-__all__ = ["RECORDS_NAME", "add_arguments", "pinned_to", "run"]
+__all__ = ["COMMS_NAME", "RECORDS_NAME", "add_arguments", "pinned_to", "run"]
 
 RECORDS_NAME = "calibration.parquet"
 """What is measured is kept under this name in the bundle's folder, and gone on with
 when the command is given again."""
+COMMS_NAME = "collectives.parquet"
+"""The same for collectives."""
 _NUM_SAMPLES = 300
 
 
@@ -98,6 +109,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="JSON file of real tables to draw from (repeatable)",
     )
+    collectives = parser.add_argument_group(
+        "collectives", "Without any of these the new bundle holds none."
+    )
+    collectives.add_argument(
+        "--ranks",
+        type=int,
+        help="measure them among so many processes of this machine: over gloo on "
+        "CPUs, over NCCL on as many GPUs",
+    )
+    collectives.add_argument(
+        "--comms-samples", type=int, default=300, help="with --ranks: how many"
+    )
+    collectives.add_argument(
+        "--comms-time-limit",
+        type=float,
+        default=180.0,
+        help="with --ranks: stop after so many seconds",
+    )
+    collectives.add_argument(
+        "--keep-collectives",
+        action="store_true",
+        help="take over those of the bundle started from, although they were measured "
+        "on another machine",
+    )
 
 
 _MEASURING = ("num_samples", "device", "time_limit", "cpu", "max_gib", "tables")
@@ -131,6 +166,84 @@ def _measure(args: argparse.Namespace, console: Console) -> Path:
     return path
 
 
+def _check_collectives(args: argparse.Namespace, source: Path) -> None:
+    """Refuse, before anything is measured, what would fail after it."""
+    if args.ranks is not None and args.keep_collectives:
+        raise ConfigError(
+            "--ranks measures collectives, --keep-collectives takes those of "
+            f"{source}; leave one out"
+        )
+    if args.keep_collectives and not has_comms(source):
+        raise ConfigError(
+            f"--keep-collectives: {source} holds no collectives; measure them with "
+            "--ranks"
+        )
+    if args.ranks is None:
+        return
+    if args.ranks < 2:
+        raise ConfigError(f"--ranks must be at least 2, got {args.ranks}")
+    num_gpus = torch.cuda.device_count() if _on_gpu(args) else args.ranks
+    if num_gpus < args.ranks:
+        raise ConfigError(
+            f"--ranks {args.ranks} on GPUs needs as many, this machine has {num_gpus}; "
+            "lower it or leave it out"
+        )
+
+
+def _on_gpu(args: argparse.Namespace) -> bool:
+    return torch.device(args.device or "cpu").type == "cuda"
+
+
+def _measure_collectives(args: argparse.Namespace) -> Path:
+    """Run `neuroshard collect comms` in processes of its own."""
+    path: Path = args.out / COMMS_NAME
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(args.ranks), "-m", "torchrec_neuroshard"]
+    command += ["collect", "comms", "--out", str(path), "--seed", str(args.seed)]
+    command += ["--backend", "nccl" if _on_gpu(args) else "gloo"]
+    command += ["--num-samples", str(args.comms_samples)]
+    command += ["--time-limit", str(args.comms_time_limit)]
+    if args.ranks > 3:
+        command += ["--group-sizes", str(args.ranks // 2)]
+    # One core per rank, as in training.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    code = subprocess.run(command, env=environment, check=False).returncode
+    if code:
+        raise RankFailureError(
+            f"measuring collectives among {args.ranks} ranks ended with code {code}, "
+            "see above; kernels are calibrated, and the same command goes on"
+        )
+    return path
+
+
+def _add_collectives(args: argparse.Namespace, source: Path, console: Console) -> None:
+    """Complete the new bundle by what was asked for, or say that it has none."""
+    if args.ranks is not None:
+        records = _measure_collectives(args)
+        name = args.name or args.out.name
+        train_comms_bundle(
+            [records],
+            args.out,
+            name,
+            CommsTrainConfig(seed=args.seed),
+            before=source,
+            console=console,
+        )
+    elif args.keep_collectives:
+        info = carry_over(source, args.out)
+        console.print(
+            f"collectives are those of `{info.name}`, measured on "
+            f"{info.fingerprint.device} over {info.backend}: not on this machine",
+            soft_wrap=True,
+        )
+    else:
+        console.print(
+            "no collectives: they will be predicted from the topology's bandwidths. "
+            "--ranks measures them",
+            soft_wrap=True,
+        )
+
+
 def _print_errors(
     console: Console, found: Calibration, evaluations: Sequence[Evaluation]
 ) -> None:
@@ -155,6 +268,7 @@ def run(args: argparse.Namespace) -> int:
         )
     console = Console()
     source = source_folder(args.source)
+    _check_collectives(args, source)
     config = CalibrationConfig(
         steps=args.steps, learning_rate=args.learning_rate, seed=args.seed
     )
@@ -175,4 +289,5 @@ def run(args: argparse.Namespace) -> int:
         )
     _print_errors(console, found, evaluations)
     console.print(f"wrote {args.out}")
+    _add_collectives(args, source, console)
     return 0

@@ -163,8 +163,6 @@ def _at(ranks: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, f
 class LearnedCommsModel(CommsModel):
     """What was measured, for one group of ranks; see `comms_network`."""
 
-    source = "measured"
-
     def __init__(
         self,
         network: CommsNetwork,
@@ -178,6 +176,7 @@ class LearnedCommsModel(CommsModel):
         slowdowns: Mapping[int, tuple[float, ...]] | None = None,
         column_order_ms_per_mb: Mapping[int, tuple[float, ...]] | None = None,
         time_scale: float = 1.0,
+        source: str = "measured",
     ) -> None:
         """Take a trained network and the topology.
 
@@ -193,6 +192,7 @@ class LearnedCommsModel(CommsModel):
             slowdowns: `CommsHeader.compute_slowdown`; None: ranks share nothing.
             column_order_ms_per_mb: See `CommsHeader`; None: for free.
             time_scale: Factor on all times: to the compute model's milliseconds.
+            source: Shown beside the numbers.
 
         Raises:
             ConfigError: The ranks do not fill whole nodes, or a bandwidth that is
@@ -213,7 +213,7 @@ class LearnedCommsModel(CommsModel):
                 "the topology lacks them: give intra_gb_per_s and inter_gb_per_s, or "
                 "run 'neuroshard collect comms' on several nodes"
             )
-        self.backend = backend
+        self.backend, self.source = backend, source
         self._time_scale = time_scale
         self.compute_slowdown = _at(local_world_size, slowdowns or {1: (1.0, 1.0)})
         order_ms = _at(local_world_size, column_order_ms_per_mb or {1: (0.0, 0.0)})

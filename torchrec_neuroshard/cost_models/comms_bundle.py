@@ -33,9 +33,11 @@ from torchrec_neuroshard.records import COLLECTIVES, Fingerprint
 __all__ = [
     "COMMS_VERSION",
     "CommsBundleInfo",
+    "carry_over",
     "comms_card",
     "has_comms",
     "load_comms_bundle",
+    "load_comms_network",
     "read_comms_info",
     "save_comms_bundle",
 ]
@@ -72,6 +74,8 @@ class CommsBundleInfo:
     """See `CommsHeader`."""
     compute_reference_ms: float = 0.0
     """See `CommsHeader`."""
+    carried_over: bool = False
+    """Whether it stands beside a compute model of another machine than its own."""
     term_names: tuple[str, ...] = TERM_NAMES
     collectives: tuple[str, ...] = COLLECTIVES
     comms_version: int = COMMS_VERSION
@@ -88,10 +92,11 @@ def save_comms_bundle(
     """Write the model of collectives into a bundle, new or not.
 
     Raises:
-        BundleMismatchError: The bundle's compute model is of other hardware.
+        BundleMismatchError: The bundle's compute model is of other hardware, and the
+            model is not said to be carried over.
     """
     path = Path(folder)
-    if (path / _COMPUTE_INFO).is_file():
+    if (path / _COMPUTE_INFO).is_file() and not info.carried_over:
         compute = read_info(path).fingerprint
         mine = info.fingerprint
         if (compute.device_type, compute.device) != (mine.device_type, mine.device):
@@ -104,6 +109,54 @@ def save_comms_bundle(
     data["weights_sha256"] = save_weights(path / _WEIGHTS, network)
     write_card(path, comms=card)
     write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def load_comms_network(folder: str | Path) -> tuple[CommsNetwork, CommsBundleInfo]:
+    """Load the network as it was trained, for any group of ranks.
+
+    Raises:
+        BundleCorruptError: A file is missing, truncated or damaged.
+        BundleMismatchError: It is of another version of this package.
+    """
+    path = Path(folder)
+    data = read_description(path / _INFO)
+    info = _info(path / _INFO, data)
+    network = load_weights(
+        path / _WEIGHTS, data.get("weights_sha256"), lambda: CommsNetwork(info.hidden)
+    )
+    return network, info
+
+
+def carry_over(source: str | Path, folder: str | Path) -> CommsBundleInfo:
+    """Copy the collectives of one machine's bundle to another machine's.
+
+    They are marked: predictions say where they were measured, and so does the card.
+
+    Returns:
+        The description of what was copied.
+
+    Raises:
+        BundleCorruptError: `source` has no sound model of collectives.
+    """
+    network, info = load_comms_network(source)
+    # Milliseconds stay what they are beside the compute model at the source.
+    new_ms = 0.0
+    if (Path(folder) / _COMPUTE_INFO).is_file():
+        new_ms = read_info(folder).reference_ms / _time_scale(Path(source), info)
+    info = dataclasses.replace(info, carried_over=True, compute_reference_ms=new_ms)
+    card = "\n".join(
+        [
+            f"{COMMS_HEADING} `{info.name}`, carried over",
+            "",
+            f"**Measured on {info.fingerprint.device} over {info.backend}, not on this "
+            "machine**, whose collectives may take several times as long or as short. "
+            "Measure them with `neuroshard collect comms`, or with `--ranks` of "
+            "`neuroshard calibrate`.",
+            "",
+        ]
+    )
+    save_comms_bundle(folder, network, info, card)
+    return info
 
 
 def read_comms_info(folder: str | Path) -> CommsBundleInfo:
@@ -157,24 +210,22 @@ def load_comms_bundle(
         ConfigError: The ranks do not fill whole nodes, or a bandwidth is not known.
     """
     path = Path(folder)
-    data = read_description(path / _INFO)
-    info = _info(path / _INFO, data)
+    network, info = load_comms_network(path)
     if info.backend != backend:
         raise BundleMismatchError(
             f"{path} was measured over {info.backend}, {backend} was asked for; "
             f"measure with 'neuroshard collect comms --backend {backend}' and train"
         )
-    network = load_weights(
-        path / _WEIGHTS, data.get("weights_sha256"), lambda: CommsNetwork(info.hidden)
-    )
     if world_size > 2 * max(info.world_sizes):
         warnings.warn(
             f"collectives of {world_size} ranks are extrapolated: {path} was measured "
             f"at {', '.join(map(str, info.world_sizes))}",
             stacklevel=2,
         )
+    device = info.fingerprint.device
     return LearnedCommsModel(
         network,
+        source=f"measured on {device}" if info.carried_over else "measured",
         time_scale=_time_scale(path, info),
         backend=backend,
         world_size=world_size,

@@ -15,9 +15,12 @@ from torchrec_neuroshard.cost_models.card import Repeatability
 from torchrec_neuroshard.cost_models.comms_bundle import (
     CommsBundleInfo,
     comms_card,
+    has_comms,
+    load_comms_network,
     save_comms_bundle,
 )
 from torchrec_neuroshard.cost_models.comms_training import (
+    CommsData,
     CommsEvaluation,
     CommsTrainConfig,
     build_comms,
@@ -45,6 +48,7 @@ def train_comms_bundle(
     *,
     test_world_sizes: Sequence[int] = (),
     backend: str | None = None,
+    before: Path | None = None,
     console: Console | None = None,
 ) -> list[CommsEvaluation]:
     """Train on files of collectives, judge on others, write into a bundle.
@@ -57,6 +61,8 @@ def train_comms_bundle(
         config: Steps and rates.
         test_world_sizes: World sizes that are only tested on.
         backend: What the records must have been measured over; None: any one.
+        before: A bundle whose collectives are judged on the same records, to be shown
+            beside; one of another backend, or without any, is not.
         console: Where progress is printed.
 
     Returns:
@@ -108,6 +114,7 @@ def train_comms_bundle(
     finally:
         torch.set_num_threads(threads)
     evaluations = evaluate_comms(network, training_data, test_data)
+    _print_before(before, headers[0].backend, training_data, test_data, console)
     command = command_line()
     sums = [float(sum(r.bytes_per_peer)) for r in training]
     info = CommsBundleInfo(
@@ -148,6 +155,29 @@ def train_comms_bundle(
     console.print(line)
     console.print(f"wrote {out}")
     return evaluations
+
+
+def _print_before(
+    before: Path | None,
+    backend: str,
+    training: CommsData,
+    test: CommsData,
+    console: Console,
+) -> None:
+    """Print how wrong another bundle's collectives are on the test's records."""
+    if before is None or not has_comms(before):
+        return
+    network, info = load_comms_network(before)
+    if info.backend != backend:
+        return
+    for e in evaluate_comms(network, training, test):
+        if e.collective == "all":
+            console.print(
+                f"before, {e.world_size} ranks: median error {e.median:.2%}, 90th "
+                f"percentile {e.percentile_90:.2%}, tau {e.kendall_tau:.4f} (`"
+                f"{info.name}`, {info.fingerprint.device})",
+                soft_wrap=True,
+            )
 
 
 def _merge(
