@@ -28,7 +28,7 @@ class KernelSettings:
     """How long kernels are timed."""
 
     rounds: int = 3
-    passes: int = 3
+    passes: int = 2
     """Timed passes of a set in a round, each on a new input."""
     contends: float = 0.8
     """Share of a plan's slowest forward, backward or total from which on a set is timed

@@ -123,6 +123,24 @@ def tables(data: Data) -> list[Table]:
     ]
 
 
+def short_table(data: Data) -> str:
+    """Return one small table for a page that has room for no more."""
+    tasks = data["tasks"]
+    lines = [
+        f"| planner ({len(tasks)} tasks) | plans | critical path | worst rank |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for name in _planners(data):
+        path = paired.compare(tasks, name, BEST_PRACTICE)
+        rank = paired.compare(tasks, name, BEST_PRACTICE, WORST_RANK)
+        if path is None or rank is None:
+            continue
+        plans = paired.outcomes(tasks, name)["plan"]
+        cells = (_marked(name), str(plans), f"{path.mean:.3f}", f"{rank.mean:.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _expectation_table(data: Data) -> Table:
     words = {True: "met", False: "**not met**", None: "open"}
     return Table(

@@ -30,6 +30,7 @@ from planner_comparison.paired import OURS
 from planner_comparison.plans import NotRunError, RunPlan, read_plan
 from planner_comparison.rivals import Costs, Rival, load_costs, make_rivals
 from planner_comparison.tasks import Task
+from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.models import build_collection
 
@@ -65,7 +66,10 @@ class PlanningSettings:
 
     def rivals(self) -> list[Rival]:
         """Return the planners."""
-        return make_rivals(self.names, self.paper_nets, self.solver_seconds)
+        model = load_cost_model(self.cost_model, device_type=self.device)
+        return make_rivals(
+            self.names, self.paper_nets, self.solver_seconds, model.hardware
+        )
 
 
 class Planners:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSe
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
-from torchrec_neuroshard.baselines.policies import PolicySearcher
+from torchrec_neuroshard.baselines.neuroshard_models import load_models, shipped_models
+from torchrec_neuroshard.baselines.policies import PolicyInfo, PolicySearcher
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
@@ -77,26 +79,31 @@ class Rival:
     about: str
     make: Callable[[Task, Costs, str], EmbeddingShardingPlanner]
     """Takes the task, the costs, and the device's type."""
-    training: dict[str, Any] = field(default_factory=dict)
-    """Of learned policies: what their description says of their training."""
+    training: Callable[[], dict[str, Any]] = dict
+    """What is known of its training; empty where there was none."""
 
 
 def make_rivals(
-    names: Sequence[str] | None, paper_nets: Path | None, solver_seconds: float
+    names: Sequence[str] | None,
+    paper_nets: Path | None,
+    solver_seconds: float,
+    hardware: str,
 ) -> list[Rival]:
     """Return the planners that can run here.
 
     Args:
         names: Only these; None is all.
-        paper_nets: Folder of NeuroShard's own nets; None leaves that rival out.
+        paper_nets: Folder of NeuroShard's own nets; None is those that come with the
+            package for the hardware, if there are any.
         solver_seconds: For those that search for as long as they may.
+        hardware: Device that the cost model is of.
 
     Raises:
         ValueError: A name is unknown.
     """
     rivals = [
         *_ours(),
-        *_learned(paper_nets),
+        *_learned(paper_nets, hardware),
         *_greedies(),
         *_solvers(solver_seconds),
         *_stock(),
@@ -125,29 +132,37 @@ def _ours() -> Iterator[Rival]:
     )
 
 
-def _learned(paper_nets: Path | None) -> Iterator[Rival]:
+def _learned(paper_nets: Path | None, hardware: str) -> Iterator[Rival]:
     yield _search_rival(
         PAPER,
         "NeuroShard's loops as published, on the cost model that this planner has",
         lambda: PaperSearcher(NeuroShardConfig(costs="shared")),
     )
-    if paper_nets is not None:
-        yield _search_rival(
+    nets = load_models(paper_nets) if paper_nets else shipped_models(hardware)
+    if nets is not None:
+        rival = _search_rival(
             PAPER_NETS,
             "NeuroShard as published, on the paper's own nets",
-            lambda: PaperSearcher(NeuroShardConfig(costs="own"), models=paper_nets),
+            lambda: PaperSearcher(NeuroShardConfig(costs="own"), models=nets),
         )
+        yield dataclasses.replace(rival, training=lambda: dict(nets.trained_on))
     for name in POLICIES:
-        searcher = make_searcher(name)
-        assert isinstance(searcher, PolicySearcher)
-        rival = _search_rival(
-            name,
-            f"trained policy '{searcher.policy.info.name}', tables whole",
-            lambda searcher=searcher: searcher,
+        load = functools.cache(functools.partial(_policy, name))
+        rival = _search_rival(name, "trained policy, tables whole", load)
+        yield dataclasses.replace(
+            rival, training=lambda load=load: _training(load().policy.info)
         )
-        trained = dict(searcher.policy.info.trained_on)
-        trained["hardware"] = searcher.policy.info.hardware
-        yield dataclasses.replace(rival, training=trained)
+
+
+def _policy(name: str) -> PolicySearcher:
+    searcher = make_searcher(name)
+    assert isinstance(searcher, PolicySearcher)
+    return searcher
+
+
+def _training(info: PolicyInfo) -> dict[str, Any]:
+    """What a policy's description says of its training."""
+    return {"name": info.name, "hardware": info.hardware, **info.trained_on}
 
 
 def _greedies() -> Iterator[Rival]:

@@ -22,7 +22,7 @@ import torch
 
 from planner_comparison.collectives import RankGroup
 from planner_comparison.kernels import KernelSettings, KernelTimer
-from planner_comparison.page import write_pages
+from planner_comparison.page import short_table, write_pages
 from planner_comparison.planning import Outcome, Planners, PlanningSettings
 from planner_comparison.plans import (
     Collective,
@@ -37,7 +37,7 @@ from torchrec_neuroshard.collect.compute import device_fingerprint
 from torchrec_neuroshard.cost_models import CommsModel
 
 SCHEMA_VERSION = 1
-_FREE_OPTIONS = ("out", "stop_after")
+_FREE_OPTIONS = ("out", "stop_after", "pages_only")
 """Options that may differ when a run goes on."""
 
 
@@ -71,16 +71,24 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--solver-seconds", type=float, default=4.0)
     parser.add_argument("--planning-processes", type=int, default=2)
     parser.add_argument("--kernel-rounds", type=int, default=3)
-    parser.add_argument("--kernel-passes", type=int, default=3, help="of a round")
+    parser.add_argument("--kernel-passes", type=int, default=2, help="of a round")
     parser.add_argument("--comms-rounds", type=int, default=3)
     parser.add_argument("--comms-passes", type=int, default=3, help="of a round")
     parser.add_argument("--num-tasks", type=int, help="only the first")
     parser.add_argument("--stop-after", type=float, help="seconds; go on another time")
     parser.add_argument("--quick", action="store_true", help="a dry run: few, small")
+    parser.add_argument(
+        "--pages-only", action="store_true", help="write the pages of <out>.json again"
+    )
     options = parser.parse_args(arguments)
+    on_cpu = torch.device(options.device).type == "cpu"
     if options.collectives is None:
-        on_cpu = torch.device(options.device).type == "cpu"
         options.collectives = "measured" if on_cpu else "predicted"
+    if options.collectives == "measured" and not on_cpu:
+        parser.error(
+            "collectives are measured among processes on CPUs; with --device "
+            f"{options.device} give --collectives predicted or none"
+        )
     if options.quick:
         options.max_rows = min(options.max_rows, 20_000)
         options.plan_seconds = min(options.plan_seconds, 10.0)
@@ -129,7 +137,7 @@ class Comparison:
     def _open(self) -> dict[str, Any]:
         """Return what the file holds, or a new beginning."""
         fresh = self._beginning()
-        path = self._options.out.with_name(f"{self._options.out.name}.json")
+        path = _at(self._options.out)
         if not path.exists():
             return fresh
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -167,7 +175,7 @@ class Comparison:
             "options": options,
             "families": FAMILIES,
             "rivals": [
-                {"name": r.name, "about": r.about, "training": r.training}
+                {"name": r.name, "about": r.about, "training": r.training()}
                 for r in self._rivals
             ],
             "num_tasks": len(self.tasks),
@@ -312,6 +320,10 @@ def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:
     return entry
 
 
+def _at(out: Path) -> Path:
+    return out.with_name(f"{out.name}.json")
+
+
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
@@ -326,6 +338,11 @@ def _commit() -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line asks for."""
     options = parse_arguments(arguments)
+    if options.pages_only:
+        known = json.loads(_at(options.out).read_text(encoding="utf-8"))
+        write_pages(known, options.out)
+        print(short_table(known))
+        return
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -334,3 +351,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         comparison.run()
     finally:
         comparison.close()
+    print(short_table(comparison.data))

@@ -41,7 +41,7 @@ STATE_BYTES_PER_ROW = {"rowwise_adagrad": 4, "sgd": 0}
 
 _DLRM, _EMBARK = "dlrm_datasets_2021_t856_bs65536", "nvidia_embark_"
 _SEED_TABLES = (10, 60)
-_EMBARK_TABLES = 60
+_EMBARK_TABLES = 30
 _QUICK_TABLES = 10
 _PROFILE_BATCH = 65_536
 """Of assumed profiles: a profile of a task's own batch knows too few ids."""
@@ -172,7 +172,7 @@ def _embark_tasks(
 ) -> Iterator[Task]:
     rng = np.random.default_rng([settings.seed, 3])
     known = [list(t) for name, t in sets.items() if name.startswith(_EMBARK)]
-    for number in range(6 if known else 0):
+    for number in range(4 if known else 0):
         tables = known[number // 2 % len(known)]
         count = _QUICK_TABLES if settings.quick else _EMBARK_TABLES
         chosen = _draw(rng, tables, min(count, len(tables)), None)

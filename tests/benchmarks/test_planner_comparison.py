@@ -161,6 +161,25 @@ def test_a_planner_that_takes_too_long_is_stopped(parts: Any, small: Any) -> Non
     assert (outcome.status, outcome.plan) == ("timed out", None)
 
 
+@pytest.mark.parametrize("name", ["greedy-size", "torchrec, best practice"])
+def test_plans_for_gpus_need_none(parts: Any, small: Any, name: str) -> None:
+    costs = parts("rivals").Costs(compute=AnalyticCostModel(), comms=comms_model())
+    [rival] = parts("rivals").make_rivals([name], None, 1.0, "unknown")
+    outcome = parts("planning").ask(rival, small, costs, "cuda", 60.0)
+    assert outcome.status == "plan"
+    assert max(outcome.plan.rank_bytes) <= small.memory_bytes
+
+
+def test_collectives_of_gpus_are_not_measured(
+    parts: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parse = parts("run").parse_arguments
+    assert parse(["--out", "x", "--device", "cuda"]).collectives == "predicted"
+    with pytest.raises(SystemExit):
+        parse(["--out", "x", "--device", "cuda", "--collectives", "measured"])
+    assert "--collectives predicted" in capsys.readouterr().err
+
+
 def results(paths: Mapping[str, Sequence[float | None]], family: str = "dlrm") -> Any:
     """Tasks with these measured critical paths; None is no plan."""
     tasks: list[dict[str, Any]] = []
@@ -287,6 +306,7 @@ def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> N
         assert shown.count("no plan") >= 2 * 2  # by task, and with the reason
         assert "not met" not in shown
     assert "2/4" in text
+    assert "| **default** | 4 | 0.750 | 0.750 |" in parts("page").short_table(known)
     assert whole.count("<svg") == 2
     assert "<script" not in whole and "src=" not in whole
     assert "&lt;default&gt;" in whole
@@ -311,6 +331,9 @@ def test_a_run_goes_on_where_it_was_cut_off(
     assert both["tasks"][0] == first["tasks"][0]
     assert both["tasks"][1]["planners"]["greedy-size"]["status"] == "plan"
     assert "the same command goes on" in capsys.readouterr().out
+    (tmp_path / "run.md").unlink()
+    main([*command, "--pages-only"])
+    assert both["tasks"][1]["name"] in (tmp_path / "run.md").read_text()
     with pytest.raises(SystemExit, match=r"of another run: its options is .*'seed': 0"):
         main([*command, "--seed", "1"])
 
