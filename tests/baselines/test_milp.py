@@ -73,7 +73,7 @@ def test_each_stage_is_balanced() -> None:
 
 
 def test_without_a_plan_of_its_own_it_takes_the_greedys_and_says_so() -> None:
-    hurried = MilpSearcher(MilpConfig(time_limit_seconds=1e-9))
+    hurried = MilpSearcher(MilpConfig(time_budget_seconds=1e-9))
     found = hurried.search(sample_task(30, 4), *MODELS)
     assert found.fallback is not None
     assert "the greedy's was taken" in found.fallback
@@ -92,7 +92,7 @@ def test_what_cannot_fit_is_named() -> None:
 
 
 def test_bad_limits_are_named() -> None:
-    with pytest.raises(ConfigError, match="time_limit_seconds must be above 0"):
-        MilpConfig(time_limit_seconds=0)
+    with pytest.raises(ConfigError, match="time_budget_seconds must be above 0"):
+        MilpConfig(time_budget_seconds=0)
     with pytest.raises(ConfigError, match="relative_gap at least 0"):
         MilpConfig(relative_gap=-1)

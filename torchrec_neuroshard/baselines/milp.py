@@ -57,16 +57,16 @@ class MilpConfig:
 
     splits: bool = True
     """Whether tables may be cut, into shards of one width."""
-    time_limit_seconds: float = 20.0
+    time_budget_seconds: float = 20.0
     """HiGHS stops soon after this; some of its steps cannot be interrupted."""
     relative_gap: float = 1e-3
     """HiGHS stops when its plan is proven to be this near its optimum."""
 
     def __post_init__(self) -> None:
-        if not self.time_limit_seconds > 0 or not self.relative_gap >= 0:
+        if not self.time_budget_seconds > 0 or not self.relative_gap >= 0:
             raise ConfigError(
-                "time_limit_seconds must be above 0 and relative_gap at least 0, got "
-                f"{self.time_limit_seconds} and {self.relative_gap}"
+                "time_budget_seconds must be above 0 and relative_gap at least 0, got "
+                f"{self.time_budget_seconds} and {self.relative_gap}"
             )
 
 
@@ -114,7 +114,7 @@ class _Program:
                 for matrix, low, high in self._constraints()
             ],
             options={
-                "time_limit": config.time_limit_seconds,
+                "time_limit": config.time_budget_seconds,
                 "mip_rel_gap": config.relative_gap,
             },
         )
