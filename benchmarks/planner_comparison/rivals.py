@@ -179,7 +179,7 @@ def _solvers(seconds: float) -> Iterator[Rival]:
     yield _search_rival(
         "milp",
         f"mixed-integer program on costs of single shards, {seconds:g} s",
-        lambda: MilpSearcher(MilpConfig(time_limit_seconds=seconds)),
+        lambda: MilpSearcher(MilpConfig(time_budget_seconds=seconds)),
     )
     yield _search_rival(
         "annealing",
