@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +141,8 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         # Weights and as much again for the state.
         fills_half = 4 * sum(sizes) > sum(caps) or 2 * max(sizes) > max(caps)
         self._is_tight = fills_half or self._is_constrained
-        options: list[ShardingOption] = super().enumerate(module, sharders)
+        with _nothing_collected():
+            options: list[ShardingOption] = super().enumerate(module, sharders)
         self.seconds = time.monotonic() - start
         return options
 
@@ -153,9 +156,10 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         """
         other = copy.copy(self)
         other._estimators = [estimator]
-        options = copy.deepcopy(self.last_stored_search_space)
-        assert options is not None, "something was listed"
-        other.populate_estimates(options)
+        with _nothing_collected():
+            options = copy.deepcopy(self.last_stored_search_space)
+            assert options is not None, "something was listed"
+            other.populate_estimates(options)
         other._last_stored_search_space = options
         return other
 
@@ -202,6 +206,18 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         if not useful or (sharding_type == _COLUMN_WISE and whole):
             return [_FUSED]
         return [k for k in kernels if k == _FUSED or k in OFFLOADED_KERNELS]
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep the garbage collector from walking over a million shards that all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _LightOption(ShardingOption):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,9 @@ class PlanCosts:
             return []
         staged = self.pricer.stage(options)
         compute_N2 = self.pricer.single_compute(staged)
-        names = [table_name(options[i]) for i in staged.option_N]
-        self._check_finite(compute_N2, names)
+        self._check_finite(
+            compute_N2, lambda n: table_name(options[staged.option_N[n]])
+        )
         comms_N3 = self.pricer.single_comms(staged)
         perfs = iter(_perfs(staged, compute_N2, comms_N3))
         return [[next(perfs) for _ in option.shards] for option in options]
@@ -287,8 +289,7 @@ class PlanCosts:
         )
         stages = []
         for number, name in enumerate(names):
-            ranks = [f"rank {r} of {name}" for r in range(len(phases_WS5))]
-            self._check_finite(phases_WS5[:, number], ranks)
+            self._check_finite(phases_WS5[:, number], partial(_rank_name, name))
             rows = phases_WS5[:, number].tolist()
             stages.append(StageCosts(name, tuple(RankCosts(*row) for row in rows)))
         return stages
@@ -383,13 +384,15 @@ class PlanCosts:
         }
         return texts + tuple(list(more.values())[:MAX_WARNINGS])
 
-    def _check_finite(self, values: npt.NDArray[Any], names: Sequence[str]) -> None:
+    def _check_finite(
+        self, values: npt.NDArray[Any], name: Callable[[int], str]
+    ) -> None:
         wrong = np.flatnonzero(~np.isfinite(values).all(axis=1) | (values < 0).any(1))
         if len(wrong):
             raise ConfigError(
                 f"cost model '{self.cost_model.name}' predicts {values[wrong[0]]} ms "
-                f"for {names[wrong[0]]}; a time must be finite and at least 0. Train "
-                "the model again or pass another cost_model"
+                f"for {name(int(wrong[0]))}; a time must be finite and at least 0. "
+                "Train the model again or pass another cost_model"
             )
 
 
@@ -424,11 +427,22 @@ class CostedPart:
         )
 
 
+def _rank_name(stage: str, rank: int) -> str:
+    return f"rank {rank} of {stage}"
+
+
 def _prefetches(staged: StagedShards) -> npt.NDArray[np.float64]:
     """Prefetching of caches, `N x 2` [ms]: TorchRec's estimate, which blocks."""
-    perfs = (shard.perf for shard in staged.shards)
-    forward = [getattr(perf, "prefetch_compute", 0.0) for perf in perfs]
-    return np.stack([np.array(forward), np.zeros(len(forward))], axis=1)
+    prefetches = np.zeros((len(staged.option_N), 2))
+    start = 0
+    for option in staged.options:
+        own = slice(start, start + len(option.shards))
+        start = own.stop
+        if option.cache_params is not None:
+            prefetches[own, 0] = [
+                getattr(shard.perf, "prefetch_compute", 0.0) for shard in option.shards
+            ]
+    return prefetches
 
 
 def _perfs(

@@ -126,6 +126,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         world_size = int(self._topology.world_size)
         self._rules = self._placement.rules(names, world_size)
         self._tables = list(map(self._permitted, by_table.values()))
+        self._sizes: dict[int, _Size] = {}
         self._start = time.monotonic()
         self._capacity = _capacity(self._topology, self._tier)
         self._seen: set[_Layout] = set()
@@ -238,16 +239,26 @@ class NeuroShardProposer(CostedPart, Proposer):
         evenly = -(-width // len(self._rules.ranks(table)))
         return min(width, -(-max(asked, evenly) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
 
+    def _measure(self, option: ShardingOption) -> _Size:
+        sizes = [float(getattr(s.storage, self._tier)) for s in option.shards]
+        total = sum(sizes)
+        shard = max(sizes)
+        if self.costs.reader.is_searched(option):
+            shard = total * self._narrowest(option) / int(option.tensor.shape[1])
+        return _Size(shard, total, sum(s.perf.total for s in option.shards))
+
+    def _size(self, option: ShardingOption) -> _Size:
+        """How large and slow an option is; looked at once for all of its shards."""
+        size = self._sizes.get(id(option))
+        if size is None:
+            size = self._sizes[id(option)] = self._measure(option)
+        return size
+
     def _shard_bytes(self, option: ShardingOption) -> float:
-        """Memory of the device that the option's largest shard takes, at least."""
-        most = max(getattr(s.storage, self._tier) for s in option.shards)
-        if not self.costs.reader.is_searched(option):
-            return float(most)
-        total = sum(getattr(s.storage, self._tier) for s in option.shards)
-        return float(total) * self._narrowest(option) / int(option.tensor.shape[1])
+        return self._size(option).shard_bytes
 
     def _total_bytes(self, option: ShardingOption) -> float:
-        return float(sum(getattr(s.storage, self._tier) for s in option.shards))
+        return self._size(option).total_bytes
 
     # --- making it fit ---
 
@@ -373,11 +384,20 @@ class NeuroShardProposer(CostedPart, Proposer):
     def _own_gain(self, base: _Layout, table: int, choice: int) -> float:
         """What switching a table adds to the ranks' work, all alone [ms]."""
         options = self._tables[table]
-        old, new = (
-            sum(s.perf.total for s in o.shards)
-            for o in (options[base[table]], options[choice])
-        )
-        return float(new - old)
+        old, new = options[base[table]], options[choice]
+        return self._size(new).total_ms - self._size(old).total_ms
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """What an option takes, by its estimates."""
+
+    shard_bytes: float
+    """Memory of the device that its largest shard takes, at least."""
+    total_bytes: float
+    """The same of all shards."""
+    total_ms: float
+    """Work of all shards, each alone."""
 
 
 class IdealCosts:

@@ -24,7 +24,12 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec_neuroshard.planner.lowering import TableReader, has_own_optimizer
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 
-__all__ = ["NeuroShardEstimator", "StorageEstimator", "TimedEstimator"]
+__all__ = [
+    "NeuroShardEstimator",
+    "OutOfTimeError",
+    "StorageEstimator",
+    "TimedEstimator",
+]
 
 _STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "rowwise_adagrad": RowWiseAdagrad,
@@ -36,6 +41,10 @@ _STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
 _AT_ONCE = 32
 """Options estimated between two looks at the clock; TorchRec takes about a millisecond
 for each shard."""
+
+
+class OutOfTimeError(PlannerError):
+    """A planner gives up, for want of time."""
 
 
 class TimedEstimator(EmbeddingPerfEstimator):
@@ -70,11 +79,11 @@ class TimedEstimator(EmbeddingPerfEstimator):
             kwargs: As in TorchRec.
 
         Raises:
-            PlannerError: The deadline has passed.
+            OutOfTimeError: The deadline has passed.
         """
         for start in range(0, len(sharding_options), _AT_ONCE):
             if time.monotonic() > self._deadline:
-                raise PlannerError("TorchRec's estimates take too long")
+                raise OutOfTimeError("TorchRec's estimates take too long")
             some = sharding_options[start : start + _AT_ONCE]
             super().estimate(some, *args, **kwargs)
 

@@ -29,6 +29,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.lowering import TableReader
 from torchrec_neuroshard.planner.shard_estimators import (
+    OutOfTimeError,
     StorageEstimator,
     TimedEstimator,
 )
@@ -44,6 +45,9 @@ LEAST_STOCK_SECONDS = 2.0
 """How long TorchRec's own planner may always look for a plan to compare with."""
 ESTIMATING_SHARE = 0.75
 """Part of that in which it must have estimated its options."""
+
+LEAST_SHARD_SECONDS = 5e-6
+"""Less than TorchRec takes to estimate a shard on any machine."""
 
 _COLUMN_WISE = ShardingType.COLUMN_WISE.value
 
@@ -176,7 +180,8 @@ class StockPlanner:
             _, options = self._run({**arguments, "timeout_seconds": left})
         except PlannerError as error:
             logger.info("TorchRec's own planner has no plan: %s", error)
-            if time.monotonic() > deadline:
+            late = isinstance(error, OutOfTimeError) or time.monotonic() > deadline
+            if late:
                 self.skipped = (
                     "TorchRec's own plan was not looked at: its planner has none after "
                     f"{max(allowed, 0.0):.1f} s, all that it may take beside the search"
@@ -209,6 +214,10 @@ class StockPlanner:
             deadline=deadline,
         )
         enumerator: NeuroShardEnumerator = self._enumerator
+        listed = enumerator.last_stored_search_space or ()
+        needed = LEAST_SHARD_SECONDS * sum(len(o.shards) for o in listed)
+        if time.monotonic() + needed > deadline:
+            raise OutOfTimeError("TorchRec's estimates would take too long")
         return enumerator.relisted(timed)
 
     def _every_option(self) -> EmbeddingEnumerator:
