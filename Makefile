@@ -2,6 +2,7 @@
 # make test     set up what is missing, run the tests      (PYTEST_ARGS=...)
 # make test-versions    the planner's tests on every supported torchrec
 #                       (VERSIONS="1.8.0 1.9.2")
+# make support-table    train what docs/support.md lists, and write its table
 # make demo     set up what is missing, run the main job    (DEMO_ARGS=...)
 # make lint     formatting, lint rules, types
 # make format   apply formatting and the safe lint fixes
@@ -27,7 +28,7 @@ INSTALL := $(PIP) install --constraint requirements/constraints.txt
 # One thread per process: results repeat, and several ranks share a few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup test test-versions demo lint format check clean
+.PHONY: setup test test-versions support-table demo lint format check clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -59,6 +60,10 @@ test: $(STAMP)
 test-versions: $(STAMP)
 	$(ONE_THREAD) VERSIONS="$(VERSIONS)" PYTHON="$(BIN)/python" \
 	PYTEST_ARGS="$(PYTEST_ARGS)" .ci/test_versions
+
+support-table: $(STAMP)
+	$(ONE_THREAD) WRITE_SUPPORT_TABLE=1 $(BIN)/python -m pytest -q \
+	tests/distributed/test_support.py
 
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, Results
+from tests.distributed.unsharded import local_parts, loss_of
 
 pytestmark = pytest.mark.distributed
 
@@ -55,6 +56,8 @@ class Case:
     chosen: bool = False
     """Whether the planner may switch tables to other sharding types."""
     consider_stock: bool = False
+    placement: dict[str, Any] = field(default_factory=dict)
+    """Which ranks tables may be on, and with whom."""
 
 
 TABLE, COLUMN, ROW = "table_wise", "column_wise", "row_wise"
@@ -164,6 +167,15 @@ CASES = {
         consider_stock=True,
     ),
     "search": Case(dims=(64, 48, 32, 16, 8), triples=None),
+    "placed by constraints": Case(
+        dims=(64, 48, 32, 16, 8, 8),
+        triples=None,
+        placement={
+            "pin": {"t0": [1], "t5": [0]},
+            "together": [["t1", "t4"]],
+            "apart": [["t2", "t3"], ["t1", "t5"]],
+        },
+    ),
     "sequence": Case(
         dims=(16, 16),
         triples=[(0, 16, 1), (1, 16, 0)],
@@ -257,7 +269,7 @@ def build_planner(case: Case) -> Any:
 
     from torchrec_neuroshard.errors import InfeasibleError, PlacementError
     from torchrec_neuroshard.placement import Placement
-    from torchrec_neuroshard.planner import NeuroShardPlanner
+    from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
     from torchrec_neuroshard.search import Searcher, SearchResult
     from torchrec_neuroshard.simulator import Simulator
     from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -307,6 +319,7 @@ def build_planner(case: Case) -> Any:
         stats=[],
         max_switches=4 if case.chosen else 0,
         consider_stock=case.consider_stock,
+        placement_constraints=PlacementConstraints(**case.placement),
     )
 
 
@@ -339,34 +352,6 @@ def outputs_of(model: nn.Module, batch: Any, case: Case) -> dict[str, torch.Tens
     if case.sequence:
         return {k: v.values() for k, v in out.items()}
     found: dict[str, torch.Tensor] = out.to_dict()
-    return found
-
-
-def loss_of(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Every column of every output has a gradient of its own."""
-    total = torch.zeros(())
-    for key in sorted(outputs):
-        value = outputs[key]
-        scale = torch.linspace(0.5, 1.5, value.shape[1])
-        total = total + (value.sin() * scale).sum()
-    return total / LOCAL_BATCH
-
-
-def local_parts(
-    state: dict[str, Any], whole: dict[str, torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each shard on this rank, and the part of the whole table that it holds."""
-    found = []
-    for key, value in state.items():
-        table = whole[key]
-        if hasattr(value, "local_shards"):
-            for shard in value.local_shards():
-                top, left = shard.metadata.shard_offsets
-                rows, width = shard.tensor.shape
-                part = table[top : top + rows, left : left + width]
-                found.append((shard.tensor, part))
-        else:
-            found.append((value, table))
     return found
 
 
@@ -422,7 +407,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     # TorchRec starts from weights of its own.
     start = {k: v.detach().clone() for k, v in whole.state_dict().items()}
     with torch.no_grad():
-        for shard, part in local_parts(sharded.state_dict(), start):
+        for _, shard, part in local_parts(sharded.state_dict(), start):
             shard.copy_(part)
     # Not every table is trained in its kernel: data-parallel ones are not.
     replicas = {f"t{i}" for i, kind in case.other.items() if kind == REPLICAS}
@@ -444,18 +429,20 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
             forward = max(forward, float((value - expected[rank][key]).abs().max()))
         optimizer.zero_grad()
         # Gradients are means over the ranks.
-        torch.autograd.backward(torch.stack([loss_of(e) for e in expected]).mean())
+        torch.autograd.backward(
+            torch.stack([loss_of(e, LOCAL_BATCH) for e in expected]).mean()
+        )
         optimizer.step()
         if rest_optimizer is not None:
             rest_optimizer.zero_grad()
-        torch.autograd.backward(loss_of(got))
+        torch.autograd.backward(loss_of(got, LOCAL_BATCH))
         if rest_optimizer is not None:
             rest_optimizer.step()
     want = {k: v.detach() for k, v in whole.state_dict().items()}
     weights = max(
         (
             float((shard.detach() - part).abs().max())
-            for shard, part in local_parts(sharded.state_dict(), want)
+            for _, shard, part in local_parts(sharded.state_dict(), want)
         ),
         default=0.0,
     )
@@ -469,6 +456,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         "weights": weights,
         "moved": min(float((want[t] - start[t]).abs().max()) for t in want),
         "types": [plan.plan[""][f"t{i}"].sharding_type for i in range(len(case.dims))],
+        "ranks": [plan.plan[""][f"t{i}"].ranks for i in range(len(case.dims))],
         "num_shards": Counter(s.table for s in planner.last_result.placement.shards),
         "same_everywhere": len(set(digest)) == 1,
         "fallback": planner.last_result.fallback,
@@ -573,6 +561,13 @@ def test_every_rank_has_the_same_plan(results: OfCase, name: str) -> None:
 def test_sharding_types(results: OfCase, name: str) -> None:
     for result in results(name):
         assert result["types"] == list(CASES[name].types)
+
+
+def test_tables_are_where_constraints_want_them(results: OfCase) -> None:
+    for result in results("placed by constraints"):
+        held = list(map(set, result["ranks"]))
+        assert held[0] == held[1] == held[4] == {1} and held[5] == {0}
+        assert held[2].isdisjoint(held[3])
 
 
 def test_search_splits_a_table(results: OfCase) -> None:
