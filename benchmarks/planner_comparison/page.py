@@ -45,6 +45,8 @@ HOW = (
     f"tasks, {paired.RESAMPLES:,} draws.",
 )
 
+_TICKS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6)
+_PREDICTED = "predicted"
 _STATUSES = ("plan", "no plan", "timed out", "failed", "not run")
 
 
@@ -78,7 +80,7 @@ class Table:
 
 
 def write_pages(data: Data, out: Path) -> None:
-    """Write `<out>.json`, `.md`, `.html` and `<out>_<family>.svg`.
+    """Write `<out>.json`, `.md`, `.html` and the figures, `<out>_<name>.svg`.
 
     Args:
         data: Everything that is known of the run.
@@ -88,11 +90,10 @@ def write_pages(data: Data, out: Path) -> None:
     whole = out.with_name(f"{out.name}.json.part")
     whole.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     whole.replace(out.with_name(f"{out.name}.json"))
-    figures = {
-        family: figure(data, family) for family in _families(data) if data["tasks"]
-    }
-    for family, svg in figures.items():
-        _at(out, f"_{family}.svg").write_text(svg, encoding="utf-8")
+    figures = {family: figure(data, family) for family in _families(data)}
+    figures[_PREDICTED] = prediction_figure(data)
+    for name, svg in figures.items():
+        _at(out, f"_{name}.svg").write_text(svg, encoding="utf-8")
     _at(out, ".md").write_text(markdown(data, out.name), encoding="utf-8")
     _at(out, ".html").write_text(page(data, figures), encoding="utf-8")
 
@@ -321,7 +322,8 @@ def markdown(data: Data, name: str) -> str:
     parts.append(f"    {data['command']}\n")
     shown = tables(data) if data["tasks"] else []
     parts += [table.markdown() for table in shown[:2]]
-    parts += [f"![{f}]({name}_{f}.svg)\n" for f in _families(data)]
+    drawn = [*_families(data), _PREDICTED]
+    parts += [f"![{f}]({name}_{f}.svg)\n" for f in drawn]
     parts.append("## How it was measured\n")
     parts.append("\n".join(f"- {line}" for line in HOW) + "\n")
     parts += [table.markdown() for table in shown[2:]]
@@ -347,10 +349,11 @@ svg { max-width: 100%; height: auto; }
 def page(data: Data, figures: dict[str, str]) -> str:
     """Return one HTML page that needs no other file."""
     shown = [t.html() for t in tables(data)] if data["tasks"] else []
+    captions = {**data["families"], _PREDICTED: "Predicted and measured, every plan"}
     drawn = [
         f"<figure>{svg[svg.index('<svg') :]}"
-        f"<figcaption>{_inline(data['families'][family])}</figcaption></figure>"
-        for family, svg in figures.items()
+        f"<figcaption>{_inline(captions[name])}</figcaption></figure>"
+        for name, svg in figures.items()
     ]
     how = "".join(f"<li>{_inline(line)}</li>" for line in HOW)
     options = html.escape(json.dumps(data["options"], indent=1))
@@ -363,7 +366,7 @@ def page(data: Data, figures: dict[str, str]) -> str:
             *(f"<p>{_inline(line)}</p>" for line in _introduction(data)),
             f"<pre>{html.escape(data['command'])}</pre>",
             *shown[:2],
-            "<h2>Families</h2>",
+            "<h2>Figures</h2>",
             *drawn,
             "<h2>How it was measured</h2>",
             f"<ul>{how}</ul>",
@@ -389,22 +392,15 @@ def _inline(text: str) -> str:
 
 def figure(data: Data, family: str) -> str:
     """Draw each planner's ratios to TorchRec's best practice in a family, as SVG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     tasks = [t for t in data["tasks"] if t["family"] == family]
     planners = _planners(data)
-    pyplot.rcParams["svg.hashsalt"] = family
-    figure, panel = pyplot.subplots(figsize=(9, 0.34 * len(planners) + 1.6))
+    drawing, panel = _panel(family, (9, 0.34 * len(planners) + 1.6))
     for row, name in enumerate(planners):
         found = list(paired.ratios(tasks, name, BEST_PRACTICE).values())
         color = "#c2410c" if name == OURS else "#33608f"
         panel.scatter(found, _spread(row, found), s=12, color=color, alpha=0.45)
-        if found:
-            mean = paired.compare(tasks, name, BEST_PRACTICE)
-            assert mean is not None
+        mean = paired.compare(tasks, name, BEST_PRACTICE)
+        if mean is not None:
             panel.plot([mean.low, mean.high], [row, row], color=color, linewidth=2)
             panel.plot(mean.mean, row, "D", color=color, markersize=6)
         missing = len(tasks) - paired.outcomes(tasks, name)["plan"]
@@ -418,20 +414,64 @@ def figure(data: Data, family: str) -> str:
             )
     panel.axvline(1.0, color="#888888", linewidth=0.8)
     panel.set_xscale("log")
-    ticks = [t for t in (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4)]
     low, high = panel.get_xlim()
-    panel.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    panel.set_xticks(_TICKS, [f"{t:g}" for t in _TICKS])
     panel.minorticks_off()
     panel.set_xlim(low, high)
     panel.set_yticks(range(len(planners)), planners)
     panel.set_ylim(len(planners) - 0.5, -0.5)
     panel.set_xlabel("measured critical path over TorchRec's best practice")
     panel.set_title(f"{data['families'][family]}: {len(tasks)} tasks", fontsize=10)
-    figure.tight_layout()
-    drawn = io.StringIO()
-    figure.savefig(drawn, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
-    return drawn.getvalue()
+    return _svg(drawing)
+
+
+def prediction_figure(data: Data) -> str:
+    """Draw the predicted critical path of every plan beside the measured one, as SVG.
+
+    Only tasks whose collectives were timed, or are in neither figure.
+    """
+    drawing, panel = _panel("predicted", (5.5, 5.5))
+    both: list[float] = []
+    for family in _families(data):
+        tasks = [
+            t
+            for t in data["tasks"]
+            if t["family"] == family and t["collectives"] != "predicted"
+        ]
+        entries = [e for t in tasks for e in t["planners"].values() if "measured" in e]
+        predicted = [e["predicted"][PATH] for e in entries]
+        real = [e["measured"][PATH] for e in entries]
+        panel.scatter(predicted, real, s=9, alpha=0.5, label=family)
+        both += predicted + real
+    if both:
+        ends = [0.9 * min(both), 1.1 * max(both)]
+        panel.plot(ends, ends, color="#888888", linewidth=0.8)
+        panel.loglog()
+    panel.set_xlabel("predicted critical path [ms]")
+    panel.set_ylabel("measured critical path [ms]")
+    panel.legend(frameon=False)
+    return _svg(drawing)
+
+
+def _panel(salt: str, size: tuple[float, float]) -> tuple[Any, Any]:
+    """Return an empty figure and its axes; equal salts give equal files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = salt
+    return pyplot.subplots(figsize=size)
+
+
+def _svg(drawing: Any) -> str:
+    from matplotlib import pyplot
+
+    drawing.tight_layout()
+    text = io.StringIO()
+    drawing.savefig(text, format="svg", metadata={"Date": None})
+    pyplot.close(drawing)
+    return text.getvalue()
 
 
 def _spread(row: int, values: Iterable[float]) -> list[float]:

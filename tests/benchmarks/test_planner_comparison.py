@@ -307,7 +307,7 @@ def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> N
         assert "not met" not in shown
     assert "2/4" in text
     assert "| **default** | 4 | 0.750 | 0.750 |" in parts("page").short_table(known)
-    assert whole.count("<svg") == 2
+    assert whole.count("<svg") == 3
     assert "<script" not in whole and "src=" not in whole
     assert "&lt;default&gt;" in whole
     assert (tmp_path / "run_mlperf.svg").exists()
