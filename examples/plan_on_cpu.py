@@ -32,6 +32,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_neuroshard import NeuroShardError, NeuroShardPlanner, TableConfig
+from torchrec_neuroshard.report import write_html
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 
 TORCHREC_GB = 1024**3 / 1000
@@ -92,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--embedding-dim", type=int, default=128)
     parser.add_argument("--min-partition", type=int, default=32)
     parser.add_argument("--cost-model", default="auto")
+    parser.add_argument("--html", help="file to write the report to as a page")
     options = parser.parse_args(arguments)
     sheet = GPUS[options.gpu]
     logging.getLogger("torchrec").setLevel(logging.ERROR)
@@ -141,7 +143,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.gpu.upper()}, {options.batch_size:,} samples each; planned in "
         f"{seconds:.1f} s\n"
     )
-    print(planner.report())
+    report = planner.report()
+    print(report)
+    if options.html:
+        title = f"{len(tables)} tables on {options.ranks} x {options.gpu.upper()}"
+        write_html(report, options.html, title)
+        print(f"\nwrote {options.html}")
     return 0
 
 

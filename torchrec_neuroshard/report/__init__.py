@@ -1,6 +1,7 @@
 """What was planned, for people to look at."""
 
 from torchrec_neuroshard.report.explain import explain
+from torchrec_neuroshard.report.html import html_report, write_html
 from torchrec_neuroshard.report.plan_report import (
     OtherTable,
     PlanReport,
@@ -16,5 +17,7 @@ __all__ = [
     "SplitReport",
     "chrome_trace",
     "explain",
+    "html_report",
     "write_chrome_trace",
+    "write_html",
 ]

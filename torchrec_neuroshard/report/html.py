@@ -1,0 +1,267 @@
+"""A plan's report as one HTML page that needs nothing else, not even a network."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torchrec_neuroshard.report.plan_report import PlanReport, RankReport
+from torchrec_neuroshard.simulator import PHASES
+
+__all__ = ["html_report", "write_html"]
+
+_COLORS = ("#8da0cb", "#1b6ca8", "#66c2a5", "#a6d854", "#e07b39")
+"""Of `PHASES`; told apart also without red and green by their lightness."""
+_WIDTH, _LABEL, _VALUE = 860, 70, 90
+_BAR, _THIN_BAR, _MANY = 18, 4, 64
+"""Height of a rank's bar; with more than so many ranks it is thin and has no label."""
+_GIB = 2**30
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 960px;
+       margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+table { border-collapse: collapse; width: 100%; font-size: 0.92em; }
+th, td { text-align: left; padding: 0.3em 0.8em 0.3em 0; vertical-align: top;
+         border-bottom: 1px solid #ddd; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
+.worst { font-weight: 600; }
+.note { color: #666; font-size: 0.92em; }
+.legend span { margin-right: 1.2em; white-space: nowrap; }
+.swatch { display: inline-block; width: 0.9em; height: 0.9em; margin-right: 0.4em;
+          vertical-align: -0.1em; }
+.warning { border-left: 4px solid #e07b39; padding-left: 0.8em; }
+svg text { font: 12px system-ui, sans-serif; fill: #222; }
+"""
+
+
+def html_report(report: PlanReport, title: str = "Sharding plan") -> str:
+    """Lay a report out as a page.
+
+    Args:
+        report: What `NeuroShardPlanner.report` or `explain` returned.
+        title: Of the page.
+    """
+    body = [
+        f"<h1>{html.escape(title)}</h1>",
+        *_summary(report),
+        "<h2>What each rank does in an iteration</h2>",
+        _legend(),
+        _phase_bars(report.ranks),
+        "<p class='note'>Every collective waits for its slowest rank, so the critical "
+        "path is the sum over the phases of their longest bars, stage by stage.</p>",
+        *_rank_table(report.ranks),
+        "<h2>Memory of each rank</h2>",
+        _memory_bars(report.ranks),
+        *_splits(report),
+        *_others(report),
+        *_warnings(report),
+    ]
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            "<html lang='en'><head><meta charset='utf-8'>",
+            f"<title>{html.escape(title)}</title>",
+            f"<style>{_STYLE}</style></head>",
+            "<body>",
+            *body,
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def write_html(
+    report: PlanReport, path: str | Path, title: str = "Sharding plan"
+) -> None:
+    """Write `html_report` to a file, which appears whole or not at all."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.write_text(html_report(report, title), encoding="utf-8")
+    os.replace(temporary, target)
+
+
+def _summary(report: PlanReport) -> Iterator[str]:
+    gap = "how far above that is not known"
+    if math.isfinite(report.gap):
+        gap = f"a gap of at most <b>{report.gap:.1%}</b>"
+    yield (
+        f"<p>{report.num_tables} tables on {len(report.ranks)} ranks, "
+        f"{report.num_split} split. Predicted critical path "
+        f"<b>{report.critical_path_ms:.3f} ms</b>; no plan can be below "
+        f"{report.lower_bound_ms:.3f} ms by the same costs: {gap}.</p>"
+    )
+    yield _bound_bar(report.lower_bound_ms, report.critical_path_ms)
+    uncertain = (
+        f" The ensemble of nets differs by up to {report.uncertainty:.1%} on a rank."
+        if report.uncertainty
+        else ""
+    )
+    yield (
+        f"<p class='note'>Compute: {html.escape(report.compute_source)}. Collectives: "
+        f"{html.escape(report.comms_source)}.{uncertain} {report.num_evaluated:,} rank "
+        f"sets evaluated in {report.search_seconds:.1f} s.</p>"
+    )
+    if report.fallback is not None:
+        yield (
+            "<p class='warning'>TorchRec's own plan was taken: "
+            f"{html.escape(report.fallback)}</p>"
+        )
+
+
+def _bound_bar(bound_ms: float, path_ms: float) -> str:
+    """The critical path, and how much of it no plan can do without."""
+    room = _WIDTH - _LABEL - _VALUE
+    share = min(1.0, bound_ms / path_ms) if path_ms > 0 else 0.0
+    return _svg(
+        _BAR + 4,
+        [
+            f"<text x='0' y='{_BAR - 4}'>bound</text>",
+            _rect(_LABEL, 2, room, _BAR, "#f2c9ac", f"critical path {path_ms:.3f} ms"),
+            _rect(_LABEL, 2, room * share, _BAR, "#1b6ca8", f"bound {bound_ms:.3f} ms"),
+            f"<text x='{_LABEL + room + 8}' y='{_BAR - 2}'>{path_ms:.3f} ms</text>",
+        ],
+    )
+
+
+def _legend() -> str:
+    entries = (
+        f"<span><i class='swatch' style='background:{color}'></i>{name}</span>"
+        for name, color in zip(PHASES, _COLORS, strict=True)
+    )
+    return f"<p class='legend'>{''.join(entries)}</p>"
+
+
+def _phase_bars(ranks: Sequence[RankReport]) -> str:
+    """A stacked bar per rank."""
+    totals = [sum(r.costs.to_json().values()) for r in ranks]
+    scale = (_WIDTH - _LABEL - _VALUE) / max(*totals, 1e-12)
+    step, shapes = _rows(ranks)
+    for row, (rank, total) in enumerate(zip(ranks, totals, strict=True)):
+        left = float(_LABEL)
+        for name, color in zip(PHASES, _COLORS, strict=True):
+            ms = float(getattr(rank.costs, name))
+            text = f"rank {rank.rank}, {name}: {ms:.3f} ms"
+            shapes.append(_rect(left, row * step, ms * scale, step - 1, color, text))
+            left += ms * scale
+        if len(ranks) <= _MANY:
+            y = row * step + _BAR - 5
+            shapes.append(f"<text x='{left + 8:.1f}' y='{y}'>{total:.3f} ms</text>")
+    return _svg(step * len(ranks), shapes)
+
+
+def _memory_bars(ranks: Sequence[RankReport]) -> str:
+    """What each rank holds, before what it has."""
+    most = max(max(r.used_bytes, r.memory_bytes or 0) for r in ranks)
+    scale = (_WIDTH - _LABEL - 2 * _VALUE) / max(most, 1.0)
+    step, shapes = _rows(ranks)
+    for row, rank in enumerate(ranks):
+        used = rank.used_bytes / _GIB
+        text = f"{used:.2f} GiB"
+        right = rank.used_bytes
+        if rank.memory_bytes is not None:
+            text += f" of {rank.memory_bytes / _GIB:.2f}"
+            right = max(right, rank.memory_bytes)
+            shapes.append(
+                _rect(_LABEL, row * step, rank.memory_bytes * scale, step - 1, "#ddd")
+            )
+        title = f"rank {rank.rank}: {text}, {rank.num_shards} shards"
+        shapes.append(
+            _rect(
+                _LABEL, row * step, rank.used_bytes * scale, step - 1, "#66c2a5", title
+            )
+        )
+        if len(ranks) <= _MANY:
+            x, y = _LABEL + right * scale + 8, row * step + _BAR - 5
+            shapes.append(f"<text x='{x:.1f}' y='{y}'>{text}</text>")
+    return _svg(step * len(ranks), shapes)
+
+
+def _rows(ranks: Sequence[RankReport]) -> tuple[int, list[str]]:
+    """Height of a rank's row, and the labels in front of the rows."""
+    if len(ranks) > _MANY:
+        return _THIN_BAR, []
+    return _BAR, [
+        f"<text x='0' y='{row * _BAR + _BAR - 5}'>rank {rank.rank}</text>"
+        for row, rank in enumerate(ranks)
+    ]
+
+
+def _rect(
+    x: float, y: float, width: float, height: float, color: str, title: str = ""
+) -> str:
+    return (
+        f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.0):.2f}' "
+        f"height='{height:.1f}' fill='{color}'>"
+        f"<title>{html.escape(title)}</title></rect>"
+    )
+
+
+def _svg(height: float, shapes: Sequence[str]) -> str:
+    return (
+        f"<svg viewBox='0 0 {_WIDTH} {height:.0f}' width='100%' role='img'>"
+        + "".join(shapes)
+        + "</svg>"
+    )
+
+
+def _rank_table(ranks: Sequence[RankReport]) -> Iterator[str]:
+    worst = {p: max(getattr(r.costs, p) for r in ranks) for p in PHASES}
+    titles = ("rank", "shards", "columns", *PHASES)
+    yield "<table><tr>" + "".join(f"<th class='number'>{t}</th>" for t in titles)
+    yield "</tr>"
+    for rank in ranks:
+        cells = [
+            f"<td class='number'>{value:,}</td>"
+            for value in (rank.rank, rank.num_shards, rank.columns)
+        ]
+        for phase in PHASES:
+            ms = getattr(rank.costs, phase)
+            kind = "number worst" if 0 < ms == worst[phase] else "number"
+            cells.append(f"<td class='{kind}'>{ms:.3f}</td>")
+        yield f"<tr>{''.join(cells)}</tr>"
+    yield "</table>"
+    yield "<p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>"
+
+
+def _splits(report: PlanReport) -> Iterator[str]:
+    yield "<h2>Split tables, and why</h2>"
+    if not report.splits:
+        yield "<p>No table is split.</p>"
+        return
+    yield "<table><tr><th>table</th><th>columns (rank)</th><th>why</th></tr>"
+    for split in report.splits:
+        shards = ", ".join(f"{width} ({rank})" for width, rank in split.shards)
+        yield (
+            f"<tr><td>{html.escape(split.table)}</td><td>{shards}</td>"
+            f"<td>{html.escape(split.reason(report.critical_path_ms))}</td></tr>"
+        )
+    yield "</table>"
+    if report.num_split > len(report.splits):
+        yield (
+            f"<p class='note'>... and {report.num_split - len(report.splits)} more, "
+            "which cost less in one piece.</p>"
+        )
+
+
+def _others(report: PlanReport) -> Iterator[str]:
+    if not report.others:
+        return
+    yield "<h2>Tables that are not laid out in columns</h2>"
+    yield "<table><tr><th>table</th><th>sharding type</th><th>kernel</th></tr>"
+    for other in report.others:
+        cells = (other.table, other.sharding_type, other.compute_kernel)
+        yield "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>"
+    yield "</table>"
+
+
+def _warnings(report: PlanReport) -> Iterator[str]:
+    if not report.warnings:
+        return
+    yield "<h2>Warnings</h2>"
+    yield "<ul class='warning'>"
+    yield from (f"<li>{html.escape(text)}</li>" for text in report.warnings)
+    yield "</ul>"
