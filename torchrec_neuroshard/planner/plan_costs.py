@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torchrec.distributed.planner.constants import (
-    CROSS_NODE_BANDWIDTH,
     HBM_MEM_BW,
-    INTRA_NODE_BANDWIDTH,
 )
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -28,15 +26,18 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.cost_models import (
-    BandwidthCommsModel,
     CommsModel,
     ConcurrentCostModel,
     CostModel,
-    load_comms_model,
     load_cost_model,
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner.links import (
+    GB_PER_S,
+    find_comms_model,
+    find_rank_groups,
+)
 from torchrec_neuroshard.planner.lowering import (
     LoweredPlan,
     TableReader,
@@ -46,7 +47,6 @@ from torchrec_neuroshard.planner.lowering import (
     table_name,
 )
 from torchrec_neuroshard.planner.staged import (
-    RankGroups,
     ShardPricer,
     StagedShards,
     is_estimated,
@@ -63,9 +63,6 @@ from torchrec_neuroshard.simulator import (
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = ["CostedPart", "PlanCosts"]
-
-_GB_PER_S = 1e-6
-"""TorchRec counts bandwidth in bytes per millisecond."""
 
 _ONE_PLACEMENT = (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
 
@@ -116,12 +113,12 @@ class PlanCosts:
             self.cost_model = load_cost_model(
                 cost_model,
                 device_type=topology.compute_device,
-                hbm_gb_per_s=None if given == HBM_MEM_BW else given * _GB_PER_S,
+                hbm_gb_per_s=None if given == HBM_MEM_BW else given * GB_PER_S,
             )
-            self.comms_model = comms_model or _comms_model(
+            self.comms_model = comms_model or find_comms_model(
                 topology, cost_model, topology.world_size, topology.local_world_size
             )
-            groups = _rank_groups(topology, self.comms_model, cost_model)
+            groups = find_rank_groups(topology, self.comms_model, cost_model)
         self.cost_model = ConcurrentCostModel.of(self.cost_model, self.comms_model)
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel=3)
@@ -493,59 +490,3 @@ def _share(
     )
     out: npt.NDArray[np.float64] = share * totals_SP[set_N]
     return out
-
-
-def _rank_groups(
-    topology: Topology, world: CommsModel, cost_model: str | Path | CostModel
-) -> RankGroups:
-    """Collectives of all ranks and of the groups that TorchRec makes of them."""
-    world_size = int(topology.world_size)
-    size = min(
-        int(getattr(topology, "intra_group_size", topology.local_world_size)),
-        world_size,
-    )
-    node = cross = world
-    if size < world_size:
-        local = min(int(topology.local_world_size), size)
-        node = _comms_model(topology, cost_model, size, local)
-        cross = _comms_model(topology, cost_model, world_size // size, 1)
-    return RankGroups(world=world, node=node, cross=cross, node_size=size)
-
-
-def _comms_model(
-    topology: Topology,
-    cost_model: str | Path | CostModel,
-    world_size: int,
-    local_world_size: int,
-) -> CommsModel:
-    """Find the collectives' model: measured, published, or the topology's bandwidths.
-
-    Bandwidths that the caller gave the topology replace the measured ones; TorchRec's
-    own defaults replace nothing, but stand in for links that were not measured.
-    """
-    intra, inter = topology.intra_host_bw, topology.inter_host_bw
-    given_intra, given_inter = (
-        intra != INTRA_NODE_BANDWIDTH,
-        inter != CROSS_NODE_BANDWIDTH,
-    )
-    if not isinstance(cost_model, CostModel):
-        known = load_comms_model(
-            cost_model,
-            device_type=topology.compute_device,
-            world_size=world_size,
-            local_world_size=local_world_size,
-            intra_gb_per_s=intra * _GB_PER_S if given_intra else None,
-            inter_gb_per_s=inter * _GB_PER_S if given_inter else None,
-            unmeasured_inter_gb_per_s=inter * _GB_PER_S,
-        )
-        if known is not None:
-            return known
-    given = given_intra or given_inter
-    return BandwidthCommsModel(
-        world_size=world_size,
-        local_world_size=local_world_size,
-        intra_gb_per_s=intra * _GB_PER_S,
-        inter_gb_per_s=inter * _GB_PER_S,
-        source=f"{'topology' if given else 'TorchRec default'} bandwidths, "
-        "not measured",
-    )

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -20,19 +18,18 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.ideals import IdealCosts, Layout
 from torchrec_neuroshard.planner.lowering import (
     device_tier,
-    fusion_key,
     is_dense,
     table_name,
 )
-from torchrec_neuroshard.planner.plan_costs import CostedPart, PlanCosts
+from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.staged import is_estimated
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
     "DEFAULT_MAX_SWITCHES",
-    "IdealCosts",
     "NeuroShardProposer",
 ]
 
@@ -49,9 +46,6 @@ MAX_REPAIRS = 8
 """Layouts tried to make everything fit."""
 FILL = 0.95
 """Part of the memory that a layout may fill on average to be worth a try."""
-
-_Layout = tuple[int, ...]
-"""Which of its options each table takes."""
 
 
 class NeuroShardProposer(CostedPart, Proposer):
@@ -102,8 +96,8 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._max_switches = max_switches
         self._time_budget_seconds = time_budget_seconds
         self._tables: list[list[ShardingOption]] = []
-        self._queue: list[_Layout] = []
-        self._best: tuple[float, _Layout] | None = None
+        self._queue: list[Layout] = []
+        self._best: tuple[float, Layout] | None = None
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
@@ -129,7 +123,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._sizes: dict[int, _Size] = {}
         self._start = time.monotonic()
         self._capacity = _capacity(self._topology, self._tier)
-        self._seen: set[_Layout] = set()
+        self._seen: set[Layout] = set()
         self._num_repairs = self._num_switches = 0
         self._best = None
         self._ideals: IdealCosts | None = None
@@ -266,14 +260,14 @@ class NeuroShardProposer(CostedPart, Proposer):
         ranks = self._rules.allowed.get(table_name(option), range(len(self._capacity)))
         return self._shard_bytes(option) <= max(self._capacity[r] for r in ranks)
 
-    def _fill(self, layout: _Layout) -> float:
+    def _fill(self, layout: Layout) -> float:
         """Part of all devices' memory that a layout takes."""
         total = sum(
             self._total_bytes(o[c]) for o, c in zip(self._tables, layout, strict=True)
         )
         return total / max(1.0, sum(self._capacity))
 
-    def _without_giants(self, layout: _Layout) -> _Layout:
+    def _without_giants(self, layout: Layout) -> Layout:
         """Switch tables that fit no rank to their cheapest option that does."""
         choices = list(layout)
         for table, options in enumerate(self._tables):
@@ -289,7 +283,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         ]
         return min(others, key=lambda i: _cost_order(options[i]), default=choice)
 
-    def _repair(self, layout: _Layout) -> _Layout | None:
+    def _repair(self, layout: Layout) -> Layout | None:
         """Return a layout that is easier to fit; None when there is no other."""
         self._num_repairs += 1
         following = self._without_giants(layout)
@@ -302,7 +296,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             following = smallest
         return None if following in self._seen else following
 
-    def _smaller(self, layout: _Layout, at_least: int) -> _Layout:
+    def _smaller(self, layout: Layout, at_least: int) -> Layout:
         """Switch the largest tables to what takes less of a rank, or of all."""
         choices, changed = list(layout), 0
         sizes = [
@@ -327,7 +321,7 @@ class NeuroShardProposer(CostedPart, Proposer):
 
     # --- making it faster ---
 
-    def _switch(self) -> _Layout | None:
+    def _switch(self) -> Layout | None:
         """Return the layout of most promise near the best one."""
         assert self._best is not None
         late = self._time_budget_seconds is not None and (
@@ -341,7 +335,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         before = ideals.cost(base)
         if before is None:
             return None
-        found: list[tuple[float, _Layout]] = []
+        found: list[tuple[float, Layout]] = []
         for layout in self._moves(base):
             after = None if layout in self._seen else ideals.cost(layout)
             if after is not None and after <= before * (1 - self._margin(base, layout)):
@@ -351,7 +345,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._num_switches += 1
         return min(found)[1]
 
-    def _margin(self, base: _Layout, layout: _Layout) -> float:
+    def _margin(self, base: Layout, layout: Layout) -> float:
         changed = (
             options[new]
             for options, old, new in zip(self._tables, base, layout, strict=True)
@@ -359,7 +353,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         )
         return MIN_ESTIMATED_GAIN if any(map(is_estimated, changed)) else MIN_GAIN
 
-    def _moves(self, base: _Layout) -> Iterator[_Layout]:
+    def _moves(self, base: Layout) -> Iterator[Layout]:
         """Some tables of a module switched to one other kind of option."""
         kinds: dict[tuple[str, str, str], list[tuple[int, int]]] = {}
         for table, options in enumerate(self._tables):
@@ -381,7 +375,7 @@ class NeuroShardProposer(CostedPart, Proposer):
                 if self._fill(layout) <= FILL:
                     yield layout
 
-    def _own_gain(self, base: _Layout, table: int, choice: int) -> float:
+    def _own_gain(self, base: Layout, table: int, choice: int) -> float:
         """What switching a table adds to the ranks' work, all alone [ms]."""
         options = self._tables[table]
         old, new = options[base[table]], options[choice]
@@ -398,91 +392,6 @@ class _Size:
     """The same of all shards."""
     total_ms: float
     """Work of all shards, each alone."""
-
-
-class IdealCosts:
-    """What layouts would cost if every rank had an equal share of everything.
-
-    A layout with a table that must stay whole costs no less than that table.
-    """
-
-    def __init__(
-        self, costs: PlanCosts, tables: Sequence[Sequence[ShardingOption]]
-    ) -> None:
-        """Price all options that the cost model has a price for."""
-        self._costs = costs
-        self._world_size = costs.topology.world_size
-        costed = [o for options in tables for o in options if costs.reader.is_costed(o)]
-        parts = dict(zip(map(id, costed), self._price(costed), strict=True))
-        self._parts = [[parts.get(id(o)) for o in options] for options in tables]
-
-    def _price(self, options: Sequence[ShardingOption]) -> list[_Part]:
-        if not options:
-            return []
-        pricer = self._costs.pricer
-        staged = pricer.stage(options)
-        alone = pricer.single_compute(staged)
-        ends = np.cumsum([len(o.shards) for o in options])
-        parts = []
-        for option, end in zip(options, ends.tolist(), strict=True):
-            own = slice(end - len(option.shards), end)
-            unsplit = option.sharding_type == _TABLE_WISE or not option.is_pooled
-            alike, counts = np.unique(staged.alike_N[own], return_counts=True)
-            parts.append(
-                _Part(
-                    key=fusion_key(option, self._costs.reader, option.sharding_type),
-                    kind=(option.sharding_type, bool(option.is_pooled)),
-                    batch_size=staged.batch_size,
-                    encoding=counts @ staged.encoding_UE[alike] / self._world_size,
-                    extra=staged.extra_N2[own].sum(axis=0) / self._world_size,
-                    loads=staged.loads_N3[own].sum(axis=0) / self._world_size,
-                    floor=alone[own].max(axis=0) if unsplit else np.zeros(2),
-                )
-            )
-        return parts
-
-    def cost(self, layout: _Layout) -> float | None:
-        """Milliseconds of an iteration; None where a table has no price."""
-        parts = [p[c] for p, c in zip(self._parts, layout, strict=True)]
-        kernels: dict[tuple[Any, ...], list[_Part]] = {}
-        stages: dict[tuple[Any, ...], list[_Part]] = {}
-        for part in parts:
-            if part is None:
-                return None
-            kernels.setdefault(part.key, []).append(part)
-            stages.setdefault(part.key[:2], []).append(part)
-        model, groups = self._costs.cost_model, self._costs.pricer.groups
-        sums = np.stack(
-            [np.sum([p.encoding for p in held], axis=0) for held in kernels.values()]
-        )
-        compute = model.predict_sums(sums)
-        launch = np.array(self._costs.launch_ms())
-        total = 0.0
-        for cost, held in zip(compute, kernels.values(), strict=True):
-            balanced = cost + np.sum([p.extra for p in held], axis=0)
-            # Part of a table on the average rank is a kernel on some rank.
-            floors = np.stack([launch, *(p.floor for p in held)])
-            total += float(np.maximum(balanced, floors.max(axis=0)).sum())
-        for held in stages.values():
-            mean = np.sum([p.loads for p in held], axis=0)
-            loads = np.tile(mean, (1, self._world_size, 1))
-            comms = groups.comms(*held[0].kind, loads, held[0].batch_size)
-            total += float(comms[0].max(axis=0).sum())
-        return total
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What an option adds to the average rank."""
-
-    key: tuple[Any, ...]
-    kind: tuple[str, bool]
-    batch_size: int
-    encoding: npt.NDArray[np.float64]
-    extra: npt.NDArray[np.float64]
-    loads: npt.NDArray[np.float64]
-    floor: npt.NDArray[np.float64]
-    """Forward and backward of what cannot be spread over ranks."""
 
 
 def _counts(total: int) -> list[int]:
