@@ -162,6 +162,7 @@ def _summary(data: Data) -> Table:
         stock = paired.compare(tasks, name, BEST_PRACTICE)
         paper = paired.compare(tasks, name, PAPER)
         rank = paired.compare(tasks, name, BEST_PRACTICE, WORST_RANK)
+        paper_rank = paired.compare(tasks, name, PAPER, WORST_RANK)
         rows.append(
             (
                 _marked(name),
@@ -173,6 +174,7 @@ def _summary(data: Data) -> Table:
                 paper.text() if paper else "-",
                 f"{paper.wins}/{paper.losses}" if paper else "-",
                 rank.text() if rank else "-",
+                paper_rank.text() if paper_rank else "-",
             )
         )
     return Table(
@@ -187,6 +189,7 @@ def _summary(data: Data) -> Table:
             "over faithful NeuroShard",
             "won/lost",
             "worst rank's kernels over best practice's",
+            "worst rank's kernels over NeuroShard's",
         ),
         rows=rows,
     )

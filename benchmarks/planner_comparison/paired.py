@@ -172,9 +172,24 @@ def _is_quicker(
         f"`{other}` (geometric mean)",
         found="no task with both plans"
         if found is None
-        else f"{found.text()} on {found.num_tasks} tasks",
+        else f"{found.text()} on {found.num_tasks} tasks{_room(tasks, other, metric)}",
         met=None if found is None else found.mean <= wanted,
     )
+
+
+def _room(tasks: Sequence[Task], other: str, metric: str) -> str:
+    """Say what was predicted of the same ratio, and the least it could have been."""
+    both = [
+        (t["planners"][OURS], t["planners"][other]["predicted"][metric])
+        for t in tasks
+        if measured(t, OURS, metric) and measured(t, other, metric)
+    ]
+    predicted = geometric_mean([o["predicted"][metric] / p for o, p in both])
+    text = f"; predicted {predicted:.3f}"
+    bounds = [o["lower_bound_ms"] / p for o, p in both if o.get("lower_bound_ms")]
+    if metric != PATH or len(bounds) < len(both):
+        return text
+    return f"{text}, and by `{OURS}`'s bounds at least {geometric_mean(bounds):.3f}"
 
 
 def _is_never_slower(tasks: Sequence[Task]) -> Expectation:

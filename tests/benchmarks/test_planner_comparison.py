@@ -239,7 +239,10 @@ def test_what_was_expected_is_computed(
     parts: Any, ours: list[float | None], met: bool
 ) -> None:
     tasks = results({"default": ours, "neuroshard": [10.0, 10.0]})
+    for task in tasks:
+        task["planners"]["default"]["lower_bound_ms"] = 8.0
     faster, plans, _ = parts("paired").expectations(tasks, "cpu")
+    assert faster.found.endswith("bounds at least 0.800")
     assert faster.met is met
     assert plans.met is (None not in ours)
 
