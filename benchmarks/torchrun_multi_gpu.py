@@ -14,7 +14,8 @@
    was measured.
 
 Everything is kept as it comes. The same command goes on where the last one ended; a
-plan whose training ended it is left out then, and told. On CPUs: `--backend gloo`.
+plan whose training ended it twice is left out then, and told. For CPUs:
+`--backend gloo`.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ FIRST_STEPS = 3
 """Losses of so many iterations must agree over plans, with SGD; with row-wise Adagrad,
 which keeps a state per shard, that of the first."""
 LOSS_TOLERANCE = 1e-4
+MAX_UNFINISHED = 2
+"""Runs that may end while a plan is trained: once may be by chance."""
 RESERVED = 0.15
 HELD_OUT_SETS = 0.3
 """Of the kernels' sets, those that judge: with few sets a fifth is too few."""
@@ -741,15 +744,16 @@ class Comparison:
                 entry = self._entry["planners"][name]
                 if "failed" in entry or len(entry["rounds"]) > number:
                     continue
-                if entry.get("under_way"):
-                    entry["failed"] = "training: it ended the run"
+                if entry.get("unfinished", 0) >= MAX_UNFINISHED:
+                    entry["failed"] = (
+                        f"training: it ended the run {MAX_UNFINISHED} times"
+                    )
                 else:
                     self._train_one(name, entry)
-                entry["under_way"] = False
                 self._results.save()
 
     def _train_one(self, name: str, entry: dict[str, Any]) -> None:
-        entry["under_way"] = True
+        entry["unfinished"] = entry.get("unfinished", 0) + 1
         self._results.save()
         config = self._config
         try:
@@ -772,6 +776,7 @@ class Comparison:
             self._tell(f"{name} failed in training: {error}")
             return
         entry["rounds"].append(result.to_json())
+        entry["unfinished"] = 0
         self._tell(
             f"{name}: predicted {entry['predicted']['embedding_ms']:.2f} ms, embedding "
             f"{statistics.median(result.embedding_ms):.2f}, iteration "

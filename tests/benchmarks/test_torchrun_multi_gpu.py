@@ -90,7 +90,7 @@ def test_same_command_goes_on_and_a_bad_plan_does_not_end_it(out: Path) -> None:
     data = read(out)
     planners = data["workloads"]["dlrm"]["planners"]
     kept = planners["ours"]["rounds"]
-    planners["torchrec"].update(rounds=[], under_way=True)
+    planners["torchrec"].update(rounds=[], unfinished=2)
     planners["torchrec-best"].update(rounds=[])
     out.with_suffix(".json").write_text(json.dumps(data))
     plan = out.with_name(f"{out.name}_plans") / planners["torchrec-best"]["plan"]
@@ -102,10 +102,10 @@ def test_same_command_goes_on_and_a_bad_plan_does_not_end_it(out: Path) -> None:
     planners = again["workloads"]["dlrm"]["planners"]
     assert again["num_starts"] == 2
     assert planners["ours"]["rounds"] == kept
-    assert planners["torchrec"]["failed"] == "training: it ended the run"
+    assert planners["torchrec"]["failed"] == "training: it ended the run 2 times"
     assert planners["torchrec-best"]["failed"].startswith("training: PlanFileError")
     text = out.with_suffix(".md").read_text()
-    assert "| `torchrec` | training: it ended the run |" in text
+    assert "| `torchrec` | training: it ended the run 2 times |" in text
 
 
 class OneRank:
