@@ -15,8 +15,12 @@ generator and EMBark is left out.
 
 from __future__ import annotations
 
+import os
+
 if __name__ == "__main__":
-    # Only here: the processes that run collectives import this file, too.
+    # Of all libraries, here and in the processes that this one starts.
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    # Only here: those processes import this file, too.
     from planner_comparison.run import main
 
     main()

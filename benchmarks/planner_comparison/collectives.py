@@ -68,7 +68,7 @@ class RankGroup:
         while not pipe.poll(1.0):
             if not all(p.is_alive() for p in self._processes):
                 raise RuntimeError("a process that measures collectives has died")
-        answer = pipe.recv()
+        answer: dict[Collective, tuple[float, float]] | str = pipe.recv()
         if isinstance(answer, str):
             raise RuntimeError(f"measuring collectives failed: {answer}")
         return answer

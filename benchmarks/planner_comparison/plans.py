@@ -173,7 +173,8 @@ def _stage(kind: str, shards: Sequence[_Shard], task: Task) -> Stage:
         reduce = _even("all_reduce", gradients / task.world_size, local, task)
         return Stage(sharding_type=kind, kernels=kernels, bwd_comms=(reduce,))
     columns = [sum(_columns(s) for s in held) for held in by_rank]
-    index = _index(by_rank, task)
+    forward: tuple[Collective, ...]
+    backward: tuple[Collective, ...]
     if kind in ROW_TYPES:
         each = OUTPUT_BYTES_PER_VALUE * local * max(columns)
         forward = (_even("reduce_scatter", each, local, task),)
@@ -186,7 +187,7 @@ def _stage(kind: str, shards: Sequence[_Shard], task: Task) -> Stage:
     return Stage(
         sharding_type=kind,
         kernels=kernels,
-        index_comms=(index,),
+        index_comms=(_index(by_rank, task),),
         fwd_comms=forward,
         bwd_comms=backward,
     )

@@ -35,7 +35,7 @@ from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
 from torchrec_neuroshard.baselines.neuroshard_models import load_models, shipped_models
-from torchrec_neuroshard.baselines.policies import PolicyInfo, PolicySearcher
+from torchrec_neuroshard.baselines.policies import PolicySearcher
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
@@ -149,9 +149,7 @@ def _learned(paper_nets: Path | None, hardware: str) -> Iterator[Rival]:
     for name in POLICIES:
         load = functools.cache(functools.partial(_policy, name))
         rival = _search_rival(name, "trained policy, tables whole", load)
-        yield dataclasses.replace(
-            rival, training=lambda load=load: _training(load().policy.info)
-        )
+        yield dataclasses.replace(rival, training=functools.partial(_training, load))
 
 
 def _policy(name: str) -> PolicySearcher:
@@ -160,8 +158,9 @@ def _policy(name: str) -> PolicySearcher:
     return searcher
 
 
-def _training(info: PolicyInfo) -> dict[str, Any]:
-    """What a policy's description says of its training."""
+def _training(load: Callable[[], PolicySearcher]) -> dict[str, Any]:
+    """Return what a policy's description says of its training."""
+    info = load().policy.info
     return {"name": info.name, "hardware": info.hardware, **info.trained_on}
 
 
@@ -172,7 +171,7 @@ def _greedies() -> Iterator[Rival]:
         **{f"greedy-{key}": f"tables whole, by {key}" for key in GREEDY_KEYS},
     }
     for name, text in about.items():
-        yield _search_rival(name, text, lambda name=name: make_searcher(name))
+        yield _search_rival(name, text, functools.partial(make_searcher, name))
 
 
 def _solvers(seconds: float) -> Iterator[Rival]:
