@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.proposers import GreedyProposer
@@ -22,7 +24,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard import PlacementConstraints
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, PlacementError
 from torchrec_neuroshard.planner import (
     NeuroShardPartitioner,
     NeuroShardPlanLoader,
@@ -35,6 +37,7 @@ from torchrec_neuroshard.planner import (
     save_plan,
 )
 from torchrec_neuroshard.planner.constraints import PlacementRules
+from torchrec_neuroshard.search import SEARCHES
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
 MakePlanner = Callable[..., NeuroShardPlanner]
@@ -338,6 +341,32 @@ def test_the_planner_takes_no_part_that_ignores_them(make_planner: MakePlanner) 
         make_planner(topology=topology, partitioner=deaf, placement_constraints=pinned)
 
 
+@pytest.mark.parametrize("search", sorted(set(SEARCHES) - {"default"}))
+def test_searches_that_do_not_know_them_say_so(
+    search: str, make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    planner = make_planner(
+        4, search=search, placement_constraints=RULES["pinned"], consider_stock=True
+    )
+    with pytest.raises(ConfigError, match=r"allowed_ranks.*search='default'"):
+        planner.plan(make_ebc(SIZES), sharders)
+
+
+def test_a_search_that_ignores_them_is_named(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    fixed_searcher: Any,
+) -> None:
+    planner = make_planner(
+        2,
+        search=fixed_searcher([(0, 64, 1)]),
+        placement_constraints=PlacementConstraints(pin={"t0": [0]}),
+    )
+    with pytest.raises(PlacementError, match=r"search 'fixed' .* 't0' is on rank 1"):
+        planner.plan(make_ebc([(1000, 64)]), sharders)
+
+
 def test_a_callback_may_not_break_them(
     make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
 ) -> None:
@@ -363,6 +392,27 @@ def test_stock_proposals_are_held_to_them(
     planner = make_planner(4, proposer=GreedyProposer(), placement_constraints=rules)
     plan = planner.plan(make_ebc(SIZES), sharders)
     assert keeps(plan, rules, 4)
+
+
+def test_parts_of_the_documentation_keep_them(sharders: Sharders) -> None:
+    path = Path(__file__).parents[2] / "docs" / "extending.md"
+    text = path.read_text(encoding="utf-8").split("## The parts")[1]
+    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    ebc = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name,
+                num_embeddings=100_000,
+                embedding_dim=64,
+                feature_names=[name],
+            )
+            for name in ("user", "item", "shop")
+        ],
+        device=torch.device("meta"),
+    )
+    assert ranks_of(names["planner"].plan(ebc, sharders))["user"] == {0}
 
 
 # --- plans that are there already ---

@@ -23,7 +23,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
@@ -267,7 +267,12 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             ) from error
         if self._seconds is not None:
             self._seconds += time.monotonic() - start
-        result.placement.check(task)
+        try:
+            result.placement.check(task)
+        except PlacementError as error:
+            raise type(error)(
+                f"search '{searcher.name}' returned what cannot be used: {error}"
+            ) from error
         self.records.append(SearchRecord(task, result))
         return self._emit(options, storages, result.placement)
 
