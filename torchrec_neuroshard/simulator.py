@@ -32,6 +32,9 @@ __all__ = [
     "Simulator",
     "StageCosts",
     "critical_path",
+    "in_phases",
+    "order_costs",
+    "stage_costs",
 ]
 
 PHASES: tuple[str, ...] = (
@@ -143,6 +146,7 @@ class Simulator:
         self.comms_model = comms_model
         self._featurizer = ShardFeaturizer(task.tables, task.batch_size)
         self._encodings: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
+        self._member_SG = np.eye(task.num_stages)[:, list(task.stages)]
         self.features_per_table = np.array([t.num_features for t in task.tables])
         """Output columns of a shard are its width times this."""
         lookups = self._featurizer.num_lookups
@@ -161,6 +165,12 @@ class Simulator:
             return self._featurizer.features([], [])
         table, width = zip(*pairs, strict=True)
         return self._featurizer.features(table, width)
+
+    def shard_features(
+        self, table_N: npt.NDArray[np.int64], width_N: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
+        """Return the features of shards, `N x F`."""
+        return self._featurizer.features(table_N, width_N)
 
     def encodings(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
         """Return the encodings of (table, width) shards, `N x E`."""
@@ -207,8 +217,7 @@ class Simulator:
         self, compute_CWG2: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
         """Add up the kernels of each stage: `... x G x 2` -> `... x S x 2`."""
-        member_SG = np.eye(self.task.num_stages)[:, list(self.task.stages)]
-        total: npt.NDArray[np.float64] = np.matmul(member_SG, compute_CWG2)
+        total: npt.NDArray[np.float64] = np.matmul(self._member_SG, compute_CWG2)
         return total
 
     def comms_costs(
@@ -238,10 +247,7 @@ class Simulator:
             columns_CWS: See `RankLoads`.
             index_bytes_CWS: See `RankLoads`.
         """
-        comms = self.comms_costs(columns_CWS, index_bytes_CWS)
-        forward, backward = compute_CWS2[..., :1], compute_CWS2[..., 1:]
-        parts = [comms[..., :1], forward, comms[..., 1:], backward]
-        return np.concatenate(parts, axis=-1)
+        return in_phases(compute_CWS2, self.comms_costs(columns_CWS, index_bytes_CWS))
 
     def column_order_costs(self, placement: Placement) -> npt.NDArray[np.float64]:
         """Reordering of the outputs of stages with split tables, `S x 2` [ms].
@@ -256,10 +262,8 @@ class Simulator:
         columns_S = np.bincount(
             stage_T, weights=columns_T, minlength=task.num_stages
         ).astype(np.float64)
-        order_S2 = self.comms_model.column_order(columns_S, task.batch_size)
         split_S = np.bincount(stage_T, weights=shards_T > 1, minlength=task.num_stages)
-        order_S2[split_S == 0] = 0.0
-        return order_S2
+        return order_costs(self.comms_model, columns_S, split_S > 0, task.batch_size)
 
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""
@@ -273,17 +277,56 @@ class Simulator:
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
-            stages=tuple(
-                StageCosts(
-                    name,
-                    tuple(RankCosts(*row) for row in phases_WS5[:, stage].tolist()),
-                )
-                for stage, name in enumerate(self.task.stage_names)
-            ),
+            stages=stage_costs(self.task.stage_names, phases_WS5),
             uncertainty=float(uncertainty.max(initial=0.0)),
             compute_source=self.cost_model.source,
             comms_source=self.comms_model.source,
         )
+
+
+def in_phases(
+    compute_X2: npt.NDArray[np.float64], comms_X3: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Put compute and collectives in the order of `PHASES`.
+
+    Args:
+        compute_X2: Forward and backward, `... x 2`.
+        comms_X3: Index, forward and backward, `... x 3`.
+
+    Returns:
+        `... x 5`.
+    """
+    index, comms = comms_X3[..., :1], comms_X3[..., 1:]
+    forward, backward = compute_X2[..., :1], compute_X2[..., 1:]
+    return np.concatenate([index, forward, comms, backward], axis=-1)
+
+
+def order_costs(
+    comms_model: CommsModel,
+    columns_S: npt.NDArray[np.float64],
+    is_split_S: npt.NDArray[np.bool_],
+    batch_size: int,
+) -> npt.NDArray[np.float64]:
+    """Reordering of each stage's outputs, `S x 2` [ms].
+
+    Args:
+        comms_model: See `CommsModel.column_order`.
+        columns_S: Output columns that are put in order.
+        is_split_S: Whether any table's columns lie in several shards.
+        batch_size: Samples over all ranks.
+    """
+    order_S2 = comms_model.column_order(columns_S, batch_size)
+    return np.where(is_split_S[:, None], order_S2, 0.0)
+
+
+def stage_costs(
+    names: Sequence[str], phases_WS5: npt.NDArray[np.float64]
+) -> tuple[StageCosts, ...]:
+    """Name the phases of each stage."""
+    return tuple(
+        StageCosts(name, tuple(RankCosts(*row) for row in phases_WS5[:, s].tolist()))
+        for s, name in enumerate(names)
+    )
 
 
 def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -15,7 +15,7 @@ from torchrec_neuroshard.cost_models.compute import (
     ConcurrentCostModel,
     PhysicalConstants,
 )
-from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.cost_models.network import HeadArrays, SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.tables import TableConfig
@@ -101,6 +101,20 @@ def test_sets_are_independent_of_the_batch_they_are_scored_in() -> None:
     together = model.predict_sums(sums)
     alone = np.concatenate([model.predict_sums(sums[i : i + 1]) for i in range(30)])
     np.testing.assert_allclose(together, alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_sets", [1, 7, 2500])
+def test_head_in_numpy_is_the_network(num_sets: int) -> None:
+    model = random_neural()
+    encoded = model.encode(random_features(40, 5))
+    rng = np.random.default_rng(6)
+    sums = (rng.random((num_sets, 40)) < rng.random((num_sets, 1))) @ encoded
+    with torch.inference_mode():
+        expected = model.network.predict(torch.from_numpy(sums.astype(np.float32)))
+    # No less than in float32: sums of hidden values in another order.
+    np.testing.assert_allclose(
+        HeadArrays(model.network).predict(sums), expected.numpy(), rtol=3e-6
+    )
 
 
 def test_uncertainty_is_the_spread_of_the_members() -> None:

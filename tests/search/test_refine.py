@@ -63,9 +63,9 @@ def test_running_sums_agree_with_the_simulator(num_groups: int) -> None:
     for source in range(4):
         found = plan.swaps(np.array([source]))
         if len(found):
-            plan.apply(found, len(found) // 2)
+            plan.apply(found, len(found) // 2, plan.evaluate(found))
         found = plan.transfers(np.array([source]))
-        plan.apply(found, len(found) // 2)
+        plan.apply(found, len(found) // 2, plan.evaluate(found))
         predicted = bank.simulator.evaluate(placement_from_widths(plan.width_TW))
         assert plan.critical_ms == pytest.approx(predicted.critical_path_ms)
         assert plan.width_TW.sum(axis=1).tolist() == [32] * 12
@@ -76,11 +76,16 @@ def test_scores_come_true() -> None:
     plan = Plan(bank, random_widths(bank))
     ranks = np.array([int(plan.loads_W.argmax())])
     for found in (plan.transfers(ranks), plan.swaps(ranks)):
-        score = plan.evaluate(found)
+        outcomes = plan.evaluate(found)
         for k in range(0, len(found), 7):
             trial = Plan(bank, plan.width_TW)
-            trial.apply(found, k)
-            assert trial.score == pytest.approx(score[k])
+            trial.apply(found, k, outcomes)
+            assert trial.score == pytest.approx(outcomes.score_K[k])
+            fresh = Plan(bank, trial.width_TW)
+            assert trial.score == pytest.approx(fresh.score)
+            np.testing.assert_allclose(trial.bytes_W, fresh.bytes_W)
+            np.testing.assert_allclose(trial.sums_WGE, fresh.sums_WGE, atol=1e-9)
+            assert (trial.count_WG == fresh.count_WG).all()
     row = np.array([8, 8, 8, 8])
     expected = plan.evaluate_rows([(3, row)])[0]
     plan.set_row(3, row)

@@ -226,12 +226,14 @@ def test_leaders_stand_for_their_sets(groups: tuple[int, ...], staged: bool) -> 
             np.concatenate([moves[:6], rng.choice(len(found), 6, replace=False)])
         )
         some = found.pick(pick)
-        score = plan.evaluate(some)
+        outcomes = plan.evaluate(some)
         for k in range(len(some)):
             trial = Plan(bank, plan.width_TW)
-            trial.apply(some, k)
-            assert trial.score == pytest.approx(score[k], rel=1e-6)
-        plan.apply(some, int(score.argmin()))
+            trial.apply(some, k, outcomes)
+            fresh = Plan(bank, trial.width_TW)
+            assert fresh.score == pytest.approx(outcomes.score_K[k], rel=1e-6)
+            np.testing.assert_allclose(trial.sums_WGE, fresh.sums_WGE, atol=1e-9)
+        plan.apply(some, int(outcomes.score_K.argmin()), outcomes)
 
 
 def test_packing_finds_what_greed_does_not() -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
-from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.cost_models.network import HeadArrays, SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES
 
@@ -59,6 +59,7 @@ class NeuralCostModel(CostModel):
         self.ranges = dict(ranges)
         self.reference_ms = reference_ms
         self.network = network.eval()
+        self._head = HeadArrays(network)
 
     @property
     def encoding_dim(self) -> int:
@@ -73,9 +74,7 @@ class NeuralCostModel(CostModel):
         return encoded.numpy().astype(np.float64)
 
     def _members(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        with torch.inference_mode():
-            sums = torch.from_numpy(np.asarray(sums_SE, dtype=np.float32))
-            milliseconds = self.network.predict(sums).numpy().astype(np.float64)
+        milliseconds = self._head.predict(np.asarray(sums_SE)).astype(np.float64)
         milliseconds[np.asarray(sums_SE)[:, 0] < 0.5] = 0.0
         return milliseconds
 

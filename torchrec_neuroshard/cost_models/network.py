@@ -9,12 +9,20 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from torchrec_neuroshard.features import FEATURE_NAMES, NUM_TOTALS
 
-__all__ = ["OPTIMIZER_KINDS", "NetworkConfig", "SetCostNetwork", "physical_basis"]
+__all__ = [
+    "OPTIMIZER_KINDS",
+    "HeadArrays",
+    "NetworkConfig",
+    "SetCostNetwork",
+    "physical_basis",
+]
 
 OPTIMIZER_KINDS: tuple[str, ...] = ("sgd", "rowwise_adagrad", "adagrad", "adam")
 """Each has its own physical constants in the backward pass."""
@@ -131,6 +139,53 @@ class SetCostNetwork(nn.Module):
         launch = self.launch_2 * torch.exp(self.launch_scale_M2)
         milliseconds = (cost + launch[:, None]) * torch.exp(bend)
         return milliseconds.permute(1, 0, 2)
+
+
+class HeadArrays:
+    """The head of a trained network in NumPy.
+
+    A search asks for a few dozen sets thousands of times: so few that the calls into
+    PyTorch take longer than the arithmetic.
+    """
+
+    CHUNK = 512
+    """Sets at a time, few enough that what lies between layers stays in the cache."""
+
+    def __init__(self, network: SetCostNetwork) -> None:
+        """Take the weights as they are now."""
+        self._layers = [p.detach().numpy() for p in network.head]
+        launch_M2 = network.launch_2 * torch.exp(network.launch_scale_M2)
+        self._launch_M12 = launch_M2.detach().numpy()[:, None]
+        self._num_members = network.num_members
+
+    def predict(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+        """Predict as `SetCostNetwork.predict`: `S x E` sums to `S x M x 2` ms."""
+        sums = sums_SE.astype(np.float32)
+        parts = [sums[i : i + self.CHUNK] for i in range(0, len(sums), self.CHUNK)]
+        found = [self._predict(part) for part in parts or [sums]]
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
+    def _predict(self, sums_SE: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        num_totals = len(_HEAD_TOTALS)
+        size = (sums_SE.shape[1] - num_totals) // self._num_members
+        rest = sums_SE[:, num_totals:].reshape(-1, self._num_members, size)
+        rest = rest.transpose(1, 0, 2)  # M x S x (2 + K)
+        cost = np.ascontiguousarray(rest[..., :2])
+        total = np.maximum(cost[..., :1] + cost[..., 1:], 1e-6)
+        x = np.empty((*rest.shape[:2], rest.shape[2] + num_totals), dtype=np.float32)
+        x[..., :2] = np.log(np.maximum(cost, 1e-6)) / 3.0
+        x[..., 2 : 2 + num_totals] = np.log1p(sums_SE[:, :num_totals]) / 10.0
+        np.divide(rest[..., 2:], total, out=x[..., 2 + num_totals :])
+        for i in range(0, len(self._layers), 2):
+            x = np.matmul(x, self._layers[i])
+            x += self._layers[i + 1]
+            if i + 2 < len(self._layers):
+                with np.errstate(over="ignore"):  # SiLU of a large negative is 0
+                    x /= 1.0 + np.exp(-x)
+        bend = _MAX_CORRECTION * np.tanh(x / _MAX_CORRECTION)
+        milliseconds: npt.NDArray[np.float32] = cost + self._launch_M12
+        milliseconds *= np.exp(bend)
+        return milliseconds.transpose(1, 0, 2)
 
 
 def _layers(num_members: int, sizes: list[int]) -> list[nn.Parameter]:

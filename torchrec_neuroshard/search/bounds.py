@@ -54,6 +54,7 @@ from torchrec_neuroshard.search.shards import (
     Ints,
     ShardBank,
     split_widths,
+    sum_by,
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -225,6 +226,38 @@ class _Totals:
         self.index_bytes_L[line_N] += sign * stage.index_bytes_T[table_N]
         self.bytes_L[line_N] += sign * bank.bytes(table, width_N)
 
+    def exchange(
+        self, stage: _Stage, out: tuple[Ints, Ints], put: tuple[Ints, Ints]
+    ) -> None:
+        """Take a shard, (table, width), out of every set and put one in; 0 is none."""
+        bank, line = stage.bank, np.arange(len(self.columns_L))
+        encodings, changes = [], []
+        for table_L, width_L in (out, put):
+            table = stage.tables[table_L]
+            encodings.append(bank.encoding(bank.rows(table, width_L)))
+            held = width_L > 0
+            changes.append(
+                (
+                    bank.columns(table, width_L),
+                    stage.index_bytes_T[table_L] * held,
+                    bank.bytes(table, width_L),
+                    held.astype(np.int64),
+                )
+            )
+        old, new = changes
+        self.columns_L += new[0] - old[0]
+        self.index_bytes_L += new[1] - old[1]
+        self.bytes_L += new[2] - old[2]
+        if self.sums_LGE.shape[1] == 1:
+            self.sums_LGE[:, 0] += encodings[1] - encodings[0]
+            self.count_LG[:, 0] += new[3] - old[3]
+            return
+        group_out, group_put = stage.groups_T[out[0]], stage.groups_T[put[0]]
+        self.sums_LGE[line, group_out] -= encodings[0]
+        self.sums_LGE[line, group_put] += encodings[1]
+        self.count_LG[line, group_out] -= old[3]
+        self.count_LG[line, group_put] += new[3]
+
     def replace(self, line_N: Ints, other: _Totals) -> None:
         """Take over other totals at some lines."""
         self.sums_LGE[line_N] = other.sums_LGE
@@ -325,20 +358,22 @@ class _Stage:
 
     def totals(self, sets: _Sets) -> _Totals:
         """Sum up sets."""
-        count = len(sets)
-        totals = _Totals(
-            np.zeros((count, self.num_groups, self.bank.encoding_dim)),
-            np.zeros((count, self.num_groups), dtype=np.int64),
-            np.zeros(count),
-            np.zeros(count),
-            np.zeros(count),
+        bank, num_sets, num_groups = self.bank, len(sets), self.num_groups
+        line, place = np.nonzero(sets.table_LM >= 0)
+        held, width = sets.table_LM[line, place], sets.width_LM[line, place]
+        table, cell = self.tables[held], line * num_groups + self.groups_T[held]
+        shape = (num_sets, num_groups)
+        sums = sum_by(cell, bank.encoding(bank.rows(table, width)), math.prod(shape))
+        amounts = (
+            bank.columns(table, width),
+            self.index_bytes_T[held],
+            bank.bytes(table, width),
         )
-        for place in range(sets.table_LM.shape[1]):
-            line = np.flatnonzero(sets.table_LM[:, place] >= 0)
-            if len(line):
-                table, width = sets.table_LM[line, place], sets.width_LM[line, place]
-                totals.add(self, line, table, width, 1)
-        return totals
+        return _Totals(
+            sums.reshape(*shape, -1),
+            np.bincount(cell, minlength=math.prod(shape)).reshape(shape),
+            *(np.bincount(line, a, num_sets).astype(np.float64) for a in amounts),
+        )
 
     def costs(self, totals: _Totals) -> Floats:
         """Cost of sets [ms]; infinite where no rank has the memory."""
@@ -768,14 +803,11 @@ class _Descent:
         line, place, new, width = line[index], place[index], new[index], width[index]
         takes, puts = takes[index], puts[index]
         totals = self.totals.pick(line)
-        worth = self.worth_L[line].copy()
-        at = np.flatnonzero(takes)
-        old, old_width = self.table_LM[line, place], self.width_LM[line, place]
-        totals.add(stage, at, old[at], old_width[at], -1)
-        worth[at] -= self._worth(old[at], old_width[at])
-        at = np.flatnonzero(puts)
-        totals.add(stage, at, new[at], width[at], 1)
-        worth[at] += self._worth(new[at], width[at])
+        old = np.maximum(self.table_LM[line, place], 0)
+        old_width, new_width = self.width_LM[line, place] * takes, width * puts
+        totals.exchange(stage, (old, old_width), (new, new_width))
+        worth = self.worth_L[line] + self._worth(new, new_width) * puts
+        worth -= self._worth(old, old_width) * takes
         cost = stage.costs(totals)
         score = np.where(
             cost <= self.limit_ms, _score(worth, cost, self.target_ms), -np.inf

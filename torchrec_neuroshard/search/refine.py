@@ -25,16 +25,15 @@ from torchrec_neuroshard.search.shards import (
     ShardBank,
     aligned_widths,
     split_widths,
-    sum_by,
 )
 from torchrec_neuroshard.simulator import critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["Plan", "refine"]
+__all__ = ["Outcomes", "Plan", "refine"]
 
 NUM_TARGETS = 8
 """Ranks tried as the other side of a transfer: the least loaded ones."""
-MAX_SWAPS = 4000
+MAX_SWAPS = 1000
 """Swaps looked at: those that come nearest to evening two ranks out."""
 NUM_FIRST = 12
 NUM_EXACT = 48
@@ -66,6 +65,9 @@ NUM_LAST_STEPS = 10
 """Steps at the end, without regard to the spread."""
 MAX_RANK_SETS = 8
 """Sets of ranks that tables of a critical rank may be on, of which some are tried."""
+STEPS_PER_REFRESH = 64
+"""Steps after which running sums are added up anew, so that rounding does not pile up.
+"""
 MIN_GAIN = 1e-7
 """Relative improvement below which a step does not count."""
 
@@ -105,6 +107,35 @@ class _Candidates:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Changes of single shards, several to a candidate, riders last."""
+
+    line_N: Ints
+    """Candidate."""
+    side_N: Ints
+    """0 on its source, 1 on its target."""
+    rank_N: Ints
+    table_N: Ints
+    old_N: Ints
+    new_N: Ints
+    """Width before and after, 0 where there is no shard."""
+    num_moved: int
+    """Changes that are not riders'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What candidates come to; `2` is source and target."""
+
+    score_K: Floats
+    sums_K2GE: Floats
+    count_K2G: Ints
+    compute_K2G2: Floats
+    columns_KWS: Floats
+    index_bytes_KWS: Floats
+
+
 class Plan:
     """A placement with its running sums and costs."""
 
@@ -119,14 +150,15 @@ class Plan:
             spread: Weight of the spread in the score, beside the critical path.
         """
         self.bank = bank
-        self._spread_weight = spread
         self.width_TW = width_TW.copy()
         task = bank.task
         num_ranks, num_groups = task.world_size, task.num_groups
         narrowest = -(-np.asarray(task.min_widths) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         self._narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
         self._most_T: Ints = np.asarray(task.max_shards)
-        self._unit_P: Floats = np.maximum(bank.mean_phases_P, 1e-12)
+        unit_P = np.maximum(bank.mean_phases_P, 1e-12)
+        self._per_unit_P1: Floats = 1.0 / unit_P[:, None]
+        self._power_weights_P: Floats = spread * unit_P
         self._limited = bool(np.isfinite(bank.caps_W).any())
         self.sums_WGE: Floats = np.zeros((num_ranks, num_groups, bank.encoding_dim))
         self.columns_WS: Floats = np.zeros((num_ranks, task.num_stages))
@@ -135,6 +167,7 @@ class Plan:
         self.count_WG: Ints = np.zeros((num_ranks, num_groups), dtype=np.int64)
         self.shards_T: Ints = (width_TW > 0).sum(axis=1)
         self.compute_WG2: Floats = np.zeros((num_ranks, num_groups, 2))
+        self.num_applied = 0
         self._refresh(np.arange(num_ranks))
 
     def _predict(self, sums_SE: Floats, count_S: Ints) -> Floats:
@@ -150,9 +183,9 @@ class Plan:
         loads = self.compute_WS2, self.columns_WS, self.index_bytes_WS
         exact = bank.simulator.phases(*(part[None] for part in loads))
         self.critical_ms = float(critical_path(exact)[0])
-        self.phases_WP: Floats = bank.approximate_phases(*loads)
-        self.loads_W: Floats = self.phases_WP.sum(axis=1)
-        self.powers_W: Floats = self._powers(self.phases_WP)
+        self.phases_PW: Floats = bank.approximate_phases(*loads).T.copy()
+        self.loads_W: Floats = self.phases_PW.sum(axis=0)
+        self.powers_W: Floats = self._powers(self.phases_PW)
         self.score = self.critical_ms + float(self.powers_W.mean())
 
     def set_row(self, table: int, width_W: Ints) -> None:
@@ -163,7 +196,7 @@ class Plan:
         self._refresh(changed)
 
     def _refresh(self, ranks: Ints) -> None:
-        """Recompute some ranks from their shards, so that rounding does not pile up."""
+        """Recompute some ranks from their shards."""
         bank = self.bank
         num_groups = self.sums_WGE.shape[1]
         table, place = np.nonzero(self.width_TW[:, ranks])
@@ -218,7 +251,7 @@ class Plan:
         options = [width]
         if task.uneven:
             # The share that evens out the two ranks, a half, and the least there is.
-            cost = bank.approximate(table, width).sum(axis=1)
+            cost = bank.total_ms(table, width)
             excess = (self.loads_W[source] - self.loads_W[target]) / 2
             ideal = width * np.clip(excess / np.maximum(cost, 1e-12), 0.0, 1.0)
             down = ideal.astype(np.int64) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
@@ -263,12 +296,11 @@ class Plan:
         mine, place = np.nonzero(self.width_TW[:, sources])
         theirs, column = np.nonzero(self.width_TW[:, targets])
         # Total load exchanged, beside what would even the two ranks out.
-        given = bank.approximate(mine, self.width_TW[mine, sources[place]]).sum(axis=1)
-        taken = bank.approximate(theirs, self.width_TW[theirs, targets[column]])
+        given = bank.total_ms(mine, self.width_TW[mine, sources[place]])
+        taken = bank.total_ms(theirs, self.width_TW[theirs, targets[column]])
         half = self.loads_W / 2
         miss = np.abs(
-            (given - half[sources[place]])[:, None]
-            - (taken.sum(axis=1) - half[targets[column]])
+            (given - half[sources[place]])[:, None] - (taken - half[targets[column]])
         ).reshape(-1)
         near = np.arange(len(miss))
         if len(miss) > MAX_SWAPS:
@@ -297,146 +329,139 @@ class Plan:
 
     def approximate(self, candidates: _Candidates) -> Floats:
         """Score candidates by the additive approximation: lower is better."""
-        c, bank = candidates, self.bank
-        source, target = self.phases_WP[c.source_K], self.phases_WP[c.target_K]
-        offset, slope = bank.affine(c.table_K)
-        change = slope * c.columns_K[:, None]
-        held = self.width_TW[c.table_K, c.source_K]
-        had = self.width_TW[c.table_K, c.target_K]
-        source -= change + offset * (held == c.columns_K)[:, None]
-        target += change + offset * (had == 0)[:, None]
-        if (c.back_table_K >= 0).any():
+        c, (offset_PT, slope_PT) = candidates, self.bank.affine
+        offset = offset_PT.take(c.table_K, axis=1)
+        change = slope_PT.take(c.table_K, axis=1) * c.columns_K
+        source = self.phases_PW.take(c.source_K, axis=1) - change
+        target = self.phases_PW.take(c.target_K, axis=1) + change
+        source -= offset * (self.width_TW[c.table_K, c.source_K] == c.columns_K)
+        target += offset * (self.width_TW[c.table_K, c.target_K] == 0)
+        swapped = np.flatnonzero(c.back_table_K >= 0)
+        if len(swapped):
             # What comes back is always a whole shard.
-            offset, slope = bank.affine(c.back_table_K)
-            change = slope * c.back_columns_K[:, None] + offset
-            change[c.back_table_K < 0] = 0.0
-            source += change
-            target -= change
-        worst = self._worst(c, self.phases_WP, source, target)
+            back = c.back_table_K[swapped]
+            change = slope_PT.take(back, axis=1) * c.back_columns_K[swapped]
+            change += offset_PT.take(back, axis=1)
+            source[:, swapped] += change
+            target[:, swapped] -= change
+        worst: Floats = self._worst(c, self.phases_PW, source, target)
         return worst + self._spread(c, source, target)
 
     @staticmethod
     def _worst(
-        c: _Candidates, phases_WP: Floats, source_KP: Floats, target_KP: Floats
+        c: _Candidates, phases_PW: Floats, source_PK: Floats, target_PK: Floats
     ) -> Floats:
         """Sum of the phases' maxima after a change of two ranks."""
-        worst = np.maximum(source_KP, target_KP)
-        order = np.argsort(-phases_WP, axis=0, kind="stable")[:3]
-        for phase in range(worst.shape[1]):
-            # The largest value among the ranks that do not change.
-            rest = np.zeros(len(c))
-            for rank in order[::-1, phase]:
-                other = (c.source_K != rank) & (c.target_K != rank)
-                rest[other] = phases_WP[rank, phase]
-            worst[:, phase] = np.maximum(worst[:, phase], rest)
-        total: Floats = worst.sum(axis=1)
+        num_phases, num_ranks = phases_PW.shape
+        sources = np.flatnonzero(np.bincount(c.source_K, minlength=num_ranks))
+        slot_W = np.zeros(num_ranks, dtype=np.int64)
+        slot_W[sources] = np.arange(len(sources))
+        # The largest value among the ranks that do not change, by source and target:
+        # a line for each phase and source.
+        left = np.repeat(phases_PW, len(sources), axis=0)
+        lines = np.arange(len(left))
+        left[lines, np.tile(sources, num_phases)] = 0.0
+        first = left.argmax(axis=1)
+        rest = np.repeat(left[lines, first], num_ranks).reshape(left.shape)
+        left[lines, first] = 0.0
+        rest[lines, first] = left.max(axis=1)
+        pair_K = slot_W[c.source_K] * num_ranks + c.target_K
+        worst = rest.reshape(num_phases, -1).take(pair_K, axis=1)
+        np.maximum(worst, source_PK, out=worst)
+        np.maximum(worst, target_PK, out=worst)
+        total: Floats = worst.sum(axis=0)
         return total
 
-    def _spread(self, c: _Candidates, source_KP: Floats, target_KP: Floats) -> Floats:
+    def _spread(self, c: _Candidates, source_PK: Floats, target_PK: Floats) -> Floats:
         powers = self.powers_W
         changed = powers.sum() - powers[c.source_K] - powers[c.target_K]
-        changed += self._powers(source_KP) + self._powers(target_KP)
+        changed += self._powers(source_PK) + self._powers(target_PK)
         spread: Floats = changed / len(powers)
         return spread
 
-    def _powers(self, phases_NP: Floats) -> Floats:
+    def _powers(self, phases_PN: Floats) -> Floats:
         """Smooth stand-in for the worst of each phase, per rank [ms]."""
-        relative = phases_NP / self._unit_P
-        np.square(relative, out=relative)
-        relative *= np.square(relative)
-        powers: Floats = relative @ (self._spread_weight * self._unit_P)
+        squared = phases_PN * self._per_unit_P1
+        np.square(squared, out=squared)
+        sixth = np.square(squared)
+        sixth *= squared
+        powers: Floats = self._power_weights_P @ sixth
         return powers
 
-    def _changed_sums(self, c: _Candidates) -> tuple[Floats, Ints]:
-        """Sums and counts of source and target after each candidate."""
-        bank = self.bank
-        pair_K2 = np.stack([c.source_K, c.target_K], axis=1)
-        sums = self.sums_WGE[pair_K2]
-        count = self.count_WG[pair_K2]
-        line = np.arange(len(c))
-        tables, ids, widths, signs = [], [], [], []
-        for side, rank, table, columns in (
-            (0, c.source_K, c.table_K, -c.columns_K),
-            (1, c.target_K, c.table_K, c.columns_K),
-            (0, c.source_K, c.back_table_K, c.back_columns_K),
-            (1, c.target_K, c.back_table_K, -c.back_columns_K),
-        ):
-            old = np.where(table >= 0, self.width_TW[table, rank], 0)
-            for width, sign in ((old, -1), (old + columns, 1)):
-                held = width > 0
-                tables.append(table[held])
-                widths.append(width[held])
-                ids.append(line[held] * 2 + side)
-                signs.append(np.full(len(tables[-1]), sign))
-        table_N, width_N = np.concatenate(tables), np.concatenate(widths)
-        pair_N, sign_N = np.concatenate(ids), np.concatenate(signs)
-        place, riders = bank.riders(table_N)
-        if len(riders):
-            table_N = np.concatenate([table_N, riders])
-            width_N = np.concatenate([width_N, bank.dims_T[riders]])
-            pair_N = np.concatenate([pair_N, pair_N[place]])
-            sign_N = np.concatenate([sign_N, sign_N[place]])
-        id_N = pair_N * sums.shape[2] + bank.groups_T[table_N]
-        encoding = bank.encoding(bank.rows(table_N, width_N))
-        flat = sums.reshape(-1, sums.shape[-1])
-        flat += sum_by(id_N, encoding * sign_N[:, None], len(flat))
-        np.add.at(count.reshape(-1), id_N, sign_N)
-        return sums, count
-
-    def evaluate(self, candidates: _Candidates) -> Floats:
-        """Score candidates exactly, `K`."""
-        c, bank = candidates, self.bank
-        num = len(c)
-        sums, count = self._changed_sums(c)
-        compute_K2S2 = bank.simulator.stage_compute(
-            self._predict(sums.reshape(-1, sums.shape[-1]), count.reshape(-1)).reshape(
-                num, 2, -1, 2
-            )
-        )
-        columns, index_bytes = self._changed_comms(c)
-        comms = bank.simulator.comms_costs(columns, index_bytes)
-        compute = compute_K2S2.reshape(num, 2, -1)
-        critical = self._worst(
-            c,
-            self.compute_WS2.reshape(len(self.loads_W), -1),
-            compute[:, 0],
-            compute[:, 1],
-        )
-        critical += critical_path(comms)
-        pair, line = np.stack([c.source_K, c.target_K], axis=1), np.arange(num)[:, None]
-        phases = bank.approximate_phases(
-            compute_K2S2, columns[line, pair], index_bytes[line, pair]
-        )
-        return critical + self._spread(c, phases[:, 0], phases[:, 1])
-
-    def _changed_comms(self, c: _Candidates) -> tuple[Floats, Floats]:
-        """Columns and index bytes of all ranks after each candidate, `K x W x S`."""
+    def _parts(self, c: _Candidates) -> _Parts:
+        """List what changes on which rank: both sides of each transfer, and riders."""
         bank, line = self.bank, np.arange(len(c))
-        columns = np.repeat(self.columns_WS[None], len(c), axis=0)
-        index_bytes = np.repeat(self.index_bytes_WS[None], len(c), axis=0)
-        for table, moved, giver, taker in (
-            (c.table_K, c.columns_K, c.source_K, c.target_K),
-            (c.back_table_K, c.back_columns_K, c.target_K, c.source_K),
-        ):
-            k = np.flatnonzero(table >= 0)
-            held, width = table[k], moved[k]
-            gone = self.width_TW[held, giver[k]] == width
-            new = self.width_TW[held, taker[k]] == 0
-            place, riders = bank.riders(held)
-            if len(riders):
-                held = np.concatenate([held, riders])
-                width = np.concatenate([width, bank.dims_T[riders]])
-                k = np.concatenate([k, k[place]])
-                gone = np.concatenate([gone, gone[place]])
-                new = np.concatenate([new, new[place]])
-            stage = bank.stages_T[held]
-            shifted, size = bank.columns(held, width), bank.index_bytes_T[held]
-            # A rider may be of its leader's stage.
-            np.subtract.at(columns, (line[k], giver[k], stage), shifted)
-            np.add.at(columns, (line[k], taker[k], stage), shifted)
-            np.subtract.at(index_bytes, (line[k], giver[k], stage), size * gone)
-            np.add.at(index_bytes, (line[k], taker[k], stage), size * new)
-        return columns, index_bytes
+        k = np.flatnonzero(c.back_table_K >= 0)
+        back, back_columns = c.back_table_K[k], c.back_columns_K[k]
+        source, target = c.source_K, c.target_K
+        side = np.repeat([0, 1, 0, 1], [len(c), len(c), len(k), len(k)])
+        line = np.concatenate([line, line, k, k])
+        rank = np.concatenate([source, target, source[k], target[k]])
+        table = np.concatenate([c.table_K, c.table_K, back, back])
+        old = self.width_TW[table, rank]
+        columns = c.columns_K
+        new = old + np.concatenate([-columns, columns, back_columns, -back_columns])
+        num_moved = len(line)
+        place, riders = bank.riders(table)
+        if len(riders):
+            dims = bank.dims_T[riders]
+            line, side, rank = (
+                np.concatenate([a, a[place]]) for a in (line, side, rank)
+            )
+            table = np.concatenate([table, riders])
+            old, new = (np.concatenate([a, dims * (a[place] > 0)]) for a in (old, new))
+        return _Parts(line, side, rank, table, old, new, num_moved)
+
+    def evaluate(self, candidates: _Candidates) -> Outcomes:
+        """Evaluate candidates exactly."""
+        c, bank, parts = candidates, self.bank, self._parts(candidates)
+        num, line, table = len(c), parts.line_N, parts.table_N
+        stage = bank.stages_T[table]
+        held = (parts.new_N > 0) * 1 - (parts.old_N > 0)
+        pair_K2 = np.stack([c.source_K, c.target_K], axis=1)
+        sums, count = self.sums_WGE[pair_K2], self.count_WG[pair_K2]
+        id_N = (line * 2 + parts.side_N) * sums.shape[2] + bank.groups_T[table]
+        change = bank.encoding(bank.rows(table, parts.new_N))
+        change -= bank.encoding(bank.rows(table, parts.old_N))
+        flat = sums.reshape(-1, sums.shape[-1])
+        # Each side is met once in what is given, and once in what comes back.
+        for part in (slice(2 * num), slice(2 * num, parts.num_moved)):
+            flat[id_N[part]] += change[part]
+        if len(line) > parts.num_moved:
+            np.add.at(flat, id_N[parts.num_moved :], change[parts.num_moved :])
+        np.add.at(count.reshape(-1), id_N, held)
+        flat[count.reshape(-1) == 0] = 0.0
+        columns_KWS = np.repeat(self.columns_WS[None], num, axis=0)
+        index_bytes_KWS = np.repeat(self.index_bytes_WS[None], num, axis=0)
+        where = (line, parts.rank_N, stage)
+        np.add.at(columns_KWS, where, bank.columns(table, parts.new_N - parts.old_N))
+        np.add.at(index_bytes_KWS, where, bank.index_bytes_T[table] * held)
+        compute_K2G2 = self._predict(flat, count.reshape(-1)).reshape(*count.shape, 2)
+        score = self._scores(c, compute_K2G2, columns_KWS, index_bytes_KWS)
+        return Outcomes(score, sums, count, compute_K2G2, columns_KWS, index_bytes_KWS)
+
+    def _scores(
+        self,
+        c: _Candidates,
+        compute_K2G2: Floats,
+        columns_KWS: Floats,
+        index_bytes_KWS: Floats,
+    ) -> Floats:
+        """Scores of candidates from what the ranks then hold and take."""
+        bank, num = self.bank, len(c)
+        compute_K2S2 = bank.simulator.stage_compute(compute_K2G2)
+        compute = compute_K2S2.reshape(num, 2, -1)
+        now_PW = self.compute_WS2.reshape(len(self.loads_W), -1).T
+        critical = self._worst(c, now_PW, compute[:, 0].T, compute[:, 1].T)
+        critical += critical_path(
+            bank.simulator.comms_costs(columns_KWS, index_bytes_KWS)
+        )
+        line = np.arange(num)[:, None]
+        pair = np.stack([c.source_K, c.target_K], axis=1)
+        phases = bank.approximate_phases(
+            compute_K2S2, columns_KWS[line, pair], index_bytes_KWS[line, pair]
+        )
+        return critical + self._spread(c, phases[:, 0].T, phases[:, 1].T)
 
     def evaluate_rows(self, rows: Sequence[tuple[int, Ints]]) -> Floats:
         """Score other layouts of one table each, `K`: (table, `W` widths)."""
@@ -466,26 +491,39 @@ class Plan:
             bank.simulator.phases(compute, columns, index_bytes)
         )
         phases = bank.approximate_phases(compute, columns, index_bytes)
-        score += self._powers(phases).mean(axis=1)
+        flat = phases.reshape(-1, phases.shape[-1]).T
+        score += self._powers(flat).reshape(len(rows), -1).mean(axis=1)
         return score
 
-    def apply(self, candidates: _Candidates, k: int) -> None:
-        """Make one candidate's change."""
-        c = candidates
-        source, target = int(c.source_K[k]), int(c.target_K[k])
-        table, back = int(c.table_K[k]), int(c.back_table_K[k])
-        self.width_TW[table, source] -= c.columns_K[k]
-        self.width_TW[table, target] += c.columns_K[k]
-        if back >= 0:
-            self.width_TW[back, source] += c.back_columns_K[k]
-            self.width_TW[back, target] -= c.back_columns_K[k]
-        for changed in {table, back} - {-1}:
-            self.shards_T[changed] = (self.width_TW[changed] > 0).sum()
-        self._refresh(np.array([source, target]))
+    def apply(self, candidates: _Candidates, k: int, outcomes: Outcomes) -> None:
+        """Make one candidate's change, whose outcome is known."""
+        c, bank = candidates, self.bank
+        pair = np.array([c.source_K[k], c.target_K[k]])
+        for table, columns in (
+            (int(c.table_K[k]), int(c.columns_K[k])),
+            (int(c.back_table_K[k]), -int(c.back_columns_K[k])),
+        ):
+            if table >= 0:
+                old = self.width_TW[table, pair]
+                new = old + np.array([-columns, columns])
+                both = np.array([table, table])
+                self.bytes_W[pair] += bank.bytes(both, new) - bank.bytes(both, old)
+                self.width_TW[table, pair] = new
+                self.shards_T[table] = np.count_nonzero(self.width_TW[table])
+        self.num_applied += 1
+        if self.num_applied % STEPS_PER_REFRESH == 0:
+            self._refresh(np.arange(len(self.loads_W)))
+            return
+        self.sums_WGE[pair] = outcomes.sums_K2GE[k]
+        self.count_WG[pair] = outcomes.count_K2G[k]
+        self.compute_WG2[pair] = outcomes.compute_K2G2[k]
+        self.columns_WS = outcomes.columns_KWS[k].copy()
+        self.index_bytes_WS = outcomes.index_bytes_KWS[k].copy()
+        self._summarise()
 
     def critical_ranks(self) -> list[int]:
         """Ranks that set a phase, and the one of the largest total."""
-        worst = [*self.phases_WP.argmax(axis=0).tolist(), int(self.loads_W.argmax())]
+        worst = [*self.phases_PW.argmax(axis=1).tolist(), int(self.loads_W.argmax())]
         return list(dict.fromkeys(worst))
 
 
@@ -522,7 +560,7 @@ def _insert(
             break
         width_W[rank] = width
     tables = np.full(len(loads_W), table)
-    loads_W += bank.approximate(tables, width_W).sum(axis=1)
+    loads_W += bank.total_ms(tables, width_W)
     free_W -= bank.bytes(tables, width_W)
     return width_W
 
@@ -536,7 +574,7 @@ def _resplit(plan: Plan) -> bool:
     tables = list[int]()
     for rank in plan.critical_ranks():
         held = np.flatnonzero(plan.width_TW[:, rank])
-        cost = bank.approximate(held, plan.width_TW[held, rank]).sum(axis=1)
+        cost = bank.total_ms(held, plan.width_TW[held, rank])
         tables += held[np.argsort(-cost, kind="stable")[:NUM_RESPLIT]].tolist()
     found: list[tuple[int, Ints]] = []
     for table in dict.fromkeys(tables):
@@ -546,7 +584,7 @@ def _resplit(plan: Plan) -> bool:
         place = sum(k < plan.shards_T[table] for k in splits)
         row = plan.width_TW[table]
         index = np.full(len(row), table)
-        loads = plan.loads_W - bank.approximate(index, row).sum(axis=1)
+        loads = plan.loads_W - bank.total_ms(index, row)
         free = bank.caps_W - plan.bytes_W + bank.bytes(index, row)
         for k in splits[max(0, place - 1) : place + 2]:
             for split in (split_widths, aligned_widths):
@@ -598,18 +636,28 @@ def _step(plan: Plan) -> bool:
     found = _Candidates.join([plan.transfers(ranks), plan.swaps(ranks)])
     if not len(found):
         return False
-    order = np.argsort(plan.approximate(found), kind="stable")
+    order = _first(plan.approximate(found), NUM_EXACT)
     for tier in (order[:NUM_FIRST], order[NUM_FIRST:NUM_EXACT]):
         if not len(tier):
             break
         some = found.pick(tier)
-        score = plan.evaluate(some)
-        k = int(score.argmin())
-        if score[k] < plan.score * (1 - MIN_GAIN):
+        outcomes = plan.evaluate(some)
+        k = int(outcomes.score_K.argmin())
+        if outcomes.score_K[k] < plan.score * (1 - MIN_GAIN):
             before = plan.score
-            plan.apply(some, k)
+            plan.apply(some, k, outcomes)
             return plan.score < before
     return False
+
+
+def _first(values: Floats, count: int) -> Ints:
+    """Places of the lowest values, lowest first; ties by place."""
+    places = np.arange(len(values))
+    if len(values) > count:
+        limit = np.partition(values, count - 1)[count - 1]
+        places = np.flatnonzero(values <= limit)
+    first: Ints = places[np.argsort(values[places], kind="stable")[:count]]
+    return first
 
 
 def _hot_table(plan: Plan, rng: np.random.Generator) -> int:
@@ -619,7 +667,7 @@ def _hot_table(plan: Plan, rng: np.random.Generator) -> int:
     held = np.flatnonzero(plan.width_TW[:, rank])
     if not len(held):
         return -1
-    cost = plan.bank.approximate(held, plan.width_TW[held, rank]).sum(axis=1)
+    cost = plan.bank.total_ms(held, plan.width_TW[held, rank])
     return int(rng.choice(held, p=cost / cost.sum()))
 
 
@@ -646,7 +694,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     width_TW = plan.width_TW.copy()
     held, rank = np.nonzero(width_TW[out])
     width = width_TW[out[held], rank]
-    cost = bank.approximate(out[held], width).sum(axis=1)
+    cost = bank.total_ms(out[held], width)
     loads = plan.loads_W - np.bincount(rank, weights=cost, minlength=num_ranks)
     size = bank.bytes(out[held], width)
     free = bank.caps_W - plan.bytes_W
@@ -655,7 +703,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     loads += (
         rng.uniform(0.0, rng.uniform(0.0, KICK_NOISE), num_ranks) * plan.loads_W.mean()
     )
-    whole = bank.approximate(out, bank.dims_T[out]).sum(axis=1)
+    whole = bank.total_ms(out, bank.dims_T[out])
     order = -whole * rng.uniform(0.5, 1.5, len(out))
     order[out == first] = -np.inf
     for table in out[np.argsort(order, kind="stable")]:

@@ -7,6 +7,7 @@ collectives of each stage in turn, `Q` riders.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +35,10 @@ ALIGNMENT = 16
 MIN_MARGINAL_SHARE = 0.05
 """A shard's marginal cost is taken as at least this share of its cost alone, so that a
 model's local dips do not make it free."""
+
+
+MAX_ENCODED_TABLES = 32
+"""Tables of which all widths are encoded at once."""
 
 
 def split_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, ...]:
@@ -120,19 +125,16 @@ class ShardBank:
         )
         self._fixed_T = np.asarray(task.fixed_bytes, dtype=np.float64)
         self._column_bytes_T = np.asarray(task.column_bytes, dtype=np.float64)
-        self._row_TU: npt.NDArray[np.int32] = np.full(
-            (len(task.tables), int(self.dims_T.max()) // COLUMN_MULTIPLE + 1),
-            -1,
-            dtype=np.int32,
-        )
+        most_units = int(self.dims_T.max()) // COLUMN_MULTIPLE
+        self._row_TU: Ints = np.full((len(task.tables), most_units + 1), -1)
+        # Row 0 is no shard: of width 0, with an encoding of zeros.
+        self._row_TU[:, 0] = 0
         size = 2 * len(task.tables) + 16
-        self._used = 0
+        self._used = 1
         self._table_R: Ints = np.zeros(size, dtype=np.int64)
         self._width_R: Ints = np.zeros(size, dtype=np.int64)
         self._encoding_RE: Floats = np.zeros((size, simulator.cost_model.encoding_dim))
-        self._marginal_R2: Floats = np.zeros((size, 2))
         self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        self._affine_TP: tuple[Floats, Floats] | None = None
         everything = np.arange(len(task.tables))
         encodings = simulator.encodings(
             list(zip(everything.tolist(), self.dims_T.tolist(), strict=True))
@@ -199,7 +201,7 @@ class ShardBank:
             Places in `table_N` and the tables that ride there.
         """
         riders_NQ = self._riders_TQ[table_N]
-        index, place = np.nonzero(riders_NQ >= 0)
+        index, place = (riders_NQ >= 0).nonzero()
         riders: Ints = riders_NQ[index, place]
         return index, riders
 
@@ -250,35 +252,45 @@ class ShardBank:
         return self.simulator.cost_model.predict_sums(sums_SE)
 
     def rows(self, table_N: npt.ArrayLike, width_N: npt.ArrayLike) -> Ints:
-        """Return the row of each shard, computing those not met before."""
+        """Return the row of each shard, computing those not met before.
+
+        A width of 0 has a row, too, with an encoding of zeros.
+        """
         table = np.asarray(table_N, dtype=np.int64)
         units = np.asarray(width_N, dtype=np.int64) // COLUMN_MULTIPLE
-        rows = self._row_TU[table, units].astype(np.int64)
-        if (rows < 0).any():
-            missing = np.unique(np.stack([table[rows < 0], units[rows < 0]]), axis=1)
-            self._add(missing[0], missing[1] * COLUMN_MULTIPLE)
-            rows = self._row_TU[table, units].astype(np.int64)
+        rows: Ints = self._row_TU[table, units]
+        missing = rows < 0
+        if missing.any():
+            self._add(*self._worth_adding(table[missing], units[missing]))
+            rows = self._row_TU[table, units]
         return rows
+
+    def _worth_adding(self, table_N: Ints, units_N: Ints) -> tuple[Ints, Ints]:
+        """Shards to encode: of few tables all widths at once, of many those asked for.
+
+        Who asks for one width of a table mostly asks for others soon.
+        """
+        num_units = self._row_TU.shape[1]
+        tables = np.unique(table_N)
+        if len(tables) > MAX_ENCODED_TABLES:
+            asked = np.unique(table_N * num_units + units_N)
+            return asked // num_units, asked % num_units * COLUMN_MULTIPLE
+        units = np.arange(1, num_units)
+        new = (self._row_TU[tables, 1:] < 0) & (
+            units * COLUMN_MULTIPLE <= self.dims_T[tables, None]
+        )
+        table, place = np.nonzero(new)
+        return tables[table], units[place] * COLUMN_MULTIPLE
 
     def _add(self, table_N: Ints, width_N: Ints) -> None:
         end = self._used + len(table_N)
-        while end > len(self._table_R):
-            self._table_R = np.concatenate(
-                [self._table_R, np.zeros_like(self._table_R)]
-            )
-            self._width_R = np.concatenate(
-                [self._width_R, np.zeros_like(self._width_R)]
-            )
-            self._encoding_RE = np.concatenate(
-                [self._encoding_RE, np.zeros_like(self._encoding_RE)]
-            )
-            self._marginal_R2 = np.concatenate(
-                [self._marginal_R2, np.zeros_like(self._marginal_R2)]
-            )
+        if end > len(self._table_R):
+            room = max(end, 2 * len(self._table_R)) - len(self._table_R)
+            self._table_R = np.pad(self._table_R, (0, room))
+            self._width_R = np.pad(self._width_R, (0, room))
+            self._encoding_RE = np.pad(self._encoding_RE, ((0, room), (0, 0)))
         new = slice(self._used, end)
-        features = self.simulator.features(
-            list(zip(table_N.tolist(), width_N.tolist(), strict=True))
-        )
+        features = self.simulator.shard_features(table_N, width_N)
         encoding = self.simulator.cost_model.encode(features)
         if self._merged_TE is not None:
             slot_T, encodings = self._merged_TE
@@ -286,26 +298,24 @@ class ShardBank:
             encoding[slot >= 0] = encodings[slot[slot >= 0]]
         self._table_R[new], self._width_R[new] = table_N, width_N
         self._encoding_RE[new] = encoding
-        marginal = self._added(table_N, encoding)
-        alone = self.predict(encoding)
-        marginal = np.maximum(marginal, MIN_MARGINAL_SHARE * alone)
-        self._marginal_R2[new] = marginal
         self._row_TU[table_N, width_N // COLUMN_MULTIPLE] = np.arange(self._used, end)
         self._used = end
-
-    def _added(self, table_N: Ints, encoding_NE: Floats) -> Floats:
-        group = self.groups_T[table_N]
-        with_shard = self.predict(self._context_GE[group] + encoding_NE)
-        added: Floats = with_shard - self.context_G2[group]
-        return added
 
     def added(self, rows_N: Ints) -> Floats:
         """What each shard adds to an average rank by the model, `N x 2` [ms].
 
-        As `marginal`, but less than the least share of its cost alone where the model
-        says so, and below 0 where it dips.
+        Below 0 where the model dips.
         """
-        return self._added(self._table_R[rows_N], self._encoding_RE[rows_N])
+        group = self.groups_T[self._table_R[rows_N]]
+        with_shard = self.predict(self._context_GE[group] + self._encoding_RE[rows_N])
+        added: Floats = with_shard - self.context_G2[group]
+        return added
+
+    def marginal(self, rows_N: Ints) -> Floats:
+        """As `added`, but at least a share of the shard's cost alone."""
+        alone = self.predict(self._encoding_RE[rows_N])
+        marginal: Floats = np.maximum(self.added(rows_N), MIN_MARGINAL_SHARE * alone)
+        return marginal
 
     def table(self, rows_N: Ints) -> Ints:
         """Table of each row."""
@@ -318,10 +328,6 @@ class ShardBank:
     def encoding(self, rows_N: Ints) -> Floats:
         """Encoding of each row, `N x E`."""
         return self._encoding_RE[rows_N]
-
-    def marginal(self, rows_N: Ints) -> Floats:
-        """What each shard adds to an average rank, `N x 2` [ms]."""
-        return self._marginal_R2[rows_N]
 
     def columns(self, table_N: Ints, width_N: Ints) -> Floats:
         """Output columns of shards: width times features."""
@@ -345,17 +351,21 @@ class ShardBank:
         Returns:
             `N x P` milliseconds; 0 where the width is 0.
         """
-        offset, slope = self.affine(table_N)
-        width = width_N[:, None]
-        cost: Floats = offset * (width > 0) + slope * width
+        offset_PT, slope_PT = self.affine
+        offset = offset_PT.take(table_N, axis=1) * (width_N > 0)
+        cost: Floats = (offset + slope_PT.take(table_N, axis=1) * width_N).T
         return cost
 
-    def affine(self, table_N: Ints) -> tuple[Floats, Floats]:
-        """Offset and cost per column of `approximate`, `N x P` each."""
-        if self._affine_TP is None:
-            self._affine_TP = self._fit_affine()
-        offset_TP, slope_TP = self._affine_TP
-        return offset_TP[table_N], slope_TP[table_N]
+    def total_ms(self, table_N: Ints, width_N: Ints) -> Floats:
+        """Sum of `approximate` over the phases, `N`."""
+        offset_T, slope_T = self._total_affine
+        total: Floats = offset_T[table_N] * (width_N > 0) + slope_T[table_N] * width_N
+        return total
+
+    @functools.cached_property
+    def _total_affine(self) -> tuple[Floats, Floats]:
+        offset_PT, slope_PT = self.affine
+        return offset_PT.sum(axis=0), slope_PT.sum(axis=0)
 
     def approximate_phases(
         self, compute_CWS2: Floats, columns_CWS: Floats, index_bytes_CWS: Floats
@@ -366,14 +376,16 @@ class ShardBank:
         phases = np.concatenate([compute_CWS2, comms[..., None]], axis=-1)
         return phases.reshape(*phases.shape[:-2], -1)
 
-    @property
+    @functools.cached_property
     def mean_phases_P(self) -> Floats:
         """Phases of the average rank [ms], approximate."""
         total = self.approximate(np.arange(len(self.dims_T)), self.dims_T).sum(axis=0)
         mean: Floats = total / self.task.world_size
         return mean
 
-    def _fit_affine(self) -> tuple[Floats, Floats]:
+    @functools.cached_property
+    def affine(self) -> tuple[Floats, Floats]:
+        """Offset and cost per column of `approximate`, `P x T` each."""
         tables = np.arange(len(self.dims_T))
         narrow = self.marginal(self.rows(tables, np.full(len(tables), COLUMN_MULTIPLE)))
         whole = self.marginal(self.whole_T)
@@ -396,7 +408,7 @@ class ShardBank:
         whole_NP = offset_TP[rider] + slope_TP[rider] * self.dims_T[rider, None]
         np.add.at(offset_TP, leader, whole_NP)
         offset_TP[~self.leads_T] = slope_TP[~self.leads_T] = 0.0
-        return offset_TP, slope_TP
+        return offset_TP.T.copy(), slope_TP.T.copy()
 
     def critical_paths(self, rows_LN: Ints, rank_LN: Ints) -> tuple[Floats, Floats]:
         """Evaluate placements exactly.
