@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import numpy as np
+
 from torchrec_neuroshard.errors import (
     ConfigError,
     RecordError,
@@ -52,9 +54,9 @@ MAX_SPREAD = 0.1
 MAX_REFERENCE_RATIO = 1.5
 """Reference over the median of all records' up to which a record is always usable. Of
 the 6,000 records first shipped 0.7 % exceed this or `MAX_SPREAD`."""
-UNUSUAL = 3.0
-"""On machines that are never quiet: most spread over the median of all records', and
-most median deviations that the reference may be above its median."""
+USUAL_SHARE = 0.8
+"""Of a run's records, those that are taken to show how its machine is, not how it was
+disturbed: on machines that are never quiet only the worst of the rest are left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,14 +389,15 @@ def steady_records(records: Sequence[CostRecord]) -> list[CostRecord]:
     Args:
         records: Of one device; on a GPU there is no reference, only the passes speak.
     """
-    references = [statistics.median(r.ref_raw_ms or (1.0,)) for r in records]
-    spreads = [r.spread() for r in records]
     if not records:
         return []
-    most_spread = max(MAX_SPREAD, UNUSUAL * statistics.median(spreads))
-    usual = statistics.median(references)
-    deviation = statistics.median(abs(ms - usual) for ms in references)
-    most_ms = max(MAX_REFERENCE_RATIO * usual, usual + UNUSUAL * deviation)
+    spreads = [r.spread() for r in records]
+    references = [statistics.median(r.ref_raw_ms or (1.0,)) for r in records]
+    most_spread = max(MAX_SPREAD, float(np.quantile(spreads, USUAL_SHARE)))
+    most_ms = max(
+        MAX_REFERENCE_RATIO * statistics.median(references),
+        float(np.quantile(references, USUAL_SHARE)),
+    )
     return [
         record
         for record, spread, ms in zip(records, spreads, references, strict=True)
