@@ -197,10 +197,10 @@ CASES = {
         num_nodes=TWO_NODES,
     ),
     "grid": Case(
-        dims=(32, 16),
+        dims=(32, 32, 16),
         triples=[(0, 16, 2)],
-        types=(GRID, TABLE),
-        other={0: GRID},
+        types=(GRID, GRID, TABLE),
+        other={0: GRID, 1: GRID},
         num_nodes=TWO_NODES,
     ),
     "every kind on two nodes": Case(
@@ -384,7 +384,25 @@ def expected_kernels(planner: Any) -> dict[str, Any]:
     return {
         "kernels": [sorted(map(sorted, k.values())) for k in kernels],
         "num_stages": len(staged.fused.stage_names),
+        "reordered": [
+            kind
+            for (kind, _), split in zip(
+                staged.stage_types, staged.reordered()[1], strict=True
+            )
+            if split
+        ],
     }
+
+
+def reordered_types(sharded: Any) -> list[str]:
+    """Sharding types whose outputs TorchRec puts in order after the exchange."""
+    return [
+        kind
+        for kind, output_dist in zip(
+            sharded._sharding_types, sharded._output_dists, strict=True
+        )
+        if getattr(output_dist, "_callbacks", None)
+    ]
 
 
 def run_case(case: Case, rank: int) -> dict[str, Any]:
@@ -464,6 +482,8 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         "expected_kernels": layout["kernels"][rank],
         "num_collectives": len(sharded.module._output_dists),
         "num_stages": layout["num_stages"],
+        "reordered": [] if case.sequence else reordered_types(sharded.module),
+        "expected_reordered": layout["reordered"],
     }
 
 
@@ -544,7 +564,16 @@ def test_simulated_kernels_are_the_real_ones(results: OfCase, name: str) -> None
     for result in results(name):
         assert result["kernels"] == result["expected_kernels"]
         assert result["num_collectives"] == result["num_stages"]
+        assert set(result["reordered"]) <= set(result["expected_reordered"])
     assert any(r["kernels"] for r in results(name))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("k-way", COLUMN), ("grid", GRID)])
+def test_outputs_of_split_tables_are_put_in_order(
+    results: OfCase, name: str, kind: str
+) -> None:
+    for result in results(name):
+        assert result["reordered"] == result["expected_reordered"] == [kind]
 
 
 def test_stock_plan_is_trained(results: OfCase) -> None:

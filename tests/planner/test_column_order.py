@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.sharding_plan import get_default_sharders
 
 from torchrec_neuroshard import NeuroShardPlanner
 from torchrec_neuroshard.simulator import Simulator
@@ -23,6 +24,37 @@ class SlowOrder(AnalyticCommsModel):
     ) -> npt.NDArray[np.float64]:
         ms: npt.NDArray[np.float64] = columns_C[:, None] * batch_size * [1e-3, 2e-3]
         return ms
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [("grid_shard", 48), ("table_row_wise", 0), ("row_wise", 0)],
+)
+def test_columns_of_a_grid_are_put_in_order(
+    make_ebc: Any, kind: str, columns: int
+) -> None:
+    path_ms = []
+    for comms in (AnalyticCommsModel(), SlowOrder()):
+        planner = NeuroShardPlanner(
+            topology=Topology(world_size=4, compute_device="cuda", local_world_size=2),
+            batch_size=4,
+            constraints={
+                f"t{i}": ParameterConstraints(
+                    sharding_types=[kind], min_partition=least
+                )
+                for i, least in enumerate((16, None))
+            },
+            cost_model=AnalyticCostModel(),
+            comms_model=comms,
+            consider_stock=False,
+            max_switches=0,
+        )
+        # One table in two column shards over both nodes, one in a single node.
+        planner.plan(make_ebc([(100, 32), (100, 16)]), get_default_sharders())
+        assert planner.last_result is not None
+        path_ms.append(planner.last_result.predicted.critical_path_ms)
+    # Sixteen samples over all ranks.
+    assert path_ms[1] - path_ms[0] == pytest.approx(columns * 16 * 3e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize(

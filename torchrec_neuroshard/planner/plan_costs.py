@@ -59,6 +59,8 @@ from torchrec_neuroshard.simulator import (
     RankCosts,
     Simulator,
     StageCosts,
+    in_phases,
+    stage_costs,
 )
 from torchrec_neuroshard.tables import TableConfig
 
@@ -266,30 +268,17 @@ class PlanCosts:
             others[self.reader.is_costed(option)].append(option)
         return others[True], others[False]
 
-    def _stages(self, staged: StagedShards) -> list[StageCosts]:
+    def _stages(self, staged: StagedShards) -> tuple[StageCosts, ...]:
         names = staged.fused.stage_names
         compute_WG2 = self.pricer.fused_compute(staged)
         cell = (staged.rank_N, staged.group_N)
         np.add.at(compute_WG2, cell, staged.extra_N2 + _prefetches(staged))
         member_SG = np.eye(len(names))[:, list(staged.fused.stages)]
         compute_WS2 = np.matmul(member_SG, compute_WG2)
-        comms_WS3 = self.pricer.comms(staged)
-        # In the order of PHASES.
-        phases_WS5 = np.concatenate(
-            [
-                comms_WS3[..., :1],
-                compute_WS2[..., :1],
-                comms_WS3[..., 1:],
-                compute_WS2[..., 1:],
-            ],
-            axis=-1,
-        )
-        stages = []
+        phases_WS5 = in_phases(compute_WS2, self.pricer.comms(staged))
         for number, name in enumerate(names):
             self._check_finite(phases_WS5[:, number], partial(_rank_name, name))
-            rows = phases_WS5[:, number].tolist()
-            stages.append(StageCosts(name, tuple(RankCosts(*row) for row in rows)))
-        return stages
+        return stage_costs(names, phases_WS5)
 
     def _compute_source(
         self, costed: Sequence[ShardingOption], stock: Sequence[ShardingOption]

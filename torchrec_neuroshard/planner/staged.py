@@ -46,6 +46,7 @@ from torchrec_neuroshard.planner.lowering import (
     is_dense,
 )
 from torchrec_neuroshard.profiles import FeatureProfile, uniform_profile
+from torchrec_neuroshard.simulator import order_costs
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES, TableConfig
 
 __all__ = [
@@ -64,9 +65,11 @@ Ints = npt.NDArray[np.int64]
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _ROW_WISE = ShardingType.ROW_WISE.value
-_COLUMN_TYPES = (
+_GRID = ShardingType.GRID_SHARD.value
+_SPLIT_TYPES = (
     ShardingType.COLUMN_WISE.value,
     ShardingType.TABLE_COLUMN_WISE.value,
+    _GRID,
 )
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
@@ -223,16 +226,34 @@ class StagedShards:
         stages: Ints = np.asarray(self.fused.stages, dtype=np.int64)[self.group_N]
         return stages
 
-    @property
-    def has_splits_S(self) -> npt.NDArray[np.bool_]:
-        """Whether columns of some table of the stage lie in several shards."""
-        split_T = [
-            o.sharding_type in _COLUMN_TYPES and len(o.shards) > 1 for o in self.options
-        ]
-        split_N = np.asarray(split_T)[self.option_N]
-        has: npt.NDArray[np.bool_] = np.zeros(len(self.fused.stage_names), dtype=bool)
-        has[self.stage_N[split_N]] = True
-        return has
+    def reordered(self) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        """Which outputs TorchRec puts in order, and whether it does.
+
+        In a pooled stage all of them, once the columns of one table lie in several
+        shards; of sequences, those of split tables.
+
+        Returns:
+            Columns of each stage, and whether any of its tables is split.
+        """
+        counted_N = np.ones(len(self.option_N))
+        split_N = np.zeros(len(self.option_N), dtype=bool)
+        start = 0
+        for option in self.options:
+            own = slice(start, start + len(option.shards))
+            start = own.stop
+            if option.sharding_type == _GRID:
+                # The rows of a column shard have its columns, too.
+                counted_N[own] = [shard.offset[0] == 0 for shard in option.shards]
+            if option.sharding_type in _SPLIT_TYPES:
+                split_N[own] = counted_N[own].sum() > 1
+            if not option.is_pooled:
+                counted_N[own] *= split_N[own]
+        num_stages = len(self.fused.stage_names)
+        columns_S = np.zeros(num_stages)
+        np.add.at(columns_S, self.stage_N, self.loads_N3[:, 1] * counted_N)
+        has_S = np.zeros(num_stages, dtype=bool)
+        has_S[self.stage_N[split_N]] = True
+        return columns_S, has_S
 
     @property
     def stage_types(self) -> list[tuple[str, bool]]:
@@ -318,10 +339,9 @@ class ShardPricer:
         loads = np.zeros((self._topology.world_size, num_stages, 3))
         np.add.at(loads, (staged.rank_N, staged.stage_N), staged.loads_N3)
         comms: Floats = self.stage_comms(staged, loads[None])[0]
-        total_S = loads[..., 1].sum(axis=0)
-        order_S2 = self.groups.world.column_order(total_S, staged.batch_size)
-        order_S2[~staged.has_splits_S] = 0.0
-        comms[..., 1:] += order_S2
+        comms[..., 1:] += order_costs(
+            self.groups.world, *staged.reordered(), staged.batch_size
+        )
         return comms
 
     def stage_comms(self, staged: StagedShards, loads_CWS3: Floats) -> Floats:
