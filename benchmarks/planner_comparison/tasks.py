@@ -33,16 +33,18 @@ SEED_FAMILY = "dlrm"
 """What the learned methods' papers drew their tasks from."""
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd")
-TIGHT, ROOMY = 1.15, 1.6
+TIGHT, ROOMY = 1.08, 1.6
 """Memory of a rank over an even share of all tables: every third task is tight."""
-ROOM_BYTES = 2**25
-"""Beside the tables: buffers of inputs and outputs, which TorchRec counts, too."""
+ROOM_BYTES, ROOM_SHARES = 2**23, 2
+"""Beside the tables: buffers, which TorchRec counts; a rank has room for so many even
+shares of the inputs and outputs."""
 STATE_BYTES_PER_ROW = {"rowwise_adagrad": 4, "sgd": 0}
 
 _DLRM, _EMBARK = "dlrm_datasets_2021_t856_bs65536", "nvidia_embark_"
 _SEED_TABLES = (10, 60)
 _EMBARK_TABLES = 30
 _QUICK_TABLES = 10
+_ID_BYTES = 8
 _PROFILE_BATCH = 65_536
 """Of assumed profiles: a profile of a task's own batch knows too few ids."""
 
@@ -225,8 +227,12 @@ def _task(
     world_size = 4 if settings.quick else world_size
     tight = number % 3 == 2
     held = [held_bytes(t) for t in own]
-    columns = sum(t.embedding_dim * t.num_features for t in own)
-    room = ROOM_BYTES + 4 * columns * settings.batch_size * OUTPUT_BYTES_PER_VALUE
+    per_sample = sum(
+        t.embedding_dim * t.num_features * OUTPUT_BYTES_PER_VALUE
+        + t.pooling_factor * _ID_BYTES
+        for t in own
+    )
+    buffers = ROOM_SHARES * per_sample * settings.batch_size / world_size
     share = (TIGHT if tight else ROOMY) * sum(held) / world_size
     return Task(
         name=f"{family}-{number}-{len(own)}x{world_size}{'-tight' if tight else ''}",
@@ -234,5 +240,5 @@ def _task(
         tables=own,
         world_size=world_size,
         batch_size=settings.batch_size,
-        memory_bytes=int(max(share, 1.02 * max(held)) + room),
+        memory_bytes=int(max(share, 1.02 * max(held)) + ROOM_BYTES + buffers),
     )
