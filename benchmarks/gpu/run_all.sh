@@ -4,8 +4,9 @@
 #   benchmarks/gpu/run_all.sh              all steps, in order
 #   benchmarks/gpu/run_all.sh smoke probe  only these
 #
-# Steps: smoke probe collect train plans columns demo calibrate transfer
-# `train` and `transfer` need no GPU; `collect` may be given again until it is through.
+# Steps: smoke probe collect train plans columns demo calibrate transfer bandwidth
+# `train`, `transfer` and `bandwidth` need no GPU; `collect` and `plans` may be given
+# again until they are through.
 #
 #   OUT=benchmarks/gpu/out     results; what is there already is gone on with
 #   IN=...                     folder of earlier results, copied to OUT first
@@ -113,9 +114,14 @@ transfer() { # From a CPU's bundle: what a user with a new kind of card needs to
         --sizes "${sizes[@]}" --seeds "$(pick 1 3)" --out "$OUT/transfer"
 }
 
+bandwidth() { # How near kernels come to a copy, and what decides it.
+    "$PYTHON" benchmarks/gpu/bandwidth.py "$OUT/compute.parquet" \
+        --smoke "$OUT/smoke.json" --out "$OUT/bandwidth"
+}
+
 declare -A seconds=([smoke]=150 [probe]=120 [collect]=$((limit + 25)) [train]=3600
-    [plans]=590 [columns]=180 [demo]=180 [calibrate]=420 [transfer]=3600)
-order=(smoke probe collect train plans columns demo calibrate transfer)
+    [plans]=590 [columns]=180 [demo]=180 [calibrate]=420 [transfer]=3600 [bandwidth]=300)
+order=(smoke probe collect train plans columns demo calibrate transfer bandwidth)
 [ $# -eq 0 ] || order=("$@")
 failed=()
 for step in "${order[@]}"; do

@@ -1,0 +1,128 @@
+"""What is run on a GPU, as far as a CPU can tell that it is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from torchrec_neuroshard.collect.store import RecordStore
+from torchrec_neuroshard.cost_models.training import build_sets
+from torchrec_neuroshard.profiles import uniform_profile
+from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.tables import TableConfig
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+CPU = torch.device("cpu")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("case", ["uneven", "four ways", "narrow"])
+def test_parts_of_tables_equal_whole_ones(case: str) -> None:
+    columns = load("columns")
+    tables = columns.whole_tables(500, 16, "fp32")
+    widths = columns.CASES[case]
+    assert [sum(w) for w in widths] == [t.embedding_dim for t in tables]
+    output, weight = columns.largest_difference(tables, widths, 16, CPU)
+    assert max(output, weight) <= columns.TOLERANCE
+
+
+def test_parts_that_read_other_ids_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = load("columns")
+    tables = columns.whole_tables(500, 16, "fp32")
+    repeat = columns.repeat_inputs
+
+    def shifted(*arguments: object) -> object:
+        batch = repeat(*arguments)
+        batch.indices_L[:7] = (batch.indices_L[:7] + 1) % 500
+        return batch
+
+    monkeypatch.setattr(columns, "repeat_inputs", shifted)
+    output, weight = columns.largest_difference(
+        tables, columns.CASES["uneven"], 16, CPU
+    )
+    assert min(output, weight) > columns.TOLERANCE
+
+
+def record(index: int, fwd_ms: float, bwd_ms: float) -> CostRecord:
+    table = TableConfig(
+        name="t",
+        num_embeddings=100_000,
+        embedding_dim=32,
+        pooling_factor=4.0,
+        profile=uniform_profile(
+            batch_size=256, pooling_factor=4.0, num_embeddings=100_000
+        ),
+    )
+    return CostRecord(
+        index=index,
+        batch_size=256,
+        tables=(table,),
+        fwd_raw_ms=(fwd_ms,),
+        bwd_raw_ms=(bwd_ms,),
+        fwd_ms=fwd_ms,
+        bwd_ms=bwd_ms,
+    )
+
+
+def test_shares_of_the_bandwidth_by_hand() -> None:
+    bandwidth = load("bandwidth")
+    sets = build_sets([record(0, 1.0, 4.0), record(1, 2.0, 4.0)])
+    found = bandwidth.shares(sets, copy_gb_per_s=2.0)
+    lookups, width, samples = 1024, 32 * 4, 256
+    forward = lookups * (width + 8) + samples * width
+    expected = forward / 1e-3 / 2e9
+    np.testing.assert_allclose(found["fwd_all"], [expected, expected / 2], rtol=1e-6)
+    distinct = found["bwd_all"] * 4e-3 * 2e9 - lookups * (width + 8)
+    rows = distinct / (2 * width)
+    assert rows[0] == pytest.approx(1024 * (1 - 1024 / 2e5), rel=1e-2)
+
+
+def test_bandwidth_of_another_device_is_refused(tmp_path: Path) -> None:
+    fingerprint = Fingerprint(
+        device="this one", device_type="cuda", num_threads=1, torch="2", fbgemm="1"
+    )
+    header = RunHeader(
+        fingerprint=fingerprint,
+        reference_ms=0.0,
+        seed=0,
+        sampling={},
+        command="neuroshard collect compute",
+        created="2026-01-01T00:00:00+00:00",
+    )
+    path = tmp_path / "r.parquet"
+    with RecordStore(path, header) as store:
+        store.append(record(0, 1.0, 2.0))
+    smoke = tmp_path / "smoke.json"
+    smoke.write_text(json.dumps({"hardware": {"device": "another"}}))
+    command = [sys.executable, str(FOLDER / "bandwidth.py"), str(path)]
+    command += ["--smoke", str(smoke), "--out", str(tmp_path / "b")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "is of another, the records of this one" in ended.stderr
+
+
+def test_unknown_steps_are_named() -> None:
+    ended = subprocess.run(
+        ["bash", str(FOLDER / "run_all.sh"), "fly"],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "OUT": "/dev/null/x"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "no step 'fly'; known:" in ended.stderr
