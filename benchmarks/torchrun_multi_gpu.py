@@ -130,8 +130,8 @@ class RunConfig:
         "measure", "measure, or the name or folder of a bundle with collectives"
     )
     source: str = option("auto", "bundle to calibrate; auto: one of the same device")
-    kernel_sets: int = option(400, "sets of kernels to measure", 60)
-    kernel_seconds: float = option(240.0, "stop measuring kernels after this", 60.0)
+    kernel_sets: int = option(400, "sets of kernels to measure", 80)
+    kernel_seconds: float = option(240.0, "stop measuring kernels after this", 90.0)
     kernel_gib: float = option(16.0, "most weights of a set", 0.002)
     calibration_steps: int = option(500, "training steps of the kernels' model", 20)
     collectives: int = option(600, "collectives to measure", 60)
