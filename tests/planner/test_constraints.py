@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -132,6 +133,14 @@ def test_names_may_be_full_or_bare() -> None:
         both.rules(tables, 4)
 
 
+def test_company_shares_the_ranks_of_all() -> None:
+    rules = PlacementConstraints(
+        pin={"t0": [0, 1, 2], "t2": [1, 2, 3]}, together=[["t0", "t1"], ["t1", "t2"]]
+    ).rules(NAMES, 4)
+    assert rules.together == (("t0", "t1", "t2"),)
+    assert {rules.ranks(f"t{i}") for i in range(3)} == {(1, 2)}
+
+
 def test_constraints_compare_and_travel_as_json() -> None:
     constraints = PlacementConstraints(
         pin={"b": (3, 1, 1), "a": [0]}, together=[["d", "c"]], forbid_ranks={2}
@@ -220,6 +229,7 @@ KINDS = {
         "sharding_types": ["table_wise", "row_wise"],
         "compute_kernels": ["fused_uvm_caching"],
     },
+    "host memory or not": {"compute_kernels": ["fused", "fused_uvm"]},
     "every type": {"compute_kernels": ["fused"]},
     "by node": {"sharding_types": ["table_column_wise", "table_wise"]},
 }
@@ -244,6 +254,62 @@ def test_tables_of_any_kernel_keep_them(
     )
     plan = planner.plan(make_ebc(SIZES), sharders)
     assert keeps(plan, rules, 4)
+
+
+def test_offloaded_company_goes_where_its_pinned_member_may_be(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    kind = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
+    )
+    planner = make_planner(
+        3,
+        "cuda",
+        constraints=dict.fromkeys(NAMES, kind),
+        placement_constraints=PlacementConstraints(
+            pin={"t4": [2]}, together=[["t0", "t4"]], apart=[["t4", "t5"]]
+        ),
+    )
+    held = ranks_of(planner.plan(make_ebc(SIZES), sharders))
+    assert held["t0"] == held["t4"] == {2} != held["t5"]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_constraints_drawn_at_random(
+    seed: int, make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
+) -> None:
+    """Of tables of all kinds, in scarce memory, through the real search."""
+    rng = np.random.default_rng(seed)
+    kinds = [None, None, None, *KINDS.values()]
+    picks = rng.integers(0, len(kinds), len(SIZES))
+
+    def draw(sets: int) -> list[list[str]]:
+        return [rng.choice(NAMES, 2, replace=False).tolist() for _ in range(sets)]
+
+    rules = PlacementConstraints(
+        pin={n: rng.integers(0, 4, 2).tolist() for n in NAMES if rng.random() < 0.3},
+        together=draw(seed % 2),
+        apart=draw(1 + seed % 2),
+        forbid_ranks=[3] if seed % 3 == 0 else [],
+    )
+    planner = make_planner(
+        topology=Topology(4, "cuda", local_world_size=2, hbm_cap=4_000_000),
+        constraints={
+            n: ParameterConstraints(**kinds[k])
+            for n, k in zip(NAMES, picks, strict=True)
+            if kinds[k] is not None
+        },
+        placement_constraints=rules,
+        consider_stock=seed == 1,
+        max_switches=1,
+    )
+    try:
+        plan = planner.plan(make_ebc(SIZES), sharders)
+    except ConfigError as error:
+        assert re.search("pinned|together|apart", str(error))
+        assert "callback" not in str(error)
+    else:
+        assert keeps(plan, rules, 4)
 
 
 def test_row_wise_and_replicas_need_every_rank(

@@ -121,7 +121,7 @@ class PlacementConstraints:
             tuple(sorted({names.each(s, "apart") for s in self.apart})),
         )
         rules.check()
-        return rules
+        return rules.shared()
 
     def _check_ranks(self, world_size: int) -> None:
         """Check that all ranks exist and some are left."""
@@ -190,6 +190,15 @@ class PlacementRules:
             free = sum(ranks.issuperset(range(s, s + node_size)) for s in starts)
             return free * node_size >= len(option.shards)
         return True
+
+    def shared(self) -> PlacementRules:
+        """Return the rules with the same ranks for all tables that lie together."""
+        allowed = dict(self.allowed)
+        for names in self.together:
+            common = set(self.ranks(names[0])).intersection(*map(self.ranks, names))
+            if len(common) < self.world_size:
+                allowed.update(dict.fromkeys(names, tuple(sorted(common))))
+        return dataclasses.replace(self, allowed=allowed)
 
     def narrowed(self, held: Mapping[str, Collection[int]]) -> PlacementRules:
         """Return the rules for other tables, once some are on their ranks.
