@@ -33,10 +33,10 @@ __all__ = ["Outcomes", "Plan", "refine"]
 
 NUM_TARGETS = 8
 """Ranks tried as the other side of a transfer: the least loaded ones."""
-MAX_SWAPS = 1000
+MAX_SWAPS = 2000
 """Swaps looked at: those that come nearest to evening two ranks out."""
-NUM_FIRST = 12
-NUM_EXACT = 48
+NUM_FIRST = 24
+NUM_EXACT = 96
 """Candidates of a step that are evaluated exactly, best approximations first; those
 after the first few only where none of these pays."""
 SPREAD_WEIGHT = 0.005
