@@ -19,6 +19,7 @@
 # A step that fails does not keep the later ones from running; the exit code is 1 then.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
+root=$PWD
 OUT=${OUT:-benchmarks/gpu/out}
 DEVICE=${DEVICE:-cuda}
 QUICK=${QUICK:-}
@@ -27,7 +28,10 @@ MINUTES=${MINUTES:-9.5}
 SEED=20261123
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export OMP_NUM_THREADS=1 PYTHONHASHSEED=0
-mkdir -p "$OUT"
+mkdir -p "$OUT" || exit 2
+OUT=$(realpath "$OUT")
+[ -z "${TABLES:-}" ] || TABLES=$(realpath "$TABLES")
+PYTHON=$(command -v "$PYTHON") && PYTHON=$(realpath -s "$PYTHON") || exit 2
 if [ -n "${IN:-}" ] && [ "$IN" != "$OUT" ]; then cp -rn "$IN"/. "$OUT"/; fi
 
 tables=(${TABLES:+--tables "$TABLES"})
@@ -79,11 +83,14 @@ train() {
 }
 
 plans() { # Given again, it goes on with the tasks that are left.
-    local size=(--batch-size 65536 --max-rows 10000000)
+    local size=(--batch-size 65536 --max-rows 10000000 --kernel-rounds 2
+        --planning-processes 8 --planners default "default, tables whole" neuroshard
+        torchrec "torchrec, best practice")
     [ -z "$QUICK" ] || size=(--quick --num-tasks 1)
-    "$PYTHON" benchmarks/compare_planners.py --device "$DEVICE" \
-        --cost-model "$bundle" --out "$OUT/planners" "${tables[@]}" \
-        --stop-after "$limit" "${size[@]}"
+    # By names that hold wherever OUT lies: the file is gone on with by its options.
+    (cd "$OUT" && "$PYTHON" "$root/benchmarks/compare_planners.py" --device "$DEVICE" \
+        --cost-model bundle --out planners "${tables[@]}" \
+        --stop-after "$limit" "${size[@]}")
 }
 
 columns() {
