@@ -99,6 +99,13 @@ def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) 
             {"pin": {"t0": [1], "t1": [1]}, "apart": [["t0", "t1", "t2"]]},
             "belong apart, .* nothing is left for 't[01]'",
         ),
+        (
+            {
+                "pin": {"t0": [0], "t2": [0, 1], "t3": [1, 0]},
+                "apart": [["t0", "t2"], ["t2", "t3"], ["t0", "t3"]],
+            },
+            "leave no rank for table 't[23]': others that it belongs apart from can",
+        ),
     ],
 )
 def test_contradictions_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -141,6 +148,15 @@ def test_company_shares_the_ranks_of_all() -> None:
     assert {rules.ranks(f"t{i}") for i in range(3)} == {(1, 2)}
 
 
+def test_what_follows_from_constraints_is_drawn() -> None:
+    rules = PlacementConstraints(
+        pin={"t0": [1], "t1": [1, 2], "t2": [0, 2, 3]},
+        together=[["t3", "t2"]],
+        apart=[["t0", "t1"], ["t1", "t2"]],
+    ).rules(NAMES, 4)
+    assert [rules.ranks(f"t{i}") for i in range(4)] == [(1,), (2,), (0, 3), (0, 3)]
+
+
 def test_constraints_compare_and_travel_as_json() -> None:
     constraints = PlacementConstraints(
         pin={"b": (3, 1, 1), "a": [0]}, together=[["d", "c"]], forbid_ranks={2}
@@ -162,7 +178,7 @@ def test_placed_tables_narrow_the_ranks_of_others() -> None:
     assert by_company.ranks("d") == (0, 1, 2, 3)
     by_distance = rules.narrowed({"c": {0, 1}})
     assert by_distance.ranks("a") == (2,)
-    assert by_distance.ranks("b") == (2, 3)
+    assert by_distance.ranks("b") == (2,)
     assert rules.narrowed({"c": {0, 1, 2, 3}}).ranks("d") == ()
 
 
@@ -267,11 +283,14 @@ def test_offloaded_company_goes_where_its_pinned_member_may_be(
         "cuda",
         constraints=dict.fromkeys(NAMES, kind),
         placement_constraints=PlacementConstraints(
-            pin={"t4": [2]}, together=[["t0", "t4"]], apart=[["t4", "t5"]]
+            pin={"t4": [2], "t1": [0]},
+            together=[["t0", "t4"], ["t3", "t2"]],
+            apart=[["t4", "t5"], ["t1", "t2"]],
         ),
     )
     held = ranks_of(planner.plan(make_ebc(SIZES), sharders))
     assert held["t0"] == held["t4"] == {2} != held["t5"]
+    assert held["t2"] == held["t3"] != held["t1"] == {0}
 
 
 @pytest.mark.parametrize("seed", range(8))

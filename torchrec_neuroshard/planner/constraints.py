@@ -121,7 +121,15 @@ class PlacementConstraints:
             tuple(sorted({names.each(s, "apart") for s in self.apart})),
         )
         rules.check()
-        return rules.shared()
+        settled = rules.settled()
+        stuck = [table for table, ranks in settled.allowed.items() if not ranks]
+        if stuck:
+            raise ConfigError(
+                f"pin, together, apart and forbid_ranks leave no rank for table "
+                f"'{min(stuck)}': others that it belongs apart from can be nowhere "
+                "else. Allow some of them more ranks"
+            )
+        return settled
 
     def _check_ranks(self, world_size: int) -> None:
         """Check that all ranks exist and some are left."""
@@ -191,14 +199,33 @@ class PlacementRules:
             return free * node_size >= len(option.shards)
         return True
 
-    def shared(self) -> PlacementRules:
-        """Return the rules with the same ranks for all tables that lie together."""
-        allowed = dict(self.allowed)
-        for names in self.together:
-            common = set(self.ranks(names[0])).intersection(*map(self.ranks, names))
-            if len(common) < self.world_size:
-                allowed.update(dict.fromkeys(names, tuple(sorted(common))))
-        return dataclasses.replace(self, allowed=allowed)
+    def settled(self) -> PlacementRules:
+        """Return the rules with what follows from them for the ranks of each table.
+
+        Tables that lie together have the same ranks; one that has a single rank leaves
+        that to none that it belongs apart from. A table's ranks are an empty tuple
+        where nothing is left.
+        """
+        ranks = {
+            name: set(self.ranks(name))
+            for names in (*self.together, *self.apart)
+            for name in names
+        }
+        before = -1
+        while before != (before := sum(map(len, ranks.values()))):
+            for names in self.together:
+                common = set.intersection(*(ranks[name] for name in names))
+                ranks.update({name: set(common) for name in names})
+            for names in self.apart:
+                for name in (n for n in names if len(ranks[n]) == 1):
+                    for other in set(names) - {name}:
+                        ranks[other] -= ranks[name]
+        narrower = {
+            name: tuple(sorted(left))
+            for name, left in ranks.items()
+            if len(left) < self.world_size
+        }
+        return dataclasses.replace(self, allowed={**self.allowed, **narrower})
 
     def narrowed(self, held: Mapping[str, Collection[int]]) -> PlacementRules:
         """Return the rules for other tables, once some are on their ranks.
@@ -222,7 +249,7 @@ class PlacementRules:
                     before = allowed.get(member, self.ranks(member))
                     full = {r for ranks in taken.values() for r in ranks}
                     allowed[member] = tuple(r for r in before if r not in full)
-        return dataclasses.replace(self, allowed=allowed)
+        return dataclasses.replace(self, allowed=allowed).settled()
 
     def breach(
         self,

@@ -26,8 +26,8 @@ def place_greedily(
 ) -> list[ShardingOption]:
     """Return placed copies of the options.
 
-    Those whose ranks the rules restrict come first, the largest of them first; their
-    company with them.
+    Those whose ranks the rules restrict come first, with their company: those with the
+    fewest ranks, then the largest.
 
     Args:
         options: With estimates.
@@ -44,8 +44,12 @@ def place_greedily(
         if not rules.is_free(table_name(option)):
             units.setdefault(rules.company(table_name(option)), []).append(option)
     done: list[ShardingOption] = []
-    for unit in sorted(units.values(), key=_unit_size, reverse=True):
+    while units:
         now = rules.narrowed(ranks_by_table(done))
+        names = min(
+            units, key=lambda n: (len(now.ranks(n[0])), *_negative_size(units[n]))
+        )
+        unit = units.pop(names)
         _place_unit(unit, _less(topology, done), now)
         done += unit
     if free:
@@ -72,10 +76,10 @@ def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[St
     return left
 
 
-def _unit_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:
-    """Memory of tables that are placed as one."""
+def _negative_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:
+    """Memory of tables that are placed as one; the more, the less."""
     storages = [s.storage for o in unit for s in o.shards]
-    return sum(s.hbm for s in storages), sum(s.ddr for s in storages)
+    return -sum(s.hbm for s in storages), -sum(s.ddr for s in storages)
 
 
 def _place_unit(
@@ -98,7 +102,8 @@ def _place_unit(
     raise PlannerError(
         error_type=PlannerErrorType.PARTITION,
         message=f"tables {', '.join(map(table_name, unit))} do not fit where placement "
-        f"constraints allow them: ranks {', '.join(map(str, ranks)) or 'none'}",
+        f"constraints and the tables placed so far leave them: on ranks "
+        f"{', '.join(map(str, ranks)) or 'none'}",
     )
 
 

@@ -195,11 +195,13 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             return self._keep(proposal, storage_constraint, rules)
         is_searched = [self.costs.reader.is_searched(o) for o in proposal]
         searched = [o for o, s in zip(proposal, is_searched, strict=True) if s]
-        others = place_greedily(
-            [o for o, s in zip(proposal, is_searched, strict=True) if not s],
-            storage_constraint,
-            rules,
-        )
+        not_searched = [o for o, s in zip(proposal, is_searched, strict=True) if not s]
+        try:
+            others = place_greedily(not_searched, storage_constraint, rules)
+        except PlannerError as error:
+            if rules:
+                self.infeasible = self.infeasible or str(error)
+            raise
         self.costs.share_launches(others)
         chosen: list[ShardingOption] = []
         if searched:
