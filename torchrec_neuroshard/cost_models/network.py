@@ -148,8 +148,9 @@ class HeadArrays:
     PyTorch take longer than the arithmetic.
     """
 
-    CHUNK = 512
-    """Sets at a time, few enough that what lies between layers stays in the cache."""
+    CHUNK = 112
+    """Sets at a time: few enough that BLAS multiplies them on one thread. More threads
+    gain nothing here, and lose a lot where other processes keep the cores busy."""
 
     def __init__(self, network: SetCostNetwork) -> None:
         """Take the weights as they are now."""
