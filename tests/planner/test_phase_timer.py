@@ -1,0 +1,68 @@
+"""How the phases of several ranks are put together; see also tests/distributed."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrec_neuroshard.planner.phase_timer import (
+    PhaseTimes,
+    critical_times,
+    embedding_ms,
+)
+from torchrec_neuroshard.simulator import PHASES
+
+Spans = list[tuple[float, float]]
+
+
+def rank(
+    index: Spans, forward: Spans, out: Spans, back: Spans, backward: Spans
+) -> list[PhaseTimes]:
+    """One module's phases on one rank [ms]."""
+    phases = zip(PHASES, (index, forward, out, back, backward), strict=True)
+    seconds = {name: [(a / 1e3, b / 1e3) for a, b in spans] for name, spans in phases}
+    return [PhaseTimes("ebc", seconds)]
+
+
+EARLY = rank([(0, 5)], [(5, 6), (6, 7)], [(7, 14)], [(30, 36)], [(36, 40)])
+LATE = rank([(2, 5)], [(5, 12)], [(12, 15)], [(33, 36)], [(36, 37)])
+EMPTY = rank([(1, 5)], [], [(5, 15)], [(31, 36)], [])
+
+
+def test_collectives_count_from_the_last_arrival_and_compute_on_the_slowest() -> None:
+    (found,) = critical_times([EARLY, LATE, EMPTY])
+    assert found == pytest.approx(
+        {
+            "index_comms": 3,
+            "fwd_compute": 7,
+            "fwd_comms": 3,
+            "bwd_comms": 3,
+            "bwd_compute": 4,
+        }
+    )
+
+
+def test_without_a_common_clock_the_last_to_arrive_is_shortest_in_a_collective() -> (
+    None
+):
+    moved = [
+        PhaseTimes(
+            t.module, {n: [(a + 9, b + 9) for a, b in s] for n, s in t.spans.items()}
+        )
+        for t in LATE
+    ]
+    (found,) = critical_times([EARLY, moved, EMPTY], one_clock=False)
+    assert found == pytest.approx(critical_times([EARLY, LATE, EMPTY])[0])
+
+
+def test_embedding_lasts_from_the_last_start_to_the_last_end() -> None:
+    # Forward from 2 to 15, backward from 33 to 40.
+    assert embedding_ms([EARLY, LATE, EMPTY]) == pytest.approx(13 + 7)
+    two = [[*r, *r] for r in (EARLY, LATE, EMPTY)]
+    assert embedding_ms(two) == pytest.approx(2 * (13 + 7))
+
+
+def test_phases_that_no_rank_has_take_no_time() -> None:
+    idle = rank([(0, 1)], [], [(1, 2)], [], [])
+    (found,) = critical_times([idle, idle])
+    assert found["fwd_compute"] == found["bwd_comms"] == found["bwd_compute"] == 0
+    assert embedding_ms([idle, idle]) == pytest.approx(2)
