@@ -299,10 +299,10 @@ def _median(values: Sequence[float], form: str) -> str:
 
 
 def _training(training: dict[str, Any]) -> str:
-    seconds = training.get("training_seconds", training.get("seconds"))
     if not training:
         return "-"
-    return "not recorded" if seconds is None else f"{float(seconds):.0f}"
+    seconds = training["training_seconds"]
+    return "not recorded" if seconds is None else f"{seconds:.0f}"
 
 
 def _introduction(data: Data) -> list[str]:

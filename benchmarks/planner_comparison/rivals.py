@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def _learned(paper_nets: Path | None, hardware: str) -> Iterator[Rival]:
             "NeuroShard as published, on the paper's own nets",
             lambda: PaperSearcher(NeuroShardConfig(costs="own"), models=nets),
         )
-        yield dataclasses.replace(rival, training=lambda: dict(nets.trained_on))
+        yield dataclasses.replace(rival, training=lambda: _seconds(nets.trained_on))
     for name in POLICIES:
         load = functools.cache(functools.partial(_policy, name))
         rival = _search_rival(name, "trained policy, tables whole", load)
@@ -161,7 +161,11 @@ def _policy(name: str) -> PolicySearcher:
 def _training(load: Callable[[], PolicySearcher]) -> dict[str, Any]:
     """Return what a policy's description says of its training."""
     info = load().policy.info
-    return {"name": info.name, "hardware": info.hardware, **info.trained_on}
+    return {"name": info.name, "hardware": info.hardware, **_seconds(info.trained_on)}
+
+
+def _seconds(trained_on: Mapping[str, Any]) -> dict[str, Any]:
+    return {"training_seconds": trained_on.get("training_seconds")}
 
 
 def _greedies() -> Iterator[Rival]:

@@ -152,13 +152,13 @@ class Comparison:
 
     def _beginning(self) -> dict[str, Any]:
         options = {
-            k: str(v) if isinstance(v, Path) else v
+            k: _shown(str(v)) if isinstance(v, Path) else v
             for k, v in vars(self._options).items()
             if k not in _FREE_OPTIONS
         }
         return {
             "schema_version": SCHEMA_VERSION,
-            "command": shlex.join(["python", *sys.argv]),
+            "command": shlex.join(["python", *map(_shown, sys.argv)]),
             "created": _now(),
             "updated": _now(),
             "commit": _commit(),
@@ -322,6 +322,12 @@ def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:
 
 def _at(out: Path) -> Path:
     return out.with_name(f"{out.name}.json")
+
+
+def _shown(argument: str) -> str:
+    """Leave out where this machine keeps its files."""
+    path = Path(argument)
+    return path.name if path.is_absolute() else argument
 
 
 def _now() -> str:

@@ -319,13 +319,17 @@ def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> N
 
 
 def test_a_run_goes_on_where_it_was_cut_off(
-    parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    parts: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = ["--out", str(tmp_path / "run"), "--quick", "--max-rows", "1000"]
     command += ["--cost-model", "cpu", "--batch-size", "64", "--num-tasks", "2"]
     command += ["--collectives", "predicted", "--planning-processes", "0"]
     command += ["--planners", "greedy-size", "torchrec, best practice"]
     main = parts("run").main
+    monkeypatch.setattr(sys, "argv", ["compare_planners.py", *command])
     main([*command, "--stop-after", "0"])
     first = json.loads((tmp_path / "run.json").read_text())
     main(command)
@@ -333,6 +337,7 @@ def test_a_run_goes_on_where_it_was_cut_off(
     assert [len(first["tasks"]), len(both["tasks"])] == [1, 2]
     assert both["tasks"][0] == first["tasks"][0]
     assert both["tasks"][1]["planners"]["greedy-size"]["status"] == "plan"
+    assert str(tmp_path) not in (tmp_path / "run.json").read_text()
     assert "the same command goes on" in capsys.readouterr().out
     (tmp_path / "run.md").unlink()
     main([*command, "--pages-only"])
