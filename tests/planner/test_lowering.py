@@ -22,12 +22,14 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec_neuroshard.errors import PlacementError, ProfileError
 from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.lowering import (
-    TableReader,
-    check_profiles,
-    device_tier,
     fusion_key,
     lower_plan,
     placement_from_plan,
+)
+from torchrec_neuroshard.planner.table_reader import (
+    TableReader,
+    check_profiles,
+    device_tier,
     table_configs,
 )
 from torchrec_neuroshard.profiles import FeatureProfile

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from torchrec_neuroshard.planner.lowering import TableReader
 from torchrec_neuroshard.planner.models import (
     NUM_DENSE_FEATURES,
     OPTIMIZER_CLASSES,
@@ -20,6 +19,7 @@ from torchrec_neuroshard.planner.models import (
     fill_tables,
     local_tables,
 )
+from torchrec_neuroshard.planner.table_reader import TableReader
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 
 pytestmark = [

@@ -182,23 +182,40 @@ def test_node_without_tables(make_ebc: MakeEbc) -> None:
     assert first[0][2] > idle[2] > 0  # and gets outputs from the other node
 
 
-def test_replicas(make_ebc: MakeEbc) -> None:
+@pytest.mark.parametrize(
+    ("device", "forward_factor", "backward_factor", "passes"),
+    [
+        # TorchRec takes dense kernels to be half as fast, and 9.22 passes over a table.
+        ("cuda", 2.0, 2.0, 2 * 9.22),
+        ("cpu", 0.78, 1.17, 2.96),  # as measured
+    ],
+)
+def test_replicas(
+    make_ebc: MakeEbc,
+    device: str,
+    forward_factor: float,
+    backward_factor: float,
+    passes: float,
+) -> None:
     sizes = [(1000, 16), (500, 8)]
     kinds = {f"t{i}": ("data_parallel", "dense") for i in range(2)}
-    topology = topology_of(2, hbm_mem_bw=1e6)
+    topology = Topology(
+        world_size=2, compute_device=device, intra_host_bw=INTRA, hbm_mem_bw=1e6
+    )
     costs, plan = placed(make_ebc(sizes), topology, kinds, pooling_factors=[6.0])
     ((name, ranks),) = phases_of(costs, plan).items()
     assert name == "model (data_parallel)"
     lookups = BATCH * 6  # of its own samples only
     fused = LAUNCH + LOOKUP * 2 * lookups + BYTE * lookups * 4 * (16 + 8)
     alone = [LAUNCH + LOOKUP * lookups + BYTE * lookups * 4 * d for d in (16, 8)]
-    # TorchRec takes dense kernels to be half as fast, and 9.22 passes over the table.
-    forward = fused + sum(a - PROBED_LAUNCH for a in alone)
+    above = sum(a - PROBED_LAUNCH for a in alone)
+    forward = fused + above * (forward_factor - 1)
     gradients = (1000 * 16 + 500 * 8) * 4
     # The probe: 65536 rows of 512 bytes; TorchRec counts ids and 8192 outputs, too.
     probe = LAUNCH + (LOOKUP + 512 * BYTE) * 65536
     byte_ms = (probe - PROBED_LAUNCH) / (65536 * 520 + 8192 * 512)
-    backward = 2 * forward + 2 * 9.22 * gradients * byte_ms
+    backward = 2 * (fused + above * (backward_factor - 1))
+    backward += passes * gradients * byte_ms
     reduced = 2 * gradients / 2 / INTRA
     for rank in ranks:
         assert rank == pytest.approx([0, forward, 0, reduced, backward])

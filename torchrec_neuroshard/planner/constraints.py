@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import joined_sets
-from torchrec_neuroshard.planner.lowering import table_name
+from torchrec_neuroshard.planner.table_reader import table_name
 
 __all__ = ["PlacementConstraints", "PlacementRules", "ranks_by_table"]
 

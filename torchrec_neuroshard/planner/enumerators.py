@@ -24,16 +24,16 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.lowering import (
-    OFFLOADED_KERNELS,
-    SEARCHED_TYPES,
-    is_modelled_config,
-    table_configs,
-)
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.shard_estimators import (
     NeuroShardEstimator,
     StorageEstimator,
+)
+from torchrec_neuroshard.planner.table_reader import (
+    OFFLOADED_KERNELS,
+    SEARCHED_TYPES,
+    is_modelled_config,
+    table_configs,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 

@@ -16,7 +16,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
-from torchrec_neuroshard.planner.lowering import table_name
+from torchrec_neuroshard.planner.table_reader import table_name
 
 __all__ = ["memory_left", "option_copies", "place_greedily"]
 

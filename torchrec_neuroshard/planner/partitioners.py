@@ -36,14 +36,13 @@ from torchrec_neuroshard.planner.greedy import (
     option_copies,
     place_greedily,
 )
-from torchrec_neuroshard.planner.lowering import (
-    FusionGroups,
+from torchrec_neuroshard.planner.lowering import FusionGroups, fusion_key
+from torchrec_neuroshard.planner.plan_costs import CostedPart
+from torchrec_neuroshard.planner.table_reader import (
     device_tier,
-    fusion_key,
     has_own_optimizer,
     table_name,
 )
-from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.search import NeuroShardSearcher, make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig

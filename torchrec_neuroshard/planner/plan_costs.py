@@ -38,19 +38,13 @@ from torchrec_neuroshard.planner.links import (
     find_comms_model,
     find_rank_groups,
 )
-from torchrec_neuroshard.planner.lowering import (
-    LoweredPlan,
-    TableReader,
-    fusion_key,
-    is_dense,
-    lower_plan,
-    table_name,
-)
+from torchrec_neuroshard.planner.lowering import LoweredPlan, fusion_key, lower_plan
 from torchrec_neuroshard.planner.staged import (
     ShardPricer,
     StagedShards,
     is_estimated,
 )
+from torchrec_neuroshard.planner.table_reader import TableReader, is_dense, table_name
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
 from torchrec_neuroshard.simulator import (
@@ -298,7 +292,7 @@ class PlanCosts:
             (
                 replicas,
                 "data-parallel: TorchRec's dense kernel and the optimizer's pass over "
-                "all rows were not measured",
+                "all rows are derived from the fused kernel",
             ),
             (offloaded, "in the host's memory: kernels that read it were not measured"),
             (stock, "outside the cost model: their cost is TorchRec's estimate"),

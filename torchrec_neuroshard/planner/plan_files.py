@@ -54,7 +54,7 @@ from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.lowering import device_tier, table_configs
+from torchrec_neuroshard.planner.table_reader import device_tier, table_configs
 from torchrec_neuroshard.search.base import SearchResult
 
 __all__ = [

@@ -41,10 +41,6 @@ from torchrec_neuroshard.planner.constraints import (
     ranks_by_table,
 )
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.lowering import (
-    check_profiles,
-    table_name,
-)
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
     SearchRecord,
@@ -57,6 +53,7 @@ from torchrec_neuroshard.planner.proposers import (
 )
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.planner.stock import StockPlanner, report_full
+from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
 from torchrec_neuroshard.planner.topologies import default_topology, memory_notes
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain

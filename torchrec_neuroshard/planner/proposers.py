@@ -19,13 +19,9 @@ from torchrec.distributed.types import ShardingType
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.ideals import IdealCosts, Layout
-from torchrec_neuroshard.planner.lowering import (
-    device_tier,
-    is_dense,
-    table_name,
-)
 from torchrec_neuroshard.planner.plan_costs import CostedPart
 from torchrec_neuroshard.planner.staged import is_estimated
+from torchrec_neuroshard.planner.table_reader import device_tier, is_dense, table_name
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [

@@ -42,7 +42,6 @@ from torchrec.distributed.types import (
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
-from torchrec_neuroshard.planner.lowering import check_profiles, table_name
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.plan_files import (
@@ -52,6 +51,7 @@ from torchrec_neuroshard.planner.plan_files import (
     with_shards,
 )
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
 from torchrec_neuroshard.simulator import PredictedCosts, critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 

@@ -11,10 +11,11 @@ depends on the type:
 - data-parallel: no ids or outputs move, the gradients of whole tables are all-reduced.
 
 A row shard is a table of its share of the rows and of the lookups; a replica is a whole
-table that reads the samples of its own rank. Two things were not measured and are
+table that reads the samples of its own rank. Two things no bundle holds, and they are
 estimates: the kernel of replicas, with the optimizer's pass over all of their rows, and
 kernels that read the host's memory. Both cost what the fused kernel costs above its
-launch, times what TorchRec's estimate takes them to be slower.
+launch, times a factor: measured for replicas on CPUs, else what TorchRec's estimate
+takes them to be slower.
 
 Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `E` encoding values, `C`
 candidates.
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,17 +34,22 @@ from torchrec.distributed.planner.constants import (
     DP_ELEMENTWISE_KERNELS_PERF_FACTOR,
     kernel_bw_lookup,
 )
-from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
+from torchrec.distributed.planner.types import (
+    PlannerError,
+    Shard,
+    ShardingOption,
+    Topology,
+)
 from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.features import ShardFeaturizer, table_features
-from torchrec_neuroshard.planner.lowering import (
+from torchrec_neuroshard.planner.lowering import FusionGroups, fusion_key
+from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
-    FusionGroups,
     TableReader,
-    fusion_key,
     is_dense,
+    table_name,
 )
 from torchrec_neuroshard.profiles import FeatureProfile, uniform_profile
 from torchrec_neuroshard.simulator import order_costs
@@ -78,6 +84,25 @@ _PROBE_ROWS, _PROBE_WIDTH, _PROBE_LOOKUPS, _PROBE_BATCH = 10**6, 128, 65536, 819
 
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DenseKernel:
+    """What replicas take above a launch, in the fused kernel's terms."""
+
+    forward: float
+    """Times what the fused kernel takes above its launch."""
+    backward: float
+    passes: float
+    """Over all rows, at the bandwidth at which the fused kernel reads rows: to clear
+    and copy the gradient, and for the optimizer."""
+
+
+_MEASURED_DENSE: Mapping[str, _DenseKernel] = {
+    "cpu": _DenseKernel(forward=0.78, backward=1.17, passes=2.96)
+}
+"""By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core, and held
+to others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
 
 
 def is_estimated(option: ShardingOption) -> bool:
@@ -464,16 +489,30 @@ class ShardPricer:
             start = own.stop
             if not is_estimated(option):
                 continue
-            slowness = self._slowness(option)
-            extra[own] = above_launch[own] * (slowness - 1)
             if is_dense(option):
+                kernel = self._dense_kernel(option)
+                factors = np.array([kernel.forward, kernel.backward])
+                extra[own] = above_launch[own] * (factors - 1)
                 bytes_N = self._loads(option)[:, 2]
-                passes = DP_ELEMENTWISE_KERNELS_PERF_FACTOR * slowness
-                extra[own, 1] += bytes_N * passes * self._byte_ms()
+                extra[own, 1] += bytes_N * kernel.passes * self._byte_ms()
+            else:
+                extra[own] = above_launch[own] * (self._slowness(option) - 1)
         return extra
 
+    def _dense_kernel(self, option: ShardingOption) -> _DenseKernel:
+        known = _MEASURED_DENSE.get(self._topology.compute_device)
+        if known is not None:
+            return known
+        slowness = self._slowness(option)
+        passes = DP_ELEMENTWISE_KERNELS_PERF_FACTOR * slowness
+        return _DenseKernel(slowness, slowness, passes)
+
     def _slowness(self, option: ShardingOption) -> float:
-        """How much slower than a fused kernel TorchRec's estimate takes this one."""
+        """How much slower than a fused kernel TorchRec's estimate takes this one.
+
+        Raises:
+            PlannerError: TorchRec has no such kernel for the device.
+        """
         topology, params = self._topology, option.cache_params
 
         def bandwidth(kernel: str) -> float:
@@ -486,7 +525,12 @@ class ShardPricer:
                 caching_ratio=params.load_factor if params else None,
                 prefetch_pipeline=bool(params and params.prefetch_pipeline),
             )
-            assert found is not None, "only kernels that TorchRec knows are costed"
+            if found is None:
+                raise PlannerError(
+                    f"table '{table_name(option)}': TorchRec has no kernel '{kernel}' "
+                    f"for '{topology.compute_device}'; leave it out of the "
+                    "constraint's compute_kernels or of what the sharder offers"
+                )
             return float(found)
 
         return bandwidth("fused") / bandwidth(option.compute_kernel)

@@ -27,12 +27,12 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.lowering import TableReader
 from torchrec_neuroshard.planner.shard_estimators import (
     OutOfTimeError,
     StorageEstimator,
     TimedEstimator,
 )
+from torchrec_neuroshard.planner.table_reader import TableReader
 
 __all__ = ["PlacedPlanProposer", "StockPlanner", "report_full"]
 

@@ -1,0 +1,382 @@
+"""TorchRec's sharding options as tables of the cost model.
+
+A *searched* option is one whose placement this package chooses: a fused table-wise or
+column-wise one. A *described* option is one whose shards a `Placement` can express:
+searched ones and those that TorchRec itself placed table-column-wise. A *costed* option
+is one that the cost model has a price for: described ones, row shards, replicas and
+tables in host memory. All others (tables on disk, quantised or of odd widths, modules
+of other kinds) keep TorchRec's own costs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
+
+from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
+from torchrec_neuroshard.tables import (
+    COLUMN_MULTIPLE,
+    DATA_TYPE_BYTES,
+    TableConfig,
+)
+
+__all__ = [
+    "DESCRIBED_TYPES",
+    "OFFLOADED_KERNELS",
+    "SEARCHED_TYPES",
+    "TableReader",
+    "check_profiles",
+    "device_tier",
+    "has_own_optimizer",
+    "is_dense",
+    "is_modelled_config",
+    "table_configs",
+    "table_name",
+]
+
+SEARCHED_TYPES: frozenset[str] = frozenset(
+    {ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value}
+)
+"""Sharding types that the search emits."""
+
+DESCRIBED_TYPES: frozenset[str] = SEARCHED_TYPES | {
+    ShardingType.TABLE_COLUMN_WISE.value
+}
+"""Sharding types whose shards are whole columns on one rank each."""
+
+_FUSED = EmbeddingComputeKernel.FUSED.value
+_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+
+_ROW_TYPES: frozenset[str] = frozenset(
+    {
+        ShardingType.ROW_WISE.value,
+        ShardingType.TABLE_ROW_WISE.value,
+        ShardingType.GRID_SHARD.value,
+    }
+)
+
+OFFLOADED_KERNELS: frozenset[str] = frozenset(
+    {
+        EmbeddingComputeKernel.FUSED_UVM.value,
+        EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+    }
+)
+"""Fused kernels whose tables live in the host's memory."""
+
+_OPTIMIZER_NAMES: Mapping[str, str] = {
+    # torch.optim and torchrec.optim classes
+    "SGD": "sgd",
+    "RowWiseAdagrad": "rowwise_adagrad",
+    "Adagrad": "adagrad",
+    "Adam": "adam",
+    # members of fbgemm's EmbOptimType
+    "EXACT_SGD": "sgd",
+    "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad",
+    "EXACT_ADAGRAD": "adagrad",
+    "ADAM": "adam",
+}
+"""Other optimizers are costed as Adam, which keeps as much state as any of them."""
+
+
+def device_tier(topology: Topology) -> str:
+    """Name of the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
+    return "ddr" if topology.compute_device == "cpu" else "hbm"
+
+
+def table_name(option: ShardingOption) -> str:
+    """Path of the option's module and the table's name; unique in a model."""
+    return f"{option.path}.{option.name}" if option.path else str(option.name)
+
+
+def is_dense(option: ShardingOption) -> bool:
+    """Whether the option runs PyTorch's own kernels instead of a fused one."""
+    return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
+
+
+def has_own_optimizer(option: ShardingOption) -> bool:
+    """Whether `apply_optimizer_in_backward` gave the table an optimizer."""
+    classes = getattr(option.tensor, "_optimizer_classes", None)
+    return classes is not None and len(classes) > 0 and classes[0] is not None
+
+
+def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
+    """Return TorchRec's configurations of the tables in `module`."""
+    for child in module.modules():
+        if isinstance(child, EmbeddingBagCollectionInterface):
+            yield from child.embedding_bag_configs()
+        elif isinstance(child, EmbeddingCollectionInterface):
+            yield from child.embedding_configs()
+
+
+def is_modelled_config(config: BaseEmbeddingConfig) -> bool:
+    """Whether the cost model knows tables of such a configuration."""
+    return bool(
+        config.data_type.value.lower() in DATA_TYPE_BYTES
+        and config.num_embeddings > 0
+        and config.embedding_dim > 0
+        and config.embedding_dim % COLUMN_MULTIPLE == 0
+    )
+
+
+def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:
+    """Check that each profile belongs to a feature of the model.
+
+    Raises:
+        ProfileError: A profile is of a feature that no embedding table reads.
+    """
+    if not profiles:
+        return
+    known = {
+        feature
+        for config in table_configs(module)
+        for feature in (config.feature_names or [config.name])
+    }
+    unknown = sorted(set(profiles) - known)
+    if unknown:
+        raise ProfileError(
+            f"profiles holds feature '{unknown[0]}', which no embedding table reads; "
+            f"known features: {', '.join(sorted(known)) or 'none'}. Leave it out or "
+            "correct its name"
+        )
+
+
+def _check_lengths(constraints: Mapping[str, ParameterConstraints]) -> None:
+    """Check that what constraints say of features, they say of as many features.
+
+    Raises:
+        ConfigError: Two lists of a table's constraints differ in length.
+    """
+    for name, constraint in constraints.items():
+        count = len(constraint.pooling_factors or [1.0])
+        for field in ("num_poolings", "batch_sizes"):
+            values = getattr(constraint, field)
+            if values and len(values) != count:
+                raise ConfigError(
+                    f"constraints of table '{name}': {field} has {len(values)} values, "
+                    f"pooling_factors {count}; give both one value per feature"
+                )
+
+
+class TableReader:
+    """Reads TorchRec's sharding options as tables of the cost model.
+
+    Attributes:
+        fused_params: Module type -> the sharder's fused parameters. Filled by
+            `note_sharders` or by the estimator; without them the optimizer is taken
+            from the parameter, else TorchRec's default.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        constraints: Mapping[str, ParameterConstraints] | None,
+        profiles: Mapping[str, FeatureProfile] | None,
+    ) -> None:
+        """Take what the tables' inputs are described by.
+
+        Raises:
+            ConfigError: Two lists of a table's constraints differ in length.
+        """
+        self.fused_params: dict[str, Mapping[str, Any]] = {}
+        self._world_size = world_size
+        self._constraints = constraints or {}
+        _check_lengths(self._constraints)
+        self._profiles = profiles or {}
+        self._configs: weakref.WeakKeyDictionary[
+            nn.Module, dict[str, BaseEmbeddingConfig]
+        ] = weakref.WeakKeyDictionary()
+        self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._tables: dict[tuple[Any, ...], TableConfig] = {}
+
+    def note_sharders(self, sharders: Iterable[ModuleSharder[Any]]) -> None:
+        """Remember the fused parameters of each sharder."""
+        for sharder in sharders:
+            kind = sharder.module_type
+            self.fused_params[f"{kind.__module__}.{kind.__name__}"] = (
+                getattr(sharder, "fused_params", None) or {}
+            )
+
+    def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
+        """Return TorchRec's configuration of the option's table, if it has one."""
+        module = option.module[1]
+        if module not in self._configs:
+            self._configs[module] = {c.name: c for c in table_configs(module)}
+        return self._configs[module].get(option.name)
+
+    def _is_weighted(self, option: ShardingOption) -> bool:
+        """Whether lookups carry weights, given or made by a feature processor."""
+        if option.is_weighted or option.has_feature_processor:
+            return True
+        module = option.module[1]
+        if module not in self._weighted:
+            self._weighted[module] = any(
+                isinstance(child, EmbeddingBagCollectionInterface)
+                and bool(child.is_weighted())
+                for child in module.modules()
+            )
+        return self._weighted[module]
+
+    def is_described(self, option: ShardingOption) -> bool:
+        """Whether the cost model and a placement can describe the option."""
+        return (
+            option.sharding_type in DESCRIBED_TYPES
+            and option.compute_kernel == _FUSED
+            and self._is_modelled(option)
+        )
+
+    def is_costed(self, option: ShardingOption) -> bool:
+        """Whether the cost model has a price for the option; see the module."""
+        if option.sharding_type == _DATA_PARALLEL:
+            return is_dense(option) and self._is_modelled(option)
+        return (
+            option.sharding_type in DESCRIBED_TYPES | _ROW_TYPES
+            and option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
+            and self._is_modelled(option)
+        )
+
+    def _is_modelled(self, option: ShardingOption) -> bool:
+        config = self.config(option)
+        return (
+            config is not None
+            and is_modelled_config(config)
+            and option.tensor.dim() == 2
+            and all(
+                s.size[1] > 0 and s.size[1] % COLUMN_MULTIPLE == 0
+                for s in option.shards
+            )
+        )
+
+    def is_searched(self, option: ShardingOption) -> bool:
+        """Whether this package chooses the option's shards and ranks."""
+        return (
+            option.sharding_type in SEARCHED_TYPES
+            and option.dependency is None
+            and self.is_described(option)
+        )
+
+    def optimizer(self, option: ShardingOption) -> str:
+        """Name of the table's optimizer, among those that the cost models know."""
+        if has_own_optimizer(option):
+            return _OPTIMIZER_NAMES.get(
+                option.tensor._optimizer_classes[0].__name__, "adam"
+            )
+        module = option.module[1]
+        if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
+            return _OPTIMIZER_NAMES.get(module.optimizer_type().__name__, "adam")
+        chosen = self.fused_params.get(option.module_type_key, {}).get("optimizer")
+        if chosen is None or is_dense(option):  # which reads no fused_params
+            return "sgd"  # fbgemm's own default
+        return _OPTIMIZER_NAMES.get(getattr(chosen, "name", str(chosen)), "adam")
+
+    def table(self, option: ShardingOption) -> TableConfig:
+        """Describe the option's table, whatever its shards.
+
+        Features that `profiles` holds are described by their profile, the others by
+        the constraints' pooling factors. A sequence table that looks up L ids per
+        sample reads like L features of one id each.
+
+        Args:
+            option: A costed option.
+        """
+        optimizer = self.optimizer(option)
+        config = self.config(option)
+        assert config is not None, "only costed options have tables"
+        key = (
+            table_name(option),
+            tuple(option.tensor.shape),
+            tuple(config.feature_names),
+            config.data_type,
+            tuple(option.input_lengths),
+            option.batch_size,
+            self._is_weighted(option),
+            option.is_pooled,
+            optimizer,
+        )
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._describe(option, config, optimizer)
+        return table
+
+    def _describe(
+        self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
+    ) -> TableConfig:
+        rows, width = (int(n) for n in option.tensor.shape)
+        features = list(config.feature_names or []) or [option.name]
+        pooling = self._pooling_factors(option, len(features))
+        batch_size = option.batch_size * self._world_size
+        weighted = self._is_weighted(option)
+        profile: FeatureProfile | None = None
+        total = sum(pooling)
+        if any(f in self._profiles for f in features):
+            profile = merge_profiles(
+                [
+                    self._profile(f, p, batch_size, rows)
+                    for f, p in zip(features, pooling, strict=True)
+                ]
+            )
+            total = profile.pooling_factor
+        return TableConfig(
+            name=table_name(option),
+            num_embeddings=rows,
+            embedding_dim=width,
+            pooling_factor=total,
+            num_features=len(features) if option.is_pooled else max(1, round(total)),
+            profile=profile,
+            weighted=weighted,
+            data_type=config.data_type.value.lower(),
+            optimizer=optimizer,
+        )
+
+    def _pooling_factors(self, option: ShardingOption, count: int) -> list[float]:
+        """Ids per sample of each feature, by the constraints."""
+        lengths = [float(v) for v in option.input_lengths]
+        constraint = self._constraints.get(option.name)
+        repeats = getattr(option, "num_poolings", None) or (
+            constraint.num_poolings if constraint else None
+        )
+        if repeats and len(repeats) == len(lengths):
+            lengths = [a * b for a, b in zip(lengths, repeats, strict=True)]
+        sizes = constraint.batch_sizes if constraint else None
+        if sizes and len(sizes) == len(lengths):
+            lengths = [
+                a * b / option.batch_size for a, b in zip(lengths, sizes, strict=True)
+            ]
+        if len(lengths) == count:
+            return lengths
+        return [sum(lengths) / len(lengths)] * count
+
+    def _profile(
+        self, feature: str, pooling: float, batch_size: int, rows: int
+    ) -> FeatureProfile:
+        known = self._profiles.get(feature)
+        if known is not None and known.access_histogram:
+            return known.at_batch_size(batch_size, rows)
+        return zipf_profile(
+            batch_size=batch_size,
+            pooling_factor=pooling if known is None else known.pooling_factor,
+            num_embeddings=rows,
+            pooling_std=0.0 if known is None else known.pooling_std,
+        )
