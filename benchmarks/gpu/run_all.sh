@@ -110,7 +110,7 @@ demo() { # One rank: predicted beside measured.
 
 calibrate() { # What a user with another GPU of the kind runs.
     neuroshard calibrate --from "$bundle" --device "$DEVICE" --out "$OUT/calibrated" \
-        --num-samples "$(pick 120 300)" --seed 1 --time-limit "$(pick 60 120)" \
+        --num-samples "$(pick 120 300)" --seed 1 --time-limit "$(pick 150 120)" \
         ${QUICK:+--max-gib 0.002 --steps 5}
 }
 
