@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -29,6 +32,17 @@ def policy_tables() -> tuple[TableConfig, ...]:
         )
         for i in range(80)
     )
+
+
+@pytest.fixture(scope="session")
+def tables_file(
+    policy_tables: tuple[TableConfig, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The same as a file of table sets."""
+    path = tmp_path_factory.mktemp("tables") / "tables.json"
+    workloads = [{"name": "w", "tables": [t.to_json() for t in policy_tables]}]
+    path.write_text(json.dumps({"workloads": workloads}))
+    return path
 
 
 @pytest.fixture(scope="session")

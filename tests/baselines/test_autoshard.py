@@ -66,8 +66,10 @@ def test_settings_are_the_papers() -> None:
     config = AutoShardConfig()
     assert config.iterations * config.steps == 100_000
     assert config.iterations * config.cost_updates == 2_500
-    assert dataclasses.astuple(config)[3:] == (512, 5_000, 1e-3, 1e-3, 0.5, 40.0, 0)
-    with pytest.raises(ConfigError, match="counts must be at least 1"):
+    assert (config.cost_batch, config.buffer) == (512, 5_000)
+    assert (config.learning_rate, config.entropy_weight) == (1e-3, 1e-3)
+    assert (config.baseline_weight, config.max_gradient_norm) == (0.5, 40.0)
+    with pytest.raises(ConfigError, match="must be at least 1"):
         AutoShardConfig(steps=0)
 
 
@@ -117,7 +119,9 @@ def test_vtrace_on_policy_is_the_return() -> None:
     torch.testing.assert_close(advantages, returns - values)
 
 
-def test_policy_losses_do_not_reach_the_cost_net(policy_tasks: Tasks) -> None:
+def test_policy_losses_reach_the_encoder_and_not_the_cost_head(
+    policy_tasks: Tasks,
+) -> None:
     torch.manual_seed(0)
     net = AutoShardNet()
     episodes = arrange(net, [view_task(policy_tasks[0][0])])
@@ -125,7 +129,8 @@ def test_policy_losses_do_not_reach_the_cost_net(policy_tasks: Tasks) -> None:
     loss = policy_log_probs(net, episodes, rollout)[..., 0].sum()
     (loss + net.values(net.context(episodes)).sum()).backward()  # type: ignore[no-untyped-call]
     reached = {n.split(".")[0] for n, p in net.named_parameters() if p.grad is not None}
-    assert reached == {"fraction", "lstm", "rank_branch", "logit", "value_head"}
+    policy = {"fraction", "lstm", "rank_branch", "logit", "value_head"}
+    assert reached == {"encoder", *policy}
 
 
 @pytest.fixture(scope="module")

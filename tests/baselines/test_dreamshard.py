@@ -68,8 +68,18 @@ def trainer(policy_tasks: Tasks, policy_costs: SimulatedPlans) -> DreamShardTrai
 
 def test_settings_are_the_papers() -> None:
     config = DreamShardConfig()
-    assert dataclasses.astuple(config) == (10, 10, 300, 10, 10, 64, 5e-4, 1e-3, 0)
-    with pytest.raises(ConfigError, match="episodes at least 2"):
+    assert dataclasses.asdict(config) == {
+        "iterations": 10,
+        "plans_per_iteration": 10,
+        "cost_updates": 300,
+        "policy_updates": 10,
+        "episodes": 10,
+        "batch": 64,
+        "learning_rate": 5e-4,
+        "entropy_weight": 1e-3,
+        "seed": 0,
+    }
+    with pytest.raises(ConfigError, match="episodes must be at least 2"):
         DreamShardConfig(episodes=1)
 
 

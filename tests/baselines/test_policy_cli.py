@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 
 from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
-from torchrec_neuroshard.baselines.heuristics import RandomSearcher
+from torchrec_neuroshard.baselines.heuristics import GreedySearcher, RandomSearcher
 from torchrec_neuroshard.baselines.policies import PolicySearcher, shipped_policy
 from torchrec_neuroshard.baselines.policy_cli import PolicyRun
 from torchrec_neuroshard.baselines.policy_training import (
@@ -27,9 +26,9 @@ from torchrec_neuroshard.baselines.policy_training import (
     sample_policy_tasks,
 )
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.cost_models import BandwidthCommsModel, load_cost_model
+from torchrec_neuroshard.cost_models import CommsModel, load_cost_model
+from torchrec_neuroshard.cost_models.loading import load_comms_model
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads import generate_dlrm_tables
 
 SEARCHERS: dict[str, type[PolicySearcher]] = {
@@ -38,23 +37,13 @@ SEARCHERS: dict[str, type[PolicySearcher]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def tables_file(
-    policy_tables: tuple[TableConfig, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    path = tmp_path_factory.mktemp("tables") / "tables.json"
-    workloads = [{"name": "w", "tables": [t.to_json() for t in policy_tables]}]
-    path.write_text(json.dumps({"workloads": workloads}))
-    return path
-
-
 def options(
     method: str, tables: Path, out: Path, iterations: int, seed: int = 0
 ) -> list[str]:
     return [
         *("train-policy", "--method", method, "--cost-model", "cpu"),
         *("--tables", str(tables), "--out", str(out), "--seed", str(seed)),
-        *("--iterations", str(iterations), "--num-tasks", "8", "--num-test-tasks"),
+        *("--set", f"iterations={iterations}", "--num-tasks", "8", "--num-test-tasks"),
         *("6", "--num-tables", "20", "30", "--world-sizes", "2", "3"),
         *("--batch-size", "512"),
     ]
@@ -121,7 +110,8 @@ def test_card_and_description_say_what_was_done(
         (["--num-tasks", "0"], "num_tasks and num_test_tasks must be at least 1"),
         (["--num-tables", "30", "41"], "lower num_tables"),
         (["--cost-model", "nowhere"], "unknown cost model 'nowhere'"),
-        (["--iterations", "0"], "counts must be at least 1"),
+        (["--set", "iterations=0"], "iterations must be at least 1, got 0"),
+        (["--set", "momentum=1"], "dreamshard has no setting 'momentum'; it has bat"),
     ],
 )
 def test_user_errors(
@@ -149,22 +139,28 @@ def test_method_is_checked() -> None:
 
 
 @pytest.mark.parametrize("method", SEARCHERS)
-def test_shipped_policy_beats_random_on_tables_of_another_seed(method: str) -> None:
+def test_shipped_policy_beats_the_papers_on_tables_of_another_seed(method: str) -> None:
     folder = shipped_policy(method)
     assert sum(f.stat().st_size for f in folder.iterdir()) < 1_000_000
-    searcher = SEARCHERS[method]()
-    assert searcher.policy.info.hardware == load_cost_model("cpu").hardware
-    tables = generate_dlrm_tables(seed=99)
-    config = PolicyTaskConfig(num_tables=(20, 40), world_sizes=(3, 5))
-    costs = SimulatedPlans(
-        load_cost_model("cpu"),
-        lambda world_size: BandwidthCommsModel(
+    searcher, cost_model = SEARCHERS[method](), load_cost_model("cpu_epyc_zen5")
+    assert searcher.policy.info.hardware == cost_model.hardware
+
+    def collectives(world_size: int) -> CommsModel:
+        found = load_comms_model(
+            "cpu_epyc_zen5",
+            device_type="cpu",
             world_size=world_size,
             local_world_size=world_size,
-            intra_gb_per_s=600.0,
-            inter_gb_per_s=600.0,
-        ),
-    )
+        )
+        assert found is not None
+        return found
+
+    tables = generate_dlrm_tables(seed=99)
+    config = PolicyTaskConfig(num_tables=(20, 40), world_sizes=(3, 5))
     tasks = sample_policy_tasks(tables, config, 16)
-    (found,) = compare(searcher, [RandomSearcher()], tasks, costs)
-    assert found.num_pairs == 16 and found.high < -0.05
+    others = [RandomSearcher(), GreedySearcher("size-lookup")]
+    costs = SimulatedPlans(cost_model, collectives)
+    random, greedy = compare(searcher, others, tasks, costs)
+    assert random.num_pairs == greedy.num_pairs == 16
+    assert random.high < -0.05
+    assert greedy.change < -0.03

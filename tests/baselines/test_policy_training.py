@@ -14,6 +14,7 @@ import torch
 from torchrec_neuroshard.baselines.dreamshard import DreamShardNet
 from torchrec_neuroshard.baselines.heuristics import GreedySearcher, RandomSearcher
 from torchrec_neuroshard.baselines.policy_training import (
+    PolicyConfig,
     PolicyTaskConfig,
     PolicyTrainer,
     SimulatedPlans,
@@ -154,10 +155,10 @@ class CountingTrainer(PolicyTrainer):
     """Iteration k multiplies by 3 and adds k: its order and number show."""
 
     method = "counting"
-    num_iterations = 6
+    net = DreamShardNet()
 
     def __init__(self, stop_at: int = -1) -> None:
-        self.net = DreamShardNet()
+        self._config = PolicyConfig(iterations=6, learning_rate=1.0)
         self.value, self.stop_at = 1, stop_at
 
     def step(self, iteration: int) -> Mapping[str, float]:
@@ -171,9 +172,6 @@ class CountingTrainer(PolicyTrainer):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.value = int(state["value"])
-
-    def settings(self) -> dict[str, Any]:
-        return {}
 
 
 def test_runs_go_on_where_they_stopped(tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ Architecture, counts and rates are the paper's. Different here:
   negative reward: the worst excess over the limit.
 - Tasks of several numbers of ranks are mixed.
 
-Where the sources at hand are silent: the policy's losses do not reach the tables'
-encoder, which only the cost net trains; losses of policy and value are sums over steps,
-the cost net's is a mean; the cost net has an optimizer of its own of the same rate; an
-empty rank (the released code's dummy table) is the zero vector.
+As in the released code, one optimizer serves all losses, so that the policy's reach the
+tables' encoder too, and each rank holds a dummy table of zeros; losses of policy and
+value are sums over steps, the cost net's is a mean.
 
 Shapes: as in `policies`; `S` ranks of plans.
 """
@@ -33,7 +32,6 @@ Shapes: as in `policies`; `S` ranks of plans.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,15 +51,14 @@ from torchrec_neuroshard.baselines.policies import (
     layers,
     policy_log_probs,
     roll_out,
-    view_task,
 )
 from torchrec_neuroshard.baselines.policy_training import (
     PlanCosts,
+    PolicyConfig,
     PolicyTrainer,
     episode_placement,
     seeded,
 )
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.simulator import PredictedCosts
 
@@ -79,7 +76,7 @@ _SIZE = POLICY_FEATURES.index("size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutoShardConfig:
+class AutoShardConfig(PolicyConfig):
     """AutoShard's settings."""
 
     iterations: int = 125
@@ -93,22 +90,8 @@ class AutoShardConfig:
     buffer: int = 5_000
     """Latest ranks of plans that the cost net learns from."""
     learning_rate: float = 1e-3
-    """Falls linearly to 0 over the updates."""
-    entropy_weight: float = 1e-3
     baseline_weight: float = 0.5
     max_gradient_norm: float = 40.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        counts = (
-            self.iterations,
-            self.steps,
-            self.cost_updates,
-            self.cost_batch,
-            self.buffer,
-        )
-        if min(counts) < 1:
-            raise ConfigError(f"counts must be at least 1, got {counts}")
 
 
 class AutoShardNet(PolicyNet):
@@ -147,25 +130,28 @@ class AutoShardNet(PolicyNet):
 
     def items(self, features_ETF: torch.Tensor) -> torch.Tensor:
         """Encodings and sizes."""
-        encoded = self.encode(features_ETF).detach()
+        encoded = self.encode(features_ETF)
         return torch.cat([encoded, features_ETF[..., _SIZE : _SIZE + 1]], dim=-1)
 
     def context(self, episodes: Episodes) -> torch.Tensor:
         """State of the LSTM when each table is to be placed, `E x T x 64`."""
-        encoded = self.encode(episodes.features_ETF).detach()
+        encoded = self.encode(episodes.features_ETF)
         count = episodes.is_table_ET.sum(dim=1, keepdim=True)
         step = torch.arange(encoded.shape[1], dtype=encoded.dtype)
         assigned = (step / count)[..., None]
-        inputs = torch.cat([encoded, self.fraction(assigned)], dim=-1)
+        inputs = torch.cat([encoded, self.fraction(assigned).relu()], dim=-1)
         states: torch.Tensor = self.lstm(inputs)[0]
         return states
 
     def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
         """See `PolicyNet.logits`."""
         encoded, size = sums_WK[..., :_ENCODING], sums_WK[..., _ENCODING:]
-        cost = self.rank_cost(encoded).detach()[..., None]
-        held = self.rank_branch(torch.cat([cost, size], dim=-1))
-        rank = torch.cat([encoded, held], dim=-1)
+        # An empty rank costs nothing, whatever the net says of no tables.
+        cost = self.rank_cost(encoded).detach()[..., None] * (size > 0)
+        load = self.rank_branch(torch.cat([cost, size], dim=-1)).relu()
+        # Every rank holds a table of zeros, so that none is empty.
+        dummy = self.encoder(encoded.new_zeros(len(POLICY_FEATURES)))
+        rank = torch.cat([encoded + dummy, load], dim=-1)
         state = context_C[..., None, :].expand_as(rank)
         seen = torch.cat([state, rank, state * rank], dim=-1)
         logits: torch.Tensor = self.logit(seen)[..., 0]
@@ -224,59 +210,40 @@ class AutoShardTrainer(PolicyTrainer):
     """Makes plans, updates policy and value, updates the cost net; and again."""
 
     method = "autoshard"
-    net: AutoShardNet
 
     def __init__(
         self, tasks: Sequence[ShardingTask], costs: PlanCosts, config: AutoShardConfig
     ) -> None:
-        """Take the training tasks and what their plans cost.
-
-        Args:
-            tasks: To train on.
-            costs: Costs of a plan, predicted or measured; only compute counts.
-            config: Counts and rates.
+        """Take the training tasks and what their plans cost; only compute counts.
 
         Raises:
             ConfigError: There is no task.
         """
-        if not tasks:
-            raise ConfigError("no tasks to train on; give at least one")
-        self.config = config
-        self.num_iterations = config.iterations
-        self._tasks, self._costs = tuple(tasks), costs
-        self._views = [view_task(t) for t in tasks]
-        features = np.concatenate([v.features for v in self._views])
-        self._features = torch.from_numpy(features)
-        lengths = [len(v.tables) for v in self._views]
-        self._first_row = np.cumsum(lengths) - lengths
         with seeded(config.seed):
-            self.net = AutoShardNet()
-        self.net.set_statistics(features)
-        self._actor = copy.deepcopy(self.net)
-        cost = [*self.net.encoder.parameters(), *self.net.cost_head.parameters()]
-        costly = {id(p) for p in cost}
-        policy = [p for p in self.net.parameters() if id(p) not in costly]
-        self._policy_optimizer = torch.optim.Adam(policy)
-        self._cost_optimizer = torch.optim.Adam(cost)
-        longest = max(lengths)
+            self._net = AutoShardNet()
+        super().__init__(self._net, tasks, costs, config)
+        self.config = config
+        self._features = torch.from_numpy(
+            np.concatenate([v.features for v in self.views])
+        )
+        lengths = [len(v.tables) for v in self.views]
+        self._first_row = np.cumsum(lengths) - lengths
+        self._actor = copy.deepcopy(self._net)
         self._ranks = _Ranks(
-            np.zeros((0, longest), dtype=np.int32), np.zeros(0, dtype=np.float32)
+            np.zeros((0, max(lengths)), dtype=np.int32), np.zeros(0, dtype=np.float32)
         )
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings."""
-        return dataclasses.asdict(self.config)
+    @property
+    def net(self) -> AutoShardNet:
+        """Table encoder, cost head, LSTM policy and value."""
+        return self._net
 
     def step(self, iteration: int) -> Mapping[str, float]:
         """Make plans with the actor's weights and learn from them."""
         config = self.config
-        rng = np.random.default_rng([config.seed, iteration])
-        generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
-        left = 1 - iteration / config.iterations
-        for optimizer in (self._policy_optimizer, self._cost_optimizer):
-            optimizer.param_groups[0]["lr"] = config.learning_rate * left
+        rng, generator = self._begin(iteration)
         chosen = self._choose_tasks(rng)
-        episodes = arrange(self._actor, [self._views[i] for i in chosen])
+        episodes = arrange(self._actor, [self.views[i] for i in chosen])
         rollout = roll_out(self._actor, episodes, generator)
         rewards = self._play(chosen, episodes, rollout)
         # From here on the actor has the weights from before this update.
@@ -291,8 +258,8 @@ class AutoShardTrainer(PolicyTrainer):
     def _choose_tasks(self, rng: np.random.Generator) -> list[int]:
         chosen, steps = [], 0
         while steps < self.config.steps:
-            chosen.append(int(rng.integers(len(self._tasks))))
-            steps += len(self._views[chosen[-1]].tables)
+            chosen.append(int(rng.integers(len(self.tasks))))
+            steps += len(self.views[chosen[-1]].tables)
         return chosen
 
     def _play(
@@ -303,9 +270,9 @@ class AutoShardTrainer(PolicyTrainer):
         held: list[npt.NDArray[np.int64]] = []
         costs: list[float] = []
         for e, number in enumerate(chosen):
-            task, view = self._tasks[number], self._views[number]
+            task, view = self.tasks[number], self.views[number]
             placement = episode_placement(task, episodes, rollout, e)
-            busy_W = _compute(self._costs(task, placement))
+            busy_W = _compute(self.costs(task, placement))
             # Least share of a rank's memory that is left; below 0 where it overflows.
             room = 1 - np.array(placement.rank_bytes(task)) / view.caps
             even = busy_W.min() / busy_W.max()
@@ -354,7 +321,7 @@ class AutoShardTrainer(PolicyTrainer):
             + self.config.baseline_weight * value_loss
             - self.config.entropy_weight * entropy
         )
-        self._optimize(self._policy_optimizer, loss)
+        self._optimize(loss)
 
     def _update_cost(self, rng: np.random.Generator) -> float:
         """Step on the squared error of ranks in the buffer."""
@@ -366,23 +333,22 @@ class AutoShardTrainer(PolicyTrainer):
         sums = sums.index_add(0, torch.from_numpy(rank), encoded)
         wanted = torch.from_numpy(self._ranks.cost_S[picked]) / self.net.cost_scale_ms
         loss = nn.functional.mse_loss(self.net.rank_cost(sums), wanted)
-        self._optimize(self._cost_optimizer, loss)
+        self._optimize(loss)
         return float(loss.detach())
 
-    def _optimize(self, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-        optimizer.zero_grad(set_to_none=True)
+    def _optimize(self, loss: torch.Tensor) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        parameters = optimizer.param_groups[0]["params"]
-        nn.utils.clip_grad_norm_(parameters, self.config.max_gradient_norm)
-        optimizer.step()
+        limit = self.config.max_gradient_norm
+        nn.utils.clip_grad_norm_(self.net.parameters(), limit)
+        self._optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Return both sets of weights, both optimizers and the buffer."""
+        """Return both sets of weights, the optimizer and the buffer."""
         return {
             "net": self.net.state_dict(),
             "actor": self._actor.state_dict(),
-            "policy_optimizer": self._policy_optimizer.state_dict(),
-            "cost_optimizer": self._cost_optimizer.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
             "tables": torch.from_numpy(self._ranks.tables_SN),
             "cost": torch.from_numpy(self._ranks.cost_S),
         }
@@ -391,8 +357,7 @@ class AutoShardTrainer(PolicyTrainer):
         """Take back what `state` returned."""
         self.net.load_state_dict(state["net"])
         self._actor.load_state_dict(state["actor"])
-        self._policy_optimizer.load_state_dict(state["policy_optimizer"])
-        self._cost_optimizer.load_state_dict(state["cost_optimizer"])
+        self._optimizer.load_state_dict(state["optimizer"])
         self._ranks = _Ranks(state["tables"].numpy(), state["cost"].numpy())
 
 

@@ -6,7 +6,8 @@ next it knows from the order alone. It is trained by REINFORCE on what the cost 
 predicts for the finished plan. The cost net is trained on plans that the policy made
 and that were costed for real, or by our cost model (`PlanCosts`); both take turns.
 
-Architecture, counts and rates are the paper's. Different here:
+Architecture, counts and rates are the paper's; its counts are few where tasks differ
+much (see the card of the policy that ships). Different here:
 
 - Features are standardised by the training tables' statistics, stored with the weights.
   The released code standardises each task by itself, so that one table has different
@@ -49,10 +50,10 @@ from torchrec_neuroshard.baselines.policies import (
     layers,
     policy_log_probs,
     roll_out,
-    view_task,
 )
 from torchrec_neuroshard.baselines.policy_training import (
     PlanCosts,
+    PolicyConfig,
     PolicyTrainer,
     episode_placement,
     seeded,
@@ -72,7 +73,7 @@ _FP16_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DreamShardConfig:
+class DreamShardConfig(PolicyConfig):
     """DreamShard's settings."""
 
     iterations: int = 10
@@ -87,22 +88,13 @@ class DreamShardConfig:
     batch: int = 64
     """Plans, and as many single ranks, per step of the cost net."""
     learning_rate: float = 5e-4
-    """Falls linearly to 0 over the iterations."""
-    entropy_weight: float = 1e-3
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = (
-            self.iterations,
-            self.plans_per_iteration,
-            self.cost_updates,
-            self.policy_updates,
-            self.batch,
-        )
-        if min(counts) < 1 or self.episodes < 2:
+        super(DreamShardConfig, self).__post_init__()
+        if self.episodes < 2:
             raise ConfigError(
-                "counts must be at least 1 and episodes at least 2 (their spread "
-                f"scales the reward), got {counts} and {self.episodes}"
+                "episodes must be at least 2, since their spread scales the reward, "
+                f"got {self.episodes}"
             )
 
 
@@ -117,7 +109,7 @@ class DreamShardNet(PolicyNet):
         self.rank_heads = nn.ModuleList(layers([_ENCODING, 64, 1]) for _ in range(3))
         self.plan_head = layers([_ENCODING, 64, 1])
         self.policy_encoder = layers(encoder, relu_last=True)
-        self.cost_branch = layers([3, 64, _ENCODING])
+        self.cost_branch = layers([3, 64, _ENCODING], relu_last=True)
         self.logit = nn.Linear(2 * _ENCODING, 1)
 
     def encode(self, features: torch.Tensor) -> torch.Tensor:
@@ -183,45 +175,31 @@ class DreamShardTrainer(PolicyTrainer):
     """Costs plans, trains the cost net, trains the policy on it; and again."""
 
     method = "dreamshard"
-    net: DreamShardNet
 
     def __init__(
         self, tasks: Sequence[ShardingTask], costs: PlanCosts, config: DreamShardConfig
     ) -> None:
         """Take the training tasks and what their plans cost.
 
-        Args:
-            tasks: To train on.
-            costs: Costs of a plan, predicted or measured.
-            config: Counts and rates.
-
         Raises:
             ConfigError: There is no task.
         """
-        if not tasks:
-            raise ConfigError("no tasks to train on; give at least one")
-        self.config = config
-        self.num_iterations = config.iterations
-        self._tasks, self._costs = tuple(tasks), costs
-        self._views = [view_task(t) for t in tasks]
-        self._features = [torch.from_numpy(v.features) for v in self._views]
         with seeded(config.seed):
-            self.net = DreamShardNet()
-        self.net.set_statistics(np.concatenate([v.features for v in self._views]))
-        self._optimizer = torch.optim.Adam(self.net.parameters())
+            self._net = DreamShardNet()
+        super().__init__(self._net, tasks, costs, config)
+        self.config = config
+        self._features = [torch.from_numpy(v.features) for v in self.views]
         self._plans: _Plans | None = None
 
-    def settings(self) -> dict[str, Any]:
-        """Return the settings."""
-        return dataclasses.asdict(self.config)
+    @property
+    def net(self) -> DreamShardNet:
+        """Cost net and policy net."""
+        return self._net
 
     def step(self, iteration: int) -> Mapping[str, float]:
         """Cost plans, update the cost net, then the policy net."""
         config = self.config
-        rng = np.random.default_rng([config.seed, iteration])
-        generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
-        left = 1 - iteration / config.iterations
-        self._optimizer.param_groups[0]["lr"] = config.learning_rate * left
+        rng, generator = self._begin(iteration)
         new = self._collect(rng, generator)
         if self._plans is None:
             self.net.cost_scale_ms.fill_(float(new.plan_cost_P.mean()))
@@ -241,18 +219,18 @@ class DreamShardTrainer(PolicyTrainer):
 
     def _collect(self, rng: np.random.Generator, generator: torch.Generator) -> _Plans:
         """Draw plans of random tasks from the policy and have them costed."""
-        chosen = rng.integers(len(self._tasks), size=self.config.plans_per_iteration)
-        episodes = arrange(self.net, [self._views[i] for i in chosen])
+        chosen = rng.integers(len(self.tasks), size=self.config.plans_per_iteration)
+        episodes = arrange(self.net, [self.views[i] for i in chosen])
         rollout = roll_out(self.net, episodes, generator)
-        longest = max(len(v.tables) for v in self._views)
-        widest = max(t.world_size for t in self._tasks)
+        longest = max(len(v.tables) for v in self.views)
+        widest = max(t.world_size for t in self.tasks)
         ranks = np.full((len(chosen), longest), -1, dtype=np.int64)
         rank_costs = np.zeros((len(chosen), widest, 3), dtype=np.float32)
         plan_cost = np.zeros(len(chosen), dtype=np.float32)
         for e, number in enumerate(chosen):
-            task, view = self._tasks[number], self._views[number]
+            task, view = self.tasks[number], self.views[number]
             placement = episode_placement(task, episodes, rollout, e)
-            predicted = self._costs(task, placement)
+            predicted = self.costs(task, placement)
             of_table = episodes.ranks(rollout.actions_ET, e)
             ranks[e, : len(view.tables)] = of_table[view.tables]
             rank_costs[e, : task.world_size] = [
@@ -296,7 +274,7 @@ class DreamShardTrainer(PolicyTrainer):
         self, rng: np.random.Generator, generator: torch.Generator
     ) -> float:
         """Step by REINFORCE on one task; return the mean reward."""
-        view = self._views[rng.integers(len(self._views))]
+        view = self.views[rng.integers(len(self.views))]
         episodes = arrange(self.net, [view] * self.config.episodes)
         rollout = roll_out(self.net, episodes, generator)
         with torch.no_grad():

@@ -16,7 +16,6 @@ widest, `F` = 21 features, `K` values that are summed per rank, `C` context valu
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import math
@@ -30,9 +29,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import nn
 
 from torchrec_neuroshard.baselines.common import (
@@ -42,9 +38,10 @@ from torchrec_neuroshard.baselines.common import (
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import (
-    check_finite,
-    read_checked,
+    load_weights,
     read_description,
+    read_fields,
+    save_weights,
     write_whole,
 )
 from torchrec_neuroshard.errors import (
@@ -81,7 +78,7 @@ __all__ = [
     "view_task",
 ]
 
-POLICY_VERSION = 1
+POLICY_VERSION = 2
 """Changes whenever a saved policy would be read differently."""
 
 POLICY_FEATURES: tuple[str, ...] = (
@@ -420,11 +417,8 @@ def save_policy(folder: str | Path, policy: Policy, card: str) -> None:
     """Write weights with their statistics, a description and a card."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().contiguous() for k, v in policy.net.state_dict().items()}
-    weights = save_tensors(state)
     data = dataclasses.asdict(policy.info)
-    data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
-    write_whole(path / _WEIGHTS, weights)
+    data["weights_sha256"] = save_weights(path / _WEIGHTS, policy.net)
     write_whole(path / _CARD, f"{card.strip()}\n".encode())
     write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
 
@@ -451,16 +445,7 @@ def load_policy(
         )
     data = read_description(path / _INFO)
     info = _read_info(path, data, method)
-    weights = read_checked(path / _WEIGHTS, data.get("weights_sha256"))
-    net = make_net()
-    try:
-        net.load_state_dict(load_tensors(weights))
-    except (SafetensorError, RuntimeError) as error:
-        raise BundleCorruptError(
-            f"{path / _WEIGHTS} does not hold a {method} policy ({error}); restore it "
-            "or train again"
-        ) from error
-    check_finite(path, net)
+    net = load_weights(path / _WEIGHTS, data.get("weights_sha256"), make_net)
     return Policy(net.eval(), info)
 
 
@@ -471,17 +456,13 @@ def _read_info(path: Path, data: Mapping[str, Any], method: str) -> PolicyInfo:
             f"{path} holds a policy of method and version {found}, wanted is "
             f"{(method, POLICY_VERSION)}; take another folder or train again"
         )
-    fields = {f.name for f in dataclasses.fields(PolicyInfo)}
-    try:
-        values = {k: v for k, v in data.items() if k in fields}
-        values["feature_names"] = tuple(data["feature_names"])
-        values["ranges"] = {k: (v[0], v[1]) for k, v in data["ranges"].items()}
-        info = PolicyInfo(**values)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise BundleCorruptError(
-            f"{path / _INFO} lacks or garbles a field ({error!r}); restore it or train "
-            "again"
-        ) from error
+    info = read_fields(
+        PolicyInfo,
+        path / _INFO,
+        data,
+        feature_names=tuple,
+        ranges=lambda ranges: {k: (v[0], v[1]) for k, v in ranges.items()},
+    )
     if info.feature_names != POLICY_FEATURES:
         raise BundleMismatchError(
             f"{path} takes other features than this package computes; train again"
@@ -495,13 +476,13 @@ def shipped_policy(method: str) -> Path:
     Raises:
         ConfigError: There is none of this method.
     """
-    folder = _SHIPPED / f"{method}_cpu"
-    if not folder.is_dir():
+    folders = sorted(_SHIPPED.glob(f"{method}_*"))
+    if not folders:
         raise ConfigError(
             f"no {method} policy comes with this package; train one with 'neuroshard "
             f"train-policy --method {method}' and pass its folder"
         )
-    return folder
+    return folders[0]
 
 
 # The search.

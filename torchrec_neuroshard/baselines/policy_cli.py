@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from torchrec_neuroshard.baselines.policies import (
 )
 from torchrec_neuroshard.baselines.policy_training import (
     Comparison,
+    PolicyConfig,
     PolicyTaskConfig,
     PolicyTrainer,
     SimulatedPlans,
@@ -58,11 +60,22 @@ from torchrec_neuroshard.records import command_line
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads import generate_dlrm_tables, load_json
 
-__all__ = ["PolicyRun", "add_arguments", "policy_card", "run", "train_policy"]
+__all__ = [
+    "PolicyRun",
+    "add_arguments",
+    "policy_card",
+    "read_tables",
+    "run",
+    "train_policy",
+]
 
 _PAPERS = {
     "dreamshard": "DreamShard (NeurIPS 2022, arXiv 2210.02023)",
     "autoshard": "AutoShard (KDD 2022, arXiv 2208.06399)",
+}
+_CONFIGS: Mapping[str, type[PolicyConfig]] = {
+    "dreamshard": DreamShardConfig,
+    "autoshard": AutoShardConfig,
 }
 _PAPER_TRAINING: Mapping[str, Mapping[str, Any]] = {
     "dreamshard": {
@@ -85,7 +98,7 @@ _PAPER_TRAINING: Mapping[str, Mapping[str, Any]] = {
         "batch_size": 65_536,
         "world_sizes": "8",
         "max_width": "16 or 32",
-        "num_tasks": "drawn anew",
+        "num_tasks": 1,
         **{
             name: getattr(AutoShardConfig(), name)
             for name in ("iterations", "steps", "cost_updates", "buffer")
@@ -106,8 +119,8 @@ class PolicyRun:
     device_type: str = "cpu"
     gb_per_s: float = 600.0
     """Of links that were not measured; TorchRec's default within a node."""
-    iterations: int | None = None
-    """None is the paper's number."""
+    method_settings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Those that differ from the method's config; none are the paper's."""
     num_tasks: int = 200
     """Tasks to train on, drawn from half of the tables."""
     num_test_tasks: int = 100
@@ -119,6 +132,13 @@ class PolicyRun:
         if self.method not in _PAPERS:
             raise ConfigError(
                 f"unknown method '{self.method}'; one of {', '.join(sorted(_PAPERS))}"
+            )
+        known = {f.name for f in dataclasses.fields(_CONFIGS[self.method])} - {"seed"}
+        odd = sorted(set(self.method_settings) - known)
+        if odd:
+            raise ConfigError(
+                f"{self.method} has no setting '{odd[0]}'; it has "
+                f"{', '.join(sorted(known))}"
             )
         if min(self.num_tasks, self.num_test_tasks) < 1:
             raise ConfigError(
@@ -172,7 +192,7 @@ def train_policy(
         "tables": _digest(read),
         "hardware": costs.cost_model.hardware,
     }
-    _run(trainer, out, identity, console)
+    seconds = _run(trainer, out, identity, console)
     comms_source = costs.comms_for(max(run.tasks.world_sizes)).source
     info = PolicyInfo(
         method=run.method,
@@ -188,6 +208,7 @@ def train_policy(
             "compute_source": costs.cost_model.source,
             "comms_source": comms_source,
             "command": command_line(),
+            "training_seconds": round(seconds, 1),
         },
     )
     policy = Policy(trainer.net.eval(), info)
@@ -205,9 +226,7 @@ def train_policy(
 def _trainer(
     run: PolicyRun, tasks: Sequence[ShardingTask], costs: SimulatedPlans
 ) -> tuple[PolicyTrainer, type[PolicySearcher]]:
-    given: dict[str, Any] = {"seed": run.seed}
-    if run.iterations is not None:
-        given["iterations"] = run.iterations
+    given: dict[str, Any] = {"seed": run.seed, **run.method_settings}
     if run.method == "dreamshard":
         dream = DreamShardConfig(**given)
         return DreamShardTrainer(tasks, costs, dream), DreamShardSearcher
@@ -217,7 +236,8 @@ def _trainer(
 
 def _run(
     trainer: PolicyTrainer, out: Path, identity: Mapping[str, Any], console: Console
-) -> None:
+) -> float:
+    """Train; return how long all of it takes at the pace of what was left [s]."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -238,9 +258,12 @@ def _run(
             text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             progress.update(bar, completed=iteration + 1, metrics=text)
 
+        start = time.monotonic()
         first = run_training(trainer, out, identity, report)
+        seconds = time.monotonic() - start
     if first:
         console.print(f"went on from iteration {first}")
+    return seconds * trainer.num_iterations / max(1, trainer.num_iterations - first)
 
 
 def _compare(
@@ -363,7 +386,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workload", help="which set of --tables; default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--iterations", type=int, help="default: the paper's number")
+    parser.add_argument(
+        "--set",
+        type=_setting,
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="a setting of the method, such as iterations=30; default: the paper's",
+    )
     parser.add_argument("--num-tasks", type=int, default=200, help="to train on")
     parser.add_argument("--num-test-tasks", type=int, default=100, help="to judge by")
     parser.add_argument(
@@ -385,15 +415,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _setting(text: str) -> tuple[str, float]:
+    """Read NAME=NUMBER; whole numbers stay whole."""
+    name, _, value = text.partition("=")
+    try:
+        return name, int(value)
+    except ValueError:
+        return name, float(value)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard train-policy`."""
-    tables, name = _tables(args)
+    tables, name = read_tables(args.tables, args.workload, args.seed)
     settings = PolicyRun(
         method=args.method,
         cost_model=args.cost_model,
         device_type=args.device_type,
         gb_per_s=args.gb_per_s,
-        iterations=args.iterations,
+        method_settings=dict(args.set),
         num_tasks=args.num_tasks,
         num_test_tasks=args.num_test_tasks,
         tasks=PolicyTaskConfig(
@@ -409,16 +448,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tables(args: argparse.Namespace) -> tuple[tuple[TableConfig, ...], str]:
-    if args.tables is None:
-        if args.workload is not None:
+def read_tables(
+    path: Path | None, workload: str | None, seed: int
+) -> tuple[tuple[TableConfig, ...], str]:
+    """Return tables to draw tasks from, and what they are called.
+
+    Args:
+        path: JSON of table sets; None generates some like the DLRM dataset.
+        workload: Which set of the file; None is all.
+        seed: Of the generator.
+
+    Raises:
+        ConfigError: There is no such set.
+    """
+    if path is None:
+        if workload is not None:
             raise ConfigError("--workload names a set of --tables; give --tables too")
-        return generate_dlrm_tables(args.seed), "generated like the DLRM dataset"
-    sets = load_json(args.tables)
-    if args.workload is None:
-        return tuple(t for s in sets.values() for t in s), args.tables.name
-    if args.workload not in sets:
+        return generate_dlrm_tables(seed), "generated like the DLRM dataset"
+    sets = load_json(path)
+    if workload is None:
+        return tuple(t for s in sets.values() for t in s), path.name
+    if workload not in sets:
         raise ConfigError(
-            f"{args.tables} has no workload '{args.workload}'; it has {', '.join(sets)}"
+            f"{path} has no workload '{workload}'; it has {', '.join(sets)}"
         )
-    return sets[args.workload], f"{args.workload} of {args.tables.name}"
+    return sets[workload], f"{workload} of {path.name}"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,12 @@ from torchrec_neuroshard.baselines.heuristics import (
     GreedySearcher,
     RandomSearcher,
 )
-from torchrec_neuroshard.baselines.policies import Episodes, PolicyNet, Rollout
+from torchrec_neuroshard.baselines.policies import (
+    Episodes,
+    PolicyNet,
+    Rollout,
+    view_task,
+)
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
@@ -41,6 +46,7 @@ from torchrec_neuroshard.workloads.tasks import (
 __all__ = [
     "Comparison",
     "PlanCosts",
+    "PolicyConfig",
     "PolicyTaskConfig",
     "PolicyTrainer",
     "SimulatedPlans",
@@ -173,16 +179,89 @@ def _with_memory(task: ShardingTask, slack: float) -> ShardingTask:
 # Training.
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """Settings that every method has; a method's own class adds to them.
+
+    Whole numbers other than the seed are counts of at least 1.
+    """
+
+    iterations: int
+    learning_rate: float
+    """Falls linearly to 0 over the iterations."""
+    entropy_weight: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "seed" and isinstance(value, int) and value < 1:
+                raise ConfigError(f"{field.name} must be at least 1, got {value}")
+        if not self.learning_rate > 0:
+            raise ConfigError(
+                f"learning_rate must be above 0, got {self.learning_rate}"
+            )
+
+
 class PolicyTrainer(ABC):
     """Trains one policy, iteration by iteration.
 
     An iteration depends on the state before it, the settings and its number only, so
     that training can stop after any and go on elsewhere.
+
+    Attributes:
+        net: What is trained; one Adam serves all losses, as in both papers' code.
+        views: The training tasks as the net sees them.
     """
 
-    method: str
-    net: PolicyNet
-    num_iterations: int
+    method: ClassVar[str]
+
+    def __init__(
+        self,
+        net: PolicyNet,
+        tasks: Sequence[ShardingTask],
+        costs: PlanCosts,
+        config: PolicyConfig,
+    ) -> None:
+        """Take an untrained net and what it learns from.
+
+        Args:
+            net: Drawn from the config's seed.
+            tasks: To train on.
+            costs: Costs of a plan, predicted or measured.
+            config: Counts and rates.
+
+        Raises:
+            ConfigError: There is no task.
+        """
+        if not tasks:
+            raise ConfigError("no tasks to train on; give at least one")
+        self.tasks, self.costs = tuple(tasks), costs
+        self.views = [view_task(t) for t in tasks]
+        self._config = config
+        net.set_statistics(np.concatenate([v.features for v in self.views]))
+        self._optimizer = torch.optim.Adam(net.parameters())
+
+    @property
+    @abstractmethod
+    def net(self) -> PolicyNet:
+        """What is trained."""
+
+    @property
+    def num_iterations(self) -> int:
+        """Iterations of a whole run."""
+        return self._config.iterations
+
+    def settings(self) -> dict[str, Any]:
+        """Return the method's settings, for the description."""
+        return dataclasses.asdict(self._config)
+
+    def _begin(self, iteration: int) -> tuple[np.random.Generator, torch.Generator]:
+        """Set the rate of an iteration; return its sources of draws."""
+        left = 1 - iteration / self._config.iterations
+        self._optimizer.param_groups[0]["lr"] = self._config.learning_rate * left
+        rng = np.random.default_rng([self._config.seed, iteration])
+        return rng, torch.Generator().manual_seed(int(rng.integers(2**62)))
 
     @abstractmethod
     def step(self, iteration: int) -> Mapping[str, float]:
@@ -195,10 +274,6 @@ class PolicyTrainer(ABC):
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned."""
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Return the method's settings, for the description."""
 
 
 @contextmanager
