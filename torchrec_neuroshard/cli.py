@@ -57,6 +57,11 @@ COMMANDS = (
         "train a DreamShard or AutoShard placement policy",
         "torchrec_neuroshard.baselines.policy_cli",
     ),
+    Command(
+        "train-neuroshard",
+        "train the original NeuroShard's own cost nets",
+        "torchrec_neuroshard.baselines.neuroshard_cli",
+    ),
 )
 
 

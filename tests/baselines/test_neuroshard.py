@@ -27,6 +27,7 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
     ComputeNet,
     NeuroShardModels,
     shard_features,
+    shipped_models,
 )
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
@@ -37,7 +38,7 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 COMPUTE, COMMS = AnalyticCostModel(), AnalyticCommsModel(gb_per_s=1.0)
-QUICK = NeuroShardConfig(max_rounds=3)
+QUICK = NeuroShardConfig(max_rounds=3, costs="shared")
 
 
 def make_task(
@@ -294,7 +295,7 @@ class CountedLoops(NeuroShardLoops):
 def test_the_same_splits_in_another_order_are_tried_again_or_not() -> None:
     task = make_task((64, 32, 8))
     for faithful in (True, False):
-        config = NeuroShardConfig(max_rounds=2, faithful=faithful)
+        config = NeuroShardConfig(max_rounds=2, costs="shared", faithful=faithful)
         loops = CountedLoops(task, SharedCosts(task, COMPUTE, COMMS), config)
         loops.tried = collections.Counter()
         loops.run()
@@ -306,7 +307,7 @@ def test_joined_halves_are_one_shard_only_without_the_faults() -> None:
     task = make_task((32, 8))
     halves = [(0, 16), (1, 8), (0, 16)]
     for faithful in (True, False):
-        config = NeuroShardConfig(faithful=faithful)
+        config = NeuroShardConfig(costs="shared", faithful=faithful)
         loops = make_loops(task, config)
         twice = loops.compute_ms(halves)
         lookups = task.batch_size * task.tables[0].pooling_factor
@@ -355,8 +356,8 @@ def test_bad_settings_are_named() -> None:
         NeuroShardConfig(beam_width=0)
     with pytest.raises(ConfigError, match="max_rounds"):
         NeuroShardConfig(max_rounds=-1)
-    with pytest.raises(ConfigError, match="'own' costs need the nets"):
-        PaperSearcher(NeuroShardConfig(costs="own"))
+    with pytest.raises(ConfigError, match="costs='shared' takes no nets of its own"):
+        PaperSearcher(QUICK, models="folder")
 
 
 def test_found_by_name() -> None:
@@ -434,3 +435,28 @@ def test_ranks_not_measured_are_learned_from_the_model_given(
     assert len(result.warnings) == 1
     assert "measured for 3 ranks, not for 2: they were trained" in result.warnings[0]
     assert searcher.search(task, COMPUTE, COMMS).placement == result.placement
+
+
+class OfAShippedDevice(AnalyticCostModel):
+    hardware = "AMD EPYC (26/2)"
+
+
+def test_nets_that_are_shipped_are_those_of_the_device() -> None:
+    task = random_task(0, 2)
+    searcher = PaperSearcher(NeuroShardConfig(max_rounds=1))
+    result = searcher.search(task, OfAShippedDevice(), COMMS)
+    assert not result.warnings
+    shipped = shipped_models(OfAShippedDevice.hardware)
+    given = PaperSearcher(NeuroShardConfig(max_rounds=1), models=shipped)
+    # Whatever costs the search is given, with the nets of the device it is the same.
+    expected = given.search(task, AnalyticCostModel(launch_ms=9.0), COMMS)
+    assert result.placement == expected.placement
+
+
+def test_without_nets_of_the_device_the_costs_given_are_searched() -> None:
+    task = random_task(0, 2)
+    result = PaperSearcher(NeuroShardConfig(max_rounds=1)).search(task, COMPUTE, COMMS)
+    (warning,) = result.warnings
+    assert "no nets of NeuroShard's own come with this package for none" in warning
+    shared = search(task, NeuroShardConfig(max_rounds=1, costs="shared"))
+    assert result.placement == shared.placement

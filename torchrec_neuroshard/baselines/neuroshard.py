@@ -57,12 +57,15 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
     CommsNets,
     NeuroShardModels,
-    PaperTrainConfig,
     RankTimesNet,
     columns_in_paper_batch,
-    fit_comms_to_model,
     load_models,
     shard_features,
+    shipped_models,
+)
+from torchrec_neuroshard.baselines.neuroshard_training import (
+    PaperTrainConfig,
+    fit_comms_to_model,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
@@ -116,9 +119,11 @@ class NeuroShardConfig:
     max_rounds: int = NEUROSHARD_ROUNDS
     caps: tuple[float, ...] = NEUROSHARD_CAPS
     """Most columns of a rank, relative to the mean."""
-    costs: Literal["own", "shared"] = "shared"
-    """`own`: the paper's nets (`PaperSearcher(models=...)`); `shared`: the models that
-    the search is given, to compare searches alone."""
+    costs: Literal["own", "shared"] = "own"
+    """`own`: the paper's nets, those given (`PaperSearcher(models=...)`) or those that
+    come with the package for the task's device, and where there are none, `shared`,
+    with a warning; `shared`: the models that the search is given, to compare searches
+    alone."""
     faithful: bool = True
     """Keep what the module's description lists as faults."""
     faithful_memory: bool = False
@@ -435,18 +440,19 @@ class PaperSearcher(Searcher):
         """Take the settings.
 
         Args:
-            config: None means the paper's, on the costs that the search is given.
-            models: The paper's nets or their folder; needed with `costs="own"`.
+            config: None means the paper's.
+            models: The paper's nets or their folder; None is those that come with the
+                package for the device that the search's cost model is of.
 
         Raises:
-            ConfigError: `models` are needed and missing, or given and not used.
+            ConfigError: `models` are given and not used.
             BundleError: The folder cannot be used.
         """
         self.config = config or NeuroShardConfig()
-        if (self.config.costs == "own") != (models is not None):
+        if self.config.costs == "shared" and models is not None:
             raise ConfigError(
-                f"costs='{self.config.costs}' with models={models!r}: 'own' costs need "
-                "the nets (a folder of save_models), 'shared' ones take none"
+                "costs='shared' takes no nets of its own, but models were given; leave "
+                "them out or take costs='own'"
             )
         self.models = load_models(models) if isinstance(models, str | Path) else models
 
@@ -489,16 +495,24 @@ class PaperSearcher(Searcher):
     def _costs(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> tuple[PaperCosts, list[str]]:
-        if self.models is None:
-            return SharedCosts(task, cost_model, comms_model), []
-        nets = self.models.comms.get(task.world_size)
+        shared = SharedCosts(task, cost_model, comms_model)
+        if self.config.costs == "shared":
+            return shared, []
+        models = self.models or shipped_models(cost_model.hardware)
+        if models is None:
+            return shared, [
+                "no nets of NeuroShard's own come with this package for "
+                f"{cost_model.hardware}: it searched on the costs given. Train some "
+                "with 'neuroshard train-neuroshard' and pass PaperSearcher(models=...)"
+            ]
+        nets = models.comms.get(task.world_size)
         if nets is not None:
-            return OwnCosts(task, self.models, nets), []
+            return OwnCosts(task, models, nets), []
         nets, forward, backward = fit_comms_to_model(
             comms_model,
-            [t.embedding_dim * t.num_features for t in task.tables],
+            lambda rng: [t.embedding_dim * t.num_features for t in task.tables],
             world_size=task.world_size,
-            batch_size=task.batch_size,
+            batch_sizes=[task.batch_size],
             num_samples=FALLBACK_SAMPLES,
             config=PaperTrainConfig(
                 epochs=FALLBACK_EPOCHS,
@@ -506,8 +520,8 @@ class PaperSearcher(Searcher):
                 seed=self.config.seed,
             ),
         )
-        known = ", ".join(map(str, sorted(self.models.comms))) or "none"
-        return OwnCosts(task, self.models, nets), [
+        known = ", ".join(map(str, sorted(models.comms))) or "none"
+        return OwnCosts(task, models, nets), [
             f"NeuroShard's nets of the all-to-all were measured for {known} ranks, not "
             f"for {task.world_size}: they were trained to imitate the model of "
             f"collectives ({comms_model.source}), to {forward.test_mse**0.5:.3g} ms "
