@@ -102,7 +102,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     ranks = Ranks("gloo", _TIMEOUT_S)
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
         while (job := pipe.recv()) is not None:
             try:
                 pipe.send(_measure(ranks, *job))

@@ -262,7 +262,9 @@ def _neuroshard(
         topology=_topology(task, device, device),
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        constraints=_constraints(task, types or _NO_GRID, None),
+        constraints=_constraints(
+            task, types or (_NO_GRID if searcher is None else _COLUMN_AND_TABLE), None
+        ),
         cost_model=costs.compute,
         comms_model=costs.comms,
         profiles={t.name: t.profile for t in task.tables if t.profile is not None},

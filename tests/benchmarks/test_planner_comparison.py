@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
+from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
@@ -140,7 +141,7 @@ def test_times_add_up_as_in_the_simulator(parts: Any, halved: Any) -> None:
 def test_a_search_without_a_plan_is_not_replaced(parts: Any, small: Any) -> None:
     class Nothing(Halves):
         def search(self, *given: Any) -> SearchResult:
-            raise parts("planning").NeuroShardError("nothing fits anywhere")
+            raise InfeasibleError("nothing fits anywhere")
 
     costs = parts("rivals").Costs(compute=AnalyticCostModel(), comms=comms_model())
     rival = parts("rivals")._search_rival("nothing", "", Nothing)
