@@ -361,6 +361,33 @@ def test_a_cache_of_nothing_or_everything_is_refused(load_factor: float) -> None
         planner.plan(bags(), get_default_sharders())
 
 
+def test_kernel_that_the_device_lacks_is_named() -> None:
+    class Optimistic(EmbeddingBagCollectionSharder):
+        def compute_kernels(self, kind: str, device: str) -> list[str]:
+            return list(super().compute_kernels(kind, "cuda"))
+
+    planner = make_planner(
+        device="cpu", constraints=only(compute_kernels=["fused_uvm"])
+    )
+    with pytest.raises(PlannerError, match=r"'t0'.* no kernel 'fused_uvm' for 'cpu'"):
+        planner.plan(bags(), [Optimistic()])
+
+
+def test_kernels_that_were_not_measured_are_told() -> None:
+    constraints = {
+        "t0": ParameterConstraints(compute_kernels=["fused_uvm"]),
+        "t1": ParameterConstraints(compute_kernels=["fused_uvm_caching"]),
+        "t2": ParameterConstraints(sharding_types=["data_parallel"]),
+    }
+    _, planner = plan_of(bags(), constraints=constraints)
+    assert planner.last_result is not None
+    told = "\n".join(planner.last_result.warnings)
+    assert "tables 't0', 't1': in the host's memory: kernels that read it" in told
+    assert "table 't2': data-parallel: TorchRec's dense kernel" in told
+    source = planner.last_result.predicted.compute_source
+    assert source.endswith("estimated for 3 of 3 tables")
+
+
 def test_enforce_hbm_reaches_the_plan() -> None:
     plan, _ = plan_of(bags(), constraints=only(enforce_hbm=True))
     assert entry(plan).enforce_hbm is True
