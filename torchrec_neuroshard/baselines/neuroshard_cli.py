@@ -161,8 +161,9 @@ def train_models(
         )
     collectives = [r for _, of_file in files for r in of_file]
     measured = sorted({r.world_size for r in collectives if is_pooled(r)})
-    others = {w: _comms_model(run, w) for w in run.world_sizes or measured}
-    compute, judgement = _train_compute(run, tables, records)
+    device_type = headers[0].fingerprint.device_type
+    others = {w: _comms_model(run, w, device_type) for w in run.world_sizes or measured}
+    compute, judgement = _train_compute(run, tables, records, device_type)
     judgements = [judgement]
     console.print(_line(judgement))
     nets: dict[int, CommsNets] = {}
@@ -190,9 +191,14 @@ def train_models(
 
 
 def _train_compute(
-    run: PaperRun, tables: Sequence[TableConfig], records: Sequence[CostRecord]
+    run: PaperRun,
+    tables: Sequence[TableConfig],
+    records: Sequence[CostRecord],
+    device_type: str,
 ) -> tuple[ComputeNet, Judgement]:
-    other = None if run.cost_model is None else load_cost_model(run.cost_model)
+    other = None
+    if run.cost_model is not None:
+        other = load_cost_model(run.cost_model, device_type=device_type)
     if run.label:
         assert other is not None
         net, report = fit_compute_to_model(
@@ -268,12 +274,12 @@ def _train_comms(
     return nets, judgements
 
 
-def _comms_model(run: PaperRun, world_size: int) -> CommsModel | None:
+def _comms_model(run: PaperRun, world_size: int, device_type: str) -> CommsModel | None:
     if run.cost_model is None:
         return None
     found = load_comms_model(
         run.cost_model,
-        device_type="cpu",
+        device_type=device_type,
         world_size=world_size,
         local_world_size=world_size,
     )
