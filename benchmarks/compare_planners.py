@@ -1,7 +1,7 @@
 """Compare planners on tasks whose plans are run for real.
 
     python benchmarks/compare_planners.py --tables real_tables.json \
-        --out benchmarks/results/planners_cpu_202611
+        --out benchmarks/results/planners_cpu_epyc_zen5_202611
 
 For each task (tables, ranks, batch, memory) every planner makes a plan. The fused
 kernels of each rank are timed one rank after another; the plans' collectives are timed

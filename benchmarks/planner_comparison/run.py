@@ -9,6 +9,7 @@ import json
 import logging
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -352,6 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    # Whoever ends this process ends the planners and ranks that it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     comparison = Comparison(options)
     try:
         comparison.run()
