@@ -1,0 +1,102 @@
+"""What the collector of collectives runs, beside what TorchRec runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results
+
+pytestmark = pytest.mark.distributed
+
+WORLD_SIZE, BATCH = TWO_NODES * NODE_SIZE, 6
+COLUMNS, NUM_IDS = (8, 0, 20, 4), (10, 0, 30, 20)
+LENGTHS_SHARE = 0.3
+"""Part of an index all-to-all that is lengths."""
+
+
+def compare(rank: int) -> dict[str, bool]:
+    """Whether each collective moves what TorchRec's moves."""
+    from torchrec.distributed.dist_data import (
+        PooledEmbeddingsAllToAll,
+        PooledEmbeddingsReduceScatter,
+    )
+
+    from torchrec_neuroshard.collect.comms import CollectiveRunner
+
+    def runner(collective: str, bytes_per_peer: Sequence[int]) -> Any:
+        return CollectiveRunner(
+            collective,
+            list(bytes_per_peer),
+            BATCH,
+            LENGTHS_SHARE,
+            process_group=None,
+            rank=rank,
+            device=torch.device("cpu"),
+        )
+
+    group: Any = dist.group.WORLD
+    equal: dict[str, bool] = {}
+    torch.manual_seed(rank)
+
+    to_all: Any = PooledEmbeddingsAllToAll(group, list(COLUMNS), torch.device("cpu"))
+    embeddings = torch.randn(BATCH * WORLD_SIZE, COLUMNS[rank], requires_grad=True)
+    theirs = to_all(embeddings, batch_size_per_rank=[BATCH] * WORLD_SIZE).wait()
+    units = [4 * BATCH * columns for columns in COLUMNS]
+    forward = runner("pooled_forward", units)
+    forward.set_input(embeddings.detach())
+    forward.run()
+    equal["pooled_forward"] = torch.equal(forward.output, theirs)
+
+    gradient = torch.randn_like(theirs)
+    theirs.backward(gradient)
+    backward = runner("pooled_backward", units)
+    backward.set_input(gradient)
+    backward.run()
+    assert embeddings.grad is not None
+    equal["pooled_backward"] = torch.equal(backward.output, embeddings.grad)
+
+    partial = torch.randn(BATCH * WORLD_SIZE, 4, requires_grad=True)
+    reduce: Any = PooledEmbeddingsReduceScatter(group)
+    reduced = reduce(partial).wait()
+    scatter = runner("reduce_scatter", [4 * BATCH * 4] * WORLD_SIZE)
+    scatter.set_input(partial.detach().view(WORLD_SIZE, -1))
+    scatter.run()
+    equal["reduce_scatter"] = torch.equal(scatter.output.view(BATCH, 4), reduced)
+
+    gradient = torch.randn_like(reduced)
+    reduced.backward(gradient)
+    gather = runner("all_gather", [4 * BATCH * 4] * WORLD_SIZE)
+    gather.set_input(gradient.view(1, -1))
+    gather.run()
+    assert partial.grad is not None
+    gathered = gather.output.view_as(partial) / WORLD_SIZE
+    equal["all_gather"] = torch.equal(gathered, partial.grad)
+
+    index = runner("index", [8 * count for count in NUM_IDS])
+    index.run()
+    lengths = int(LENGTHS_SHARE * NUM_IDS[rank])
+    received = [len(part) for part in index.output]
+    expected = [lengths * WORLD_SIZE, (NUM_IDS[rank] - lengths) * WORLD_SIZE]
+    equal["index"] = received == expected
+
+    total = runner("all_reduce", [4 * 5] * WORLD_SIZE)
+    total.set_input(torch.full((WORLD_SIZE, 5), float(rank)))
+    total.run()
+    ranks = float(sum(range(WORLD_SIZE)))
+    equal["all_reduce"] = torch.equal(total.output, torch.full((WORLD_SIZE, 5), ranks))
+    return equal
+
+
+def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
+    return {"compare": lambda: compare(rank)} if num_nodes == TWO_NODES else {}
+
+
+def test_collectives_compute_what_torchrec_computes(ranks: Results) -> None:
+    for equal in ranks(__name__, TWO_NODES, "compare"):
+        assert len(equal) == 6 and all(equal.values()), equal
