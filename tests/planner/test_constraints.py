@@ -182,6 +182,18 @@ def test_placed_tables_narrow_the_ranks_of_others() -> None:
     assert rules.narrowed({"c": {0, 1, 2, 3}}).ranks("d") == ()
 
 
+def test_tables_are_concerned_with_their_company() -> None:
+    rules = PlacementRules(
+        4, {"a": (0, 1)}, together=(("b", "c"),), apart=(("c", "d"),)
+    )
+    assert rules.concerned() == {
+        "a": {"a"},
+        "b": {"b", "c"},
+        "c": {"b", "c", "d"},
+        "d": {"c", "d"},
+    }
+
+
 def test_breaches_are_told() -> None:
     rules = PlacementRules(
         4, {"a": (0, 1)}, together=(("a", "b"),), apart=(("c", "d"),)
@@ -416,13 +428,13 @@ def test_a_stock_plan_that_breaks_them_is_no_candidate(
 
 def test_the_planner_takes_no_part_that_ignores_them(make_planner: MakePlanner) -> None:
     pinned = PlacementConstraints(pin={"t0": [0]})
-    with pytest.raises(ConfigError, match="GreedyPerfPartitioner given has not these"):
+    with pytest.raises(ConfigError, match="GreedyPerfPartitioner given has other"):
         make_planner(
             2, partitioner=GreedyPerfPartitioner(), placement_constraints=pinned
         )
     topology = Topology(2, "cpu")
     deaf = NeuroShardPartitioner(topology)
-    with pytest.raises(ConfigError, match="NeuroShardPartitioner given has not these"):
+    with pytest.raises(ConfigError, match="NeuroShardPartitioner given has other"):
         make_planner(topology=topology, partitioner=deaf, placement_constraints=pinned)
 
 
@@ -467,14 +479,21 @@ def test_a_callback_may_not_break_them(
     )
     with pytest.raises(ConfigError, match=r"'t0' is on rank 1; .* A callback or"):
         planner.plan(make_ebc([(1000, 64)]), sharders)
+    assert planner.last_result is None
 
 
 def test_stock_proposals_are_held_to_them(
     make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
 ) -> None:
-    """TorchRec's proposer proposes row-wise tables, too: these do not fit."""
+    """TorchRec's proposer knows nothing of them; the partitioner keeps them."""
     rules = RULES["all"]
-    planner = make_planner(4, proposer=GreedyProposer(), placement_constraints=rules)
+    whole = ParameterConstraints(sharding_types=["table_wise", "column_wise"])
+    planner = make_planner(
+        4,
+        proposer=GreedyProposer(),
+        constraints=dict.fromkeys(NAMES, whole),
+        placement_constraints=rules,
+    )
     plan = planner.plan(make_ebc(SIZES), sharders)
     assert keeps(plan, rules, 4)
 

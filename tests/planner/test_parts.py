@@ -35,6 +35,7 @@ from torchrec_neuroshard.planner import (
     NeuroShardPartitioner,
     NeuroShardPerfModel,
     NeuroShardProposer,
+    PlacementConstraints,
     PlanCosts,
 )
 from torchrec_neuroshard.search import SearchConfig
@@ -186,6 +187,31 @@ def test_host_memory_is_offered_where_device_memory_is_scarce(
     assert kernels(hbm_cap=100 * size, compute_kernels=["fused", "fused_uvm"]) == {
         (kind, "fused_uvm") for kind in ("row_wise", "table_wise")
     }
+
+
+@pytest.mark.parametrize(
+    ("placement", "offered"),
+    [
+        (None, False),
+        (PlacementConstraints(pin={"t0": [0, 1]}), False),
+        (PlacementConstraints(pin={"t0": [1]}), True),
+        (PlacementConstraints(forbid_ranks=[0, 1, 2]), True),
+        (PlacementConstraints(together=[["t0", "t1"]]), True),
+        (PlacementConstraints(apart=[["t0", "t1"]]), False),
+    ],
+)
+def test_host_memory_is_offered_where_tables_are_crowded(
+    placement: PlacementConstraints | None,
+    offered: bool,
+    make_ebc: MakeEbc,
+    sharders: Sharders,
+) -> None:
+    size = 1000 * 64 * 4
+    enumerator = NeuroShardEnumerator(
+        gpus(4, hbm_cap=3 * size), 64, placement=placement, **models()
+    )
+    options = enumerator.enumerate(make_ebc([(1000, 64)] * 2), sharders)
+    assert any(o.compute_kernel == "fused_uvm" for o in options) == offered
 
 
 def test_enumerator_leaves_unknown_tables_alone(

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,9 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
     are in one node (row-wise is the same there), column-wise ones in the host's memory
     where whole tables may go there. Unless constraints ask for it, no table goes there
     while all of them, with the state of an optimizer, fill less than half of the
-    devices, and none of them one alone. What a constraint leaves no alternative to
-    always stays, and of other tables, everything does.
+    devices, and none of them one alone; the same goes for tables that placement
+    constraints pin to some devices or keep together on one. What a constraint leaves no
+    alternative to always stays, and of other tables, everything does.
 
     Attributes:
         seconds: What the last `enumerate` took.
@@ -71,8 +72,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         comms_model: None: as measured, else as published, else by the topology.
         profiles: Feature name -> its measured profile.
         costs: Shares one loaded cost model between parts; replaces the three above.
-        placement: Which ranks tables may be on; with any such constraint the host's
-            memory is always an option.
+        placement: Which ranks tables may be on. None: any.
         kwargs: Passed to `EmbeddingEnumerator`.
     """
 
@@ -117,7 +117,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         node = getattr(topology, "intra_group_size", topology.local_world_size)
         self._one_node = node >= topology.world_size
         self._is_tight = False
-        self._is_constrained = bool(placement)
+        self._placement = placement or PlacementConstraints()
         self.seconds = 0.0
 
     def enumerate(
@@ -131,20 +131,44 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         """
         start = time.monotonic()
         known: dict[str, bool] = {}
-        sizes = [0]
+        sizes: list[tuple[str, int]] = []
         for config in table_configs(module):
             modelled = is_modelled_config(config)
             known[config.name] = known.get(config.name, True) and modelled
-            sizes.append(4 * config.num_embeddings * config.embedding_dim)
+            size = 4 * config.num_embeddings * config.embedding_dim
+            sizes.append((config.name, size))
         self._modelled = {name for name, modelled in known.items() if modelled}
-        caps = [d.storage.hbm for d in self._devices]
-        # Weights and as much again for the state.
-        fills_half = 4 * sum(sizes) > sum(caps) or 2 * max(sizes) > max(caps)
-        self._is_tight = fills_half or self._is_constrained
+        self._is_tight = self._fills_half(sizes)
         with _nothing_collected():
             options: list[ShardingOption] = super().enumerate(module, sharders)
         self.seconds = time.monotonic() - start
         return options
+
+    def _fills_half(self, sizes: Sequence[tuple[str, int]]) -> bool:
+        """Whether device memory is scarce for tables of these bytes, by name."""
+        placement = self._placement
+        caps = {
+            d.rank: d.storage.hbm
+            for d in self._devices
+            if d.rank not in placement.forbid_ranks
+        }
+        pinned: dict[tuple[int, ...], list[int]] = {}
+        for name, ranks in placement.pin.items():
+            pinned.setdefault(tuple(ranks), []).extend(_sizes_of(name, sizes))
+        needs = [([size for _, size in sizes], list(caps.values()))]
+        needs += [
+            (own, [caps[r] for r in ranks if r in caps])
+            for ranks, own in pinned.items()
+        ]
+        needs += [
+            ([sum(sum(_sizes_of(n, sizes)) for n in names)], list(caps.values()))
+            for names in placement.together
+        ]
+        # Weights and as much again for the state.
+        return any(
+            4 * sum(own) > sum(room) or 2 * max(own, default=0) > max(room, default=0)
+            for own, room in needs
+        )
 
     def relisted(self, estimator: ShardEstimator) -> NeuroShardEnumerator:
         """Return an enumerator of the model listed last, at another estimator's costs.
@@ -206,6 +230,12 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         if not useful or (sharding_type == _COLUMN_WISE and whole):
             return [_FUSED]
         return [k for k in kernels if k == _FUSED or k in OFFLOADED_KERNELS]
+
+
+def _sizes_of(name: str, sizes: Sequence[tuple[str, int]]) -> list[int]:
+    """Bytes of the tables that a name, with or without its module, may mean."""
+    bare = name.rpartition(".")[2]
+    return [size for known, size in sizes if known in (name, bare)]
 
 
 @contextlib.contextmanager

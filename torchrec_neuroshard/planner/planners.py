@@ -206,9 +206,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             partitioner, "placement", PlacementConstraints()
         ):
             raise ConfigError(
-                f"the {type(partitioner).__name__} given has not these placement "
-                "constraints: leave the partitioner out, or pass the same to "
-                "NeuroShardPartitioner(..., placement=...)"
+                f"the {type(partitioner).__name__} given has other placement "
+                "constraints than the planner, or none: leave the partitioner out, or "
+                "pass the same to NeuroShardPartitioner(..., placement=...)"
             )
         own = NeuroShardProposer(
             topology,
@@ -279,13 +279,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             fallback = self._infeasible() or str(error)
             plan = self._last_resort(error)
         if self._selected is not None:
-            self._describe(self._selected, fallback)
-            breach = self._breach(self._selected)
-            if breach is not None:
+            if breach := self._breach(self._selected):
                 raise ConfigError(
                     f"the plan breaks placement_constraints: {breach}. A callback or a "
                     "plan loader made it so"
                 )
+            self._describe(self._selected, fallback)
         return plan
 
     def collective_plan(

@@ -255,6 +255,8 @@ class _Job:
             map(table_name, options), int(self.topology.world_size)
         )
         self._fixed_ranks = ranks_by_table(self._fixed)
+        self._index = {table_name(o): i for i, o in enumerate(self.options)}
+        self._ruled = self.rules.concerned()
         self.task = self._task(planner, reserved) if self.options else None
         resharded = {s.module_type for s in sharders if hasattr(s, "reshard")}
         self.obstacles = dict(self._find_obstacles(resharded))
@@ -300,31 +302,24 @@ class _Job:
     def company(self, table: int) -> list[int]:
         """The tables that must lie where this one lies, itself among them."""
         names = self.rules.company(table_name(self.options[table]))
-        if len(names) == 1:
-            return [table]
-        return [i for i, o in enumerate(self.options) if table_name(o) in names]
+        return [self._index[n] for n in names if n in self._index]
 
     def keeps_rules(
         self, state: Mapping[int, Shards], step: Mapping[int, Shards]
     ) -> bool:
         """Whether the tables of a step are where placement constraints allow them."""
-        if not self.rules:
-            return True
-        changed = {table_name(self.options[t]) for t in step}
-        concerned = changed.union(
-            *(
-                names
-                for names in (*self.rules.together, *self.rules.apart)
-                if changed.intersection(names)
-            )
-        )
-        held: dict[str, set[int]] = {
-            n: r for n, r in self._fixed_ranks.items() if n in concerned
+        changed = {
+            n for n in (table_name(self.options[t]) for t in step) if n in self._ruled
         }
-        for table, shards in {**state, **step}.items():
-            name = table_name(self.options[table])
-            if name in concerned:
-                held[name] = {rank for *_, rank in shards}
+        if not changed:
+            return True
+        held: dict[str, set[int]] = {}
+        for name in set().union(*(self._ruled[n] for n in changed)):
+            if name in self._fixed_ranks:
+                held[name] = self._fixed_ranks[name]
+            else:
+                table = self._index[name]
+                held[name] = {rank for *_, rank in step.get(table, state[table])}
         return self.rules.breach(held, changed) is None
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:

@@ -57,7 +57,7 @@ class StockPlanner:
 
     Attributes:
         proposer: Proposes its plan in TorchRec's loop, after all others.
-        seconds: What the plan to compare with took.
+        seconds: What its plans took.
         skipped: Why there is none, where time was short.
 
     Args:
@@ -123,7 +123,9 @@ class StockPlanner:
         if arguments["enumerator"] is None:
             arguments["enumerator"] = self._every_option()
         timeout = arguments["timeout_seconds"] or STOCK_TIMEOUT_SECONDS
+        start = time.monotonic()
         plan, options = self._run({**arguments, "timeout_seconds": timeout})
+        self.seconds += time.monotonic() - start
         if obstacle := self._obstacle(options):
             raise PlannerError(
                 error_type=PlannerErrorType.STRICT_CONSTRAINTS, message=obstacle
