@@ -1,5 +1,7 @@
 """Identities every compute cost model keeps, and exact numbers of the simple ones."""
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -15,7 +17,7 @@ from torchrec_neuroshard.cost_models.compute import (
     ConcurrentCostModel,
     PhysicalConstants,
 )
-from torchrec_neuroshard.cost_models.network import HeadArrays, SetCostNetwork
+from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.tables import TableConfig
@@ -103,18 +105,24 @@ def test_sets_are_independent_of_the_batch_they_are_scored_in() -> None:
     np.testing.assert_allclose(together, alone, rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_sets", [1, 7, 2500])
-def test_head_in_numpy_is_the_network(num_sets: int) -> None:
-    model = random_neural()
-    encoded = model.encode(random_features(40, 5))
-    rng = np.random.default_rng(6)
-    sums = (rng.random((num_sets, 40)) < rng.random((num_sets, 1))) @ encoded
+@pytest.mark.parametrize("count", [1, 7, 900])
+def test_arrays_are_the_network(count: int) -> None:
+    network = random_neural().network
+    arrays, features = NetworkArrays(network), random_features(count, 5)
     with torch.inference_mode():
-        expected = model.network.predict(torch.from_numpy(sums.astype(np.float32)))
-    # No less than in float32: sums of hidden values in another order.
-    np.testing.assert_allclose(
-        HeadArrays(model.network).predict(sums), expected.numpy(), rtol=3e-6
-    )
+        encoded = network.encode(torch.from_numpy(features)).numpy()
+    # In float32 sums of products in another order differ by that much.
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5)
+    close(arrays.encode(features), encoded)
+    rng = np.random.default_rng(6)
+    members = rng.random((count, count)) < rng.random((count, 1))
+    sums = members.astype(np.float32) @ encoded
+    with torch.inference_mode():
+        predicted = network.predict(torch.from_numpy(sums))
+    close(arrays.predict(sums), predicted.numpy())
+    shape = (3, 2)
+    assert arrays.encode(features[:0]).shape == (0, encoded.shape[1])
+    assert arrays.predict(sums[:0]).shape == (0, *shape)
 
 
 def test_uncertainty_is_the_spread_of_the_members() -> None:
@@ -125,6 +133,7 @@ def test_uncertainty_is_the_spread_of_the_members() -> None:
     with torch.no_grad():
         for parameter in same.network.parameters():
             parameter.copy_(parameter[:1].expand_as(parameter))
+    same = NeuralCostModel(same.network, name="same", hardware="none", ranges={})
     spread = same.relative_uncertainty(same.encode(random_features(10, 4)))
     np.testing.assert_allclose(spread, 0, atol=1e-5)
 

@@ -106,14 +106,6 @@ class BundleContract(CostModelContract):
     def make_cost_model(self) -> CostModel:
         return load_cost_model(self.bundle)
 
-    @pytest.mark.xfail(
-        strict=True,
-        raises=RuntimeError,
-        reason="the network's encode cannot reshape a matrix without rows",
-    )
-    def test_no_shards_at_all(self) -> None:
-        super().test_no_shards_at_all()
-
 
 def add_test_classes(base: type, attributes: Mapping[str, Mapping[str, Any]]) -> None:
     """Derive a test class per name, for what is only known when the tests start."""

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
-from torchrec_neuroshard.cost_models.network import HeadArrays, SetCostNetwork
+from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES
 
@@ -59,7 +58,7 @@ class NeuralCostModel(CostModel):
         self.ranges = dict(ranges)
         self.reference_ms = reference_ms
         self.network = network.eval()
-        self._head = HeadArrays(network)
+        self._arrays = NetworkArrays(network)
 
     @property
     def encoding_dim(self) -> int:
@@ -69,12 +68,10 @@ class NeuralCostModel(CostModel):
     def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """Encode shards; see `CostModel.encode`."""
         _check_columns(features_NF)
-        with torch.inference_mode():
-            encoded = self.network.encode(torch.from_numpy(features_NF))
-        return encoded.numpy().astype(np.float64)
+        return self._arrays.encode(features_NF).astype(np.float64)
 
     def _members(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        milliseconds = self._head.predict(np.asarray(sums_SE)).astype(np.float64)
+        milliseconds = self._arrays.predict(sums_SE).astype(np.float64)
         milliseconds[np.asarray(sums_SE)[:, 0] < 0.5] = 0.0
         return milliseconds
 

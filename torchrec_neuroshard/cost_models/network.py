@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from torchrec_neuroshard.features import FEATURE_NAMES, NUM_TOTALS
 
 __all__ = [
     "OPTIMIZER_KINDS",
-    "HeadArrays",
+    "NetworkArrays",
     "NetworkConfig",
     "SetCostNetwork",
     "physical_basis",
@@ -40,6 +41,10 @@ _MAX_CORRECTION = 3.0
 does not replace it."""
 _MAX_STANDARDISED = 5.0
 """Inputs beyond this many standard deviations count as that many."""
+_ONE_THREAD_PRODUCTS = 2**18
+"""Multiplications of a matrix product up to which OpenBLAS takes one thread."""
+
+Array = npt.NDArray[np.float32]
 
 
 def physical_basis(features_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,52 +146,95 @@ class SetCostNetwork(nn.Module):
         return milliseconds.permute(1, 0, 2)
 
 
-class HeadArrays:
-    """The head of a trained network in NumPy.
+class NetworkArrays:
+    """A trained network in NumPy: same numbers, but for rounding.
 
     A search asks for a few dozen sets thousands of times: so few that the calls into
-    PyTorch take longer than the arithmetic.
+    PyTorch take longer than the arithmetic, and that threads gain nothing but lose a
+    lot where other processes keep the cores busy.
     """
-
-    CHUNK = 112
-    """Sets at a time: few enough that BLAS multiplies them on one thread. More threads
-    gain nothing here, and lose a lot where other processes keep the cores busy."""
 
     def __init__(self, network: SetCostNetwork) -> None:
         """Take the weights as they are now."""
-        self._layers = [p.detach().numpy() for p in network.head]
+        self._num_members = network.num_members
+        self._physical_PO2 = network.physical_PO2.numpy().copy()
+        self._input_mean_X = network.input_mean_X.numpy().copy()
+        self._input_std_X = network.input_std_X.numpy().copy()
+        self._encoder = [p.detach().numpy().copy() for p in network.encoder]
+        self._head = [p.detach().numpy().copy() for p in network.head]
         launch_M2 = network.launch_2 * torch.exp(network.launch_scale_M2)
         self._launch_M12 = launch_M2.detach().numpy()[:, None]
-        self._num_members = network.num_members
 
-    def predict(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
-        """Predict as `SetCostNetwork.predict`: `S x E` sums to `S x M x 2` ms."""
-        sums = sums_SE.astype(np.float32)
-        parts = [sums[i : i + self.CHUNK] for i in range(0, len(sums), self.CHUNK)]
-        found = [self._predict(part) for part in parts or [sums]]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+    def encode(self, features_NF: npt.ArrayLike) -> Array:
+        """Encode as `SetCostNetwork.encode`, `N x E`."""
+        return _by_chunks(self._encode, self._encoder, features_NF)
 
-    def _predict(self, sums_SE: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    def predict(self, sums_SE: npt.ArrayLike) -> Array:
+        """Predict as `SetCostNetwork.predict`, `S x M x 2` ms."""
+        return _by_chunks(self._predict, self._head, sums_SE)
+
+    def _encode(self, features_NF: Array) -> Array:
+        logs = np.log1p(features_NF[:, 1:NUM_TOTALS])
+        x = np.concatenate([logs, features_NF[:, NUM_TOTALS:]], axis=1)
+        x = (x - self._input_mean_X) / self._input_std_X
+        x = x.clip(-_MAX_STANDARDISED, _MAX_STANDARDISED)
+        out = _run_arrays(self._encoder, x)
+        adaptive = features_NF[:, _KIND_COLUMNS]
+        kinds = np.column_stack([1.0 - adaptive.sum(axis=1), adaptive])
+        # Each shard has one optimizer: its constants are a sum over kinds of which all
+        # but one are 0.
+        constants_NP2 = np.tensordot(kinds, self._physical_PO2, axes=(1, 1))
+        totals = features_NF[:, : NUM_TOTALS - 1]
+        physical = np.maximum((totals[..., None] * constants_NP2).sum(axis=1), 1e-6)
+        cost = physical * np.exp(_bend(out[..., :2]))
+        latent = np.tanh(out[..., 2:]) * cost.sum(axis=2, keepdims=True)
+        per_member = np.concatenate([cost, latent], axis=2)  # M x N x (2 + K)
+        flat = per_member.transpose(1, 0, 2).reshape(
+            len(features_NF), self._num_members * per_member.shape[2]
+        )
+        return np.concatenate([features_NF[:, _HEAD_TOTALS], flat], axis=1)
+
+    def _predict(self, sums_SE: Array) -> Array:
         num_totals = len(_HEAD_TOTALS)
         size = (sums_SE.shape[1] - num_totals) // self._num_members
         rest = sums_SE[:, num_totals:].reshape(-1, self._num_members, size)
         rest = rest.transpose(1, 0, 2)  # M x S x (2 + K)
         cost = np.ascontiguousarray(rest[..., :2])
         total = np.maximum(cost[..., :1] + cost[..., 1:], 1e-6)
-        x = np.empty((*rest.shape[:2], rest.shape[2] + num_totals), dtype=np.float32)
+        x = np.empty((*rest.shape[:2], size + num_totals), dtype=np.float32)
         x[..., :2] = np.log(np.maximum(cost, 1e-6)) / 3.0
         x[..., 2 : 2 + num_totals] = np.log1p(sums_SE[:, :num_totals]) / 10.0
         np.divide(rest[..., 2:], total, out=x[..., 2 + num_totals :])
-        for i in range(0, len(self._layers), 2):
-            x = np.matmul(x, self._layers[i])
-            x += self._layers[i + 1]
-            if i + 2 < len(self._layers):
-                with np.errstate(over="ignore"):  # SiLU of a large negative is 0
-                    x /= 1.0 + np.exp(-x)
-        bend = _MAX_CORRECTION * np.tanh(x / _MAX_CORRECTION)
-        milliseconds: npt.NDArray[np.float32] = cost + self._launch_M12
-        milliseconds *= np.exp(bend)
+        milliseconds: Array = cost + self._launch_M12
+        milliseconds *= np.exp(_bend(_run_arrays(self._head, x)))
         return milliseconds.transpose(1, 0, 2)
+
+
+def _by_chunks(
+    function: Callable[[Array], Array], layers: list[Array], rows: npt.ArrayLike
+) -> Array:
+    """Call a function on some rows at a time, so few that BLAS takes one thread."""
+    values = np.asarray(rows, dtype=np.float32)
+    chunk = max(1, _ONE_THREAD_PRODUCTS // max(w.shape[1] * w.shape[2] for w in layers))
+    if len(values) <= chunk:
+        return function(values)
+    starts = range(0, len(values), chunk)
+    return np.concatenate([function(values[i : i + chunk]) for i in starts])
+
+
+def _bend(correction: Array) -> Array:
+    bend: Array = _MAX_CORRECTION * np.tanh(correction / _MAX_CORRECTION)
+    return bend
+
+
+def _run_arrays(layers: list[Array], x: Array) -> Array:
+    for i in range(0, len(layers), 2):
+        x = np.matmul(x, layers[i])
+        x += layers[i + 1]
+        if i + 2 < len(layers):
+            with np.errstate(over="ignore"):  # SiLU of a large negative is 0
+                x /= 1.0 + np.exp(-x)
+    return x
 
 
 def _layers(num_members: int, sizes: list[int]) -> list[nn.Parameter]:
