@@ -1,24 +1,28 @@
-"""Time the searches and compare their plans, all rated by one cost model.
+"""Planning time, peak memory, predicted cost and gap of searches, by size of the task.
 
-For each case (tables x ranks; rows and accesses from the DLRM-dataset generator, widths
-met in production) every method plans the same task in a process of its own: ours, stock
-TorchRec with its default and with its dynamic-programming proposer, and the NeuroShard
-paper's loops on the same costs (`baselines/neuroshard.py`). Plans are rated by the same
-simulator; a method that runs past the limit, fails or finds no plan stays in the table.
+    python benchmarks/bench_search.py --out benchmarks/results/search_cpu_202611
 
-    python benchmarks/bench_search.py --cases 50x4,100x8 --time-limit 600 \
-        --cost-model cpu --out benchmarks/results/search_cpu_202611
+writes `<out>.json` (raw), `<out>.md` and `<out>.svg` after every run; `--resume` goes
+on where an earlier call stopped. Every run is a process of its own. In all:
 
-writes `<out>.json` (raw), `<out>.md` and `<out>.svg`.
+- ours, TorchRec's planner with its default and its dynamic-programming proposer, and
+  the loops of NeuroShard's paper on the same costs, on tables of production widths;
+- how long ours takes to hold a plan as good as the paper's final one;
+- the gap to the lower bound on tasks as the papers draw them, on 8 ranks;
+- `NeuroShardPlanner.plan()` on a TorchRec model, part by part.
+
+A rival that did not end in time at one size is not tried at larger ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import math
 import multiprocessing
+import os
 import platform
 import resource
 import shlex
@@ -28,9 +32,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -39,16 +45,33 @@ from torchrec_neuroshard.cost_models import BandwidthCommsModel, load_cost_model
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
+from torchrec_neuroshard.search import progress as progress_module
+from torchrec_neuroshard.search.progress import SearchProgress
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
-from torchrec_neuroshard.workloads import PRODUCTION_WIDTHS, generate_dlrm_tables
+from torchrec_neuroshard.workloads import (
+    PRODUCTION_WIDTHS,
+    TaskConfig,
+    generate_dlrm_tables,
+    power_of_two_widths,
+    sample_tasks,
+)
 
 CASES = "50x4,100x8,200x8,1000x64,2000x128,10000x512"
+PLAN_CASES = "100x8,2000x128"
 OURS, STOCK, STOCK_DP, PAPER = "ours", "stock", "stock-dp", "neuroshard-paper"
+PLAN = "planner.plan"
+DLRM_RANKS = 8
+DLRM_NUM_TABLES = (20, 119)
+"""Twice NeuroShard's range for 4 ranks."""
 MEMORY_SHARE = 1.5
 """Memory of all ranks over the bytes of all weights."""
 BATCH_PER_RANK = 512
+START_SECONDS = 30.0
+"""That a process may take to start, load the model and make its task."""
+OUR_SECONDS = 120.0
+"""Time budget of our search."""
 GIB = 2**30
 
 
@@ -80,6 +103,19 @@ def make_task(num_tables: int, world_size: int, seed: int) -> ShardingTask:
     )
 
 
+def make_dlrm_task(number: int) -> ShardingTask:
+    """Draw a task as NeuroShard's benchmark does: widths of 4 to 128, powers of two."""
+    config = TaskConfig(
+        world_size=DLRM_RANKS,
+        batch_size=BATCH_PER_RANK * DLRM_RANKS,
+        num_tables=DLRM_NUM_TABLES,
+        widths=power_of_two_widths(128),
+        memory_bytes_per_rank=4 * GIB,
+        max_total_bytes=int(0.8 * 4 * GIB * DLRM_RANKS),
+    )
+    return sample_tasks(generate_dlrm_tables(0), config, number + 1)[number]
+
+
 def make_models(name: str, task: ShardingTask) -> tuple[CostModel, CommsModel]:
     """Return the cost model and collectives over TorchRec's default bandwidths."""
     compute = AnalyticCostModel() if name == "analytic" else load_cost_model(name)
@@ -102,7 +138,7 @@ Method = Callable[
 def plan_ours(
     task: ShardingTask, compute: CostModel, comms: CommsModel, seed: int
 ) -> tuple[Placement, dict[str, Any]]:
-    config = SearchConfig(seed=seed, time_budget_seconds=120.0)
+    config = SearchConfig(seed=seed, time_budget_seconds=OUR_SECONDS)
     result = NeuroShardSearcher(config).search(task, compute, comms)
     return result.placement, {
         "lower_bound_ms": result.lower_bound_ms,
@@ -111,21 +147,28 @@ def plan_ours(
     }
 
 
-def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, Any]]:
-    """Plan with TorchRec's best practice: pooling factors, splits down to 32."""
+def watch_ours(
+    task: ShardingTask, compute: CostModel, comms: CommsModel, seed: int
+) -> list[tuple[float, float]]:
+    """Search once more, watched: seconds and critical path of each better plan."""
+    seen: list[tuple[float, float]] = []
+
+    def note(progress: SearchProgress) -> None:
+        if not seen or progress.best_ms < seen[-1][1]:
+            seen.append((progress.seconds, progress.best_ms))
+
+    with mock.patch.object(progress_module, "REPORT_SECONDS", 0.0):
+        config = SearchConfig(seed=seed, time_budget_seconds=OUR_SECONDS, progress=note)
+        NeuroShardSearcher(config).search(task, compute, comms)
+    return seen
+
+
+def make_module(task: ShardingTask) -> Any:
+    """Make a TorchRec module of the task's tables, without memory."""
     import torch
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-    from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
-    from torchrec.distributed.planner.storage_reservations import (
-        FixedPercentageStorageReservation,
-    )
-    from torchrec.distributed.planner.types import ParameterConstraints
 
-    from torchrec_neuroshard.planner import placement_from_plan
-
-    module = EmbeddingBagCollection(
+    return EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
                 name=t.name,
@@ -137,6 +180,20 @@ def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, 
         ],
         device=torch.device("meta"),
     )
+
+
+def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, Any]]:
+    """Plan with TorchRec's best practice: pooling factors, splits down to 32."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
+    from torchrec.distributed.planner.storage_reservations import (
+        FixedPercentageStorageReservation,
+    )
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    from torchrec_neuroshard.planner import placement_from_plan
+
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=task.world_size,
@@ -160,11 +217,49 @@ def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, 
         debug=False,
         stats=[],
     )
-    plan = planner.plan(module, [EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+    plan = planner.plan(make_module(task), [EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
     read = placement_from_plan(
         plan, task.world_size, table_names=[t.name for t in task.tables]
     )
     return read.placement, {"not_described": len(read.not_described)}
+
+
+def time_planner(task: ShardingTask, model: str) -> dict[str, Any]:
+    """Plan a TorchRec model; seconds in all and of each part, as the planner says."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import Topology
+    from torchrec.distributed.planner.types import ParameterConstraints
+
+    from torchrec_neuroshard import NeuroShardPlanner
+
+    planner = NeuroShardPlanner(
+        topology=Topology(
+            world_size=task.world_size,
+            compute_device="cuda",
+            local_world_size=task.local_world_size,
+            hbm_cap=2 * task.memory_bytes[0] + 4 * GIB,
+        ),
+        batch_size=task.batch_size // task.world_size,
+        cost_model=model,
+        constraints={
+            t.name: ParameterConstraints(pooling_factors=[t.pooling_factor])
+            for t in task.tables
+        },
+    )
+    module = make_module(task)
+    start = time.perf_counter()
+    planner.plan(module, [EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+    seconds = time.perf_counter() - start
+    result = planner.last_result
+    assert result is not None
+    return {
+        "seconds": seconds,
+        "parts": dict(planner.last_seconds),
+        "critical_path_ms": result.predicted.critical_path_ms,
+        "gap": result.gap,
+        "num_shards": len(result.placement.shards),
+        "fallback": result.fallback,
+    }
 
 
 def plan_paper(
@@ -186,70 +281,88 @@ METHODS: dict[str, Method] = {
 # Runs, each in its own process.
 
 
-def _work(
-    pipe: Connection, method: str, case: tuple[int, int], seed: int, model: str
-) -> None:
-    try:
-        task = make_task(*case, seed)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One method on one task."""
+
+    kind: str
+    """`production` widths, or `dlrm`: as the papers draw tasks."""
+    method: str
+    tables: int
+    ranks: int
+    seed: int
+
+    def task(self) -> ShardingTask:
+        """Make the task."""
+        if self.kind == "dlrm":
+            return make_dlrm_task(self.seed)
+        return make_task(self.tables, self.ranks, self.seed)
+
+
+def _measured(run: Run, model: str) -> dict[str, Any]:
+    task = run.task()
+    # One small plan outside the clock: imports and caches.
+    small = make_task(8, 2, run.seed)
+    plan_ours(small, *make_models(model, small), 0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cpu = time.process_time()
+    if run.method == PLAN:
+        found = time_planner(task, model)
+    else:
         compute, comms = make_models(model, task)
-        # One small prediction and one plan outside the clock: imports and caches.
-        plan_ours(make_task(8, 2, seed), *make_models(model, make_task(8, 2, 0)), 0)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
-        cpu = time.process_time()
-        placement, known = METHODS[method](task, compute, comms, seed)
-        seconds = time.perf_counter() - start
-        cpu = time.process_time() - cpu
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        predicted = Simulator(task, compute, comms).evaluate(placement)
-        columns = sum(t.embedding_dim for t in task.tables)
-        assert sum(s.width for s in placement.shards) == columns
-        used = placement.rank_bytes(task)
-        pipe.send(
-            {
-                "seconds": seconds,
-                "cpu_seconds": cpu,
-                "peak_mib": peak / 1024,
-                "base_mib": before / 1024,
-                "critical_path_ms": predicted.critical_path_ms,
-                "num_shards": len(placement.shards),
-                "largest_rank_share_of_memory": max(used) / task.memory_bytes[0],
-                **known,
-            }
-        )
+        placement, known = METHODS[run.method](task, compute, comms, run.seed)
+        found = {"seconds": time.perf_counter() - start}
+    found["cpu_seconds"] = time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found |= {"peak_mib": peak / 1024, "base_mib": before / 1024}
+    if run.method == PLAN:
+        return found
+    predicted = Simulator(task, compute, comms).evaluate(placement)
+    columns = sum(t.embedding_dim for t in task.tables)
+    assert sum(s.width for s in placement.shards) == columns
+    found |= {
+        "critical_path_ms": predicted.critical_path_ms,
+        "num_shards": len(placement.shards),
+        "largest_rank_share_of_memory": max(placement.rank_bytes(task))
+        / task.memory_bytes[0],
+        "num_tables": len(task.tables),
+        **known,
+    }
+    if run.method == OURS and run.kind == "production":
+        found["progress"] = watch_ours(task, compute, comms, run.seed)
+    return found
+
+
+def _work(pipe: Connection, run: Run, model: str) -> None:
+    try:
+        pipe.send(_measured(run, model))
     except Exception as error:  # a method's failure is a result
         last = traceback.format_exc().strip().splitlines()[-1]
         pipe.send({"failed": f"{type(error).__name__}: {last}"[:300]})
 
 
-def run_case(
-    method: str, case: tuple[int, int], seed: int, model: str, limit: float
-) -> dict[str, Any]:
-    """Run one method on one task; a run past the limit is ended."""
+def execute(run: Run, model: str, limit: float) -> dict[str, Any]:
+    """Run in a process of its own, which is ended when the limit is over."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(theirs, method, case, seed, model))
+    process = context.Process(target=_work, args=(theirs, run, model))
     process.start()
     theirs.close()
-    row: dict[str, Any] = {
-        "method": method,
-        "tables": case[0],
-        "ranks": case[1],
-        "seed": seed,
-    }
+    row: dict[str, Any] = dataclasses.asdict(run)
     try:
         # Making the task and loading the model is not planning: some slack for it.
-        if ours.poll(limit + 60):
+        if ours.poll(limit + START_SECONDS):
             row |= ours.recv()
         else:
-            row["failed"] = f"not done after {limit:g} s"
+            row["failed"] = f"not done in {limit:g} s"
     except EOFError:
         row["failed"] = "the process died"
     finally:
         process.kill()
         process.join()
     if row.get("seconds", 0.0) > limit:
-        row["failed"] = f"took {row['seconds']:.0f} s, limit {limit:g} s"
+        row["failed"] = f"not done in {limit:g} s"
     return row
 
 
@@ -305,6 +418,82 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def seconds_to_match(ours: dict[str, Any], other_ms: float) -> float | None:
+    """Seconds until our search held a plan at least as good; None: it never did."""
+    for seconds, best_ms in ours.get("progress", ()):
+        if best_ms <= other_ms * (1 + 1e-9):
+            return float(seconds)
+    return None
+
+
+def speed_table(rows: list[dict[str, Any]]) -> str:
+    """Beside the paper's loops: seconds of the whole search and to an equal plan."""
+    lines = [
+        "| tables x ranks | seed | paper's loops s | ours s | ratio "
+        "| ours to an equal plan s | ratio | paper's cost over ours |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ours = {_key(r): r for r in rows if r["method"] == OURS and "failed" not in r}
+    for row in rows:
+        mine = ours.get(_key(row))
+        if row["method"] != PAPER or "failed" in row or mine is None:
+            continue
+        theirs, whole = row["seconds"], mine["seconds"]
+        equal = seconds_to_match(mine, row["critical_path_ms"])
+        cost = row["critical_path_ms"] / mine["critical_path_ms"]
+        cells = [f"{row['tables']} x {row['ranks']}", str(row["seed"])]
+        cells += [f"{theirs:.2f}", f"{whole:.2f}", f"{theirs / whole:.1f}"]
+        cells += (
+            ["never", "-"]
+            if equal is None
+            else [f"{equal:.3f}", f"{theirs / max(equal, 1e-3):.0f}"]
+        )
+        lines.append("| " + " | ".join([*cells, f"{cost:.4f}"]) + " |")
+    return "\n".join(lines)
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["kind"], row["tables"], row["ranks"], row["seed"]
+
+
+def gap_table(rows: list[dict[str, Any]]) -> str:
+    """Gaps on the tasks drawn as the papers draw them."""
+    done = [r for r in rows if "failed" not in r]
+    lines = [
+        "| task | tables | seconds | critical path ms | gap |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['seed']} | {r['num_tables']} | {r['seconds']:.2f} "
+        f"| {r['critical_path_ms']:.3f} | {100 * r['gap']:.2f} % |"
+        for r in done
+    ]
+    if done:
+        gaps = [100 * r["gap"] for r in done]
+        lines.append(
+            f"| median of {len(gaps)} | | | | {statistics.median(gaps):.2f} % "
+            f"({min(gaps):.2f} to {max(gaps):.2f}) |"
+        )
+    lines += [f"| {r['seed']} | | {r['failed']} | | |" for r in rows if "failed" in r]
+    return "\n".join(lines)
+
+
+def parts_table(rows: list[dict[str, Any]]) -> str:
+    """Parts of `planner.plan()`."""
+    lines = ["| tables x ranks | part | seconds | share |", "|---|---|---|---|"]
+    for row in rows:
+        size = f"{row['tables']} x {row['ranks']}"
+        if "failed" in row:
+            lines.append(f"| {size} | {row['failed']} | | |")
+            continue
+        whole = row["seconds"]
+        parts = {"all": whole, **row["parts"]}
+        for name, seconds in parts.items():
+            share = f"{100 * seconds / whole:.0f} %"
+            lines.append(f"| {size} | {name} | {seconds:.2f} | {share} |")
+    return "\n".join(lines)
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Planning seconds over tables x log2(ranks), both on log scales."""
     import matplotlib
@@ -331,66 +520,127 @@ def _versions() -> dict[str, str]:
     return {n: version(n) for n in ("numpy", "scipy", "torch", "torchrec")}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default=CASES, help="tables x ranks, by commas")
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--seeds", type=int, default=3, help="tasks per case")
-    parser.add_argument("--cost-model", default="analytic", help="or as in the planner")
-    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds a run")
-    parser.add_argument("--note", default="", help="said in the report")
-    parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
-    cases = [(int(a), int(b)) for a, b in (c.split("x") for c in args.cases.split(","))]
+def write(out: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write all there is so far."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    raw = {"config": config, "rows": rows}
+    out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+    plain = [r for r in rows if r["kind"] == "production" and r["method"] != PLAN]
+    plot(plain, out.with_suffix(".svg"))
+    dlrm = [r for r in rows if r["kind"] == "dlrm"]
+    plans = [r for r in rows if r["method"] == PLAN]
+    out.with_suffix(".md").write_text(
+        "# Planning time and predicted cost of the searches\n\n"
+        f"{config['note']}\n\n"
+        f"Plans rated by the cost model `{config['cost_model']}`; median (range) over "
+        "the tasks of a size; each run in a process of its own.\n\n"
+        f"{table(plain)}\n\n"
+        f"![planning time]({out.with_suffix('.svg').name})\n\n"
+        f"## Beside the paper's loops\n\n{speed_table(plain)}\n\n"
+        f"## Gap on tasks drawn as the papers draw them, {DLRM_RANKS} ranks\n\n"
+        f"{gap_table(dlrm)}\n\n"
+        f"## `NeuroShardPlanner.plan()`, part by part\n\n{parts_table(plans)}\n\n"
+        f"```json\n{json.dumps(config, indent=1)}\n```\n"
+    )
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for a, b in (c.split("x") for c in text.split(",") if c)]
+
+
+def _planned(args: argparse.Namespace) -> list[Run]:
+    """All runs, ours before the rivals, small sizes first."""
     methods = args.methods.split(",")
-    unknown = sorted(set(methods) - set(METHODS))
-    if unknown:
-        parser.error(f"unknown methods {unknown}; choose from {', '.join(METHODS)}")
+    runs = [
+        Run("production", method, *case, seed)
+        for case in _sizes(args.cases)
+        for seed in range(args.seeds)
+        for method in methods
+    ]
+    runs += [Run("dlrm", OURS, 0, DLRM_RANKS, k) for k in range(args.dlrm_tasks)]
+    runs += [Run("production", PLAN, *case, 0) for case in _sizes(args.plan_cases)]
+    # The rivals may take long: what is ours comes first.
+    return sorted(runs, key=lambda run: run.method not in (OURS, PLAN))
+
+
+def _too_slow(run: Run, rows: list[dict[str, Any]]) -> str | None:
+    """Why a rival is not tried: it did not end at this or at a smaller size."""
+    for row in rows:
+        if (
+            row["method"] == run.method != OURS
+            and row["tables"] * row["ranks"] <= run.tables * run.ranks
+            and "not done in" in row.get("failed", "")
+            and "not tried" not in row["failed"]
+        ):
+            size = f"{row['tables']}x{row['ranks']}"
+            return f"not tried: {row['failed']} at {size}"
+    return None
+
+
+def _config(args: argparse.Namespace) -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
     ).stdout.strip()
-    config = {
+    return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit,
         "machine": f"{platform.processor() or platform.machine()}, "
         f"{multiprocessing.cpu_count()} cores",
+        "load_average": os.getloadavg(),
         "python": platform.python_version(),
         "versions": _versions(),
+        "cost_model": args.cost_model,
         "memory_share": MEMORY_SHARE,
         "batch_per_rank": BATCH_PER_RANK,
+        "time_limit": args.time_limit,
+        "rival_limit": args.rival_limit,
         "note": args.note,
     }
+
+
+def main() -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", default=CASES, help="tables x ranks, by commas")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", type=int, default=3, help="tasks per case")
+    parser.add_argument("--dlrm-tasks", type=int, default=12, help="tasks for the gap")
+    parser.add_argument("--plan-cases", default=PLAN_CASES, help="of planner.plan()")
+    parser.add_argument("--cost-model", default="cpu_epyc", help="or analytic")
+    parser.add_argument("--time-limit", type=float, default=600.0, help="s, of ours")
+    parser.add_argument("--rival-limit", type=float, default=600.0, help="s, a run")
+    parser.add_argument("--resume", action="store_true", help="keep what <out> has")
+    parser.add_argument("--note", default="", help="said in the report")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    unknown = sorted(set(args.methods.split(",")) - set(METHODS))
+    if unknown:
+        parser.error(f"unknown methods {unknown}; choose from {', '.join(METHODS)}")
+    config, rows = _config(args), list[dict[str, Any]]()
+    if args.resume and args.out and args.out.with_suffix(".json").exists():
+        rows = json.loads(args.out.with_suffix(".json").read_text())["rows"]
     print(json.dumps(config, indent=1), flush=True)
-    rows = []
-    for case in cases:
-        given_up: set[str] = set()
-        for seed in range(args.seeds):
-            for method in methods:
-                if method in given_up:
-                    continue
-                row = run_case(method, case, seed, args.cost_model, args.time_limit)
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-                # What did not end for one task of a size is not tried on the others.
-                if "not done after" in row.get("failed", ""):
-                    given_up.add(method)
-    text = table(rows)
-    print(text)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        raw = {"config": config, "rows": rows}
-        args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
-        plot(rows, args.out.with_suffix(".svg"))
-        args.out.with_suffix(".md").write_text(
-            "# Planning time and predicted cost of the searches\n\n"
-            f"{args.note}\n\n"
-            f"Plans rated by the cost model `{args.cost_model}`; median (range) over "
-            f"{args.seeds} tasks a size; each run in a process of its own.\n\n"
-            f"{text}\n\n"
-            f"![planning time]({args.out.with_suffix('.svg').name})\n\n"
-            f"```json\n{json.dumps(config, indent=1)}\n```\n"
+    names = [field.name for field in dataclasses.fields(Run)]
+    known = {tuple(row[name] for name in names) for row in rows}
+    for run in _planned(args):
+        if dataclasses.astuple(run) in known:
+            continue
+        slow = _too_slow(run, rows)
+        mine = run.method in (OURS, PLAN)
+        limit = args.time_limit if mine else args.rival_limit
+        row = (
+            {**dataclasses.asdict(run), "failed": slow}
+            if slow
+            else execute(run, args.cost_model, limit)
         )
+        rows.append(row)
+        shown = {k: v for k, v in row.items() if k != "progress"}
+        print(json.dumps(shown), flush=True)
+        if args.out is not None:
+            write(args.out, config, rows)
+    plain = [r for r in rows if r["kind"] == "production" and r["method"] != PLAN]
+    print(table(plain), speed_table(plain), sep="\n\n")
     return 0
 
 
