@@ -30,7 +30,7 @@ def test_rules_on_ranks_are_refused(name: str, rules: dict[str, Any]) -> None:
     )
     searcher = make_searcher(name)
     with pytest.raises(
-        ConfigError, match=f"search='{name}' .* the task's {named}; use"
+        ConfigError, match=f"search '{name}' cannot keep to {named} of the task"
     ):
         searcher.search(task, AnalyticCostModel(), AnalyticCommsModel())
 

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.baselines.common import finish, refuse_rank_rules
+from torchrec_neuroshard.baselines.common import finish
 from torchrec_neuroshard.baselines.heuristics import place_greedily
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.feasibility import check_memory, pack
+from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -322,7 +323,7 @@ class AnnealingSearcher(Searcher):
             ConfigError: The task says which ranks tables may share or use.
         """
         start = time.monotonic()
-        refuse_rank_rules(task, self.name)
+        require_unconstrained(task, self.name)
         check_memory(task)
         simulator = Simulator(task, cost_model, comms_model)
         num_cells = len(task.tables) * task.world_size

@@ -8,33 +8,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
 
-__all__ = ["finish", "refuse_rank_rules", "whole_bytes", "whole_placement"]
-
-
-def refuse_rank_rules(task: ShardingTask, search: str) -> None:
-    """Refuse a task that says which ranks tables may share or use.
-
-    Args:
-        task: What is to be placed.
-        search: Name of the search.
-
-    Raises:
-        ConfigError: The task has such rules; none of these methods knows them.
-    """
-    rules = [
-        name for name in ("allowed_ranks", "together", "apart") if getattr(task, name)
-    ]
-    if rules:
-        raise ConfigError(
-            f"search='{search}' cannot keep to the task's {' and '.join(rules)}; use "
-            "search='default' or take those rules away"
-        )
+__all__ = ["finish", "whole_bytes", "whole_placement"]
 
 
 def whole_bytes(task: ShardingTask) -> Floats:

@@ -17,7 +17,6 @@ import numpy as np
 
 from torchrec_neuroshard.baselines.common import (
     finish,
-    refuse_rank_rules,
     whole_bytes,
     whole_placement,
 )
@@ -25,6 +24,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.search.shards import Floats, Ints
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import TableConfig
@@ -88,7 +88,7 @@ class _WholeTableSearcher(Searcher):
             ConfigError: The task says which ranks tables may share or use.
         """
         start = time.monotonic()
-        refuse_rank_rules(task, self.name)
+        require_unconstrained(task, self.name)
         simulator = Simulator(task, cost_model, comms_model)
         placement = whole_placement(task, self._place(simulator))
         placement.check(task)

@@ -52,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.baselines.common import finish, refuse_rank_rules
+from torchrec_neuroshard.baselines.common import finish
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
     CommsNets,
@@ -79,6 +79,7 @@ from torchrec_neuroshard.search.base import (
     SearchResult,
 )
 from torchrec_neuroshard.search.feasibility import check_memory
+from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -470,7 +471,7 @@ class PaperSearcher(Searcher):
             ConfigError: The task says which ranks tables may share or use.
         """
         start = time.monotonic()
-        refuse_rank_rules(task, self.name)
+        require_unconstrained(task, self.name)
         if not self.config.faithful_memory:
             check_memory(task)
         costs, warnings = self._costs(task, cost_model, comms_model)

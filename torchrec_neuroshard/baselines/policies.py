@@ -33,7 +33,6 @@ from torch import nn
 
 from torchrec_neuroshard.baselines.common import (
     finish,
-    refuse_rank_rules,
     whole_placement,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
@@ -54,6 +53,7 @@ from torchrec_neuroshard.errors import (
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS
 from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import TableConfig
 
@@ -546,7 +546,7 @@ class PolicySearcher(Searcher):
             ConfigError: The task says which ranks tables may share or use.
         """
         start = time.monotonic()
-        refuse_rank_rules(task, self.name)
+        require_unconstrained(task, self.name)
         limits = self.paper_memory(task) if self.faithful_memory else (None, None)
         ranks, warnings = self._place(task, view_task(task, *limits))
         placement = whole_placement(task, ranks)
