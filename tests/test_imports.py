@@ -33,8 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "search": _MODELS | {"simulator"},
     "baselines": _MODELS | {"simulator", "search", "collect.store", "workloads"},
     "report": _MODELS | {"simulator", "search", "baselines", "workloads"},
-    "planner": _MODELS
-    | {"simulator", "search", "baselines", "report", "workloads"},
+    "planner": _MODELS | {"simulator", "search", "baselines", "report", "workloads"},
     # Beside it.
     "devices": {"errors"},
     "records": _VALUES,
