@@ -53,6 +53,7 @@ def test_public_names_are_those_promised() -> None:
         "NeuroShardError",
         "NeuroShardPlanner",
         "Placement",
+        "PlacementConstraints",
         "SearchConfig",
         "SearchResult",
         "TableConfig",
