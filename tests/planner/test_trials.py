@@ -25,7 +25,9 @@ pytestmark = [
         r"`torch\.jit\.\w+` is deprecated",
         "This API is deprecated",
         "`broadcast_buffers` is deprecated",
-        "`_get_pg_default_device` will be deprecated",  # TorchRec 1.6 asks for it
+        # TorchRec 1.6 asks for the group's one device.
+        "`_get_pg_default_device` will be deprecated",
+        "Multiple backends are registered with this ProcessGroup",
     )
 ]
 
