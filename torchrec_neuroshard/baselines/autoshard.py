@@ -41,6 +41,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from torchrec_neuroshard.baselines.common import seeded
 from torchrec_neuroshard.baselines.policies import (
     POLICY_FEATURES,
     Episodes,
@@ -57,7 +58,6 @@ from torchrec_neuroshard.baselines.policy_training import (
     PolicyConfig,
     PolicyTrainer,
     episode_placement,
-    seeded,
 )
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.simulator import PredictedCosts

@@ -15,10 +15,9 @@ comms net (2W forward, W backward).
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from torchrec_neuroshard.baselines.common import seeded
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_BATCH_SIZE,
     PAPER_FEATURES,
@@ -125,18 +125,6 @@ class FitReport:
     test_mse: float
     mean_test_mse: float
     """Of predicting the training samples' mean for all."""
-
-
-@contextlib.contextmanager
-def _one_thread(seed: int) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def split_samples(
@@ -261,7 +249,7 @@ def _fit_compute(
     parts: tuple[Ints, Ints, Ints],
     config: PaperTrainConfig,
 ) -> tuple[ComputeNet, FitReport]:
-    with _one_thread(config.seed):
+    with seeded(config.seed):
         net = ComputeNet()
         net.mean_F.copy_(statistics[0])
         net.std_F.copy_(statistics[1])
@@ -441,7 +429,7 @@ def _fit_nets(
     backward: CommsSamples,
     config: PaperTrainConfig,
 ) -> tuple[CommsNets, FitReport, FitReport]:
-    with _one_thread(config.seed):
+    with seeded(config.seed):
         nets = CommsNets.fresh(world_size)
         what = f"samples of the {{}} all-to-all of {world_size} ranks"
         return (

@@ -8,8 +8,7 @@ import io
 import json
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.baselines.common import whole_placement
+from torchrec_neuroshard.baselines.common import seeded, whole_placement
 from torchrec_neuroshard.baselines.heuristics import (
     CostGreedySearcher,
     GreedySearcher,
@@ -56,7 +55,6 @@ __all__ = [
     "finish_training",
     "run_training",
     "sample_policy_tasks",
-    "seeded",
     "split_tables",
     "yardsticks",
 ]
@@ -274,19 +272,6 @@ class PolicyTrainer(ABC):
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take back what `state` returned."""
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw first weights from a seed, on one thread; leave the caller's state alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def episode_placement(
