@@ -16,8 +16,10 @@ PACKAGE = "torchrec_neuroshard"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
 _VALUES = {"errors", "profiles", "tables"}
-_DATA = _VALUES | {"access", "placement", "records", "workloads", "devices"}
-_MODELS = _VALUES | {"placement", "records", "devices", "features", "cost_models"}
+_TASKS = _VALUES | {"sharding_types", "placement"}
+_DATA = _TASKS | {"access", "records", "workloads", "devices"}
+_MODELS = _TASKS | {"records", "devices", "features", "cost_models"}
+_COSTS = _MODELS | {"shard_encoder", "simulator"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The way from a table to a plan: each imports only what stands above it.
@@ -25,21 +27,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profiles": {"errors"},
     "access": {"errors", "profiles"},
     "tables": {"errors", "profiles"},
-    "placement": _VALUES,
-    "features": _VALUES | {"placement"},
+    "sharding_types": set(),
+    "placement": _VALUES | {"sharding_types"},
+    "features": _TASKS,
     "cost_models": (_MODELS - {"cost_models"})
     | {"collect.compute", "collect.progress", "collect.sampling", "collect.store"},
-    "simulator": _MODELS,
-    "search": _MODELS | {"simulator"},
-    "baselines": _MODELS | {"simulator", "search", "collect.store", "workloads"},
-    "report": _MODELS | {"simulator", "search", "baselines", "workloads"},
-    "planner": _MODELS | {"simulator", "search", "baselines", "report", "workloads"},
+    "shard_encoder": _MODELS,
+    "simulator": _MODELS | {"shard_encoder"},
+    "search": _COSTS,
+    "baselines": _COSTS | {"search", "collect.store", "workloads"},
+    "report": _COSTS | {"search", "baselines", "workloads"},
+    "planner": _COSTS | {"search", "baselines", "report", "workloads"},
     # Beside it.
     "devices": {"errors"},
     "records": _VALUES,
-    "workloads": _VALUES | {"access", "placement"},
+    "workloads": _TASKS | {"access"},
     "collect": _DATA,
-    "testing": _MODELS | {"simulator", "search"},
+    "testing": _COSTS | {"search"},
     # In front of it: these load the rest by name, when asked to.
     "doctor": {"errors"},
     "cli": {"errors", "doctor"},

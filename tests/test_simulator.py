@@ -102,10 +102,10 @@ def test_rank_loads_are_sums_over_shards() -> None:
         loads.sums_CWGE[0, 0], sim.encodings([(0, 8), (2, 4)]).sum(axis=0), rtol=1e-6
     )
     np.testing.assert_array_equal(loads.sums_CWGE[1, 1], 0)
-    np.testing.assert_array_equal(loads.columns_CWS, [[8 + 12, 8], [8, 0]])
-    np.testing.assert_allclose(
-        loads.index_bytes_CWS / (8 * BATCH), [[3 + 4, 6], [3, 0]]
-    )
+    index_bytes, columns, gradient_bytes = np.moveaxis(loads.loads_CWS3, -1, 0)
+    np.testing.assert_array_equal(columns, [[8 + 12, 8], [8, 0]])
+    np.testing.assert_allclose(index_bytes / (8 * BATCH), [[3 + 4, 6], [3, 0]])
+    assert not gradient_bytes.any()
 
 
 def test_weighted_lookups_send_their_weights() -> None:

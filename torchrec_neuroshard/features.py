@@ -77,17 +77,24 @@ def check_schema(names: Sequence[str], version: int) -> None:
 
 
 class ShardFeaturizer:
-    """Features of column shards of a fixed list of tables at one batch size.
+    """Features of column shards of a list of tables, which may grow.
 
     What does not depend on the width is computed once per table.
     """
 
     def __init__(self, tables: Sequence[TableConfig], batch_size: int) -> None:
         """Derive each table's profile at `batch_size` samples."""
-        self._base_TF = np.zeros((len(tables), len(FEATURE_NAMES)), dtype=np.float64)
-        self._value_bytes_T = np.array([DATA_TYPE_BYTES[t.data_type] for t in tables])
-        self._rows_T = np.array([t.num_embeddings for t in tables], dtype=np.float64)
-        for row, table in zip(self._base_TF, tables, strict=True):
+        self._base_TF = np.zeros((0, len(FEATURE_NAMES)), dtype=np.float64)
+        self._value_bytes_T = np.zeros(0)
+        self._rows_T = np.zeros(0)
+        self.add(tables, [batch_size] * len(tables))
+
+    def add(self, tables: Sequence[TableConfig], batch_sizes: Sequence[int]) -> None:
+        """Add tables to the list, each with the samples that its kernel sees."""
+        base_TF = np.zeros((len(tables), len(FEATURE_NAMES)), dtype=np.float64)
+        value_bytes_T = np.array([float(DATA_TYPE_BYTES[t.data_type]) for t in tables])
+        rows_T = np.array([t.num_embeddings for t in tables], dtype=np.float64)
+        for row, table, batch_size in zip(base_TF, tables, batch_sizes, strict=True):
             profile = table.profile_at(batch_size)
             lookups, distinct = profile.num_lookups, profile.num_distinct
             per_bag = lookups / (batch_size * table.num_features)
@@ -112,6 +119,9 @@ class ShardFeaturizer:
             for name, value in values.items():
                 row[_INDEX[name]] = value
             row[-NUM_COUNT_BINS:] = shares
+        self._base_TF = np.concatenate([self._base_TF, base_TF])
+        self._value_bytes_T = np.concatenate([self._value_bytes_T, value_bytes_T])
+        self._rows_T = np.concatenate([self._rows_T, rows_T])
 
     @property
     def num_lookups(self) -> npt.NDArray[np.float64]:

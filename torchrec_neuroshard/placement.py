@@ -8,9 +8,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
+from torchrec_neuroshard.sharding_types import (
+    COLUMN_WISE,
+    SHARDING_TYPES,
+    ShardingType,
+)
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_tables
 
-__all__ = ["ColumnShard", "Placement", "ShardingTask", "joined_sets"]
+__all__ = [
+    "ALL_ROWS",
+    "ColumnShard",
+    "KernelFactors",
+    "Placement",
+    "ShardingTask",
+    "joined_sets",
+]
+
+ALL_ROWS = -1
 
 _GIB = 2**30
 _MAX_LISTED = 8
@@ -18,8 +32,26 @@ Member = TypeVar("Member", int, str)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class KernelFactors:
+    """What a kernel that was not measured takes, in the measured fused one's terms."""
+
+    forward: float = 1.0
+    """Times what the fused kernel takes above its launch."""
+    backward: float = 1.0
+    passes: float = 0.0
+    """Over all weights, at the bandwidth at which the fused kernel reads rows: to clear
+    and copy the gradient, and for the optimizer. Part of the backward."""
+    prefetch_ms_per_column: float = 0.0
+    """Loading of a cache, part of the forward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingTask:
-    """Tables to put on ranks, and the rules."""
+    """Tables to put on ranks, and the rules.
+
+    A table that may be sharded in several ways (types, kernels) stands among `tables`
+    once for each, and `alternatives` says which of them are the same table.
+    """
 
     tables: tuple[TableConfig, ...]
     world_size: int
@@ -57,9 +89,21 @@ class ShardingTask:
     `max_shards` becomes 1. Sets that share a table are joined."""
     apart: tuple[tuple[int, ...], ...] = ()
     """Sets of tables (indices) of which no rank holds shards of more than one."""
+    alternatives: tuple[tuple[int, ...], ...] = ()
+    """Sets of tables (indices), of one name each, of which one is placed: the ways in
+    which a table may be sharded. Tables in no set are placed as they stand."""
+    sharding_types: tuple[str, ...] = ()
+    """Per table: a key of SHARDING_TYPES. A table is split by columns as far as this
+    and the fields above let it. Empty: column-wise."""
+    pooled: tuple[bool, ...] = ()
+    """Per table: whether its module pools. Empty: all do."""
+    kernels: tuple[KernelFactors | None, ...] = ()
+    """Per table: how its kernel differs from the measured fused one. Empty: not."""
+    node_size: int = 0
+    """Ranks that share the rows of a table-row-wise table; 0: `local_world_size`."""
 
     def __post_init__(self) -> None:
-        check_tables(self.tables)
+        self._check_names()
         if self.world_size < 1 or self.batch_size < 1:
             raise ConfigError(
                 "world_size and batch_size must be at least 1, got "
@@ -72,7 +116,7 @@ class ShardingTask:
                 f"local_world_size ({local})"
             )
         count = len(self.tables)
-        filled: dict[str, tuple[float, ...]] = {
+        filled: dict[str, tuple[Any, ...]] = {
             "local_world_size": local,  # type: ignore[dict-item]
             "fixed_bytes": self.fixed_bytes or (0,) * count,
             "column_bytes": self.column_bytes
@@ -80,6 +124,9 @@ class ShardingTask:
             "min_widths": self.min_widths or (COLUMN_MULTIPLE,) * count,
             "max_shards": self.max_shards or (self.world_size,) * count,
             "groups": self.groups or (0,) * count,
+            "sharding_types": self.sharding_types or (COLUMN_WISE,) * count,
+            "pooled": self.pooled or (True,) * count,
+            "kernels": self.kernels or (None,) * count,
         }
         for name, value in filled.items():
             object.__setattr__(self, name, value)
@@ -87,6 +134,7 @@ class ShardingTask:
                 raise ConfigError(
                     f"{name} needs one value per table ({count}), got {len(value)}"
                 )
+        self._check_types(local)
         object.__setattr__(self, "stages", self.stages or (0,) * self.num_groups)
         if len(self.stages) != self.num_groups:
             raise ConfigError(
@@ -116,8 +164,60 @@ class ShardingTask:
         # What one table alone is asked needs no set.
         several = tuple(tables for tables in together if len(tables) > 1)
         object.__setattr__(self, "together", several)
+        chosen = {way for ways in self.alternatives for way in ways}
+        for table in chosen.intersection(t for tables in several for t in tables):
+            raise ConfigError(
+                f"table '{self.tables[table].name}' lies together with others and has "
+                "alternatives; give it one way to be sharded"
+            )
         apart = sorted(t for t in self._checked_sets("apart") if len(t) > 1)
         object.__setattr__(self, "apart", tuple(apart))
+
+    def _check_names(self) -> None:
+        """Check that names differ, but for the ways to shard one table."""
+        named = list(self.tables)
+        seen: set[int] = set()
+        for ways in self._checked_sets("alternatives"):
+            if seen.intersection(ways):
+                raise ConfigError(
+                    f"alternatives has table {min(seen.intersection(ways))} twice; a "
+                    "table is in one set at most"
+                )
+            seen.update(ways)
+            first = self.tables[ways[0]].name
+            for way in ways[1:]:
+                if self.tables[way].name != first:
+                    raise ConfigError(
+                        f"alternatives has tables '{first}' and "
+                        f"'{self.tables[way].name}' in one set; ways to shard one "
+                        "table have its name"
+                    )
+        later = {way for ways in self.alternatives for way in sorted(set(ways))[1:]}
+        check_tables([t for i, t in enumerate(named) if i not in later])
+        sets = sorted(s for s in self._checked_sets("alternatives") if len(s) > 1)
+        object.__setattr__(self, "alternatives", tuple(sets))
+
+    def _check_types(self, local_world_size: int) -> None:
+        """Check the sharding types; who shares rows is cut by no more than it may."""
+        node_size = self.node_size or local_world_size
+        if node_size < 1 or self.world_size % node_size:
+            raise ConfigError(
+                f"world_size ({self.world_size}) must be a multiple of node_size "
+                f"({node_size})"
+            )
+        object.__setattr__(self, "node_size", node_size)
+        most = list(self.max_shards)
+        for i, name in enumerate(self.sharding_types):
+            if name not in SHARDING_TYPES:
+                raise ConfigError(
+                    f"table '{self.tables[i].name}': unknown sharding type '{name}'; "
+                    f"one of {', '.join(SHARDING_TYPES)}"
+                )
+            kind = SHARDING_TYPES[name]
+            if kind.block != "rank":
+                blocks = self.world_size // self.block_size(i)
+                most[i] = min(most[i], blocks) if kind.splits_columns else 1
+        object.__setattr__(self, "max_shards", tuple(most))
 
     def _checked_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Return `allowed_ranks` sorted and without repeats; empty if all are any."""
@@ -150,6 +250,27 @@ class ShardingTask:
                     f"{len(self.tables) - 1}"
                 )
         return {tuple(sorted(set(tables))) for tables in sets if tables}
+
+    def sharding_type(self, table: int) -> ShardingType:
+        """How a table is laid out."""
+        return SHARDING_TYPES[self.sharding_types[table]]
+
+    def block_size(self, table: int) -> int:
+        """Ranks that share a table's rows or have replicas of it."""
+        return self.sharding_type(table).block_size(self.world_size, self.node_size)
+
+    @property
+    def ways(self) -> tuple[tuple[int, ...], ...]:
+        """Every table: the indices that stand for it, sorted by the first."""
+        several = {i for ways in self.alternatives for i in ways}
+        alone = [(i,) for i in range(len(self.tables)) if i not in several]
+        return tuple(sorted([*alone, *self.alternatives]))
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether any table may or must be sharded other than by columns alone."""
+        blocks = {n for n, t in SHARDING_TYPES.items() if t.block != "rank"}
+        return bool(self.alternatives) or not blocks.isdisjoint(self.sharding_types)
 
     @property
     def num_groups(self) -> int:
@@ -189,13 +310,16 @@ def joined_sets(sets: Iterable[Iterable[Member]]) -> tuple[tuple[Member, ...], .
 
 @dataclass(frozen=True, order=True, slots=True)
 class ColumnShard:
-    """Columns `offset` to `offset + width` of a table, on a rank."""
+    """Columns `offset` to `offset + width` of a table, or some rows of them."""
 
     table: int
     """Index into the task's tables."""
     offset: int
     width: int
     rank: int
+    row_offset: int = 0
+    rows: int = ALL_ROWS
+    """Rows held; ALL_ROWS where the table is not split by rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,21 +332,37 @@ class Placement:
 
     @classmethod
     def from_widths(
-        cls, world_size: int, triples: Sequence[tuple[int, int, int]]
+        cls,
+        world_size: int,
+        triples: Sequence[tuple[int, int, int]],
+        task: ShardingTask | None = None,
     ) -> Placement:
         """Build a placement from (table, width, rank) triples.
 
         Shards of one table on one rank become one; columns are handed out in order of
-        rank.
+        rank, block by block.
+
+        Args:
+            world_size: Ranks.
+            triples: What ranks hold.
+            task: Says how tables are laid out. None: by columns.
         """
         widths: dict[tuple[int, int], int] = {}
         for table, width, rank in triples:
             widths[(table, rank)] = widths.get((table, rank), 0) + width
         shards, offsets = [], dict[int, int]()
         for (table, rank), width in sorted(widths.items()):
-            offset = offsets.get(table, 0)
-            shards.append(ColumnShard(table, offset, width, rank))
-            offsets[table] = offset + width
+            size = 1 if task is None else task.block_size(table)
+            offset, place = offsets.get(table, 0), rank % size
+            if place == size - 1:
+                offsets[table] = offset + width
+            row_offset, rows = 0, ALL_ROWS
+            if task is not None and task.sharding_type(table).splits_rows:
+                total = task.tables[table].num_embeddings
+                part = task.sharding_type(table).part_rows(total, size)
+                row_offset = min(place * part, total)
+                rows = min(part, total - row_offset)
+            shards.append(ColumnShard(table, offset, width, rank, row_offset, rows))
         return cls(world_size, tuple(shards))
 
     def check(self, task: ShardingTask) -> None:
@@ -248,8 +388,14 @@ class Placement:
                     f"shard of table {shard.table}, which is not there"
                 )
             by_table[shard.table].append(shard)
-        for i, shards in by_table.items():
-            self._check_table(task, i, shards)
+        for ways in task.ways:
+            held = [i for i in ways if by_table[i]] or [ways[0]]
+            if len(held) > 1:
+                raise PlacementError(
+                    f"table '{task.tables[held[0]].name}' is placed both "
+                    f"{task.sharding_types[held[0]]} and {task.sharding_types[held[1]]}"
+                )
+            self._check_table(task, held[0], by_table[held[0]])
         self._check_company(task, by_table)
         for rank, (used, cap) in enumerate(
             zip(self.rank_bytes(task), task.memory_bytes, strict=False)
@@ -264,6 +410,8 @@ class Placement:
         self, task: ShardingTask, i: int, shards: Sequence[ColumnShard]
     ) -> None:
         table = task.tables[i]
+        if task.sharding_type(i).block != "rank":
+            shards = self._checked_blocks(task, i, shards)
         end = 0
         for shard in sorted(shards, key=lambda s: s.offset):
             if shard.offset != end:
@@ -299,6 +447,38 @@ class Placement:
                 f"{task.max_shards[i]} allowed"
             )
 
+    def _checked_blocks(
+        self, task: ShardingTask, i: int, shards: Sequence[ColumnShard]
+    ) -> list[ColumnShard]:
+        """Check the ranks and rows of each block; return the first shard of each."""
+        table, size = task.tables[i], task.block_size(i)
+        kind = task.sharding_type(i)
+        blocks: dict[int, list[ColumnShard]] = {}
+        for shard in sorted(shards, key=lambda s: (s.rank, s.offset)):
+            blocks.setdefault(shard.rank // size, []).append(shard)
+        first = []
+        for number, held in blocks.items():
+            ranks = list(range(number * size, (number + 1) * size))
+            if [s.rank for s in held] != ranks or len({s.width for s in held}) > 1:
+                raise PlacementError(
+                    f"table '{table.name}' ({kind.name}) must be alike on all of ranks "
+                    f"{_listed(ranks)}"
+                )
+            end = 0
+            for shard in held if kind.splits_rows else ():
+                if shard.row_offset != end:
+                    raise PlacementError(
+                        f"table '{table.name}': rows {min(end, shard.row_offset)} to "
+                        f"{max(end, shard.row_offset)} are missing or placed twice"
+                    )
+                end += shard.rows
+            if kind.splits_rows and end != table.num_embeddings:
+                raise PlacementError(
+                    f"table '{table.name}': {end} of {table.num_embeddings} rows placed"
+                )
+            first.append(held[0])
+        return first
+
     def _check_company(
         self, task: ShardingTask, by_table: Mapping[int, Sequence[ColumnShard]]
     ) -> None:
@@ -312,9 +492,9 @@ class Placement:
                     f"table '{name[i]}' is on rank {odd[0]}; it may be on ranks "
                     f"{_listed(allowed)} only"
                 )
-        for tables in task.together:
-            first = tables[0]
-            for i in tables:
+        for held in ([i for i in s if on[i]] for s in task.together):
+            first = held[0]
+            for i in held:
                 if on[i] != on[first]:
                     raise PlacementError(
                         f"table '{name[first]}' is on rank {min(on[first])} and "
@@ -346,7 +526,10 @@ class Placement:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
         return {
             "world_size": self.world_size,
-            "shards": [list(dataclasses.astuple(s)) for s in self.shards],
+            "shards": [
+                list(dataclasses.astuple(s))[: 4 if s.rows == ALL_ROWS else None]
+                for s in self.shards
+            ],
         }
 
     @classmethod

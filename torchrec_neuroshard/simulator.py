@@ -7,8 +7,13 @@ compute), pooled rows come back (forward all-to-all); later their gradients go o
 waits for its slowest rank, so a stage's phases are as long as on the slowest rank, and
 an iteration is as long as all of them together.
 
-Shapes: `N` shards, `E` encoding values, `W` ranks, `G` fusion groups, `S` stages, `C`
-candidates, `5` phases in the order of `PHASES`.
+Shards of every sharding type are priced alike: an encoding for the fused kernel's time,
+what another kernel takes beside it, and amounts that the type's collectives move (see
+`sharding_types`). Outputs of stages with split tables are put in order at last.
+
+Shapes: `T` tables, `N` shards, `E` encoding values, `W` ranks, `G` fusion groups, `S`
+stages, `C` candidates, `3` amounts (see `PricedShards.loads_N3`), `5` phases in the
+order of `PHASES`.
 """
 
 from __future__ import annotations
@@ -21,21 +26,26 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.features import ShardFeaturizer
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.shard_encoder import ShardEncoder
+from torchrec_neuroshard.sharding_types import ShardingType
+from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 
 __all__ = [
     "PHASES",
     "PredictedCosts",
+    "PricedShards",
     "RankCosts",
     "RankLoads",
     "Simulator",
     "StageCosts",
     "critical_path",
-    "in_phases",
-    "order_costs",
+    "placed_arrays",
     "stage_costs",
 ]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 PHASES: tuple[str, ...] = (
     "index_comms",
@@ -120,160 +130,380 @@ class PredictedCosts:
 
 
 @dataclass(frozen=True, slots=True)
+class PricedShards:
+    """Shards in the terms that costs are made of; rows of different shards add up."""
+
+    row_N: Ints
+    """In the encoder."""
+    extra_N2: Floats
+    """Forward and backward beside what the fused kernel takes [ms]."""
+    loads_N3: Floats
+    """Bytes of ids and lengths that the shard is sent, of all samples; its output
+    columns, width times features; bytes of gradients that are added up."""
+
+    def pick(self, index_N: Ints) -> PricedShards:
+        """Return some of them."""
+        return PricedShards(
+            self.row_N[index_N], self.extra_N2[index_N], self.loads_N3[index_N]
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RankLoads:
     """What the ranks hold: all that their costs depend on."""
 
-    sums_CWGE: npt.NDArray[np.float64]
+    sums_CWGE: Floats
     """Sums of encodings."""
-    columns_CWS: npt.NDArray[np.float64]
-    """Output columns: width times features, over the shards."""
-    index_bytes_CWS: npt.NDArray[np.float64]
-    """Bytes of ids and lengths that a rank is sent, of all samples."""
+    extra_CWS2: Floats
+    """Sums of what kernels take beside the fused ones' time [ms]."""
+    loads_CWS3: Floats
+    """Sums of the shards' `loads_N3`."""
 
 
 class Simulator:
     """Costs of shards, rank sets and placements of one task.
 
-    Encodings per (table, width) are computed once and kept.
+    Attributes:
+        task: What is placed.
+        cost_model: Fused kernels.
+        comms_model: Collectives.
+        encoder: Encodings of shards; several simulators may share one.
     """
 
     def __init__(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+        self,
+        task: ShardingTask,
+        cost_model: CostModel,
+        comms_model: CommsModel,
+        encoder: ShardEncoder | None = None,
     ) -> None:
-        """Prepare the tables' features."""
+        """Describe the task's tables.
+
+        Args:
+            task: What is placed.
+            cost_model: Fused kernels.
+            comms_model: Collectives; `RankGroups` where some tables are spread over
+                the ranks of a node.
+            encoder: Of this cost model. None: a new one.
+        """
         self.task = task
         self.cost_model = cost_model
         self.comms_model = comms_model
-        self._featurizer = ShardFeaturizer(task.tables, task.batch_size)
-        self._encodings: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
+        self.encoder = encoder or ShardEncoder(cost_model)
+        kinds = [task.sharding_type(t) for t in range(len(task.tables))]
         self._member_SG = np.eye(task.num_stages)[:, list(task.stages)]
+        self.groups_T: Ints = np.asarray(task.groups, dtype=np.int64)
+        self.stages_T: Ints = np.asarray(task.stages, dtype=np.int64)[self.groups_T]
+        self._samples_T = [
+            task.batch_size // (task.world_size if k.is_replicated else 1)
+            for k in kinds
+        ]
+        self._rows_T: Ints = np.array([t.num_embeddings for t in task.tables])
+        self._dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
+        self.pooled_T = np.array(task.pooled)
+        self.splits_columns_T = np.array([k.splits_columns for k in kinds])
+        replicated_T = np.array([k.is_replicated for k in kinds])
+        self._value_bytes_T = np.array(
+            [float(DATA_TYPE_BYTES[t.data_type]) for t in task.tables]
+        )
+        self._gradient_bytes_T = self._value_bytes_T * replicated_T
         self.features_per_table = np.array([t.num_features for t in task.tables])
-        """Output columns of a shard are its width times this."""
-        lookups = self._featurizer.num_lookups
+        """Output columns of a whole table's shard are its width times this."""
+        self._columns_T: Floats = self.features_per_table * ~replicated_T
+        self.columns_per_table: Floats = self._dims_T * self._columns_T
+        """Output columns of whole tables."""
+        self._whole_T = self.encoder.parts(
+            task.tables, self._rows_T.tolist(), self._samples_T, task.pooled
+        )
         id_bytes = np.array(
             [_ID_BYTES + _LOOKUP_WEIGHT_BYTES * t.weighted for t in task.tables]
         )
-        self.index_bytes_per_table: npt.NDArray[np.float64] = (
-            lookups * id_bytes
-            + self.features_per_table * (_LENGTH_BYTES * task.batch_size)
+        self._id_bytes_T: Floats = (
+            self.encoder.num_lookups(self._whole_T) * id_bytes * ~replicated_T
         )
-        """Bytes of ids and lengths that every shard of a table is sent."""
+        # Every rank is told all lengths, be they 0.
+        self._length_bytes_T: Floats = self._columns_T * (
+            _LENGTH_BYTES * task.batch_size
+        )
+        self.index_bytes_per_table: Floats = self._id_bytes_T + self._length_bytes_T
+        """Bytes of ids and lengths that every column shard of a table is sent."""
+        self._kernel_T4: Floats = np.array(
+            [
+                (0.0, 0.0, 0.0, 0.0)
+                if k is None
+                else (k.forward - 1, k.backward - 1, k.passes, k.prefetch_ms_per_column)
+                for k in task.kernels
+            ]
+        )
+        self._estimated_T = self._kernel_T4.any(axis=1)
+        self._collectives = self._group_stages(kinds)
+
+    def _group_stages(
+        self, kinds: Sequence[ShardingType]
+    ) -> list[tuple[str, npt.NDArray[np.int64]]]:
+        """Collectives -> the stages that use them; a stage's tables are of one kind."""
+        stages: dict[str, list[int]] = {}
+        for stage in range(self.task.num_stages):
+            held = np.flatnonzero(self.stages_T == stage)
+            if not len(held):
+                continue
+            kind = kinds[held[0]]
+            pools = bool(self.pooled_T[held[0]])
+            stages.setdefault(kind.pooled if pools else kind.sequences, []).append(
+                stage
+            )
+        return [(name, np.array(used)) for name, used in stages.items()]
+
+    # Shards.
+
+    def price(
+        self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
+    ) -> PricedShards:
+        """Price shards.
+
+        Args:
+            table_N: Tables.
+            width_N: Columns.
+            rows_N: Rows; ALL_ROWS, or None for all shards, is all of them.
+        """
+        part_N, share_N = self._parts(table_N, rows_N)
+        row_N = self.encoder.rows(part_N, width_N)
+        shape = (len(table_N), 3)
+        loads = np.zeros(shape)
+        loads[:, 0] = (
+            self._id_bytes_T[table_N] * share_N + self._length_bytes_T[table_N]
+        )
+        share = np.where(self.pooled_T[table_N], 1.0, share_N)
+        loads[:, 1] = width_N * (self._columns_T[table_N] * share)
+        loads[:, 2] = self._gradient_bytes_T[table_N] * width_N
+        loads[:, 2] *= self._rows_T[table_N] * share_N
+        extra = np.zeros((len(table_N), 2))
+        odd = np.flatnonzero(self._estimated_T[table_N])
+        if len(odd):
+            extra[odd] = self._extra(
+                table_N[odd], width_N[odd], share_N[odd], row_N[odd]
+            )
+        return PricedShards(row_N, extra, loads)
+
+    def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
+        """Parts of the encoder, and what share of its table's rows each has."""
+        part_N, share_N = self._whole_T[table_N], np.ones(len(table_N))
+        if rows_N is None:
+            return part_N, share_N
+        cut = np.flatnonzero((rows_N >= 0) & (rows_N < self._rows_T[table_N]))
+        if not len(cut):
+            return part_N, share_N
+        size = int(self._rows_T.max()) + 1
+        keys, which = np.unique(table_N[cut] * size + rows_N[cut], return_inverse=True)
+        tables, rows = ((keys // size).tolist(), (keys % size).tolist())
+        parts = self.encoder.parts(
+            [self.task.tables[t] for t in tables],
+            rows,
+            [self._samples_T[t] for t in tables],
+            [self.task.pooled[t] for t in tables],
+        )
+        part_N[cut] = parts[which]
+        share_N[cut] = rows_N[cut] / self._rows_T[table_N[cut]]
+        return part_N, share_N
+
+    def _extra(
+        self, table_N: Ints, width_N: Ints, share_N: Floats, row_N: Ints
+    ) -> Floats:
+        """Time beside the fused kernel's, of kernels that were not measured."""
+        rows, which = np.unique(row_N, return_inverse=True)
+        alone = self.cost_model.predict_sums(self.encoder.encoding(rows))
+        # What is not a time shows in the kernel's own cost.
+        alone = np.where(np.isfinite(alone), alone, 0.0)[which]
+        forward, backward, passes, prefetch = self._kernel_T4[table_N].T
+        extra = np.maximum(alone - self.encoder.launch_ms, 0.0)
+        extra *= np.stack([forward, backward], axis=1)
+        rows_N = self._rows_T[table_N] * share_N
+        weights = rows_N * width_N * self._value_bytes_T[table_N]
+        if passes.any():
+            extra[:, 1] += weights * passes * self.encoder.byte_ms
+        extra[:, 0] += prefetch * width_N
+        return extra
 
     def features(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         """Return the features of (table, width) shards, `N x F`."""
-        if not pairs:
-            return self._featurizer.features([], [])
-        table, width = zip(*pairs, strict=True)
-        return self._featurizer.features(table, width)
+        table_N, width_N = _columns(pairs)
+        return self.shard_features(table_N, width_N)
 
     def shard_features(
-        self, table_N: npt.NDArray[np.int64], width_N: npt.NDArray[np.int64]
+        self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
     ) -> npt.NDArray[np.float32]:
-        """Return the features of shards, `N x F`."""
-        return self._featurizer.features(table_N, width_N)
+        """Return the features of shards, `N x F`; see `price`."""
+        return self.encoder.features(self._parts(table_N, rows_N)[0], width_N)
 
-    def encodings(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
+    def encodings(self, pairs: Sequence[tuple[int, int]]) -> Floats:
         """Return the encodings of (table, width) shards, `N x E`."""
-        new = sorted({p for p in pairs if p not in self._encodings})
-        if new:
-            rows = self.cost_model.encode(self.features(new))
-            self._encodings.update(zip(new, rows, strict=True))
-        if not pairs:
-            return np.zeros((0, self.cost_model.encoding_dim))
-        return np.stack([self._encodings[p] for p in pairs])
+        table_N, width_N = _columns(pairs)
+        part_N = self._whole_T[table_N]
+        return self.encoder.encoding(self.encoder.rows(part_N, width_N))
 
-    def single_costs(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
-        """Forward and backward of each shard alone, `N x 2` [ms]."""
-        return self.cost_model.predict_sums(self.encodings(pairs))
+    def single_costs(self, pairs: Sequence[tuple[int, int]]) -> Floats:
+        """Forward and backward of each (table, width) shard alone, `N x 2` [ms]."""
+        return self.single_compute(self.price(*_columns(pairs)))
+
+    def single_compute(self, shards: PricedShards) -> Floats:
+        """Forward and backward of each shard as if it were alone, `N x 2` [ms]."""
+        rows, which = np.unique(shards.row_N, return_inverse=True)
+        alone = self.cost_model.predict_sums(self.encoder.encoding(rows))
+        return alone[which.reshape(-1)] + shards.extra_N2
+
+    # Ranks.
+
+    def add_up(self, shards: PricedShards, table_N: Ints, rank_N: Ints) -> RankLoads:
+        """Add up what ranks hold (no axis `C`)."""
+        task = self.task
+        group_N, stage_N = self.groups_T[table_N], self.stages_T[table_N]
+        num_ranks = task.world_size
+        sums = np.zeros((num_ranks, task.num_groups, self.cost_model.encoding_dim))
+        extra = np.zeros((num_ranks, task.num_stages, 2))
+        loads = np.zeros((num_ranks, task.num_stages, 3))
+        np.add.at(sums, (rank_N, group_N), self.encoder.encoding(shards.row_N))
+        np.add.at(extra, (rank_N, stage_N), shards.extra_N2)
+        np.add.at(loads, (rank_N, stage_N), shards.loads_N3)
+        return RankLoads(sums, extra, loads)
 
     def rank_loads(self, placement: Placement) -> RankLoads:
         """Return what each rank holds under one placement (no axis `C`)."""
-        task = self.task
-        sums = np.zeros(
-            (task.world_size, task.num_groups, self.cost_model.encoding_dim)
-        )
-        columns = np.zeros((task.world_size, task.num_stages))
-        index_bytes = np.zeros_like(columns)
-        shards: Sequence[ColumnShard] = placement.shards
-        rank = np.array([s.rank for s in shards], dtype=np.int64)
-        table = np.array([s.table for s in shards], dtype=np.int64)
-        width = np.array([s.width for s in shards], dtype=np.float64)
-        group = np.asarray(task.groups)[table]
-        stage = np.asarray(task.stages)[group]
-        encodings = self.encodings([(s.table, s.width) for s in shards])
-        np.add.at(sums, (rank, group), encodings)
-        np.add.at(columns, (rank, stage), width * self.features_per_table[table])
-        np.add.at(index_bytes, (rank, stage), self.index_bytes_per_table[table])
-        return RankLoads(sums, columns, index_bytes)
+        table_N, width_N, rank_N, rows_N = placed_arrays(placement)
+        return self.add_up(self.price(table_N, width_N, rows_N), table_N, rank_N)
 
-    def compute_costs(
-        self, sums_CWGE: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def compute_costs(self, sums_CWGE: Floats) -> Floats:
         """Forward and backward of rank sets: `... x E` -> `... x 2` [ms]."""
         flat = sums_CWGE.reshape(-1, sums_CWGE.shape[-1])
         return self.cost_model.predict_sums(flat).reshape(*sums_CWGE.shape[:-1], 2)
 
-    def stage_compute(
-        self, compute_CWG2: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
+    def stage_compute(self, compute_CWG2: Floats) -> Floats:
         """Add up the kernels of each stage: `... x G x 2` -> `... x S x 2`."""
-        total: npt.NDArray[np.float64] = np.matmul(self._member_SG, compute_CWG2)
+        total: Floats = np.matmul(self._member_SG, compute_CWG2)
         return total
 
-    def comms_costs(
-        self,
-        columns_CWS: npt.NDArray[np.float64],
-        index_bytes_CWS: npt.NDArray[np.float64],
-    ) -> npt.NDArray[np.float64]:
-        """Index, forward and backward all-to-all of each rank: `C x W x S x 3` [ms]."""
-        count, world_size, num_stages = columns_CWS.shape
-        columns = columns_CWS.swapaxes(1, 2).reshape(-1, world_size)
-        index_bytes = index_bytes_CWS.swapaxes(1, 2).reshape(-1, world_size)
-        pooled = self.comms_model.all_to_all(columns, self.task.batch_size)
-        index = self.comms_model.index_all_to_all(index_bytes)
-        both = np.concatenate([index[..., None], pooled], axis=2)
-        return both.reshape(count, num_stages, world_size, 3).swapaxes(1, 2)
+    def comms_costs(self, loads_CWS3: Floats) -> Floats:
+        """Index, forward and backward collectives of each rank: `C x W x S x 3` [ms].
 
-    def phases(
-        self,
-        compute_CWS2: npt.NDArray[np.float64],
-        columns_CWS: npt.NDArray[np.float64],
-        index_bytes_CWS: npt.NDArray[np.float64],
-    ) -> npt.NDArray[np.float64]:
+        Args:
+            loads_CWS3: See `RankLoads`.
+        """
+        count, num_ranks = loads_CWS3.shape[:2]
+        out = np.zeros(loads_CWS3.shape)
+        for name, used in self._collectives:
+            flat = loads_CWS3[:, :, used].swapaxes(1, 2).reshape(-1, num_ranks, 3)
+            ms = self._collective(name, flat)
+            out[:, :, used] = ms.reshape(count, len(used), num_ranks, 3).swapaxes(1, 2)
+        return out
+
+    def stage_comms(self, stage: int, loads_CW3: Floats) -> Floats:
+        """The same of one stage, `C x W x 3` [ms]."""
+        for name, used in self._collectives:
+            if stage in used:
+                return self._collective(name, loads_CW3)
+        raise AssertionError(f"stage {stage} has no table")
+
+    def _collective(self, name: str, loads_CW3: Floats) -> Floats:
+        """Index, forward and backward of one kind of collectives, `C x W x 3` [ms]."""
+        model, batch_size = self.comms_model, self.task.batch_size
+        if name == "all_reduce":
+            out = np.zeros(loads_CW3.shape)
+            out[..., 2] = model.all_reduce(loads_CW3[..., 2])
+            return out
+        both = getattr(model, name)(loads_CW3[..., 1], batch_size)
+        index = model.index_all_to_all(loads_CW3[..., 0])
+        return np.concatenate([index[..., None], both], axis=2)
+
+    def single_comms(
+        self, shards: PricedShards, table_N: Ints, rank_N: Ints, block_N: Ints
+    ) -> Floats:
+        """Collectives of each shard beside only those of its block, `N x 3` [ms].
+
+        Args:
+            shards: Shards.
+            table_N: Their tables.
+            rank_N: Ranks, as far as shards of a block are apart.
+            block_N: Values from 0, rising: shards that are looked at together.
+        """
+        out = np.zeros(shards.loads_N3.shape)
+        stage_N = self.stages_T[table_N]
+        for name, used in self._collectives:
+            own = np.flatnonzero(np.isin(stage_N, used))
+            if not len(own):
+                continue
+            blocks, line = np.unique(block_N[own], return_inverse=True)
+            loads = np.zeros((len(blocks), self.task.world_size, 3))
+            loads[line, rank_N[own]] = shards.loads_N3[own]
+            out[own] = self._collective(name, loads)[line, rank_N[own]]
+        return out
+
+    def phases(self, compute_CWS2: Floats, loads_CWS3: Floats) -> Floats:
         """Return `C x W x S x 5`: phases of each rank in each stage [ms].
 
         Args:
             compute_CWS2: Forward and backward compute [ms].
-            columns_CWS: See `RankLoads`.
-            index_bytes_CWS: See `RankLoads`.
+            loads_CWS3: See `RankLoads`.
         """
-        return in_phases(compute_CWS2, self.comms_costs(columns_CWS, index_bytes_CWS))
+        return _in_phases(compute_CWS2, self.comms_costs(loads_CWS3))
 
-    def column_order_costs(self, placement: Placement) -> npt.NDArray[np.float64]:
-        """Reordering of the outputs of stages with split tables, `S x 2` [ms].
+    # Placements.
+
+    def order_costs(self, columns_CS: Floats) -> Floats:
+        """Reordering of outputs, `C x S x 2` [ms].
 
         The same on all ranks: each does it for its own samples.
+
+        Args:
+            columns_CS: Output columns that are put in order: in a pooled stage all of
+                them, once the columns of any table lie in several shards; of sequences,
+                those of split tables.
         """
-        task = self.task
-        shards_T = np.bincount([s.table for s in placement.shards])
-        stage_T = np.asarray(task.stages)[np.asarray(task.groups)]
-        widths_T = [t.embedding_dim for t in task.tables]
-        columns_T = np.array(widths_T) * self.features_per_table
-        columns_S = np.bincount(
-            stage_T, weights=columns_T, minlength=task.num_stages
+        ms_N2 = self.comms_model.column_order(
+            columns_CS.reshape(-1), self.task.batch_size
+        )
+        return np.where(
+            columns_CS[..., None] > 0, ms_N2.reshape(*columns_CS.shape, 2), 0.0
+        )
+
+    def ordered_columns(self, num_shards_T: Ints, columns_T: Floats) -> Floats:
+        """Output columns that TorchRec puts in order, `S`.
+
+        Args:
+            num_shards_T: Parts that the columns of each table lie in; 0 where a table
+                is not placed.
+            columns_T: Output columns of each table.
+        """
+        split_T = (num_shards_T > 1) & self.splits_columns_T
+        num_stages = self.task.num_stages
+        split_S = np.bincount(self.stages_T, weights=split_T, minlength=num_stages) > 0
+        counted_T = (num_shards_T > 0) & np.where(
+            self.pooled_T, split_S[self.stages_T], split_T
+        )
+        columns_S: Floats = np.bincount(
+            self.stages_T, weights=columns_T * counted_T, minlength=num_stages
         ).astype(np.float64)
-        split_S = np.bincount(stage_T, weights=shards_T > 1, minlength=task.num_stages)
-        return order_costs(self.comms_model, columns_S, split_S > 0, task.batch_size)
+        return columns_S
+
+    def column_order_costs(self, placement: Placement) -> Floats:
+        """Reordering of the outputs of stages with split tables, `S x 2` [ms]."""
+        columns_S = self.ordered_columns(
+            self.num_shards(placement), self.columns_per_table
+        )
+        return self.order_costs(columns_S[None])[0]
 
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""
-        loads = self.rank_loads(placement)
+        return self.predict(self.rank_loads(placement), self.num_shards(placement))
+
+    def predict(self, loads: RankLoads, num_shards_T: Ints) -> PredictedCosts:
+        """Predict one iteration.
+
+        Args:
+            loads: What each rank holds (no axis `C`).
+            num_shards_T: See `ordered_columns`.
+        """
         compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
-        phases_WS5 = self.phases(
-            compute[None], loads.columns_CWS[None], loads.index_bytes_CWS[None]
-        )[0]
-        order_S2 = self.column_order_costs(placement)
-        phases_WS5[:, :, [2, 3]] += order_S2  # beside the pooled all-to-alls
+        compute += loads.extra_CWS2
+        phases_WS5 = _in_phases(compute, self.collectives(loads, num_shards_T))
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
@@ -283,40 +513,50 @@ class Simulator:
             comms_source=self.comms_model.source,
         )
 
+    def collectives(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
+        """Index, forward and backward collectives, outputs put in order, `W x S x 3`.
 
-def in_phases(
-    compute_X2: npt.NDArray[np.float64], comms_X3: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Put compute and collectives in the order of `PHASES`.
+        Args:
+            loads: What each rank holds (no axis `C`).
+            num_shards_T: See `ordered_columns`.
+        """
+        comms_WS3: Floats = self.comms_costs(loads.loads_CWS3[None])[0]
+        columns_S = self.ordered_columns(num_shards_T, self.columns_per_table)
+        comms_WS3[..., 1:] += self.order_costs(columns_S[None])[0]
+        return comms_WS3
 
-    Args:
-        compute_X2: Forward and backward, `... x 2`.
-        comms_X3: Index, forward and backward, `... x 3`.
+    def num_shards(self, placement: Placement) -> Ints:
+        """Parts that the columns of each table lie in, `T`."""
+        table = [s.table for s in placement.shards if not s.row_offset]
+        count: Ints = np.bincount(
+            np.array(table, dtype=np.int64), minlength=len(self.task.tables)
+        )
+        return count
 
-    Returns:
-        `... x 5`.
-    """
+
+def _in_phases(compute_X2: Floats, comms_X3: Floats) -> Floats:
+    """Put compute and collectives in the order of `PHASES`: `... x 5`."""
     index, comms = comms_X3[..., :1], comms_X3[..., 1:]
     forward, backward = compute_X2[..., :1], compute_X2[..., 1:]
     return np.concatenate([index, forward, comms, backward], axis=-1)
 
 
-def order_costs(
-    comms_model: CommsModel,
-    columns_S: npt.NDArray[np.float64],
-    is_split_S: npt.NDArray[np.bool_],
-    batch_size: int,
-) -> npt.NDArray[np.float64]:
-    """Reordering of each stage's outputs, `S x 2` [ms].
+def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints]:
+    """Table, width, rank and rows of each shard, `N` each."""
+    table, width, rank, rows = (
+        np.array(
+            [(s.table, s.width, s.rank, s.rows) for s in placement.shards],
+            dtype=np.int64,
+        )
+        .reshape(-1, 4)
+        .T
+    )
+    return table, width, rank, rows
 
-    Args:
-        comms_model: See `CommsModel.column_order`.
-        columns_S: Output columns that are put in order.
-        is_split_S: Whether any table's columns lie in several shards.
-        batch_size: Samples over all ranks.
-    """
-    order_S2 = comms_model.column_order(columns_S, batch_size)
-    return np.where(is_split_S[:, None], order_S2, 0.0)
+
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    table_N, width_N = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return table_N, width_N
 
 
 def stage_costs(

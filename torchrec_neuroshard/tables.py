@@ -18,6 +18,7 @@ __all__ = [
     "OPTIMIZERS",
     "TableConfig",
     "check_tables",
+    "row_shard",
 ]
 
 COLUMN_MULTIPLE = 4
@@ -139,6 +140,44 @@ def _profile_at(table: TableConfig, batch_size: int) -> FeatureProfile:
         num_embeddings=table.num_embeddings,
         pooling_std=0.0 if known is None else known.pooling_std,
         weighted=table.weighted,
+    )
+
+
+def row_shard(
+    table: TableConfig, rows: int, batch_size: int, *, pooled: bool = True
+) -> TableConfig:
+    """Describe some rows of a table as a table.
+
+    Assumed is that ids are spread evenly over the rows: a shard is looked up, and has
+    distinct ids of each count, in proportion to its rows.
+
+    Args:
+        table: The whole table.
+        rows: Rows of the shard; 0 where there are more ranks than rows.
+        batch_size: Samples that the kernel sees.
+        pooled: Every shard has a partial sum for each bag; tables of sequences return
+            only the rows that they hold.
+    """
+    if rows >= table.num_embeddings:
+        return table
+    share = rows / table.num_embeddings
+    whole = table.profile_at(batch_size)
+    per_bag = whole.num_lookups / (batch_size * table.num_features)
+    # Each id of a bag falls into the shard with probability `share`.
+    variance = (share * whole.pooling_std) ** 2 + share * (1 - share) * per_bag
+    features = table.num_features
+    return dataclasses.replace(
+        table,
+        num_embeddings=max(1, rows),
+        pooling_factor=table.pooling_factor * share,
+        num_features=features if pooled else max(1, round(features * share)),
+        profile=FeatureProfile(
+            batch_size=batch_size,
+            num_lookups=whole.num_lookups * share,
+            pooling_std=math.sqrt(variance),
+            access_histogram=tuple(n * share for n in whole.access_histogram),
+            weighted=whole.weighted,
+        ),
     )
 
 

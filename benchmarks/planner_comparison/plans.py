@@ -20,8 +20,7 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from planner_comparison.tasks import Task, held_bytes
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE, table_features
-from torchrec_neuroshard.planner.staged import row_shard
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables import TableConfig, row_shard
 
 COLUMN_TYPES = ("table_wise", "column_wise", "table_column_wise")
 ROW_TYPES = ("row_wise", "table_row_wise")

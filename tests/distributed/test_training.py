@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -370,26 +371,27 @@ def kernels_of(sharded: Any) -> list[list[list[int]]]:
 def expected_kernels(planner: Any) -> dict[str, Any]:
     """What the costs take for kernels and collectives, by rank; on the first one."""
     options = [o for o in planner._selected if planner.costs.reader.is_costed(o)]
-    staged = planner.costs.pricer.stage(options)
+    priced = planner.costs.price(options)
     fused = [o.compute_kernel != "dense" for o in options]
     kernels: list[dict[int, list[list[int]]]] = [
         {} for _ in range(dist.get_world_size())
     ]
-    for index, group, shard in zip(
-        staged.option_N, staged.group_N, staged.shards, strict=True
-    ):
+    index_N = priced.found.table_N
+    group_N = priced.simulator.groups_T[index_N]
+    for index, group, shard in zip(index_N, group_N, priced.found.shards, strict=True):
         if fused[index]:
             held = kernels[shard.rank].setdefault(int(group), [])
             held.append([int(n) for n in shard.size])
     return {
         "kernels": [sorted(map(sorted, k.values())) for k in kernels],
-        "num_stages": len(staged.fused.stage_names),
+        "num_stages": len(priced.found.task.stage_names),
         "reordered": [
-            kind
-            for (kind, _), split in zip(
-                staged.stage_types, staged.reordered()[1], strict=True
+            next(
+                o.sharding_type
+                for o, s in zip(options, priced.simulator.stages_T, strict=True)
+                if s == stage
             )
-            if split
+            for stage in np.flatnonzero(priced.ordered_columns())
         ],
     }
 

@@ -21,7 +21,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from torchrec_neuroshard.errors import PlacementError, ProfileError
 from torchrec_neuroshard.placement import ColumnShard
-from torchrec_neuroshard.planner.lowering import (
+from torchrec_neuroshard.planner.plan_conversion import (
     fusion_key,
     lower_plan,
     placement_from_plan,

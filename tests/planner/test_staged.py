@@ -17,12 +17,11 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import CacheParams
 
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
-from torchrec_neuroshard.planner.lowering import fusion_key
-from torchrec_neuroshard.planner.staged import row_shard
+from torchrec_neuroshard.planner.plan_conversion import fusion_key
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.simulator import PHASES, Simulator
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables import TableConfig, row_shard
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 MakeEbc = Callable[..., EmbeddingBagCollection]

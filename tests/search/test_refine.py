@@ -87,8 +87,8 @@ def test_scores_come_true() -> None:
             np.testing.assert_allclose(trial.sums_WGE, fresh.sums_WGE, atol=1e-9)
             assert (trial.count_WG == fresh.count_WG).all()
     row = np.array([8, 8, 8, 8])
-    expected = plan.evaluate_rows([(3, row)])[0]
-    plan.set_row(3, row)
+    expected = plan.evaluate_layouts([{3: row}])[0]
+    plan.set_rows({3: row})
     assert plan.score == pytest.approx(expected)
 
 

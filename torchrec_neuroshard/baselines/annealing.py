@@ -128,20 +128,15 @@ class _Chains:
             [
                 self.task.num_groups * bank.encoding_dim,
                 self.task.num_groups,
-                self.task.num_stages,
-                self.task.num_stages,
+                self.task.num_stages * 3,
                 1,
             ]
         )
         self._parts, self._num_amounts = ends[:-1], int(ends[-1])
         # Output columns are put in order again once any table of a stage is cut.
-        columns_S = np.bincount(
-            bank.stages_T,
-            weights=bank.columns(np.arange(len(width_TW)), bank.dims_T),
-            minlength=self.task.num_stages,
-        ).astype(np.float64)
-        order_S2 = simulator.comms_model.column_order(columns_S, self.task.batch_size)
-        self._order_S: Floats = order_S2.sum(axis=1)
+        every = np.full(len(width_TW), 2)
+        columns_S = simulator.ordered_columns(every, bank.columns_T)
+        self._order_S: Floats = simulator.order_costs(columns_S[None])[0].sum(axis=1)
         self.state = self._start(np.tile(width_TW, (num_chains, 1, 1)))
 
     def _start(self, width_CTW: Ints) -> _State:
@@ -162,22 +157,23 @@ class _Chains:
         """Return what shards add to their rank; nothing where the width is 0.
 
         Returns:
-            `N x K`: the encoding and a 1 in the place of the group, columns and index
-            bytes in the place of the stage, memory.
+            `N x K`: the encoding and a 1 in the place of the group, three loads in the
+            place of the stage, memory.
         """
         bank, held = self.bank, np.flatnonzero(width_N)
         table, width = table_N[held], width_N[held]
         group, stage = bank.groups_T[table], bank.stages_T[table]
         amounts = np.zeros((len(width_N), self._num_amounts))
         first = group * bank.encoding_dim
+        rows = bank.rows(table, width)
         amounts[held[:, None], first[:, None] + np.arange(bank.encoding_dim)] = (
-            bank.encoding(bank.rows(table, width))
+            bank.encoding(rows)
         )
-        count, columns, index, memory = self._parts
+        count, loads, memory = self._parts
         amounts[held, count + group] = 1
-        amounts[held, columns + stage] = bank.columns(table, width)
-        index_bytes = self.simulator.index_bytes_per_table[table]
-        amounts[held, index + stage] = index_bytes
+        amounts[held[:, None], (loads + 3 * stage)[:, None] + np.arange(3)] = (
+            bank.loads_of(rows)
+        )
         amounts[held, memory] = bank.bytes(table, width)
         return amounts
 
@@ -200,9 +196,10 @@ class _Chains:
         self, amounts_CWK: Floats, compute_CWG2: Floats, cut_CS: Ints
     ) -> tuple[Floats, Ints]:
         """Critical paths, infinite where memory is exceeded, and the slowest ranks."""
-        _, _, columns, index, memory = np.split(amounts_CWK, self._parts, axis=-1)
+        _, _, loads, memory = np.split(amounts_CWK, self._parts, axis=-1)
         compute = self.simulator.stage_compute(compute_CWG2)
-        phases = self.simulator.phases(compute, columns, index)
+        loads = loads.reshape(*compute.shape[:-1], 3)
+        phases = self.simulator.phases(compute, loads)
         ms = critical_path(phases) + (cut_CS > 0) @ self._order_S
         # Sums that went up and down again are off by their rounding.
         over = memory[..., 0].round(_BYTE_DIGITS) > self.bank.caps_W

@@ -253,10 +253,8 @@ def _options(simulator: Simulator, splits: bool) -> _Options:
         list(zip(table_O.tolist(), width_O.tolist(), strict=True))
     )
     stage_O = bank.stages_T[table_O]
-    comms_O = bank.comms_per_column_S[stage_O] * bank.columns(table_O, width_O)
-    comms_O += (
-        bank.comms_per_index_byte_S[stage_O] * simulator.index_bytes_per_table[table_O]
-    )
+    loads_O3 = bank.loads_of(bank.rows(table_O, width_O))
+    comms_O = (bank.comms_per_load_S3[stage_O] * loads_O3).sum(axis=1)
     cost_OSP = np.zeros((len(cuts), task.num_stages, 3))
     cost_OSP[np.arange(len(cuts)), stage_O] = np.c_[compute_O2, comms_O]
     return _Options(

@@ -177,6 +177,21 @@ class CommsModel(ABC):
         """
         return self.all_to_all(columns_CW, batch_size)
 
+    def node_row_wise(
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """Predict what moves for tables whose rows are spread over one node's ranks.
+
+        Args:
+            columns_CW: Output columns of these tables, equal in a node.
+            batch_size: Samples over all ranks.
+
+        Returns:
+            `C x W x 2` milliseconds: forward reduce-scatter inside nodes and all-to-all
+            between them, and the reverse; by default, all ranks are one node.
+        """
+        return self.row_wise(columns_CW, batch_size)
+
     def all_reduce(self, bytes_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Predict the all-reduce of data-parallel tables' gradients.
 

@@ -4,11 +4,14 @@ Nothing outside this subpackage imports torchrec.
 """
 
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.lowering import PlanPlacement, placement_from_plan
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.plan_conversion import (
+    PlanPlacement,
+    placement_from_plan,
+)
 from torchrec_neuroshard.planner.plan_files import (
     NeuroShardPlanLoader,
     PlanFileError,

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.shard_estimators import (
     NeuroShardEstimator,
     StorageEstimator,

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingType
 
-from torchrec_neuroshard.planner.lowering import fusion_key
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.plan_conversion import fusion_key
 
 __all__ = ["IdealCosts", "Layout"]
 
@@ -41,23 +41,23 @@ class IdealCosts:
     def _price(self, options: Sequence[ShardingOption]) -> list[_Part]:
         if not options:
             return []
-        pricer = self._costs.pricer
-        staged = pricer.stage(options)
-        alone = pricer.single_compute(staged)
+        priced = self._costs.price(options)
+        simulator = priced.simulator
+        self._simulator = simulator
+        alone = simulator.single_compute(priced.shards)
+        encoding_NE = simulator.encoder.encoding(priced.shards.row_N)
         ends = np.cumsum([len(o.shards) for o in options])
         parts = []
-        for option, end in zip(options, ends.tolist(), strict=True):
+        for index, (option, end) in enumerate(zip(options, ends.tolist(), strict=True)):
             own = slice(end - len(option.shards), end)
             unsplit = option.sharding_type == _TABLE_WISE or not option.is_pooled
-            alike, counts = np.unique(staged.alike_N[own], return_counts=True)
             parts.append(
                 _Part(
                     key=fusion_key(option, self._costs.reader, option.sharding_type),
-                    kind=(option.sharding_type, bool(option.is_pooled)),
-                    batch_size=staged.batch_size,
-                    encoding=counts @ staged.encoding_UE[alike] / self._world_size,
-                    extra=staged.extra_N2[own].sum(axis=0) / self._world_size,
-                    loads=staged.loads_N3[own].sum(axis=0) / self._world_size,
+                    stage=int(simulator.stages_T[index]),
+                    encoding=encoding_NE[own].sum(axis=0) / self._world_size,
+                    extra=priced.shards.extra_N2[own].sum(axis=0) / self._world_size,
+                    loads=priced.shards.loads_N3[own].sum(axis=0) / self._world_size,
                     floor=alone[own].max(axis=0) if unsplit else np.zeros(2),
                 )
             )
@@ -73,7 +73,7 @@ class IdealCosts:
                 return None
             kernels.setdefault(part.key, []).append(part)
             stages.setdefault(part.key[:2], []).append(part)
-        model, groups = self._costs.cost_model, self._costs.pricer.groups
+        model = self._costs.cost_model
         sums = np.stack(
             [np.sum([p.encoding for p in held], axis=0) for held in kernels.values()]
         )
@@ -88,7 +88,7 @@ class IdealCosts:
         for held in stages.values():
             mean = np.sum([p.loads for p in held], axis=0)
             loads = np.tile(mean, (1, self._world_size, 1))
-            comms = groups.comms(*held[0].kind, loads, held[0].batch_size)
+            comms = self._simulator.stage_comms(held[0].stage, loads)
             total += float(comms[0].max(axis=0).sum())
         return total
 
@@ -98,8 +98,7 @@ class _Part:
     """What an option adds to the average rank."""
 
     key: tuple[Any, ...]
-    kind: tuple[str, bool]
-    batch_size: int
+    stage: int
     encoding: npt.NDArray[np.float64]
     extra: npt.NDArray[np.float64]
     loads: npt.NDArray[np.float64]

@@ -30,14 +30,14 @@ from torchrec_neuroshard.planner.constraints import (
     PlacementRules,
     ranks_by_table,
 )
+from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.greedy import (
     memory_left,
     option_copies,
     place_greedily,
 )
-from torchrec_neuroshard.planner.lowering import FusionGroups, fusion_key
-from torchrec_neuroshard.planner.plan_costs import CostedPart
+from torchrec_neuroshard.planner.plan_conversion import FusionGroups, fusion_key
 from torchrec_neuroshard.planner.table_reader import (
     device_tier,
     has_own_optimizer,

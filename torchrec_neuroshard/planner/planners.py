@@ -40,13 +40,13 @@ from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
 )
+from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
     SearchRecord,
 )
 from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.proposers import (
     DEFAULT_MAX_SWITCHES,
     NeuroShardProposer,

@@ -18,10 +18,11 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.ideals import IdealCosts, Layout
-from torchrec_neuroshard.planner.plan_costs import CostedPart
-from torchrec_neuroshard.planner.staged import is_estimated
+from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.table_reader import device_tier, is_dense, table_name
+from torchrec_neuroshard.planner.topologies import node_size
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
@@ -183,8 +184,8 @@ class NeuroShardProposer(CostedPart, Proposer):
         """Options that can be where placement constraints allow the table."""
         if self._rules.is_free(table_name(options[0])):
             return options
-        node_size = self.costs.pricer.groups.node_size
-        kept = [o for o in options if self._rules.permits(o, node_size)]
+        size = node_size(self._topology)
+        kept = [o for o in options if self._rules.permits(o, size)]
         if not kept:
             kinds = ", ".join(sorted({o.sharding_type for o in options}))
             raise ConfigError(

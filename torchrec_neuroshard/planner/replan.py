@@ -42,8 +42,8 @@ from torchrec.distributed.types import (
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
+from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.plan_files import (
     check_plan,
     model_tables,
@@ -549,8 +549,7 @@ class _Search:
         compute = self._simulator.compute_costs(np.stack([x.sums_CWGE for x in loads]))
         phases_CWSP = self._simulator.phases(
             self._simulator.stage_compute(compute),
-            np.stack([x.columns_CWS for x in loads]),
-            np.stack([x.index_bytes_CWS for x in loads]),
+            np.stack([x.loads_CWS3 for x in loads]),
         )
         powers = (phases_CWSP**_POWER).mean(axis=1) ** (1 / _POWER)
         slowest_CSP = phases_CWSP.argmax(axis=1)

@@ -11,9 +11,9 @@ import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner.lowering import LoweredPlan
+from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.partitioners import SearchRecord, placed_shards
-from torchrec_neuroshard.planner.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.plan_conversion import LoweredPlan
 from torchrec_neuroshard.report import OtherTable
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.bounds import lower_bound

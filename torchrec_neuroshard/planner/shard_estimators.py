@@ -21,7 +21,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.planner.plan_costs import CostedPart
+from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.table_reader import TableReader, has_own_optimizer
 
 __all__ = [

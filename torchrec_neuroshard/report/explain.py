@@ -139,22 +139,18 @@ class _Rebuild:
             self.stage_T, weights=shards_T > 1, minlength=task.num_stages
         )
         self.planned_P = self._worst_phases(
-            self.compute_WG2[None],
-            self.loads.columns_CWS[None],
-            self.loads.index_bytes_CWS[None],
-            self.order_S2,
+            self.compute_WG2[None], self.loads.loads_CWS3[None], self.order_S2
         )[0]
 
     def _worst_phases(
         self,
         compute_CWG2: npt.NDArray[np.float64],
-        columns_CWS: npt.NDArray[np.float64],
-        index_bytes_CWS: npt.NDArray[np.float64],
+        loads_CWS3: npt.NDArray[np.float64],
         order_S2: npt.NDArray[np.float64],
     ) -> npt.NDArray[np.float64]:
         """Each phase on its slowest rank, over all stages: `C x 5` [ms]."""
         compute = self.simulator.stage_compute(compute_CWG2)
-        phases = self.simulator.phases(compute, columns_CWS, index_bytes_CWS)
+        phases = self.simulator.phases(compute, loads_CWS3)
         phases[..., [2, 3]] += order_S2
         worst: npt.NDArray[np.float64] = phases.max(axis=1).sum(axis=1)
         return worst
@@ -216,18 +212,15 @@ class _Rebuild:
             sums_WE[candidates] + whole_E
         )
 
-        features = float(simulator.features_per_table[table])
-        index_bytes = simulator.index_bytes_per_table[table]
-        columns_WS = self.loads.columns_CWS.copy()
-        columns_WS[ranks, stage] -= features * np.array([s.width for s in shards])
-        index_bytes_WS = self.loads.index_bytes_CWS.copy()
-        index_bytes_WS[ranks, stage] -= index_bytes
-        columns = np.repeat(columns_WS[None], len(candidates), axis=0)
-        columns[line, candidates, stage] += features * dim
-        index = np.repeat(index_bytes_WS[None], len(candidates), axis=0)
-        index[line, candidates, stage] += index_bytes
+        tables = np.full(len(shards) + 1, table)
+        widths = np.array([*(s.width for s in shards), dim])
+        priced = simulator.price(tables, widths)
+        loads_WS3 = self.loads.loads_CWS3.copy()
+        loads_WS3[ranks, stage] -= priced.loads_N3[:-1]
+        loads = np.repeat(loads_WS3[None], len(candidates), axis=0)
+        loads[line, candidates, stage] += priced.loads_N3[-1]
 
         order_S2 = self.order_S2.copy()
         if self.splits_S[stage] == 1:
             order_S2[stage] = 0.0  # nothing is left to put in order
-        return self._worst_phases(compute, columns, index, order_S2)
+        return self._worst_phases(compute, loads, order_S2)

@@ -283,7 +283,7 @@ class _Stage:
             bank.groups_T[self.tables], return_inverse=True
         )
         self.num_groups = len(present)
-        self.index_bytes_T: Floats = bank.index_bytes_T[self.tables]
+        self.index_bytes_T: Floats = bank.loads_of(bank.whole_T[self.tables])[:, 0]
         self.most_bytes = float(bank.caps_W.max()) * (1 + TOLERANCE)
         self._grids = self._comms_grids() if min(weights) > 0 else []
         self.least_comms_ms = float(sum(ms[0] for _, ms in self._grids))
@@ -307,20 +307,16 @@ class _Stage:
         bank, stage = self.bank, self.stage
         num_ranks = bank.task.world_size
         grids = []
-        for which, mean in (
-            (slice(1, None), bank.mean_columns_S[stage]),
-            (slice(0, 1), bank.mean_index_bytes_S[stage]),
-        ):
+        for load, which in ((1, slice(1, None)), (0, slice(0, 1))):
+            mean = bank.mean_loads_S3[stage, load]
             amounts = mean * np.linspace(1.0, min(num_ranks, 4.0), MAX_GRID)
-            shape = (MAX_GRID, num_ranks, bank.task.num_stages)
-            columns = np.broadcast_to(bank.mean_columns_S, shape).copy()
-            index_bytes = np.broadcast_to(bank.mean_index_bytes_S, shape).copy()
-            loads = columns if which.start else index_bytes
+            shape = (MAX_GRID, num_ranks, 3)
+            loads = np.broadcast_to(bank.mean_loads_S3[stage], shape).copy()
             left = num_ranks * mean - amounts
-            loads[:, :, stage] = (left / max(1, num_ranks - 1))[:, None]
-            loads[:, 0, stage] = amounts
-            comms = bank.simulator.comms_costs(columns, index_bytes)
-            ms = comms[:, :, stage, which].max(axis=1).sum(axis=1)
+            loads[:, :, load] = (left / max(1, num_ranks - 1))[:, None]
+            loads[:, 0, load] = amounts
+            comms = bank.simulator.stage_comms(stage, loads)
+            ms = comms[:, :, which].max(axis=1).sum(axis=1)
             # A model may dip; more on one rank is not taken to be quicker.
             grids.append((amounts, np.minimum.accumulate(ms[::-1])[::-1].copy()))
         return grids

@@ -93,19 +93,26 @@ class ExhaustiveSearcher(Searcher):
         """Critical path of each placement; infinite where it breaks a limit."""
         task = simulator.task
         code = np.zeros((len(index_C), task.world_size), dtype=np.int64)
+        shards_CT = np.zeros((len(index_C), len(options)), dtype=np.int64)
         held: dict[int, Ints] = {}
         bound = {t for tables in (*task.together, *task.apart) for t in tables}
         rest = index_C
         for table, option in enumerate(options):
             rest, place = np.divmod(rest, len(option))
             code += option[place] * radix[table]
+            shards_CT[:, table] = (option > 0).sum(axis=1)[place]
             if table in bound:
                 held[table] = (option[place] > 0).astype(np.int64)
         cost = critical_path(
-            simulator.phases(
-                sets.cost_SS2[code], sets.columns_SS[code], sets.index_bytes_SS[code]
-            )
+            simulator.phases(sets.cost_SS2[code], sets.loads_SS3[code])
         )
+        patterns, pattern = np.unique(shards_CT > 1, axis=0, return_inverse=True)
+        columns = [
+            simulator.ordered_columns(1 + is_split, simulator.columns_per_table)
+            for is_split in patterns
+        ]
+        order_ms = simulator.order_costs(np.stack(columns)).sum(axis=(1, 2))
+        cost += order_ms[pattern.reshape(-1)]
         if task.memory_bytes:
             over = sets.bytes_S[code] > np.asarray(task.memory_bytes)
             cost[over.any(axis=1)] = np.inf
@@ -159,8 +166,7 @@ class _RankSets:
     def __init__(self, simulator: Simulator, radix: Ints) -> None:
         task = simulator.task
         shape = (int(radix[-1]), task.num_stages)
-        self.columns_SS: Floats = np.zeros(shape)
-        self.index_bytes_SS: Floats = np.zeros(shape)
+        self.loads_SS3: Floats = np.zeros((*shape, 3))
         self.bytes_S: Floats = np.zeros(shape[0])
         self.cost_SS2: Floats = np.zeros((*shape, 2))
         for first in range(0, int(radix[-1]), CHUNK):
@@ -180,8 +186,8 @@ class _RankSets:
             size = [0.0, *(task.shard_bytes(table, int(w)) for w in widths[1:])]
             self.bytes_S[code] += np.array(size)[units]
             stage = task.stages[task.groups[table]]
-            self.columns_SS[code, stage] += widths[units] * config.num_features
-            index_bytes = simulator.index_bytes_per_table[table]
-            self.index_bytes_SS[code, stage] += index_bytes * (units > 0)
+            loads = np.zeros((len(widths), 3))
+            loads[1:] = simulator.price(np.full(len(known), table), widths[1:]).loads_N3
+            self.loads_SS3[code, stage] += loads[units]
         compute = simulator.compute_costs(sums)
         self.cost_SS2[code] = simulator.stage_compute(compute)

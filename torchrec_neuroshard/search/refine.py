@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.feasibility import spread_columns
@@ -132,8 +133,8 @@ class Outcomes:
     sums_K2GE: Floats
     count_K2G: Ints
     compute_K2G2: Floats
-    columns_KWS: Floats
-    index_bytes_KWS: Floats
+    extra_K2S2: Floats
+    loads_KWS3: Floats
 
 
 class Plan:
@@ -161,8 +162,8 @@ class Plan:
         self._power_weights_P: Floats = spread * unit_P
         self._limited = bool(np.isfinite(bank.caps_W).any())
         self.sums_WGE: Floats = np.zeros((num_ranks, num_groups, bank.encoding_dim))
-        self.columns_WS: Floats = np.zeros((num_ranks, task.num_stages))
-        self.index_bytes_WS: Floats = np.zeros((num_ranks, task.num_stages))
+        self.extra_WS2: Floats = np.zeros((num_ranks, task.num_stages, 2))
+        self.loads_WS3: Floats = np.zeros((num_ranks, task.num_stages, 3))
         self.bytes_W: Floats = np.zeros(num_ranks)
         self.count_WG: Ints = np.zeros((num_ranks, num_groups), dtype=np.int64)
         self.shards_T: Ints = (width_TW > 0).sum(axis=1)
@@ -179,21 +180,59 @@ class Plan:
 
     def _summarise(self) -> None:
         bank = self.bank
-        self.compute_WS2: Floats = bank.simulator.stage_compute(self.compute_WG2)
-        loads = self.compute_WS2, self.columns_WS, self.index_bytes_WS
+        stage_compute = bank.simulator.stage_compute(self.compute_WG2)
+        self.compute_WS2: Floats = stage_compute + self.extra_WS2
+        loads = self.compute_WS2, self.loads_WS3
         exact = bank.simulator.phases(*(part[None] for part in loads))
-        self.critical_ms = float(critical_path(exact)[0])
+        self.comms_S: Floats = exact[0][:, :, [0, 2, 3]].max(axis=0).sum(axis=1)
+        self.critical_ms = float(critical_path(exact)[0]) + self._summarise_order()
         self.phases_PW: Floats = bank.approximate_phases(*loads).T.copy()
         self.loads_W: Floats = self.phases_PW.sum(axis=0)
         self.powers_W: Floats = self._powers(self.phases_PW)
         self.score = self.critical_ms + float(self.powers_W.mean())
 
-    def set_row(self, table: int, width_W: Ints) -> None:
-        """Lay one table's columns out anew."""
-        changed = np.flatnonzero(width_W != self.width_TW[table])
-        self.width_TW[table] = width_W
-        self.shards_T[table] = (width_W > 0).sum()
-        self._refresh(changed)
+    def _summarise_order(self) -> float:
+        """Note which outputs are put in order, and return how long that takes [ms]."""
+        bank = self.bank
+        if not bank.has_order:
+            return 0.0
+        split_T = bank.simulator.splits_columns_T & (self.shards_T > bank.block_T)
+        num_stages = self.loads_WS3.shape[1]
+
+        def by_stage(amount_T: npt.ArrayLike) -> Floats:
+            total: Floats = np.bincount(
+                bank.stages_T, weights=amount_T, minlength=num_stages
+            ).astype(np.float64)
+            return total
+
+        self.num_split_S: Floats = by_stage(split_T)
+        self.split_columns_S: Floats = by_stage(bank.columns_T * split_T)
+        self.placed_columns_S: Floats = by_stage(bank.columns_T * (self.shards_T > 0))
+        self.order_S: Floats = self._order_ms(
+            np.arange(num_stages),
+            self.num_split_S,
+            self.split_columns_S,
+            self.placed_columns_S,
+        )
+        return float(self.order_S.sum())
+
+    def _order_ms(
+        self, stage_N: Ints, split_N: Floats, split_columns_N: Floats, all_N: Floats
+    ) -> Floats:
+        """Putting outputs of stages in order, by what is split, `N` [ms]."""
+        columns = np.where(
+            self.bank.pooled_S[stage_N], all_N * (split_N > 0), split_columns_N
+        )
+        return self.bank.order_ms(columns[:, None])
+
+    def set_rows(self, widths: Mapping[int, Ints]) -> None:
+        """Lay some tables' columns out anew."""
+        changed = np.zeros(len(self.loads_W), dtype=bool)
+        for table, width_W in widths.items():
+            changed |= width_W != self.width_TW[table]
+            self.width_TW[table] = width_W
+            self.shards_T[table] = (width_W > 0).sum()
+        self._refresh(np.flatnonzero(changed))
 
     def _refresh(self, ranks: Ints) -> None:
         """Recompute some ranks from their shards."""
@@ -201,11 +240,12 @@ class Plan:
         num_groups = self.sums_WGE.shape[1]
         table, place = np.nonzero(self.width_TW[:, ranks])
         width = self.width_TW[table, ranks[place]]
-        loads, count = bank.loads(bank.rows(table, width), place, len(ranks))
+        rows = bank.rows(table, width, ranks[place])
+        loads, count = bank.loads(rows, place, len(ranks))
         self.sums_WGE[ranks] = loads.sums_CWGE
         self.count_WG[ranks] = count
-        self.columns_WS[ranks] = loads.columns_CWS
-        self.index_bytes_WS[ranks] = loads.index_bytes_CWS
+        self.extra_WS2[ranks] = loads.extra_CWS2
+        self.loads_WS3[ranks] = loads.loads_CWS3
         self.bytes_W[ranks] = np.bincount(
             place, weights=bank.bytes(table, width), minlength=len(ranks)
         )
@@ -233,11 +273,17 @@ class Plan:
             wanted[np.flatnonzero(allowed_W[targets])[:num_targets]] = True
         return targets[wanted]
 
+    def _moving(self, ranks: Ints) -> tuple[Ints, Ints]:
+        """Shards that may leave their ranks alone: tables, places in `ranks`."""
+        held = (self.width_TW[:, ranks] > 0) & self.bank.moves_T[:, None]
+        table, place = np.nonzero(held)
+        return table, place
+
     def transfers(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
         """List transfers off some ranks to the least loaded ranks, and the joins."""
         bank, task = self.bank, self.bank.task
         targets = self._targets(sources, num_targets)
-        held, place = np.nonzero(self.width_TW[:, sources])
+        held, place = self._moving(sources)
         table = np.repeat(held, len(targets))
         source = np.repeat(sources[place], len(targets))
         target = np.tile(targets, len(held))
@@ -293,8 +339,8 @@ class Plan:
         """List exchanges of whole shards between some ranks and less loaded ones."""
         bank = self.bank
         targets = self._targets(sources, num_targets)
-        mine, place = np.nonzero(self.width_TW[:, sources])
-        theirs, column = np.nonzero(self.width_TW[:, targets])
+        mine, place = self._moving(sources)
+        theirs, column = self._moving(targets)
         # Total load exchanged, beside what would even the two ranks out.
         given = bank.total_ms(mine, self.width_TW[mine, sources[place]])
         taken = bank.total_ms(theirs, self.width_TW[theirs, targets[column]])
@@ -421,8 +467,8 @@ class Plan:
         pair_K2 = np.stack([c.source_K, c.target_K], axis=1)
         sums, count = self.sums_WGE[pair_K2], self.count_WG[pair_K2]
         id_N = (line * 2 + parts.side_N) * sums.shape[2] + bank.groups_T[table]
-        change = bank.encoding(bank.rows(table, parts.new_N))
-        change -= bank.encoding(bank.rows(table, parts.old_N))
+        new, old = bank.rows(table, parts.new_N), bank.rows(table, parts.old_N)
+        change = bank.encoding(new) - bank.encoding(old)
         flat = sums.reshape(-1, sums.shape[-1])
         # Each side is met once in what is given, and once in what comes back.
         for part in (slice(2 * num), slice(2 * num, parts.num_moved)):
@@ -431,68 +477,131 @@ class Plan:
             np.add.at(flat, id_N[parts.num_moved :], change[parts.num_moved :])
         np.add.at(count.reshape(-1), id_N, held)
         flat[count.reshape(-1) == 0] = 0.0
-        columns_KWS = np.repeat(self.columns_WS[None], num, axis=0)
-        index_bytes_KWS = np.repeat(self.index_bytes_WS[None], num, axis=0)
+        loads_KWS3 = np.repeat(self.loads_WS3[None], num, axis=0)
         where = (line, parts.rank_N, stage)
-        np.add.at(columns_KWS, where, bank.columns(table, parts.new_N - parts.old_N))
-        np.add.at(index_bytes_KWS, where, bank.index_bytes_T[table] * held)
+        np.add.at(loads_KWS3, where, bank.loads_of(new) - bank.loads_of(old))
+        extra = self.extra_WS2[pair_K2]
+        if bank.has_extra:
+            cell = (line, parts.side_N, stage)
+            np.add.at(extra, cell, bank.extra(new) - bank.extra(old))
         compute_K2G2 = self._predict(flat, count.reshape(-1)).reshape(*count.shape, 2)
-        score = self._scores(c, compute_K2G2, columns_KWS, index_bytes_KWS)
-        return Outcomes(score, sums, count, compute_K2G2, columns_KWS, index_bytes_KWS)
+        score = self._scores(c, parts, compute_K2G2, extra, loads_KWS3)
+        return Outcomes(score, sums, count, compute_K2G2, extra, loads_KWS3)
 
     def _scores(
         self,
         c: _Candidates,
+        parts: _Parts,
         compute_K2G2: Floats,
-        columns_KWS: Floats,
-        index_bytes_KWS: Floats,
+        extra_K2S2: Floats,
+        loads_KWS3: Floats,
     ) -> Floats:
         """Scores of candidates from what the ranks then hold and take."""
         bank, num = self.bank, len(c)
-        compute_K2S2 = bank.simulator.stage_compute(compute_K2G2)
+        compute_K2S2 = bank.simulator.stage_compute(compute_K2G2) + extra_K2S2
         compute = compute_K2S2.reshape(num, 2, -1)
         now_PW = self.compute_WS2.reshape(len(self.loads_W), -1).T
         critical = self._worst(c, now_PW, compute[:, 0].T, compute[:, 1].T)
-        critical += critical_path(
-            bank.simulator.comms_costs(columns_KWS, index_bytes_KWS)
+        line, table = np.arange(num), c.table_K
+        stage_N = bank.stages_T[parts.table_N]
+        critical += self._comms_ms(loads_KWS3, parts.line_N, stage_N)
+        # What is exchanged stays in as many shards.
+        after = self.shards_T[table] - (
+            (self.width_TW[table, c.source_K] == c.columns_K) & (c.back_table_K < 0)
         )
-        line = np.arange(num)[:, None]
+        after += (self.width_TW[table, c.target_K] == 0) & (c.back_table_K < 0)
+        critical += self._reordering(line, table, after, num)
         pair = np.stack([c.source_K, c.target_K], axis=1)
-        phases = bank.approximate_phases(
-            compute_K2S2, columns_KWS[line, pair], index_bytes_KWS[line, pair]
-        )
+        phases = bank.approximate_phases(compute_K2S2, loads_KWS3[line[:, None], pair])
         return critical + self._spread(c, phases[:, 0].T, phases[:, 1].T)
 
-    def evaluate_rows(self, rows: Sequence[tuple[int, Ints]]) -> Floats:
-        """Score other layouts of one table each, `K`: (table, `W` widths)."""
+    def _comms_ms(self, loads_KWS3: Floats, line_N: Ints, stage_N: Ints) -> Floats:
+        """Collectives of candidates, of which some lines' stages change, `K` [ms]."""
+        simulator = self.bank.simulator
+        if self.loads_WS3.shape[1] == 1:
+            return critical_path(simulator.comms_costs(loads_KWS3))
+        total = np.full(len(loads_KWS3), float(self.comms_S.sum()))
+        for stage in np.unique(stage_N).tolist():
+            lines = np.unique(line_N[stage_N == stage])
+            ms = simulator.stage_comms(stage, loads_KWS3[lines, :, stage])
+            total[lines] += ms.max(axis=1).sum(axis=1) - self.comms_S[stage]
+        return total
+
+    def _reordering(
+        self, line_N: Ints, table_N: Ints, num_shards_N: Ints, num_lines: int
+    ) -> Floats:
+        """Putting outputs in order once tables lie in so many shards, `K` [ms]."""
         bank = self.bank
-        table_K = np.array([table for table, _ in rows])
-        new_KW = np.stack([width_W for _, width_W in rows])
-        old_KW = self.width_TW[table_K]
-        k, rank = np.nonzero(new_KW != old_KW)
-        table, group = table_K[k], bank.groups_T[table_K[k]]
-        sums, count = self.sums_WGE[rank, group], self.count_WG[rank, group]
-        for width, sign in ((old_KW[k, rank], -1), (new_KW[k, rank], 1)):
-            held = np.flatnonzero(width)
-            encoding = bank.encoding(bank.rows(table[held], width[held]))
-            sums[held] += sign * encoding
-            count[held] += sign
-        stage = bank.stages_T[table]
-        compute = np.repeat(self.compute_WS2[None], len(rows), axis=0)
-        change = self._predict(sums, count) - self.compute_WG2[rank, group]
-        compute[k, rank, stage] += change
-        columns = np.repeat(self.columns_WS[None], len(rows), axis=0)
-        index_bytes = np.repeat(self.index_bytes_WS[None], len(rows), axis=0)
-        old, new = old_KW[k, rank], new_KW[k, rank]
-        columns[k, rank, stage] += bank.columns(table, new - old)
-        size = bank.index_bytes_T[table]
-        index_bytes[k, rank, stage] += size * ((new > 0) * 1.0 - (old > 0))
-        score: Floats = critical_path(
-            bank.simulator.phases(compute, columns, index_bytes)
+        if not bank.has_order:
+            return np.zeros(num_lines)
+        block = bank.block_T[table_N]
+        splits = bank.simulator.splits_columns_T[table_N]
+        split = (splits & (num_shards_N > block)) * 1.0
+        split -= splits & (self.shards_T[table_N] > block)
+        placed = (num_shards_N > 0) * 1.0 - (self.shards_T[table_N] > 0)
+        num_stages = len(self.order_S)
+        cells, cell = np.unique(
+            line_N * num_stages + bank.stages_T[table_N], return_inverse=True
         )
-        phases = bank.approximate_phases(compute, columns, index_bytes)
+        line, stage = np.divmod(cells, num_stages)
+
+        def after(now_S: Floats, change_N: Floats) -> Floats:
+            change = np.bincount(cell, weights=change_N, minlength=len(cells))
+            return now_S[stage] + change
+
+        columns = bank.columns_T[table_N]
+        new = self._order_ms(
+            stage,
+            after(self.num_split_S, split),
+            after(self.split_columns_S, split * columns),
+            after(self.placed_columns_S, placed * columns),
+        )
+        total = np.full(num_lines, float(self.order_S.sum()))
+        np.add.at(total, line, new - self.order_S[stage])
+        return total
+
+    def evaluate_layouts(self, layouts: Sequence[Mapping[int, Ints]]) -> Floats:
+        """Score other layouts of few tables each, `K`: table -> `W` widths."""
+        bank = self.bank
+        parts = [
+            (k, table, width_W)
+            for k, layout in enumerate(layouts)
+            for table, width_W in layout.items()
+        ]
+        part_K = np.array([k for k, _, _ in parts])
+        table_L = np.array([table for _, table, _ in parts])
+        new_LW = np.stack([width_W for _, _, width_W in parts])
+        old_LW = self.width_TW[table_L]
+        part, rank = np.nonzero(new_LW != old_LW)
+        k, table = part_K[part], table_L[part]
+        new = bank.rows(table, new_LW[part, rank], rank)
+        old = bank.rows(table, old_LW[part, rank], rank)
+        num_ranks, num_groups = self.count_WG.shape
+        cells, cell = np.unique(
+            (k * num_ranks + rank) * num_groups + bank.groups_T[table],
+            return_inverse=True,
+        )
+        where, group_C = np.divmod(cells, num_groups)
+        k_C, rank_C = np.divmod(where, num_ranks)
+        sums, count = self.sums_WGE[rank_C, group_C], self.count_WG[rank_C, group_C]
+        np.add.at(sums, cell, bank.encoding(new) - bank.encoding(old))
+        np.add.at(count, cell, (new > 0) * 1 - (old > 0))
+        compute = np.repeat(self.compute_WS2[None], len(layouts), axis=0)
+        change = self._predict(sums, count) - self.compute_WG2[rank_C, group_C]
+        stage_G = np.asarray(bank.task.stages)
+        np.add.at(compute, (k_C, rank_C, stage_G[group_C]), change)
+        stage = bank.stages_T[table]
+        if bank.has_extra:
+            np.add.at(compute, (k, rank, stage), bank.extra(new) - bank.extra(old))
+        loads = np.repeat(self.loads_WS3[None], len(layouts), axis=0)
+        np.add.at(loads, (k, rank, stage), bank.loads_of(new) - bank.loads_of(old))
+        score: Floats = compute.max(axis=1).sum(axis=(1, 2))
+        score += self._comms_ms(loads, k, stage)
+        shards_L = np.count_nonzero(new_LW, axis=1)
+        score += self._reordering(part_K, table_L, shards_L, len(layouts))
+        phases = bank.approximate_phases(compute, loads)
         flat = phases.reshape(-1, phases.shape[-1]).T
-        score += self._powers(flat).reshape(len(rows), -1).mean(axis=1)
+        score += self._powers(flat).reshape(len(layouts), -1).mean(axis=1)
         return score
 
     def apply(self, candidates: _Candidates, k: int, outcomes: Outcomes) -> None:
@@ -517,8 +626,8 @@ class Plan:
         self.sums_WGE[pair] = outcomes.sums_K2GE[k]
         self.count_WG[pair] = outcomes.count_K2G[k]
         self.compute_WG2[pair] = outcomes.compute_K2G2[k]
-        self.columns_WS = outcomes.columns_KWS[k].copy()
-        self.index_bytes_WS = outcomes.index_bytes_KWS[k].copy()
+        self.extra_WS2[pair] = outcomes.extra_K2S2[k]
+        self.loads_WS3 = outcomes.loads_KWS3[k].copy()
         self._summarise()
 
     def critical_ranks(self) -> list[int]:
@@ -598,11 +707,11 @@ def _resplit(plan: Plan) -> bool:
                     found.append((table, width_W))
     if not found:
         return False
-    score = plan.evaluate_rows(found)
+    score = plan.evaluate_layouts([{table: width_W} for table, width_W in found])
     best = int(score.argmin())
     if score[best] >= plan.score * (1 - MIN_GAIN):
         return False
-    plan.set_row(*found[best])
+    plan.set_rows(dict([found[best]]))
     return True
 
 

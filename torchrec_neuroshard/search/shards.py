@@ -2,7 +2,8 @@
 
 Shapes: `N` shards, `R` known (table, width) rows, `T` tables, `W` ranks, `G` fusion
 groups, `S` stages, `E` encoding values, `P` approximate phases: forward, backward and
-collectives of each stage in turn, `Q` riders.
+collectives of each stage in turn, `Q` riders, `K` parts of a table that differ in rows,
+`3` amounts that collectives move (see `simulator.PricedShards`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import ALL_ROWS, Placement, ShardingTask
 from torchrec_neuroshard.search.rules import Rules, leaders, merged
-from torchrec_neuroshard.simulator import RankLoads, Simulator, critical_path
+from torchrec_neuroshard.simulator import (
+    PricedShards,
+    RankLoads,
+    Simulator,
+    critical_path,
+)
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
@@ -32,13 +38,11 @@ Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 16
 """Columns of 64 bytes in fp32, a cache line."""
+MAX_ENCODED_TABLES = 32
+"""Tables of which all widths are encoded at once."""
 MIN_MARGINAL_SHARE = 0.05
 """A shard's marginal cost is taken as at least this share of its cost alone, so that a
 model's local dips do not make it free."""
-
-
-MAX_ENCODED_TABLES = 32
-"""Tables of which all widths are encoded at once."""
 
 
 def split_widths(task: ShardingTask, table: int, num_shards: int) -> tuple[int, ...]:
@@ -99,6 +103,10 @@ class ShardBank:
     approximation of its cost anywhere in a balanced placement, which lets a search
     discard most candidates without asking the cost model.
 
+    A table that may be sharded in several ways has an index, here called a table, too,
+    for each (see `ShardingTask`). Of one that is split by rows, the ranks of a block
+    hold equal parts, a smaller one, or none: rows of their own.
+
     Of tables that lie together, the first one in each fusion group can stand for all:
     its shard then has their encoding, columns and ids. The first of all, the leader,
     has their memory and approximate costs, too; those of other groups ride with it.
@@ -117,55 +125,105 @@ class ShardBank:
         self.task = task = merged(own) if merge else own
         self.rules = Rules(task)
         self.num_evaluated = 0
+        num_tables = len(task.tables)
+        everything = np.arange(num_tables)
         self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
-        self.groups_T: Ints = np.asarray(task.groups, dtype=np.int64)
-        self.stages_T: Ints = np.asarray(task.stages, dtype=np.int64)[self.groups_T]
+        self.groups_T: Ints = simulator.groups_T
+        self.stages_T: Ints = simulator.stages_T
         self.caps_W: Floats = np.asarray(
             task.memory_bytes or (np.inf,) * task.world_size, dtype=np.float64
         )
         self._fixed_T = np.asarray(task.fixed_bytes, dtype=np.float64)
         self._column_bytes_T = np.asarray(task.column_bytes, dtype=np.float64)
+        self.block_T: Ints = np.array([task.block_size(t) for t in everything])
+        self.moves_T: npt.NDArray[np.bool_] = self.block_T == 1
+        """False for tables that are split by rows or replicated."""
+        self.pooled_S = np.ones(task.num_stages, dtype=bool)
+        self.pooled_S[self.stages_T] = simulator.pooled_T
+        self._describe_parts()
         most_units = int(self.dims_T.max()) // COLUMN_MULTIPLE
-        self._row_TU: Ints = np.full((len(task.tables), most_units + 1), -1)
+        kinds = self._rows_TK.shape[1]
+        self._row_TUK = np.full((num_tables, most_units + 1, kinds), -1, dtype=np.int64)
         # Row 0 is no shard: of width 0, with an encoding of zeros.
-        self._row_TU[:, 0] = 0
-        size = 2 * len(task.tables) + 16
+        self._row_TUK[:, 0] = 0
+        size = 2 * num_tables + 16
         self._used = 1
         self._table_R: Ints = np.zeros(size, dtype=np.int64)
         self._width_R: Ints = np.zeros(size, dtype=np.int64)
-        self._encoding_RE: Floats = np.zeros((size, simulator.cost_model.encoding_dim))
+        self._slot_R: Ints = np.zeros(size, dtype=np.int64)
+        self._extra_R2: Floats = np.zeros((size, 2))
+        self._loads_R3: Floats = np.zeros((size, 3))
+        self.has_extra = False
         self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
-        everything = np.arange(len(task.tables))
-        encodings = simulator.encodings(
-            list(zip(everything.tolist(), self.dims_T.tolist(), strict=True))
-        )
-        total_GE = np.zeros((task.num_groups, encodings.shape[1]))
+        self.leads_T: npt.NDArray[np.bool_] = np.ones(num_tables, dtype=bool)
+        """False for followers, which are placed beside their leaders."""
+        self._riders_TQ: Ints = np.zeros((num_tables, 0), dtype=np.int64)
+        self._merged_T: Ints | None = None
+        whole = simulator.price(everything, self.dims_T, self._rows_TK[:, 0])
+        total_GE = np.zeros((task.num_groups, simulator.cost_model.encoding_dim))
+        encodings = simulator.encoder.encoding(whole.row_N) * self.block_T[:, None]
         np.add.at(total_GE, self.groups_T, encodings)
         self.mean_GE: Floats = total_GE / task.world_size
         # The average rank, or the average table where ranks hold less than one.
-        num_G = np.bincount(self.groups_T, minlength=task.num_groups)
+        num_G = np.bincount(
+            self.groups_T, weights=self.block_T, minlength=task.num_groups
+        )
         self.context_share_G: Floats = np.maximum(
             1.0 / task.world_size, 1.0 / np.maximum(num_G, 1)
         )
         self._context_GE = total_GE * self.context_share_G[:, None]
         self.context_G2: Floats = np.zeros((task.num_groups, 2))
         self.context_G2[num_G > 0] = self.predict(self._context_GE[num_G > 0])
-        self._features_T: Floats = simulator.features_per_table.astype(np.float64)
-        self.index_bytes_T: Floats = simulator.index_bytes_per_table
-        self.leads_T: npt.NDArray[np.bool_] = np.ones(len(task.tables), dtype=bool)
-        """False for followers, which are placed beside their leaders."""
-        self._riders_TQ: Ints = np.zeros((len(task.tables), 0), dtype=np.int64)
-        self._merged_TE: tuple[Ints, Floats] | None = None
         if merge and own.together:
-            self._merge(own, encodings)
-        columns_T = self.dims_T * self._features_T
-        self.mean_columns = float(columns_T.sum() / task.world_size)
-        self.mean_columns_S = self._stage_means(columns_T)
-        self.mean_index_bytes_S = self._stage_means(self.index_bytes_T)
-        self.comms_per_column_S, self.comms_per_index_byte_S = self._comms_slopes()
+            self._merge(own, whole)
         self.whole_T = self.rows(everything, self.dims_T)
+        total_T3 = self.loads_of(self.whole_T) * self.block_T[:, None]
+        self.columns_T: Floats = self.loads_of(self.whole_T)[:, 1]
+        """Output columns of the whole table on one rank."""
+        self.mean_loads_S3: Floats = np.stack(
+            [self._stage_means(amount_T) for amount_T in total_T3.T], axis=1
+        )
+        moved = self.columns_T[self.moves_T].sum()
+        self.mean_columns = float(moved / task.world_size)
+        self.comms_per_load_S3 = self._comms_slopes()
+        order_S = simulator.order_costs(np.maximum(self._total_columns(), 1.0)[None])
+        self.has_order = bool(order_S.any()) and bool(
+            (simulator.splits_columns_T & (np.asarray(task.max_shards) > 1)).any()
+        )
 
-    def _merge(self, own: ShardingTask, encoding_TE: Floats) -> None:
+    def _describe_parts(self) -> None:
+        """Rows of the parts of each table, `T x K`, and how many are equal."""
+        task = self.task
+        kinds = [task.sharding_type(t) for t in range(len(task.tables))]
+        if not any(k.splits_rows for k in kinds):
+            self._rows_TK = np.full((len(kinds), 1), ALL_ROWS, dtype=np.int64)
+            self._full_T: Ints = np.ones(len(kinds), dtype=np.int64)
+            return
+        rows: list[tuple[int, int, int]] = []
+        full = []
+        for kind, table, size in zip(
+            kinds, task.tables, self.block_T.tolist(), strict=True
+        ):
+            total = table.num_embeddings
+            part = kind.part_rows(total, size)
+            full.append(total // part if kind.splits_rows else size)
+            rest = total - full[-1] * part
+            rows.append((part, rest, 0) if kind.splits_rows else (ALL_ROWS,) * 3)
+        self._rows_TK = np.array(rows, dtype=np.int64)
+        self._full_T = np.array(full, dtype=np.int64)
+
+    def _kinds(self, table_N: Ints, rank_N: Ints | None) -> Ints:
+        """Which part of a table a rank holds: a full one, the rest, or nothing."""
+        if rank_N is None or self._rows_TK.shape[1] == 1:
+            return np.zeros(len(table_N), dtype=np.int64)
+        place = rank_N % self.block_T[table_N]
+        after = place - self._full_T[table_N]
+        has_rest = self._rows_TK[table_N, 1] > 0
+        kind: Ints = np.where(after < 0, 0, np.where((after == 0) & has_rest, 1, 2))
+        kind[self._rows_TK[table_N, 0] == ALL_ROWS] = 0
+        return kind
+
+    def _merge(self, own: ShardingTask, whole: PricedShards) -> None:
         """Give the first table of each set and group what all of them have."""
         num_tables = len(own.tables)
         leader_T = leaders(own)
@@ -173,19 +231,18 @@ class ShardBank:
         first: dict[tuple[int, int], int] = {}
         keys = zip(leader_T.tolist(), self.groups_T.tolist(), strict=True)
         part_T = np.array([first.setdefault(key, t) for t, key in enumerate(keys)])
-
-        def gathered(amount_T: Floats) -> Floats:
-            total_T = np.bincount(part_T, weights=amount_T, minlength=num_tables)
-            return total_T.astype(np.float64)
-
-        self._features_T = gathered(self._features_T * self.dims_T) / self.dims_T
-        self.index_bytes_T = gathered(self.index_bytes_T)
+        encoder = self.simulator.encoder
         in_sets = np.array([t for tables in own.together for t in tables])
-        slot_T = np.full(num_tables, -1)
-        slot_T[in_sets] = np.arange(len(in_sets))
-        encodings = np.zeros((len(in_sets), encoding_TE.shape[1]))
-        np.add.at(encodings, slot_T[part_T[in_sets]], encoding_TE[in_sets])
-        self._merged_TE = slot_T, encodings
+        place_T = np.full(num_tables, -1)
+        place_T[in_sets] = np.arange(len(in_sets))
+        encodings = np.zeros((len(in_sets), self.encoding_dim))
+        target = place_T[part_T[in_sets]]
+        np.add.at(encodings, target, encoder.encoding(whole.row_N[in_sets]))
+        extra, loads = np.zeros((len(in_sets), 2)), np.zeros((len(in_sets), 3))
+        np.add.at(extra, target, whole.extra_N2[in_sets])
+        np.add.at(loads, target, whole.loads_N3[in_sets])
+        self._merged_T = place_T
+        self._merged = PricedShards(encoder.add(encodings), extra, loads)
         riders = np.flatnonzero((part_T == np.arange(num_tables)) & ~self.leads_T)
         if len(riders):
             count_T = np.bincount(leader_T[riders], minlength=num_tables)
@@ -213,6 +270,8 @@ class ShardBank:
     def splits(self, table: int) -> tuple[int, ...]:
         """Return the numbers of near-even shards that a table may be split into."""
         task = self.task
+        if not self.moves_T[table]:
+            return (1,)
         key = (
             task.tables[table].embedding_dim,
             task.min_widths[table],
@@ -230,75 +289,123 @@ class ShardBank:
         mean: Floats = total_S / self.task.world_size
         return mean
 
-    def _comms_slopes(self) -> tuple[Floats, Floats]:
-        """Milliseconds of one more column, and of one more index byte, on a rank.
+    def _total_columns(self) -> Floats:
+        """Output columns of all tables of each stage, `S`."""
+        total: Floats = np.bincount(
+            self.stages_T, weights=self.columns_T, minlength=self.task.num_stages
+        ).astype(np.float64)
+        return total
 
-        Taken at balanced loads, of which one rank's grows by a tenth; `S` each.
+    def order_ms(self, columns_CS: Floats) -> Floats:
+        """Putting these outputs in order, forward and backward, `C` [ms]."""
+        if not self.has_order:
+            return np.zeros(len(columns_CS))
+        total: Floats = self.simulator.order_costs(columns_CS).sum(axis=(1, 2))
+        return total
+
+    def _comms_slopes(self) -> Floats:
+        """Milliseconds of one more unit of each load on a rank, `S x 3`.
+
+        Taken at balanced loads, of which one rank's grows by a tenth. Loads are bytes
+        of ids, output columns and bytes of gradients.
         """
-        shape = (2, self.task.world_size, 1)
-        columns = np.tile(self.mean_columns_S, shape)
-        index_bytes = np.tile(self.mean_index_bytes_S, shape)
-        columns[1, 0] *= 1.1
-        index_bytes[1, 0] *= 1.1
-        worst_S3 = self.simulator.comms_costs(columns, index_bytes).max(axis=1)
+        shape = (2, self.task.world_size, 1, 1)
+        loads = np.tile(self.mean_loads_S3, shape)
+        loads[1, 0] *= 1.1
+        worst_S3 = self.simulator.comms_costs(loads).max(axis=1)
         gain_S3 = np.maximum(worst_S3[1] - worst_S3[0], 0.0) * 10
-        per_column = gain_S3[:, 1:].sum(axis=1) / np.maximum(self.mean_columns_S, 1e-12)
-        per_byte = gain_S3[:, 0] / np.maximum(self.mean_index_bytes_S, 1e-12)
-        return per_column, per_byte
+        index, columns, gradients = np.maximum(self.mean_loads_S3, 1e-12).T
+        replicated = self.mean_loads_S3[:, 2] > 0
+        both = gain_S3[:, 1:].sum(axis=1)
+        return np.stack(
+            [
+                gain_S3[:, 0] / index,
+                np.where(replicated, 0.0, both / columns),
+                np.where(replicated, both / gradients, 0.0),
+            ],
+            axis=1,
+        )
 
     def predict(self, sums_SE: Floats) -> Floats:
         """Forward and backward of sets, `S x 2` [ms], counted as evaluations."""
         self.num_evaluated += len(sums_SE)
         return self.simulator.cost_model.predict_sums(sums_SE)
 
-    def rows(self, table_N: npt.ArrayLike, width_N: npt.ArrayLike) -> Ints:
+    def rows(
+        self,
+        table_N: npt.ArrayLike,
+        width_N: npt.ArrayLike,
+        rank_N: Ints | None = None,
+    ) -> Ints:
         """Return the row of each shard, computing those not met before.
 
         A width of 0 has a row, too, with an encoding of zeros.
+
+        Args:
+            table_N: Tables.
+            width_N: Columns.
+            rank_N: Says which part of the rows is meant, of tables split so. None: a
+                full part.
         """
         table = np.asarray(table_N, dtype=np.int64)
         units = np.asarray(width_N, dtype=np.int64) // COLUMN_MULTIPLE
-        rows: Ints = self._row_TU[table, units]
+        kind = self._kinds(table, rank_N)
+        rows: Ints = self._row_TUK[table, units, kind]
         missing = rows < 0
         if missing.any():
-            self._add(*self._worth_adding(table[missing], units[missing]))
-            rows = self._row_TU[table, units]
+            self._add(
+                *self._worth_adding(table[missing], units[missing], kind[missing])
+            )
+            rows = self._row_TUK[table, units, kind]
         return rows
 
-    def _worth_adding(self, table_N: Ints, units_N: Ints) -> tuple[Ints, Ints]:
-        """Shards to encode: of few tables all widths at once, of many those asked for.
+    def _worth_adding(
+        self, table_N: Ints, units_N: Ints, kind_N: Ints
+    ) -> tuple[Ints, Ints, Ints]:
+        """Shards to price: of few tables all widths at once, of many those asked for.
 
         Who asks for one width of a table mostly asks for others soon.
         """
-        num_units = self._row_TU.shape[1]
+        _, num_units, num_kinds = self._row_TUK.shape
         tables = np.unique(table_N)
-        if len(tables) > MAX_ENCODED_TABLES:
-            asked = np.unique(table_N * num_units + units_N)
-            return asked // num_units, asked % num_units * COLUMN_MULTIPLE
+        few = len(tables) <= MAX_ENCODED_TABLES and self.moves_T[tables].all()
+        if not few:
+            asked = np.unique((table_N * num_units + units_N) * num_kinds + kind_N)
+            asked, kind = np.divmod(asked, num_kinds)
+            return asked // num_units, asked % num_units * COLUMN_MULTIPLE, kind
         units = np.arange(1, num_units)
-        new = (self._row_TU[tables, 1:] < 0) & (
+        new = (self._row_TUK[tables, 1:, 0] < 0) & (
             units * COLUMN_MULTIPLE <= self.dims_T[tables, None]
         )
         table, place = np.nonzero(new)
-        return tables[table], units[place] * COLUMN_MULTIPLE
+        kinds = np.zeros_like(place)
+        return tables[table], units[place] * COLUMN_MULTIPLE, kinds
 
-    def _add(self, table_N: Ints, width_N: Ints) -> None:
+    def _add(self, table_N: Ints, width_N: Ints, kind_N: Ints) -> None:
         end = self._used + len(table_N)
         if end > len(self._table_R):
             room = max(end, 2 * len(self._table_R)) - len(self._table_R)
             self._table_R = np.pad(self._table_R, (0, room))
             self._width_R = np.pad(self._width_R, (0, room))
-            self._encoding_RE = np.pad(self._encoding_RE, ((0, room), (0, 0)))
+            self._slot_R = np.pad(self._slot_R, (0, room))
+            self._extra_R2 = np.pad(self._extra_R2, ((0, room), (0, 0)))
+            self._loads_R3 = np.pad(self._loads_R3, ((0, room), (0, 0)))
         new = slice(self._used, end)
-        features = self.simulator.shard_features(table_N, width_N)
-        encoding = self.simulator.cost_model.encode(features)
-        if self._merged_TE is not None:
-            slot_T, encodings = self._merged_TE
-            slot = slot_T[table_N]
-            encoding[slot >= 0] = encodings[slot[slot >= 0]]
+        priced = self.simulator.price(table_N, width_N, self._rows_TK[table_N, kind_N])
         self._table_R[new], self._width_R[new] = table_N, width_N
-        self._encoding_RE[new] = encoding
-        self._row_TU[table_N, width_N // COLUMN_MULTIPLE] = np.arange(self._used, end)
+        self._slot_R[new] = priced.row_N
+        self._extra_R2[new] = priced.extra_N2
+        self._loads_R3[new] = priced.loads_N3
+        if self._merged_T is not None:
+            place = self._merged_T[table_N]
+            rows, place = np.flatnonzero(place >= 0) + self._used, place[place >= 0]
+            self._slot_R[rows] = self._merged.row_N[place]
+            self._extra_R2[rows] = self._merged.extra_N2[place]
+            self._loads_R3[rows] = self._merged.loads_N3[place]
+        self.has_extra = self.has_extra or bool(self._extra_R2[new].any())
+        self._row_TUK[table_N, width_N // COLUMN_MULTIPLE, kind_N] = np.arange(
+            self._used, end
+        )
         self._used = end
 
     def added(self, rows_N: Ints) -> Floats:
@@ -307,13 +414,13 @@ class ShardBank:
         Below 0 where the model dips.
         """
         group = self.groups_T[self._table_R[rows_N]]
-        with_shard = self.predict(self._context_GE[group] + self._encoding_RE[rows_N])
-        added: Floats = with_shard - self.context_G2[group]
+        with_shard = self.predict(self._context_GE[group] + self.encoding(rows_N))
+        added: Floats = with_shard - self.context_G2[group] + self._extra_R2[rows_N]
         return added
 
     def marginal(self, rows_N: Ints) -> Floats:
         """As `added`, but at least a share of the shard's cost alone."""
-        alone = self.predict(self._encoding_RE[rows_N])
+        alone = self.predict(self.encoding(rows_N)) + self._extra_R2[rows_N]
         marginal: Floats = np.maximum(self.added(rows_N), MIN_MARGINAL_SHARE * alone)
         return marginal
 
@@ -327,11 +434,19 @@ class ShardBank:
 
     def encoding(self, rows_N: Ints) -> Floats:
         """Encoding of each row, `N x E`."""
-        return self._encoding_RE[rows_N]
+        return self.simulator.encoder.encoding(self._slot_R[rows_N])
+
+    def extra(self, rows_N: Ints) -> Floats:
+        """Time beside the fused kernel's of each row, `N x 2` [ms]."""
+        return self._extra_R2[rows_N]
+
+    def loads_of(self, rows_N: Ints) -> Floats:
+        """Amounts that collectives move for each row, `N x 3`."""
+        return self._loads_R3[rows_N]
 
     def columns(self, table_N: Ints, width_N: Ints) -> Floats:
         """Output columns of shards: width times features."""
-        product: Floats = self._features_T[table_N] * width_N
+        product: Floats = self.columns_T[table_N] / self.dims_T[table_N] * width_N
         return product
 
     def bytes(self, table_N: Ints, width_N: Ints) -> Floats:
@@ -367,40 +482,39 @@ class ShardBank:
         offset_PT, slope_PT = self.affine
         return offset_PT.sum(axis=0), slope_PT.sum(axis=0)
 
-    def approximate_phases(
-        self, compute_CWS2: Floats, columns_CWS: Floats, index_bytes_CWS: Floats
-    ) -> Floats:
+    def approximate_phases(self, compute_CWS2: Floats, loads_CWS3: Floats) -> Floats:
         """Return `C x W x P`: exact compute, collectives by their slopes [ms]."""
-        comms = columns_CWS * self.comms_per_column_S
-        comms += index_bytes_CWS * self.comms_per_index_byte_S
+        comms = (loads_CWS3 * self.comms_per_load_S3).sum(axis=-1)
         phases = np.concatenate([compute_CWS2, comms[..., None]], axis=-1)
         return phases.reshape(*phases.shape[:-2], -1)
 
     @functools.cached_property
     def mean_phases_P(self) -> Floats:
         """Phases of the average rank [ms], approximate."""
-        total = self.approximate(np.arange(len(self.dims_T)), self.dims_T).sum(axis=0)
-        mean: Floats = total / self.task.world_size
+        each = self.approximate(np.arange(len(self.dims_T)), self.dims_T)
+        mean: Floats = (each * self.block_T[:, None]).sum(axis=0) / self.task.world_size
         return mean
 
     @functools.cached_property
     def affine(self) -> tuple[Floats, Floats]:
         """Offset and cost per column of `approximate`, `P x T` each."""
         tables = np.arange(len(self.dims_T))
-        narrow = self.marginal(self.rows(tables, np.full(len(tables), COLUMN_MULTIPLE)))
-        whole = self.marginal(self.whole_T)
-        extra = (self.dims_T - COLUMN_MULTIPLE)[:, None]
+        narrowest = np.where(
+            self.moves_T, COLUMN_MULTIPLE, np.minimum(self.task.min_widths, self.dims_T)
+        )
+        rows = self.rows(tables, narrowest)
+        narrow, whole = self.marginal(rows), self.marginal(self.whole_T)
+        extra = (self.dims_T - narrowest)[:, None]
         # A table of 4 columns has no other width: any slope will do.
         slope = np.where(
             extra > 0, np.maximum(whole - narrow, 0.0) / np.maximum(extra, 1), 0.0
         )
         stage = self.stages_T
-        index_ms = self.comms_per_index_byte_S[stage]
-        index_ms = index_ms * self.index_bytes_T
-        column_ms = self.comms_per_column_S[stage] * self._features_T
+        loads_T3 = self.loads_of(self.whole_T) * self.comms_per_load_S3[stage]
+        column_ms = loads_T3[:, 1:].sum(axis=1) / self.dims_T
         offset = whole - slope * self.dims_T[:, None]
         spread = np.zeros((2, len(tables), self.task.num_stages, 3))
-        spread[0, tables, stage] = np.column_stack([offset, index_ms])
+        spread[0, tables, stage] = np.column_stack([offset, loads_T3[:, 0]])
         spread[1, tables, stage] = np.column_stack([slope, column_ms])
         offset_TP, slope_TP = spread.reshape(2, len(tables), -1)
         # What followers cost is their leaders' cost, wherever it arises.
@@ -428,13 +542,28 @@ class ShardBank:
         compute = np.zeros((*count.shape, 2))
         compute[count > 0] = self.predict(loads.sums_CWGE[count > 0])
         shape = (len(rows_LN), self.task.world_size, self.task.num_stages)
-        compute_LWS2 = self.simulator.stage_compute(compute).reshape(*shape, 2)
-        columns_LWS = loads.columns_CWS.reshape(shape)
-        index_bytes_LWS = loads.index_bytes_CWS.reshape(shape)
-        exact = self.simulator.phases(compute_LWS2, columns_LWS, index_bytes_LWS)
-        return critical_path(exact), self.approximate_phases(
-            compute_LWS2, columns_LWS, index_bytes_LWS
-        )
+        compute_LWS2 = self.simulator.stage_compute(compute) + loads.extra_CWS2
+        compute_LWS2 = compute_LWS2.reshape(*shape, 2)
+        loads_LWS3 = loads.loads_CWS3.reshape(*shape, 3)
+        exact = self.simulator.phases(compute_LWS2, loads_LWS3)
+        path_L = critical_path(exact) + self._lane_order_ms(lane, rows, len(rows_LN))
+        return path_L, self.approximate_phases(compute_LWS2, loads_LWS3)
+
+    def _lane_order_ms(self, lane_N: Ints, rows_N: Ints, num_lanes: int) -> Floats:
+        """Putting outputs in order, for placements of all tables, `L` [ms]."""
+        if not self.has_order:
+            return np.zeros(num_lanes)
+        table = self.table(rows_N)
+        split = np.flatnonzero(self.width(rows_N) < self.dims_T[table])
+        num_stages = self.task.num_stages
+        cell = lane_N[split] * num_stages + self.stages_T[table[split]]
+        columns = np.bincount(
+            cell,
+            weights=self.loads_of(rows_N[split])[:, 1],
+            minlength=num_lanes * num_stages,
+        ).reshape(num_lanes, num_stages)
+        whole = (columns > 0) * self._total_columns()
+        return self.order_ms(np.where(self.pooled_S, whole, columns))
 
     def loads(self, rows_N: Ints, set_N: Ints, num_sets: int) -> tuple[RankLoads, Ints]:
         """Add up shards by the set (a rank of some placement) that they are in.
@@ -455,16 +584,14 @@ class ShardBank:
         sums = sum_by(cell, self.encoding(rows_N), size)
         count = np.bincount(cell, minlength=size).reshape(num_sets, num_groups)
         stage = set_N * num_stages + self.stages_T[table]
-        amounts = [
+        amounts = np.concatenate([self.extra(rows_N), self.loads_of(rows_N)], axis=1)
+        columns = [
             np.bincount(stage, weights=w, minlength=num_sets * num_stages)
-            .reshape(num_sets, num_stages)
-            .astype(np.float64)
-            for w in (
-                self.columns(table, self.width(rows_N)),
-                self.index_bytes_T[table],
-            )
+            for w in amounts.T
         ]
-        return RankLoads(sums.reshape(num_sets, num_groups, -1), *amounts), count
+        total = np.stack(columns, axis=1).reshape(num_sets, num_stages, 5)
+        sums = sums.reshape(num_sets, num_groups, -1)
+        return RankLoads(sums, total[..., :2].copy(), total[..., 2:].copy()), count
 
 
 def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:
@@ -478,10 +605,17 @@ def sum_by(ids_N: Ints, values_NE: Floats, num_ids: int) -> Floats:
     return sums
 
 
-def placement_from_widths(width_TW: Ints) -> Placement:
-    """Return the placement that a `T x W` matrix of widths stands for."""
+def placement_from_widths(
+    width_TW: Ints, task: ShardingTask | None = None
+) -> Placement:
+    """Return the placement that a `T x W` matrix of widths stands for.
+
+    Args:
+        width_TW: Columns of each table on each rank.
+        task: Says how tables are laid out. None: by columns.
+    """
     table, rank = np.nonzero(width_TW)
     triples: Sequence[tuple[int, int, int]] = list(
         zip(table.tolist(), width_TW[table, rank].tolist(), rank.tolist(), strict=True)
     )
-    return Placement.from_widths(width_TW.shape[1], triples)
+    return Placement.from_widths(width_TW.shape[1], triples, task)

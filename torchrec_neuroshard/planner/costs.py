@@ -5,9 +5,9 @@ Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,32 +33,34 @@ from torchrec_neuroshard.cost_models import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner.links import (
+from torchrec_neuroshard.planner.find_comms import (
     GB_PER_S,
     find_comms_model,
     find_rank_groups,
 )
-from torchrec_neuroshard.planner.lowering import LoweredPlan, fusion_key, lower_plan
-from torchrec_neuroshard.planner.staged import (
-    ShardPricer,
-    StagedShards,
-    is_estimated,
+from torchrec_neuroshard.planner.kernels import is_estimated, kernel_factors
+from torchrec_neuroshard.planner.plan_conversion import (
+    LoweredPlan,
+    OptionShards,
+    fusion_key,
+    lower_plan,
 )
 from torchrec_neuroshard.planner.table_reader import TableReader, is_dense, table_name
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
+from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.simulator import (
     PHASES,
     PredictedCosts,
+    PricedShards,
     RankCosts,
     Simulator,
     StageCosts,
-    in_phases,
-    stage_costs,
 )
-from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["CostedPart", "PlanCosts"]
+__all__ = ["CostedPart", "PlanCosts", "PricedOptions"]
+
+Floats = npt.NDArray[np.float64]
 
 _ONE_PLACEMENT = (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
 
@@ -68,9 +70,9 @@ class PlanCosts:
 
     Attributes:
         reader: Describes sharding options as tables.
-        pricer: Prices their shards.
         cost_model: Fused kernels.
         comms_model: Collectives.
+        encoder: Keeps the encodings of all shards.
         warnings: What to know of the cost model; part of every result.
     """
 
@@ -114,32 +116,28 @@ class PlanCosts:
             self.comms_model = comms_model or find_comms_model(
                 topology, cost_model, topology.world_size, topology.local_world_size
             )
-            groups = find_rank_groups(topology, self.comms_model, cost_model)
+            self.comms_model = find_rank_groups(topology, self.comms_model, cost_model)
         self.cost_model = ConcurrentCostModel.of(self.cost_model, self.comms_model)
         for warning in caught:
             warnings.warn(warning.message, warning.category, stacklevel=3)
         texts = dict.fromkeys(str(w.message) for w in caught)
         self.warnings: tuple[str, ...] = tuple(texts)
-        self.pricer = ShardPricer(
-            topology, self.reader, self.cost_model, groups, self.launch_ms
-        )
-        self._simulator: Simulator | None = None
-        self._launch: tuple[float, float] | None = None
+        self.encoder = ShardEncoder(self.cost_model)
         self._launches_added = False
 
     def simulator(self, task: ShardingTask) -> Simulator:
-        """Return a simulator; one for the same tables keeps its encodings."""
-        known = self._simulator
-        if (
-            known is None
-            or known.task.tables != task.tables
-            or known.task.batch_size != task.batch_size
-        ):
-            self._simulator = Simulator(task, self.cost_model, self.comms_model)
-            return self._simulator
-        shared = copy.copy(known)
-        shared.task = task
-        return shared
+        """Return a simulator; all keep their encodings in one place."""
+        return Simulator(task, self.cost_model, self.comms_model, self.encoder)
+
+    def price(self, options: Sequence[ShardingOption]) -> PricedOptions:
+        """Price the shards of costed options, with or without ranks."""
+        kernels = [kernel_factors(o, self.topology) for o in options]
+        found = OptionShards.of(options, self.reader, self.topology, kernels)
+        simulator = self.simulator(found.task)
+        priced = simulator.price(found.table_N, found.width_N, found.rows_N)
+        prefetch_T = [0.0 if k is None else k.prefetch_ms_per_column for k in kernels]
+        prefetch_N = np.array(prefetch_T)[found.table_N] * found.width_N
+        return PricedOptions(found, simulator, priced, prefetch_N)
 
     def single_perfs(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
         """Cost of each shard alone on a rank, in one batch.
@@ -155,26 +153,18 @@ class PlanCosts:
         """
         if not options:
             return []
-        staged = self.pricer.stage(options)
-        compute_N2 = self.pricer.single_compute(staged)
-        self._check_finite(
-            compute_N2, lambda n: table_name(options[staged.option_N[n]])
-        )
-        comms_N3 = self.pricer.single_comms(staged)
-        perfs = iter(_perfs(staged, compute_N2, comms_N3))
+        priced = self.price(options)
+        found, simulator = priced.found, priced.simulator
+        compute_N2 = simulator.single_compute(priced.shards)
+        self._check_finite(compute_N2, lambda n: table_name(options[found.table_N[n]]))
+        comms_N3 = priced.single_comms()
+        perfs = iter(priced.perfs(compute_N2, comms_N3))
         return [[next(perfs) for _ in option.shards] for option in options]
 
     def launch_ms(self) -> tuple[float, float]:
         """Forward and backward of the smallest kernel: what any kernel costs."""
-        if self._launch is None:
-            tiny = TableConfig(
-                name="launch", num_embeddings=1, embedding_dim=4, pooling_factor=1.0
-            )
-            task = ShardingTask(tables=(tiny,), world_size=1, batch_size=1)
-            simulator = Simulator(task, self.cost_model, self.comms_model)
-            forward, backward = simulator.single_costs([(0, 4)])[0]
-            self._launch = float(forward), float(backward)
-        return self._launch
+        forward, backward = self.encoder.launch_ms.tolist()
+        return forward, backward
 
     def add_launches(self, options: Sequence[ShardingOption]) -> None:
         """Add the launch of a kernel to each shard of options of stock cost, in place.
@@ -230,9 +220,9 @@ class PlanCosts:
         stages: list[StageCosts] = []
         uncertainty = 0.0
         if costed:
-            staged = self.pricer.stage(costed)
-            stages += self._stages(staged)
-            uncertainty = self.pricer.uncertainty(staged)
+            predicted = self._predicted(costed)
+            stages += predicted.stages
+            uncertainty = predicted.uncertainty
         if stock:
             stages.append(self._stock_stage(stock))
         return PredictedCosts(
@@ -251,7 +241,7 @@ class PlanCosts:
         ]
         if not fixed:
             return 0.0
-        return sum(s.critical_path_ms for s in self._stages(self.pricer.stage(fixed)))
+        return self._predicted(fixed).critical_path_ms
 
     def _split(
         self, lowered: LoweredPlan
@@ -262,17 +252,12 @@ class PlanCosts:
             others[self.reader.is_costed(option)].append(option)
         return others[True], others[False]
 
-    def _stages(self, staged: StagedShards) -> tuple[StageCosts, ...]:
-        names = staged.fused.stage_names
-        compute_WG2 = self.pricer.fused_compute(staged)
-        cell = (staged.rank_N, staged.group_N)
-        np.add.at(compute_WG2, cell, staged.extra_N2 + _prefetches(staged))
-        member_SG = np.eye(len(names))[:, list(staged.fused.stages)]
-        compute_WS2 = np.matmul(member_SG, compute_WG2)
-        phases_WS5 = in_phases(compute_WS2, self.pricer.comms(staged))
-        for number, name in enumerate(names):
-            self._check_finite(phases_WS5[:, number], partial(_rank_name, name))
-        return stage_costs(names, phases_WS5)
+    def _predicted(self, costed: Sequence[ShardingOption]) -> PredictedCosts:
+        predicted = self.price(costed).predicted()
+        for stage in predicted.stages:
+            phases_WP = np.array([[getattr(r, p) for p in PHASES] for r in stage.ranks])
+            self._check_finite(phases_WP, partial(_rank_name, stage.name))
+        return predicted
 
     def _compute_source(
         self, costed: Sequence[ShardingOption], stock: Sequence[ShardingOption]
@@ -329,21 +314,10 @@ class PlanCosts:
         costed = [o for o in plan if self.reader.is_costed(o)]
         if not costed:
             return
-        staged = self.pricer.stage(costed)
-        num_groups, num_stages = len(staged.fused.stages), len(staged.fused.stage_names)
-        compute_N2 = staged.extra_N2 + _share(
-            self.pricer.single_compute(staged) - staged.extra_N2,
-            staged.rank_N * num_groups + staged.group_N,
-            self.pricer.fused_compute(staged).reshape(-1, 2),
-        )
-        index_N, columns_N, gradients_N = staged.loads_N3.T
-        comms_N3 = _share(
-            np.stack([index_N, columns_N, columns_N + gradients_N], axis=1),
-            staged.rank_N * num_stages + staged.stage_N,
-            self.pricer.comms(staged).reshape(-1, 3),
-        )
-        perfs = _perfs(staged, compute_N2, comms_N3)
-        for shard, perf in zip(staged.shards, perfs, strict=True):
+        priced = self.price(costed)
+        compute_N2, comms_N3 = priced.attributed()
+        perfs = priced.perfs(compute_N2, comms_N3)
+        for shard, perf in zip(priced.found.shards, perfs, strict=True):
             shard.perf = perf
 
     def range_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
@@ -355,7 +329,7 @@ class PlanCosts:
         if not others:
             return texts
         names = [table_name(o) for o in others for _ in o.shards]
-        found = self.cost_model.range_warnings(self.pricer.features(others))
+        found = self.cost_model.range_warnings(self.price(others).features())
         more = {
             (names[w.shard], w.feature): f"table '{names[w.shard]}': {w.feature} "
             f"{w.value:.4g} is outside the cost model's range {w.low:.4g} to "
@@ -374,6 +348,90 @@ class PlanCosts:
                 f"for {name(int(wrong[0]))}; a time must be finite and at least 0. "
                 "Train the model again or pass another cost_model"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class PricedOptions:
+    """Costed options with what their shards cost."""
+
+    found: OptionShards
+    simulator: Simulator
+    shards: PricedShards
+    prefetch_N: Floats
+    """Loading of caches, part of the forward [ms]."""
+
+    def features(self) -> npt.NDArray[np.float32]:
+        """Features of all shards, `N x F`."""
+        found = self.found
+        return self.simulator.shard_features(found.table_N, found.width_N, found.rows_N)
+
+    def predicted(self) -> PredictedCosts:
+        """Predict one iteration of placed options."""
+        found = self.found
+        loads = self.simulator.add_up(self.shards, found.table_N, found.rank_N)
+        return self.simulator.predict(loads, self._num_shards())
+
+    def ordered_columns(self) -> Floats:
+        """Output columns of each stage that TorchRec puts in order, `S`."""
+        columns_T = self.simulator.columns_per_table
+        return self.simulator.ordered_columns(self._num_shards(), columns_T)
+
+    def _num_shards(self) -> npt.NDArray[np.int64]:
+        """Parts that the columns of each option's table lie in."""
+        found = self.found
+        return np.bincount(
+            found.table_N[found.is_first_N], minlength=len(found.options)
+        )
+
+    def single_comms(self) -> Floats:
+        """Collectives of each shard as if its table were alone, `N x 3` [ms].
+
+        Shards that TorchRec places one by one are alone, those of a node or of all
+        ranks are together.
+        """
+        found = self.found
+        size_T = np.array([found.task.block_size(t) for t in range(len(found.options))])
+        rank_N = found.place_N % size_T[found.table_N]
+        block_N = np.cumsum(rank_N == 0) - 1
+        return self.simulator.single_comms(self.shards, found.table_N, rank_N, block_N)
+
+    def attributed(self) -> tuple[Floats, Floats]:
+        """Share the ranks' costs out to placed shards: `N x 2` and `N x 3` [ms].
+
+        A shard's part of a set is in proportion to its cost alone, prefetching aside.
+        """
+        found, simulator, shards = self.found, self.simulator, self.shards
+        task, rank_N = found.task, found.rank_N
+        loads = simulator.add_up(shards, found.table_N, rank_N)
+        alone = simulator.single_compute(shards) - shards.extra_N2
+        fused_WG2 = simulator.compute_costs(loads.sums_CWGE)
+        group_N = rank_N * task.num_groups + simulator.groups_T[found.table_N]
+        compute_N2 = shards.extra_N2 + _share(alone, group_N, fused_WG2.reshape(-1, 2))
+        comms_WS3 = simulator.collectives(loads, self._num_shards())
+        index_N, columns_N, gradients_N = shards.loads_N3.T
+        weights = np.stack([index_N, columns_N, columns_N + gradients_N], axis=1)
+        stage_N = rank_N * task.num_stages + simulator.stages_T[found.table_N]
+        return compute_N2, _share(weights, stage_N, comms_WS3.reshape(-1, 3))
+
+    def perfs(self, compute_N2: Floats, comms_N3: Floats) -> list[Perf]:
+        """TorchRec's record of each shard's costs, prefetching apart."""
+        forward_N, backward_N = compute_N2.T
+        return [
+            Perf(
+                fwd_compute=forward,
+                fwd_comms=index + fwd_comms,
+                bwd_compute=backward,
+                bwd_comms=bwd_comms,
+                prefetch_compute=prefetch,
+            )
+            for prefetch, forward, backward, (index, fwd_comms, bwd_comms) in zip(
+                self.prefetch_N.tolist(),
+                (forward_N - self.prefetch_N).tolist(),
+                backward_N.tolist(),
+                comms_N3.tolist(),
+                strict=True,
+            )
+        ]
 
 
 class CostedPart:
@@ -409,43 +467,6 @@ class CostedPart:
 
 def _rank_name(stage: str, rank: int) -> str:
     return f"rank {rank} of {stage}"
-
-
-def _prefetches(staged: StagedShards) -> npt.NDArray[np.float64]:
-    """Prefetching of caches, `N x 2` [ms]: TorchRec's estimate, which blocks."""
-    prefetches = np.zeros((len(staged.option_N), 2))
-    start = 0
-    for option in staged.options:
-        own = slice(start, start + len(option.shards))
-        start = own.stop
-        if option.cache_params is not None:
-            prefetches[own, 0] = [
-                getattr(shard.perf, "prefetch_compute", 0.0) for shard in option.shards
-            ]
-    return prefetches
-
-
-def _perfs(
-    staged: StagedShards,
-    compute_N2: npt.NDArray[np.float64],
-    comms_N3: npt.NDArray[np.float64],
-) -> list[Perf]:
-    """TorchRec's record of each shard's costs."""
-    return [
-        Perf(
-            fwd_compute=forward,
-            fwd_comms=index + fwd_comms,
-            bwd_compute=backward,
-            bwd_comms=bwd_comms,
-            prefetch_compute=prefetch,
-        )
-        for prefetch, (forward, backward), (index, fwd_comms, bwd_comms) in zip(
-            _prefetches(staged)[:, 0].tolist(),
-            compute_N2.tolist(),
-            comms_N3.tolist(),
-            strict=True,
-        )
-    ]
 
 
 def _some(options: Sequence[ShardingOption], most: int = 3) -> str:

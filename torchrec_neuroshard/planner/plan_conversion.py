@@ -9,29 +9,42 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import (
+    Shard,
     ShardingOption,
     Topology,
 )
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.errors import PlacementError
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.placement import (
+    ColumnShard,
+    KernelFactors,
+    Placement,
+    ShardingTask,
+)
 from torchrec_neuroshard.planner.table_reader import (
     DESCRIBED_TYPES,
     TableReader,
     is_dense,
+    table_name,
 )
+from torchrec_neuroshard.planner.topologies import node_size, whole_nodes
 
 __all__ = [
     "FusionGroups",
     "LoweredPlan",
+    "OptionShards",
     "PlanPlacement",
     "fusion_key",
     "lower_plan",
     "placement_from_plan",
 ]
+
+Ints = npt.NDArray[np.int64]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
@@ -120,6 +133,85 @@ class FusionGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class OptionShards:
+    """Shards of options that the cost model has a price for, as arrays."""
+
+    options: tuple[ShardingOption, ...]
+    task: ShardingTask
+    """Its tables are the options, in their order."""
+    table_N: Ints
+    """Option of each shard."""
+    place_N: Ints
+    """Which of its option's shards it is."""
+    width_N: Ints
+    """Columns."""
+    rows_N: Ints
+    """Rows."""
+    is_first_N: npt.NDArray[np.bool_]
+    """Whether a shard begins at the first row."""
+
+    @classmethod
+    def of(
+        cls,
+        options: Sequence[ShardingOption],
+        reader: TableReader,
+        topology: Topology,
+        kernels: Sequence[KernelFactors | None],
+    ) -> OptionShards:
+        """Describe options, with or without ranks.
+
+        Args:
+            options: Costed ones; several may be of one table.
+            reader: Describes their tables.
+            topology: The devices to plan for.
+            kernels: Of each option; see `ShardingTask`.
+        """
+        fused = FusionGroups.from_keys(
+            [fusion_key(o, reader, o.sharding_type) for o in options]
+        )
+        ways: dict[str, list[int]] = {}
+        for index, option in enumerate(options):
+            ways.setdefault(table_name(option), []).append(index)
+        world_size = int(topology.world_size)
+        task = ShardingTask(
+            tables=tuple(reader.table(o) for o in options),
+            world_size=world_size,
+            batch_size=int(options[0].batch_size) * world_size,
+            local_world_size=whole_nodes(world_size, topology.local_world_size),
+            node_size=node_size(topology),
+            groups=fused.groups,
+            stages=fused.stages,
+            stage_names=fused.stage_names,
+            alternatives=tuple(tuple(w) for w in ways.values()),
+            sharding_types=tuple(o.sharding_type for o in options),
+            pooled=tuple(bool(o.is_pooled) for o in options),
+            kernels=tuple(kernels),
+        )
+        counts = [len(o.shards) for o in options]
+        size_N2 = np.array([s.size for o in options for s in o.shards], dtype=np.int64)
+        first_row = [s.offset[0] for o in options for s in o.shards]
+        return cls(
+            options=tuple(options),
+            task=task,
+            table_N=np.repeat(np.arange(len(options)), counts),
+            place_N=np.concatenate([np.arange(n) for n in counts]),
+            width_N=size_N2[:, 1],
+            rows_N=size_N2[:, 0],
+            is_first_N=np.array(first_row) == 0,
+        )
+
+    @property
+    def shards(self) -> list[Shard]:
+        """TorchRec's records of the shards."""
+        return [shard for option in self.options for shard in option.shards]
+
+    @property
+    def rank_N(self) -> Ints:
+        """Rank of each shard; only of placed options."""
+        return np.array([shard.rank for shard in self.shards], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
 class LoweredPlan:
     """A plan of sharding options, as far as a placement can express it."""
 
@@ -162,7 +254,7 @@ def lower_plan(
         tables=tuple(reader.table(o) for o in described),
         world_size=topology.world_size,
         batch_size=described[0].batch_size * topology.world_size,
-        local_world_size=topology.local_world_size,
+        local_world_size=whole_nodes(topology.world_size, topology.local_world_size),
         groups=fused.groups,
         stages=fused.stages,
         stage_names=fused.stage_names,
