@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections.abc import Sequence
+
+import numpy as np
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
@@ -13,24 +14,40 @@ from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.beam import beam_search
 from torchrec_neuroshard.search.bounds import NUM_ROUNDS, lower_bound
+from torchrec_neuroshard.search.choices import Choices, column_task, place_blocks
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.progress import Watch
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.rules import check_constraints, follow, merged
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
-from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.simulator import Simulator, placed_arrays
 
 __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
 BOUND_SHARE = 0.2
 """Share of the time budget that is left for the bound."""
+MAX_CHOICES = 4
+"""Choices of ways that are placed, of those found on balanced ranks."""
+CHOICE_ROUNDS = 2
+"""Rounds of the beam for each of them."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
 
 
+def _other(simulator: Simulator, task: ShardingTask) -> Simulator:
+    """Return the simulator of another task with the same encodings."""
+    return Simulator(
+        task, simulator.cost_model, simulator.comms_model, simulator.encoder
+    )
+
+
 class NeuroShardSearcher(Searcher):
-    """Column splits by beam search, ranks by greedy grids, then local improvement."""
+    """Column splits by beam search, ranks by greedy grids, then local improvement.
+
+    Where tables may be sharded in several ways, choices are made first on balanced
+    ranks (see `choices`) and changed by the same improvement.
+    """
 
     name = "default"
 
@@ -54,81 +71,135 @@ class NeuroShardSearcher(Searcher):
         simulator = Simulator(task, cost_model, comms_model)
         try:
             result = self._search(simulator, deadline, watch)
-            if simulator.column_order_costs(result.placement).any():
-                result = self._or_whole(result, simulator, deadline, watch)
             return dataclasses.replace(result, search_seconds=time.monotonic() - start)
         finally:
             watch.report("done")
 
     def _search(
-        self, simulator: Simulator, deadline: float, watch: Watch, bounded: bool = True
+        self, simulator: Simulator, deadline: float, watch: Watch
     ) -> SearchResult:
         task, start = simulator.task, time.monotonic()
         check_constraints(task)
-        check_memory(merged(task))
-        # One rank has one placement, but as many sets of shards as all the others.
-        few = count_placements(task) <= self.config.exhaustive_limit
-        if few and task.world_size > 1:
-            result = ExhaustiveSearcher().search(
-                task, simulator.cost_model, simulator.comms_model
-            )
-            warnings = range_messages(simulator, result.placement)
-            return dataclasses.replace(result, warnings=warnings)
+        if not task.has_choices:
+            check_memory(merged(task))
+            # One rank has one placement, but as many sets of shards as all others.
+            few = count_placements(task) <= self.config.exhaustive_limit
+            if few and task.world_size > 1:
+                result = ExhaustiveSearcher().search(
+                    task, simulator.cost_model, simulator.comms_model
+                )
+                warnings = range_messages(simulator, result.placement)
+                return dataclasses.replace(result, warnings=warnings)
         bank = ShardBank(simulator, merge=True)
-        best, bound = self._plan(bank, deadline, watch, bounded)
+        best, bound = self._plan(bank, deadline, watch)
         return finish_result(bank, best, bound, start)
 
-    def _or_whole(
-        self,
-        split: SearchResult,
-        simulator: Simulator,
-        deadline: float,
-        watch: Watch,
-    ) -> SearchResult:
-        """Return the better of a placement with splits and the best one without.
-
-        Putting the outputs of split tables in order costs the same however many are
-        split; so it has no part in the search among placements with splits.
-        """
-        task = simulator.task
-        whole_task = dataclasses.replace(task, max_shards=(1,) * len(task.tables))
-        whole_simulator = copy.copy(simulator)
-        whole_simulator.task = whole_task
-        try:
-            whole = self._search(whole_simulator, deadline, watch, bounded=False)
-        except InfeasibleError:
-            return split
-        bound = min(split.lower_bound_ms, whole.predicted.critical_path_ms)
-        better = min(split, whole, key=lambda r: r.predicted.critical_path_ms)
-        cost = better.predicted.critical_path_ms
-        return dataclasses.replace(
-            better,
-            lower_bound_ms=bound,
-            gap=cost / bound - 1 if bound > 0 else 0.0,
-            num_evaluated=split.num_evaluated + whole.num_evaluated,
-        )
-
     def _plan(
-        self, bank: ShardBank, deadline: float, watch: Watch, bounded: bool
+        self, bank: ShardBank, deadline: float, watch: Watch
     ) -> tuple[Ints, float]:
-        """Find the widths of a placement and a lower bound, 0 if not wanted [ms]."""
+        """Find the widths of a placement and a lower bound [ms]."""
         config = self.config
         # The bound is part of the search: some of the time is kept for it.
         refining = deadline - BOUND_SHARE * config.time_budget_seconds
-        plans = [p.widths for p in beam_search(bank, config, refining, watch)]
-        if not plans:
-            plans = [pack(bank.task)]
-        if watch.observer is not None and bounded:
+        if bank.task.has_choices:
+            plans = self._choose(bank, refining, watch)
+        else:
+            plans = self._split(bank, config, refining, watch)
+            if bank.has_order:
+                plans += self._whole(bank, refining, watch)
+        if watch.observer is not None:
             first_ms = Plan(bank, plans[0]).critical_ms
             watch.bound(self._bound(bank, plans, first_ms, deadline, rounds=0))
         best = plans[0]
         if config.refine:
             best, _ = refine(bank, plans, config, refining, watch)
-        if not bounded:
-            return best, 0.0
         best_ms = Plan(bank, best).critical_ms
         watch.report("bounding", best_ms=best_ms)
         return best, self._bound(bank, [best, *plans], best_ms, deadline)
+
+    @staticmethod
+    def _split(
+        bank: ShardBank, config: SearchConfig, deadline: float, watch: Watch
+    ) -> list[Ints]:
+        """Place tables that all lie in column shards: widths, the best first."""
+        plans = [p.widths for p in beam_search(bank, config, deadline, watch)]
+        return plans or [pack(bank.task)]
+
+    def _whole(self, bank: ShardBank, deadline: float, watch: Watch) -> list[Ints]:
+        """The same without splits, after which no outputs need be put in order.
+
+        Empty where the tables fit no rank whole.
+        """
+        task = bank.simulator.task
+        whole_task = dataclasses.replace(task, max_shards=(1,) * len(task.tables))
+        whole = ShardBank(_other(bank.simulator, whole_task), merge=True)
+        config = dataclasses.replace(self.config, max_rounds=0)
+        try:
+            check_memory(whole.task)
+            return self._split(whole, config, deadline, watch)[:1]
+        except InfeasibleError:
+            return []
+
+    def _choose(self, bank: ShardBank, deadline: float, watch: Watch) -> list[Ints]:
+        """Place tables that may be sharded in several ways: widths, the best first.
+
+        Raises:
+            InfeasibleError: None of the choices tried fits.
+        """
+        choices = Choices(bank)
+        path = [chosen for _, chosen in choices.path(choices.first(), deadline)]
+        # The end of the path, its start, and what lies between.
+        picks = [0, len(path) - 1, *range(1, len(path) - 1)][:MAX_CHOICES]
+        found: list[tuple[float, int, Ints]] = []
+        problem: InfeasibleError | None = None
+        for chosen in [*(path[i] for i in picks), choices.smallest()]:
+            late = time.monotonic() > deadline
+            if found and (late or len(found) >= len(picks)):
+                break
+            try:
+                plans = self._place(bank, chosen, deadline, watch)
+            except InfeasibleError as error:
+                problem = problem or error
+                continue
+            for width_TW in plans:
+                cost_ms = Plan(bank, width_TW).critical_ms
+                found.append((cost_ms, len(found), width_TW))
+        if not found:
+            assert problem is not None, "some choice was tried"
+            raise problem
+        return [width_TW for *_, width_TW in sorted(found)]
+
+    def _place(
+        self, bank: ShardBank, chosen_N: Ints, deadline: float, watch: Watch
+    ) -> list[Ints]:
+        """Place tables of which the way to be sharded is chosen.
+
+        Raises:
+            InfeasibleError: They do not fit.
+        """
+        width_TW = place_blocks(bank, chosen_N)
+        taken = np.zeros(len(bank.dims_T), dtype=bool)
+        taken[chosen_N[bank.moves_T[chosen_N]]] = True
+        # Followers go where their leaders are.
+        taken |= ~bank.leads_T
+        tables = np.flatnonzero(taken).tolist()
+        if not tables:
+            return [width_TW]
+        held, rank = np.nonzero(width_TW)
+        size = bank.bytes(held, width_TW[held, rank])
+        free_W = bank.caps_W - np.bincount(rank, size, len(bank.caps_W))
+        task = column_task(bank.simulator.task, tables, free_W, width_TW)
+        part = ShardBank(_other(bank.simulator, task), merge=True)
+        check_memory(part.task)
+        config = dataclasses.replace(self.config, max_rounds=CHOICE_ROUNDS)
+        plans = self._split(part, config, deadline, watch)[:1]
+        if part.has_order:
+            plans += self._whole(part, deadline, watch)
+        found = []
+        for part_TW in plans:
+            found.append(width_TW.copy())
+            found[-1][tables] = part_TW
+        return found
 
     def _bound(
         self,
@@ -140,6 +211,8 @@ class NeuroShardSearcher(Searcher):
     ) -> float:
         """Bound the task with each table for itself."""
         task, each = bank.simulator.task, bank
+        if task.has_choices:
+            return 0.0
         if task.together:
             each = ShardBank(bank.simulator)
             plans = [follow(task, p.copy()) for p in plans]
@@ -168,7 +241,7 @@ def finish_result(
         start: `time.monotonic()` when the search began.
     """
     task = bank.simulator.task
-    placement = placement_from_widths(follow(task, width_TW.copy()))
+    placement = placement_from_widths(follow(task, width_TW.copy()), task)
     placement.check(task)
     predicted = bank.simulator.evaluate(placement)
     bound = min(bound_ms, predicted.critical_path_ms)
@@ -186,10 +259,12 @@ def finish_result(
 
 def range_messages(simulator: Simulator, placement: Placement) -> tuple[str, ...]:
     """Say which placed shards lie outside the cost model's training range."""
-    pairs = sorted({(s.table, s.width) for s in placement.shards})
+    arrays = np.stack(placed_arrays(placement))[[0, 1, 3]]
+    table_N, width_N, rows_N = np.unique(arrays, axis=1)
+    features = simulator.shard_features(table_N, width_N, rows_N)
     found: dict[tuple[int, str], str] = {}
-    for warning in simulator.cost_model.range_warnings(simulator.features(pairs)):
-        index = pairs[warning.shard][0]
+    for warning in simulator.cost_model.range_warnings(features):
+        index = int(table_N[warning.shard])
         found.setdefault(
             (index, warning.feature),
             f"table '{simulator.task.tables[index].name}': {warning.feature} "

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.search.base import SearchConfig
+from torchrec_neuroshard.search.choices import block_widths, take
 from torchrec_neuroshard.search.feasibility import spread_columns
 from torchrec_neuroshard.search.progress import UNWATCHED, Watch
 from torchrec_neuroshard.search.shards import (
@@ -48,6 +49,8 @@ BASE_STEPS, STEPS_PER_TABLE, SMALL_TASK_STEPS = 50, 1.25, 8000.0
 """Steps of all descents together, at effort 1: see `refine`."""
 NUM_RESPLIT = 4
 """Tables of a critical rank, the costliest first, that are split anew."""
+NUM_RETYPED = 6
+"""Tables of a critical rank, the costliest first, that are sharded in another way."""
 SMALL_TASK = 64
 """Tasks with fewer tables than this are restarted more often."""
 RESTART_GAIN = 1e-3
@@ -60,6 +63,8 @@ KICK_NOISE = 1.0
 """Random load on each rank, relative to the mean, while a disturbance places tables."""
 KICK_HOT = 0.5
 """Share of the disturbances that split a costly table of a critical rank anew."""
+KICK_RETYPE = 0.15
+"""Share of the tables of a disturbance that are sharded in another way."""
 KICK_RESPLIT = 0.4
 """Share of the tables of a disturbance that are split differently."""
 NUM_LAST_STEPS = 10
@@ -687,7 +692,7 @@ def _resplit(plan: Plan) -> bool:
         tables += held[np.argsort(-cost, kind="stable")[:NUM_RESPLIT]].tolist()
     found: list[tuple[int, Ints]] = []
     for table in dict.fromkeys(tables):
-        if len(bank.riders(np.array([table]))[0]):
+        if not bank.moves_T[table] or len(bank.riders(np.array([table]))[0]):
             continue
         splits = bank.splits(table)
         place = sum(k < plan.shards_T[table] for k in splits)
@@ -715,6 +720,62 @@ def _resplit(plan: Plan) -> bool:
     return True
 
 
+def _retype(plan: Plan) -> bool:
+    """Shard the costliest tables of the critical ranks in another way.
+
+    Returns whether that paid; the plan has then changed.
+    """
+    bank = plan.bank
+    if not bank.others:
+        return False
+    tables = list[int]()
+    for rank in plan.critical_ranks():
+        held = np.flatnonzero(plan.width_TW[:, rank])
+        cost = bank.total_ms(held, plan.width_TW[held, rank])
+        tables += held[np.argsort(-cost, kind="stable")[:NUM_RETYPED]].tolist()
+    found: list[dict[int, Ints]] = []
+    for table in dict.fromkeys(tables):
+        none = np.zeros_like(plan.width_TW[table])
+        for other in bank.others.get(table, ()):
+            for width_W in _ways_in(plan, table, other):
+                found.append({table: none, other: width_W})
+    if not found:
+        return False
+    score = plan.evaluate_layouts(found)
+    best = int(score.argmin())
+    if score[best] >= plan.score * (1 - MIN_GAIN):
+        return False
+    plan.set_rows(found[best])
+    return True
+
+
+def _ways_in(plan: Plan, table: int, other: int) -> list[Ints]:
+    """Lay out a table in another way, as the ranks' loads suggest."""
+    bank = plan.bank
+    row = plan.width_TW[table]
+    index = np.full(len(row), table)
+    loads = plan.loads_W - bank.total_ms(index, row)
+    free = bank.caps_W - plan.bytes_W + bank.bytes(index, row)
+    width_TW = plan.width_TW
+    if bank.rules:
+        width_TW = width_TW.copy()
+        width_TW[table] = 0
+    if not bank.moves_T[other]:
+        width_W = block_widths(bank, other, loads, free, width_TW)
+        return [] if width_W is None else [width_W]
+    splits = bank.splits(other)
+    whole_ms = float(bank.total_ms(np.array([other]), bank.dims_T[[other]])[0])
+    wanted = whole_ms / max(float(plan.loads_W.mean()), 1e-12)
+    enough = next((k for k in splits if k >= wanted), splits[-1])
+    found = []
+    for k in sorted({1, enough, splits[-1] if len(splits) < 4 else enough}):
+        widths = split_widths(bank.task, other, k)
+        width_W = _insert(bank, other, widths, loads.copy(), free.copy(), width_TW)
+        if width_W is not None:
+            found.append(width_W)
+    return found
+
+
 class _Effort:
     """Steps left, and time."""
 
@@ -734,7 +795,7 @@ class _Effort:
 def _descend(plan: Plan, effort: _Effort) -> None:
     """Take the best step off the critical ranks until none pays."""
     while effort.spend():
-        if not _step(plan) and not _resplit(plan):
+        if not _step(plan) and not _resplit(plan) and not _retype(plan):
             return
         effort.watch.report("refining", best_ms=plan.critical_ms)
 
@@ -789,13 +850,14 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     bank = plan.bank
     num_tables, num_ranks = plan.width_TW.shape
     first = _hot_table(plan, rng) if rng.random() < KICK_HOT else -1
-    pool = np.flatnonzero(bank.leads_T)
+    placed_T = bank.leads_T & (plan.shards_T > 0)
+    pool = np.flatnonzero(placed_T)
     if rng.random() < 0.5:
         ranks = [*plan.critical_ranks()[:1], int(rng.integers(num_ranks))]
         pool = np.flatnonzero(plan.width_TW[:, ranks].any(axis=1))
     count = min(len(pool), 2 + int(rng.integers(0, 2 + min(6, num_tables // 4))))
     if num_tables <= SMALL_TASK and rng.random() < 0.1:
-        pool = np.flatnonzero(bank.leads_T)
+        pool = np.flatnonzero(placed_T)
         count = len(pool)
     out = rng.choice(pool, count, replace=False)
     if first >= 0:
@@ -815,22 +877,34 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     whole = bank.total_ms(out, bank.dims_T[out])
     order = -whole * rng.uniform(0.5, 1.5, len(out))
     order[out == first] = -np.inf
-    for table in out[np.argsort(order, kind="stable")]:
-        splits = bank.splits(int(table))
-        k = int(plan.shards_T[table])
+    for table in out[np.argsort(order, kind="stable")].tolist():
+        others = bank.others.get(table, ())
+        if others and rng.random() < KICK_RETYPE:
+            new = others[int(rng.integers(len(others)))]
+            k = 0
+        else:
+            new, k = table, int(plan.shards_T[table])
+        if not bank.moves_T[new]:
+            width_W = block_widths(bank, new, loads, free, width_TW)
+            if width_W is None:
+                return None
+            take(bank, new, width_W, loads, free)
+            width_TW[new] = width_W
+            continue
+        splits = bank.splits(new)
         near = [o for o in splits if o <= k + 2]
         if table == first:
             near = [o for o in near if o != k] or near
         if table == first or k not in splits or rng.random() < KICK_RESPLIT:
             k = near[int(rng.integers(len(near)))]
-        widths = split_widths(bank.task, int(table), k)
-        aligned = aligned_widths(bank.task, int(table), k)
+        widths = split_widths(bank.task, new, k)
+        aligned = aligned_widths(bank.task, new, k)
         if aligned and rng.random() < 0.5:
             widths = aligned
-        width_W = _insert(bank, int(table), widths, loads, free, width_TW)
+        width_W = _insert(bank, new, widths, loads, free, width_TW)
         if width_W is None:
             return None
-        width_TW[table] = width_W
+        width_TW[new] = width_W
     return Plan(bank, width_TW)
 
 
@@ -858,7 +932,7 @@ def refine(
     if bank.task.world_size < 2:
         return best, best_ms
     starts = starts[: max(1, MAX_START_TABLES // len(bank.dims_T))]
-    num_tables = len(bank.dims_T)
+    num_tables = len(bank.task.ways)
     # Few tables make a rugged landscape and cheap steps; many tables need many steps.
     steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + SMALL_TASK_STEPS / num_tables
     effort = _Effort(math.ceil(config.effort * steps), deadline, watch)

@@ -154,6 +154,12 @@ class ShardBank:
         self._extra_R2: Floats = np.zeros((size, 2))
         self._loads_R3: Floats = np.zeros((size, 3))
         self.has_extra = False
+        self.others: dict[int, tuple[int, ...]] = {
+            way: tuple(w for w in ways if w != way)
+            for ways in task.alternatives
+            for way in ways
+        }
+        """Table -> the other ways in which it may be sharded, if there are any."""
         self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self.leads_T: npt.NDArray[np.bool_] = np.ones(num_tables, dtype=bool)
         """False for followers, which are placed beside their leaders."""

@@ -1,0 +1,157 @@
+"""Tables that may be sharded in several ways, held against every plan there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.placement import KernelFactors, Placement, ShardingTask
+from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
+from torchrec_neuroshard.search.shards import Ints, placement_from_widths
+from torchrec_neuroshard.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+UVM = KernelFactors(forward=5.0, backward=7.0)
+DENSE = KernelFactors(forward=1.5, backward=2.0, passes=3.0)
+
+
+def random_task(seed: int, **changes: Any) -> ShardingTask:
+    """A few tables of one or two modules, each with some of the ways there are."""
+    rng = np.random.default_rng(seed)
+    num_ranks, node = [(2, 2), (3, 3), (4, 2)][seed % 3]
+    kinds: list[tuple[str, KernelFactors | None]] = [
+        ("column_wise", None),
+        ("row_wise", None),
+        ("data_parallel", DENSE),
+        ("column_wise", UVM),
+    ]
+    if node < num_ranks:
+        kinds.append(("table_row_wise", None))
+    tables: list[TableConfig] = []
+    rows: list[tuple[Any, ...]] = []
+    alternatives = []
+    groups: dict[tuple[int, str, bool], int] = {}
+    for number in range(int(rng.integers(2, 5 if num_ranks < 4 else 4))):
+        table = TableConfig(
+            name=f"t{number}",
+            num_embeddings=int(10 ** rng.uniform(0.3, 4)),
+            embedding_dim=int(rng.choice([4, 8])),
+            pooling_factor=float(rng.lognormal(1.0, 1.5)),
+        )
+        module, ways = int(rng.integers(2)), []
+        for kind, kernel in kinds:
+            if ways and rng.random() < 0.35:
+                continue
+            size = SHARDING_TYPES[kind].block_size(num_ranks, node)
+            part = SHARDING_TYPES[kind].part_rows(table.num_embeddings, size)
+            group = groups.setdefault((module, kind, kernel is UVM), len(groups))
+            column_bytes = 0.0 if kernel is UVM else part * 4.0
+            whole = SHARDING_TYPES[kind].block != "rank"
+            ways.append(len(tables))
+            tables.append(table)
+            rows.append((kind, kernel, group, column_bytes, table.embedding_dim, whole))
+        alternatives.append(tuple(ways))
+    kinds_T, kernels, group_T, bytes_T, dims_T, whole_T = zip(*rows, strict=True)
+    stages: dict[tuple[int, str], int] = {}
+    stage_G = [stages.setdefault(k[:2], len(stages)) for k in groups]
+    fields: dict[str, Any] = {
+        "tables": tuple(tables),
+        "world_size": num_ranks,
+        "batch_size": 120,
+        "local_world_size": node,
+        "groups": group_T,
+        "stages": tuple(stage_G),
+        "alternatives": tuple(alternatives),
+        "sharding_types": kinds_T,
+        "kernels": kernels,
+        "column_bytes": bytes_T,
+        "min_widths": tuple(
+            d if w else 4 for d, w in zip(dims_T, whole_T, strict=True)
+        ),
+    }
+    return ShardingTask(**{**fields, **changes})
+
+
+def layouts(task: ShardingTask, table: int) -> list[list[int]]:
+    """Every way to lay one table out: columns on each rank."""
+    num_ranks, dim = task.world_size, task.tables[table].embedding_dim
+    size = task.block_size(table)
+    if size > 1:
+        return [
+            [dim * (r // size == b) for r in range(num_ranks)]
+            for b in range(num_ranks // size)
+        ]
+    units = itertools.product(range(dim // 4 + 1), repeat=num_ranks)
+    return [[4 * u for u in row] for row in units if 4 * sum(row) == dim]
+
+
+def every_placement(task: ShardingTask) -> Any:
+    """All of them, those over memory too."""
+    options = [
+        [(way, row) for way in ways for row in layouts(task, way)] for ways in task.ways
+    ]
+    for picks in itertools.product(*options):
+        width_TW: Ints = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+        for way, row in picks:
+            width_TW[way] = row
+        yield placement_from_widths(width_TW, task)
+
+
+def fits(task: ShardingTask, placement: Placement) -> bool:
+    return not task.memory_bytes or all(
+        used <= cap
+        for used, cap in zip(placement.rank_bytes(task), task.memory_bytes, strict=True)
+    )
+
+
+def models(seed: int) -> tuple[AnalyticCostModel, AnalyticCommsModel]:
+    rng = np.random.default_rng(seed)
+    launch, lookup, byte = 10 ** rng.uniform([-2.5, 0, -1], [-0.5, 2.5, 1])
+    compute = AnalyticCostModel(launch_ms=launch, lookup_ns=lookup, byte_ns=byte)
+    return compute, AnalyticCommsModel(gb_per_s=10 ** rng.uniform(-2, 0))
+
+
+def search(task: ShardingTask, seed: int) -> Any:
+    return NeuroShardSearcher(SearchConfig()).search(task, *models(seed))
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_every_way_is_searched(limited: bool) -> None:
+    """Feasible exactly where some plan is, and about as good as the best of all."""
+    worse: list[float] = []
+    infeasible = 0
+    for seed in range(60):
+        task = random_task(seed)
+        if limited:
+            rng = np.random.default_rng(1000 + seed)
+            sizes = [min(task.shard_bytes(w, 4) for w in ways) for ways in task.ways]
+            cap = int(rng.uniform(0.2, 2.0) * max(1.0, sum(sizes)))
+            task = random_task(seed, memory_bytes=(cap,) * task.world_size)
+        simulator = Simulator(task, *models(seed))
+        found = [p for p in every_placement(task) if fits(task, p)]
+        if not found:
+            infeasible += 1
+            with pytest.raises(InfeasibleError):
+                search(task, seed)
+            continue
+        best = min(simulator.evaluate(p).critical_path_ms for p in found)
+        result = search(task, seed)
+        result.placement.check(task)
+        cost = result.predicted.critical_path_ms
+        assert cost == pytest.approx(
+            simulator.evaluate(result.placement).critical_path_ms
+        )
+        assert result.lower_bound_ms <= best * (1 + 1e-9)
+        assert math.isfinite(result.gap)
+        worse.append(cost / best - 1)
+    assert min(worse) > -1e-9
+    assert np.mean(np.array(worse) < 1e-6) >= 0.95, sorted(worse)[-8:]
+    assert max(worse) < 0.01, sorted(worse)[-8:]
+    assert limited == (infeasible > 0)

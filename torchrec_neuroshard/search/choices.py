@@ -1,0 +1,372 @@
+"""Which way each table is sharded: greedily, on ranks that share everything equally.
+
+Where tables may be sharded in several ways (`ShardingTask.alternatives`), a choice says
+which one each takes. What it would cost on perfectly balanced ranks is quick to work
+out: a kernel for the average rank's shards, collectives at equal loads. From the choice
+that leaves the search most freedom, tables of one kind of way are switched to another,
+as many at once as pays most; every choice on that path is a start for the search proper
+(see `refine`), which goes on from there with single tables and real ranks.
+
+Shapes: `T` tables, one index for each way, `C` choices, `G` fusion groups, `S` stages,
+`E` encoding values, `W` ranks, `P` approximate phases.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.search.shards import (
+    Floats,
+    Ints,
+    ShardBank,
+    split_widths,
+)
+
+__all__ = ["Choices", "column_task", "place_blocks"]
+
+Bools = npt.NDArray[np.bool_]
+
+MIN_GAIN = 0.002
+"""Part of an iteration that a switch must promise."""
+MIN_ESTIMATED_GAIN = 0.05
+"""The same for switches to kernels that were not measured."""
+FILL = 0.95
+"""Part of the memory that a choice may fill on average."""
+MAX_STEPS = 40
+"""Switches on a path."""
+
+
+class Choices:
+    """Choices of ways, and what they would cost on balanced ranks."""
+
+    def __init__(self, bank: ShardBank) -> None:
+        """Add up what each way gives the average rank.
+
+        Args:
+            bank: The task's shards.
+        """
+        self.bank = bank
+        task = bank.task
+        num_ranks = task.world_size
+        self.ways = [w for w in task.ways if len(w) > 1 or bank.leads_T[w[0]]]
+        count = len(task.tables)
+        table, rank = np.divmod(np.arange(count * num_ranks), num_ranks)
+        held = rank < bank.block_T[table]
+        table, rank = table[held], rank[held]
+        # Of grid shards, the blocks of the columns are on so many nodes.
+        self.width_T: Ints = np.where(
+            bank.moves_T, bank.dims_T, np.minimum(task.min_widths, bank.dims_T)
+        )
+        blocks_T = bank.dims_T / self.width_T
+        rows = bank.rows(table, self.width_T[table], rank)
+        share = (blocks_T / num_ranks)[table, None]
+        self._encoding_TE = _sum(bank.encoding(rows) * share, table, count)
+        self._extra_T2 = _sum(bank.extra(rows) * share, table, count)
+        self._loads_T3 = _sum(bank.loads_of(rows) * share, table, count)
+        self._bytes_T: Floats = (
+            bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
+        )
+        self.own_ms_T: Floats = (
+            bank.total_ms(np.arange(count), self.width_T) * bank.block_T * blocks_T
+        )
+        narrow = [
+            split_widths(task, t, bank.splits(t)[-1])[0]
+            if bank.moves_T[t]
+            else self.width_T[t]
+            for t in range(count)
+        ]
+        rows = bank.rows(np.arange(count), np.array(narrow))
+        # Part of a table on the average rank is a kernel on some rank.
+        alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
+        self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
+        self.fits_T = self._fits(np.array(narrow))
+        kernels = {k: i for i, k in enumerate(dict.fromkeys(task.kernels))}
+        self.kind_T: Ints = np.array(
+            [
+                int(bank.stages_T[t]) * len(kernels) + kernels[task.kernels[t]]
+                for t in range(count)
+            ]
+        )
+        self.estimated_T = np.array([k is not None for k in task.kernels])
+        self.room = FILL * float(bank.caps_W.sum())
+
+    def _fits(self, narrow_T: Ints) -> Bools:
+        """Whether some ranks that may hold a way have room for its smallest shards."""
+        bank, count = self.bank, len(narrow_T)
+        size_T = bank.bytes(np.arange(count), narrow_T)
+        allowed_TW = bank.rules.allowed_TW
+        caps_TW = np.broadcast_to(bank.caps_W, (count, len(bank.caps_W)))
+        if allowed_TW is not None:
+            caps_TW = np.where(allowed_TW, caps_TW, -1.0)
+        fits = np.zeros(count, dtype=bool)
+        for size in np.unique(bank.block_T).tolist():
+            own = bank.block_T == size
+            least = caps_TW[own].reshape(int(own.sum()), -1, size).min(axis=2)
+            fits[own] = size_T[own] <= least.max(axis=1)
+        return fits
+
+    def first(self) -> Ints:
+        """Return the choice that leaves the search most freedom: a way of each table.
+
+        Column shards where they fit, with the measured kernel where it fits; then as
+        many of the largest tables otherwise as make everything fit on average.
+        """
+        bank = self.bank
+
+        def order(way: int) -> tuple[Any, ...]:
+            return (
+                not self.fits_T[way],
+                self.estimated_T[way],
+                not bank.moves_T[way],
+                self.own_ms_T[way],
+            )
+
+        chosen = np.array([min(ways, key=order) for ways in self.ways])
+        for number in np.argsort(-self._bytes_T[chosen], kind="stable").tolist():
+            if self._bytes_T[chosen].sum() <= self.room:
+                break
+            fitting = [w for w in self.ways[number] if self.fits_T[w]]
+            if fitting:
+                least = min(fitting, key=lambda w: (self._bytes_T[w], order(w)))
+                if self._bytes_T[least] < 0.9 * self._bytes_T[chosen[number]]:
+                    chosen[number] = least
+        return chosen
+
+    def smallest(self) -> Ints:
+        """Return the choice of least memory on the fullest rank, about."""
+        each = self.bank.bytes(np.arange(len(self.width_T)), self.width_T)
+        return np.array(
+            [
+                min(w, key=lambda v: (not self.fits_T[v], self._bytes_T[v], each[v]))
+                for w in self.ways
+            ]
+        )
+
+    def costs(self, chosen_CN: Ints) -> Floats:
+        """Milliseconds of an iteration on balanced ranks, `C`.
+
+        Args:
+            chosen_CN: The way of each table, in the order of `ways`.
+        """
+        bank, task = self.bank, self.bank.task
+        count, num_groups, num_stages = len(chosen_CN), task.num_groups, task.num_stages
+        line = np.repeat(np.arange(count), chosen_CN.shape[1])
+        way = chosen_CN.reshape(-1)
+        cell = line * num_groups + bank.groups_T[way]
+        size = count * num_groups
+        sums = _sum(self._encoding_TE[way], cell, size)
+        floor = np.zeros((size, 2))
+        order = np.argsort(cell, kind="stable")
+        starts = np.flatnonzero(np.diff(cell[order], prepend=-1))
+        used = cell[order][starts]
+        floor[used] = np.maximum.reduceat(self._floor_T2[way[order]], starts, axis=0)
+        compute = np.zeros((size, 2))
+        compute[used] = bank.predict(sums[used])
+        extra = _sum(self._extra_T2[way], cell, size)
+        compute = np.maximum(compute + extra, floor).reshape(count, num_groups, 2)
+        stage = line * num_stages + bank.stages_T[way]
+        loads = _sum(self._loads_T3[way], stage, count * num_stages)
+        shape = (count, task.world_size, num_stages, 3)
+        loads_CWS3 = np.broadcast_to(
+            loads.reshape(count, 1, num_stages, 3), shape
+        ).copy()
+        comms = bank.simulator.comms_costs(loads_CWS3).max(axis=1)
+        # What nothing is sent for costs nothing.
+        comms[loads.reshape(count, num_stages, 3).sum(axis=2) == 0] = 0.0
+        total: Floats = compute.sum(axis=(1, 2)) + comms.sum(axis=(1, 2))
+        return total
+
+    def path(self, start_N: Ints, deadline: float) -> list[tuple[float, Ints]]:
+        """Switch tables to other ways as long as that pays.
+
+        Args:
+            start_N: The way of each table, in the order of `ways`.
+            deadline: `time.monotonic()` after which no step is taken.
+
+        Returns:
+            Every choice on the path and its cost on balanced ranks, the last one first.
+        """
+        now, now_ms = start_N, float(self.costs(start_N[None])[0])
+        path = [(now_ms, now)]
+        for _ in range(MAX_STEPS):
+            if time.monotonic() > deadline:
+                break
+            found = [
+                (float(cost_ms), candidates[i])
+                for candidates, margin in self._switches(now)
+                for i, cost_ms in enumerate(self.costs(candidates))
+                if cost_ms < now_ms * (1 - margin)
+            ]
+            if not found:
+                break
+            best = min(range(len(found)), key=lambda i: found[i][0])
+            now_ms, now = found[best]
+            path.append((now_ms, now))
+        return path[::-1]
+
+    def _switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:
+        """Some tables switched to one other kind of way: choices, least gain."""
+        targets: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
+        for number, ways in enumerate(self.ways):
+            current = int(now_N[number])
+            for way in ways:
+                if way != current and self.fits_T[way]:
+                    gain = float(self.own_ms_T[way] - self.own_ms_T[current])
+                    key = int(self.kind_T[current]), int(self.kind_T[way])
+                    targets.setdefault(key, []).append((gain, number, way))
+        for changes in targets.values():
+            changes.sort()
+            counts = _counts(len(changes))
+            candidates = np.repeat(now_N[None], len(counts), axis=0)
+            for line, count in enumerate(counts):
+                for _, number, way in changes[:count]:
+                    candidates[line, number] = way
+            fits = self._bytes_T[candidates].sum(axis=1) <= self.room
+            estimated = bool(self.estimated_T[changes[0][2]])
+            if fits.any():
+                yield candidates[fits], MIN_ESTIMATED_GAIN if estimated else MIN_GAIN
+
+
+def _sum(values_NX: Floats, cell_N: Ints, size: int) -> Floats:
+    """Add rows up by cell, `size x X`."""
+    columns = [np.bincount(cell_N, weights=v, minlength=size) for v in values_NX.T]
+    return np.stack(columns, axis=1)
+
+
+def _counts(total: int) -> list[int]:
+    """How many tables to switch at once: all small numbers, some large ones."""
+    counts, count = [], 1
+    while count < total:
+        counts.append(count)
+        count = max(count + 1, int(count * 1.5))
+    return [*counts, total]
+
+
+def place_blocks(bank: ShardBank, chosen_N: Ints) -> Ints:
+    """Put the chosen tables that are split by rows, or replicated, on their ranks.
+
+    Those of a node go, the costliest first, to the nodes that then have the least to
+    do among those with memory.
+
+    Returns:
+        `T x W` widths; 0 for all tables that lie in column shards.
+
+    Raises:
+        InfeasibleError: One of them finds no room.
+    """
+    task = bank.task
+    width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+    free_W = bank.caps_W.copy()
+    loads_W = np.zeros(task.world_size)
+    own = chosen_N[~bank.moves_T[chosen_N]]
+    whole_ms = bank.total_ms(own, bank.dims_T[own])
+    order = np.lexsort((own, -whole_ms, bank.block_T[own] < task.world_size))
+    for table in own[order].tolist():
+        width_W = block_widths(bank, table, loads_W, free_W, width_TW)
+        if width_W is None:
+            size = bank.bytes(np.array([table]), bank.dims_T[[table]])[0]
+            raise InfeasibleError(
+                f"table '{task.tables[table].name}' ({task.sharding_types[table]}) "
+                f"needs {size / 2**30:.2f} GiB on each of its ranks; there is no room. "
+                "Allow other sharding types for it, or raise world_size"
+            )
+        take(bank, table, width_W, loads_W, free_W)
+        width_TW[table] = width_W
+    return width_TW
+
+
+def block_widths(
+    bank: ShardBank, table: int, loads_W: Floats, free_W: Floats, width_TW: Ints
+) -> Ints | None:
+    """Return the least loaded blocks with memory for a table, `W` widths, or None."""
+    task = bank.task
+    size, dim = int(bank.block_T[table]), int(bank.dims_T[table])
+    width = min(dim, int(task.min_widths[table]))
+    count = -(-dim // width)
+    room_W = free_W >= bank.bytes(np.array([table]), np.array([width]))[0]
+    if bank.rules:
+        room_W &= bank.rules.open_ranks(width_TW, table)
+    room_B = room_W.reshape(-1, size).all(axis=1)
+    if room_B.sum() < count:
+        return None
+    load_B = np.where(room_B, loads_W.reshape(-1, size).max(axis=1), np.inf)
+    width_BW = np.zeros((len(room_B), size), dtype=np.int64)
+    width_BW[np.argsort(load_B, kind="stable")[:count]] = width
+    return width_BW.reshape(-1)
+
+
+def take(
+    bank: ShardBank, table: int, width_W: Ints, loads_W: Floats, free_W: Floats
+) -> None:
+    """Count a table's shards in what ranks do and have left, in place."""
+    tables = np.full(len(width_W), table)
+    loads_W += bank.total_ms(tables, width_W)
+    free_W -= bank.bytes(tables, width_W)
+
+
+def column_task(
+    task: ShardingTask, tables: Sequence[int], free_W: Floats, width_TW: Ints
+) -> ShardingTask:
+    """Return the task of some tables that lie in column shards.
+
+    Args:
+        task: The whole task.
+        tables: Those tables, of each name one.
+        free_W: Memory that the others leave.
+        width_TW: Where the others are.
+    """
+    place = {t: i for i, t in enumerate(tables)}
+    groups = sorted({task.groups[t] for t in tables})
+    stages = sorted({task.stages[g] for g in groups})
+    fields: dict[str, Any] = {
+        name: tuple(getattr(task, name)[t] for t in tables)
+        for name in (
+            "tables",
+            "fixed_bytes",
+            "column_bytes",
+            "min_widths",
+            "max_shards",
+            "sharding_types",
+            "pooled",
+            "kernels",
+        )
+    }
+    closed: list[set[int]] = [set() for _ in tables]
+    for members in task.apart:
+        taken = np.flatnonzero(width_TW[list(members)].any(axis=0)).tolist()
+        for t in members:
+            if t in place:
+                closed[place[t]].update(taken)
+    if task.allowed_ranks or any(closed):
+        every = range(task.world_size)
+        allowed = [
+            tuple(
+                r for r in (task.allowed_ranks or ((),) * len(task.tables))[t] or every
+            )
+            for t in tables
+        ]
+        fields["allowed_ranks"] = tuple(
+            tuple(r for r in ranks if r not in shut)
+            for ranks, shut in zip(allowed, closed, strict=True)
+        )
+    for name in ("together", "apart"):
+        sets = [tuple(place[t] for t in s if t in place) for s in getattr(task, name)]
+        fields[name] = tuple(s for s in sets if len(s) > 1)
+    if task.memory_bytes:
+        fields["memory_bytes"] = tuple(int(max(0.0, free)) for free in free_W.tolist())
+    return dataclasses.replace(
+        task,
+        **fields,
+        groups=tuple(groups.index(task.groups[t]) for t in tables),
+        stages=tuple(stages.index(task.stages[g]) for g in groups),
+        stage_names=tuple(task.stage_names[s] for s in stages),
+        alternatives=(),
+    )
