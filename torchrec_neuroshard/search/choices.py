@@ -201,7 +201,7 @@ class Choices:
                 break
             found = [
                 (float(cost_ms), candidates[i])
-                for candidates, margin in self._switches(now)
+                for candidates, margin in self.switches(now)
                 for i, cost_ms in enumerate(self.costs(candidates))
                 if cost_ms < now_ms * (1 - margin)
             ]
@@ -212,7 +212,22 @@ class Choices:
             path.append((now_ms, now))
         return path[::-1]
 
-    def _switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:
+    def promising(self, now_N: Ints, most: int) -> Ints:
+        """Return the choices one switch away that cost least, `C x N`."""
+        found = [candidates for candidates, _ in self.switches(now_N)]
+        if not found:
+            return now_N[None][:0]
+        candidates = np.concatenate(found)
+        order = np.argsort(self.costs(candidates), kind="stable")
+        best: Ints = candidates[order[:most]]
+        return best
+
+    def of(self, width_TW: Ints) -> Ints:
+        """Return the way that each table takes in a placement."""
+        placed_T = width_TW.any(axis=1)
+        return np.array([next(w for w in ways if placed_T[w]) for ways in self.ways])
+
+    def switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:
         """Some tables switched to one other kind of way: choices, least gain."""
         targets: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
         for number, ways in enumerate(self.ways):

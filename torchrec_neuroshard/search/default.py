@@ -101,8 +101,9 @@ class NeuroShardSearcher(Searcher):
         config = self.config
         # The bound is part of the search: some of the time is kept for it.
         refining = deadline - BOUND_SHARE * config.time_budget_seconds
-        if bank.task.has_choices:
-            plans = self._choose(bank, refining, watch)
+        choices = Choices(bank) if bank.task.has_choices else None
+        if choices is not None:
+            plans = self._choose(bank, choices, refining, watch)
         else:
             plans = self._split(bank, config, refining, watch)
             if bank.has_order:
@@ -112,7 +113,7 @@ class NeuroShardSearcher(Searcher):
             watch.bound(self._bound(bank, plans, first_ms, deadline, rounds=0))
         best = plans[0]
         if config.refine:
-            best, _ = refine(bank, plans, config, refining, watch)
+            best, _ = refine(bank, plans, config, refining, watch, choices)
         best_ms = Plan(bank, best).critical_ms
         watch.report("bounding", best_ms=best_ms)
         return best, self._bound(bank, [best, *plans], best_ms, deadline)
@@ -140,13 +141,14 @@ class NeuroShardSearcher(Searcher):
         except InfeasibleError:
             return []
 
-    def _choose(self, bank: ShardBank, deadline: float, watch: Watch) -> list[Ints]:
+    def _choose(
+        self, bank: ShardBank, choices: Choices, deadline: float, watch: Watch
+    ) -> list[Ints]:
         """Place tables that may be sharded in several ways: widths, the best first.
 
         Raises:
             InfeasibleError: None of the choices tried fits.
         """
-        choices = Choices(bank)
         path = [chosen for _, chosen in choices.path(choices.first(), deadline)]
         # The end of the path, its start, and what lies between.
         picks = [0, len(path) - 1, *range(1, len(path) - 1)][:MAX_CHOICES]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.search.base import SearchConfig
-from torchrec_neuroshard.search.choices import block_widths, take
+from torchrec_neuroshard.search.choices import Choices, block_widths, take
 from torchrec_neuroshard.search.feasibility import spread_columns
 from torchrec_neuroshard.search.progress import UNWATCHED, Watch
 from torchrec_neuroshard.search.shards import (
@@ -51,6 +51,9 @@ NUM_RESPLIT = 4
 """Tables of a critical rank, the costliest first, that are split anew."""
 NUM_RETYPED = 6
 """Tables of a critical rank, the costliest first, that are sharded in another way."""
+NUM_SWITCHED, MAX_SWITCHED, SMALL_TASK_SWITCHES = 3, 24, 120
+"""Choices of ways near the one at hand that are tried as a whole; more of few tables.
+"""
 SMALL_TASK = 64
 """Tasks with fewer tables than this are restarted more often."""
 RESTART_GAIN = 1e-3
@@ -63,7 +66,7 @@ KICK_NOISE = 1.0
 """Random load on each rank, relative to the mean, while a disturbance places tables."""
 KICK_HOT = 0.5
 """Share of the disturbances that split a costly table of a critical rank anew."""
-KICK_RETYPE = 0.15
+KICK_RETYPE = 0.4
 """Share of the tables of a disturbance that are sharded in another way."""
 KICK_RESPLIT = 0.4
 """Share of the tables of a disturbance that are split differently."""
@@ -162,7 +165,7 @@ class Plan:
         narrowest = -(-np.asarray(task.min_widths) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
         self._narrowest_T: Ints = np.maximum(narrowest, COLUMN_MULTIPLE)
         self._most_T: Ints = np.asarray(task.max_shards)
-        unit_P = np.maximum(bank.mean_phases_P, 1e-12)
+        unit_P = bank.unit_phases_P
         self._per_unit_P1: Floats = 1.0 / unit_P[:, None]
         self._power_weights_P: Floats = spread * unit_P
         self._limited = bool(np.isfinite(bank.caps_W).any())
@@ -749,6 +752,51 @@ def _retype(plan: Plan) -> bool:
     return True
 
 
+def _switched(plan: Plan, choices: Choices, most: int) -> list[Plan]:
+    """Shard many tables in another way at once: what promises most, best first."""
+    bank = plan.bank
+    now_N = choices.of(plan.width_TW)
+    found = []
+    for chosen_N in choices.promising(now_N, most):
+        changed = np.flatnonzero(chosen_N != now_N)
+        width_TW = plan.width_TW.copy()
+        width_TW[now_N[changed]] = 0
+        held, rank = np.nonzero(plan.width_TW[now_N[changed]])
+        table = now_N[changed][held]
+        width = plan.width_TW[table, rank]
+        num_ranks = width_TW.shape[1]
+        loads = plan.loads_W - np.bincount(
+            rank, weights=bank.total_ms(table, width), minlength=num_ranks
+        )
+        free = bank.caps_W - plan.bytes_W
+        free += np.bincount(rank, weights=bank.bytes(table, width), minlength=num_ranks)
+        if _put(bank, chosen_N[changed], loads, free, width_TW):
+            found.append(Plan(bank, width_TW))
+    return sorted(found, key=lambda p: p.score)
+
+
+def _put(
+    bank: ShardBank, tables: Ints, loads_W: Floats, free_W: Floats, width_TW: Ints
+) -> bool:
+    """Place tables, the costliest first, in place; False where one finds no room."""
+    cost = bank.total_ms(tables, bank.dims_T[tables])
+    for table in tables[np.argsort(-cost, kind="stable")].tolist():
+        if bank.moves_T[table]:
+            splits = bank.splits(table)
+            wanted = float(cost[tables == table][0]) / max(float(loads_W.mean()), 1e-12)
+            k = next((k for k in splits if k >= wanted), splits[-1])
+            widths = split_widths(bank.task, table, k)
+            width_W = _insert(bank, table, widths, loads_W, free_W, width_TW)
+        else:
+            width_W = block_widths(bank, table, loads_W, free_W, width_TW)
+            if width_W is not None:
+                take(bank, table, width_W, loads_W, free_W)
+        if width_W is None:
+            return False
+        width_TW[table] = width_W
+    return True
+
+
 def _ways_in(plan: Plan, table: int, other: int) -> list[Ints]:
     """Lay out a table in another way, as the ranks' loads suggest."""
     bank = plan.bank
@@ -914,6 +962,7 @@ def refine(
     config: SearchConfig,
     deadline: float,
     watch: Watch = UNWATCHED,
+    choices: Choices | None = None,
 ) -> tuple[Ints, float]:
     """Improve placements by steepest descent, restarted from disturbed optima.
 
@@ -923,6 +972,7 @@ def refine(
         config: Restarts and seed.
         deadline: `time.monotonic()` after which the best so far is returned.
         watch: Told of the best plan as the descents go.
+        choices: Where tables may be sharded in several ways.
 
     Returns:
         The widths, never worse than those given, and their critical path [ms].
@@ -943,6 +993,19 @@ def refine(
             best, best_ms = trial.width_TW.copy(), trial.critical_ms
         if trial.score < base.score:
             base = trial
+    most = max(NUM_SWITCHED, min(MAX_SWITCHED, SMALL_TASK_SWITCHES // num_tables))
+    gained = choices is not None
+    while choices is not None and gained:
+        gained = False
+        for trial in _switched(base, choices, most):
+            if not effort.spend():
+                break
+            _descend(trial, effort)
+            if trial.critical_ms < best_ms * (1 - MIN_GAIN):
+                best, best_ms = trial.width_TW.copy(), trial.critical_ms
+            if trial.score < base.score * (1 - RESTART_GAIN):
+                base, gained = trial, True
+                break
     scale = min(10.0, max(1.0, SMALL_TASK / num_tables))
     patience = math.ceil(config.restarts * scale)
     rng = np.random.default_rng(config.seed)

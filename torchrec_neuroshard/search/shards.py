@@ -502,6 +502,21 @@ class ShardBank:
         return mean
 
     @functools.cached_property
+    def unit_phases_P(self) -> Floats:
+        """What phases are compared with when ranks are evened out, above 0 [ms].
+
+        Those of the average rank. Where tables may be sharded in several ways, with
+        launches of kernels, so that stages of few and of many tables can be compared.
+        """
+        unit = self.mean_phases_P
+        if self.task.has_choices:
+            launched = np.zeros((1, self.task.num_stages, 2))
+            launched[0] = self.simulator.stage_compute(self.context_G2[None])[0]
+            loads = np.zeros((1, self.task.num_stages, 3))
+            unit = np.maximum(unit, self.approximate_phases(launched, loads)[0])
+        return np.maximum(unit, 1e-12)
+
+    @functools.cached_property
     def affine(self) -> tuple[Floats, Floats]:
         """Offset and cost per column of `approximate`, `P x T` each."""
         tables = np.arange(len(self.dims_T))
