@@ -36,14 +36,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingPlan
 
+from harness.models import ConcatDLRM, draw_clicks
+from harness.training_runs import TrialConfig, run_trial
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS, GreedySearcher
 from torchrec_neuroshard.collect.compute import device_fingerprint
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.cost_models import CommsModel, CostModel, load_comms_model
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner.models import ConcatDLRM, draw_clicks
-from torchrec_neuroshard.planner.trials import TrialConfig, run_trial
 from torchrec_neuroshard.profiles import profile_inputs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult

@@ -53,6 +53,12 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.types import ShardingPlan
 
+from harness.models import (
+    ClickBatch,
+    ConcatDLRM,
+    draw_clicks,
+)
+from harness.training_runs import TrialConfig, TrialError, run_trial
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
 from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
@@ -75,12 +81,6 @@ from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
 from torchrec_neuroshard.cost_models.comms_training_cli import train_comms_bundle
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner import read_plan, replan, save_plan
-from torchrec_neuroshard.planner.models import (
-    ClickBatch,
-    ConcatDLRM,
-    draw_clicks,
-)
-from torchrec_neuroshard.planner.trials import TrialConfig, TrialError, run_trial
 from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables

@@ -16,14 +16,18 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError
-from torchrec_neuroshard.phase_timer import PhaseTimer, critical_times, embedding_ms
-from torchrec_neuroshard.planner.models import (
+from harness.models import (
     OPTIMIZER_CLASSES,
     ClickBatch,
     ConcatDLRM,
     fill_tables,
     local_tables,
+)
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.phase_timer import (
+    PhaseTimer,
+    critical_times,
+    embedding_ms,
 )
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.tables import TableConfig
