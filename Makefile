@@ -3,7 +3,8 @@
 # make test-versions    the planner's tests on every supported torchrec
 #                       (VERSIONS="1.8.0 1.9.2")
 # make support-table    train what docs/support.md lists, and write its table
-# make demo     set up what is missing, run the main job    (DEMO_ARGS=...)
+# make demo     set up what is missing, train TorchRec's plan and ours in turn
+#               (DEMO_ARGS=...)
 # make lint     formatting, lint rules, types
 # make format   apply formatting and the safe lint fixes
 # make check    lint + test
@@ -67,7 +68,7 @@ support-table: $(STAMP)
 
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
-	examples/train_dlrm.py $(DEMO_ARGS)
+	benchmarks/race_plans.py $(DEMO_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
