@@ -214,6 +214,25 @@ def test_the_rules_themselves_have_no_cycle() -> None:
 
 
 @pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        ("examples", {"benchmarks", "harness", "planner_comparison", "tests"}),
+        ("benchmarks", {"examples", "tests"}),
+    ],
+)
+def test_examples_and_benchmarks_stand_apart(folder: str, others: set[str]) -> None:
+    paths = sorted((ROOT.parent / folder).rglob("*.py"))
+    assert paths
+    found = [
+        f"{path}:{line}: imports {name}"
+        for path in paths
+        for name, line in imports(ast.parse(path.read_text("utf-8")), "", True)
+        if within(name, others)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
     ("module", "source"),
     [
         ("tables", "from torchrec_neuroshard.search.base import Searcher"),
