@@ -14,6 +14,7 @@ drifts is fair to both. README.md says what is measured, and how.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -176,18 +177,18 @@ def judge(entry: dict[str, Any], speeds: Sequence[float]) -> dict[str, Any]:
     """Medians over all rounds, by the clock and in the cost model's milliseconds."""
     rounds = entry["rounds"]
     clock = [1.0] * len(rounds)
-    takes: dict[str, Callable[[dict[str, Any]], Sequence[float]]] = {
-        name: lambda r, name=name: r["phases_ms"][name] for name in PHASES
-    }
-    takes["embedding"] = lambda r: r["embedding_ms"]
-    takes["iteration"] = lambda r: r["iteration_ms"]
-    return {
-        name: {
+    judged = {}
+    for what in (*PHASES, "embedding", "iteration"):
+
+        def take(r: dict[str, Any], what: str = what) -> Sequence[float]:
+            times = r["phases_ms"][what] if what in PHASES else r[f"{what}_ms"]
+            return list(times)
+
+        judged[what] = {
             "measured_ms": scaled_median(rounds, speeds, take),
             "clock_ms": scaled_median(rounds, clock, take),
         }
-        for name, take in takes.items()
-    }
+    return judged
 
 
 def speedup(stock: dict[str, Any], ours: dict[str, Any], what: str) -> dict[str, float]:
@@ -341,6 +342,12 @@ def make_desk(
     }
 
 
+def plan_by(desk: PlanningDesk, name: str) -> tuple[ShardingPlan, dict[str, Any]]:
+    """Return a planner's plan, and what is to be told of it."""
+    plan, _, entry = desk.plan(name)
+    return plan, entry
+
+
 def run(config: RaceConfig, ranks: Ranks) -> None:
     """Plan twice, train both plans in turn, report."""
     start = time.perf_counter()
@@ -351,7 +358,7 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
     desk, facts = make_desk(config, ranks, tables)
     plans, entries = {}, {}
     for name in RACERS:
-        plan, entry = ranks.on_first(lambda name=name: desk.plan(name)[::2])
+        plan, entry = ranks.on_first(functools.partial(plan_by, desk, name))
         plans[name] = plan
         entries[name] = {**entry, "shards": shards_of(plan), "rounds": []}
 
