@@ -5,7 +5,8 @@
 # make support-table    train what docs/support.md lists, and write its table
 # make gate     plan fixed tasks, compare with tests/gate/plans.json
 #               (GATE_ARGS=--write renews the file)
-# make demo     set up what is missing, run the main job    (DEMO_ARGS=...)
+# make demo     set up what is missing, train TorchRec's plan and ours in turn
+#               (DEMO_ARGS=...)
 # make lint     formatting, lint rules, types
 # make format   apply formatting and the safe lint fixes
 # make check    lint + test
@@ -73,7 +74,7 @@ gate: $(STAMP)
 
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
-	examples/train_dlrm.py $(DEMO_ARGS)
+	benchmarks/race_plans.py $(DEMO_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
