@@ -245,6 +245,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                     error_type=PlannerErrorType.PARTITION,
                     message=f"rank {rank} of a given plan holds more than its memory",
                 )
+        self.costs.share_launches(kept)
         self.costs.attribute(kept)
         return kept
 

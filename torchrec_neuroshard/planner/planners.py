@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -219,6 +220,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             costs=self.costs,
         )
         proposers = proposer if isinstance(proposer, list) else [proposer or own]
+        # Those of TorchRec forget nothing in `load`: each plan starts from here.
+        self._unused = [
+            (p, copy.deepcopy(vars(p)))
+            for p in proposers
+            if type(p).__module__.startswith("torchrec.")
+        ]
         all_callbacks = [*(callbacks or []), self._remember]
         self._stock = StockPlanner(
             stock_arguments,
@@ -264,6 +271,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 loaded plan breaks them.
         """
         self._started = time.monotonic()
+        for proposer, state in self._unused:
+            vars(proposer).update(copy.deepcopy(state))
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
         self._forget()

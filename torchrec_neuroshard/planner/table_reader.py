@@ -45,6 +45,7 @@ __all__ = [
     "OFFLOADED_KERNELS",
     "SEARCHED_TYPES",
     "TableReader",
+    "cannot_run",
     "check_profiles",
     "device_tier",
     "has_own_optimizer",
@@ -111,6 +112,15 @@ def table_name(option: ShardingOption) -> str:
 def is_dense(option: ShardingOption) -> bool:
     """Whether the option runs PyTorch's own kernels instead of a fused one."""
     return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
+
+
+def cannot_run(option: ShardingOption) -> bool:
+    """Whether a fused kernel would get widths that are no multiples of four."""
+    kernel = str(option.compute_kernel)
+    widths = (int(s.size[1]) for s in option.shards)
+    return not (is_dense(option) or kernel.startswith("quant")) and any(
+        w % COLUMN_MULTIPLE for w in widths
+    )
 
 
 def has_own_optimizer(option: ShardingOption) -> bool:
