@@ -303,6 +303,18 @@ def test_lists_of_unequal_length_are_refused(field: str, values: list[int]) -> N
         make_planner(constraints=only(**arguments))
 
 
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
+def test_no_pooling_factors_are_no_lookups(kind: str) -> None:
+    """As in TorchRec's estimates."""
+    costs = []
+    for factors in ([], [0.0]):
+        constraints = only(sharding_types=[kind], pooling_factors=factors)
+        _, planner = plan_of(bags(), constraints=constraints)
+        assert planner.last_result is not None
+        costs.append(planner.last_result.predicted.critical_path_ms)
+    assert costs[0] == costs[1]
+
+
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_one_value_stands_for_all_features(kind: str) -> None:
     plan, _ = plan_of(

@@ -405,7 +405,8 @@ class TableReader:
             lengths = [a * b / batch_size for a, b in zip(lengths, sizes, strict=True)]
         if len(lengths) == count:
             return lengths
-        return [sum(lengths) / len(lengths)] * count
+        # To TorchRec, no pooling factors are no lookups.
+        return [sum(lengths) / max(1, len(lengths))] * count
 
     def _profile(
         self, feature: str, pooling: float, batch_size: int, rows: int
