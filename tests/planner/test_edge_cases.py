@@ -513,6 +513,32 @@ def test_pods_of_several_nodes(kind: str) -> None:
         assert len(ranks) == 4 and len({r // 4 for r in ranks}) == 1
 
 
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "table_row_wise", None])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_that_do_not_fill_their_nodes(device: str, kind: str | None) -> None:
+    """TorchRec plans for them; placements name the devices of the nodes as given."""
+    if device == "cpu" and kind not in ("table_wise", None):
+        pytest.skip("TorchRec shards no rows on CPUs")
+    constraints = only(sharding_types=[kind]) if kind else {}
+    with pytest.warns(UserWarning, match="8 ranks do not fill nodes of 6: .* of 4"):
+        plan, planner = plan_of(
+            bags(),
+            8,
+            device,
+            topology={"local_world_size": 6},
+            constraints=constraints,
+            comms_model=None,
+        )
+    known = planner.last_result
+    assert known is not None
+    assert any("do not fill nodes of 6" in w for w in known.warnings)
+    if device == "cuda":
+        for sharding in plan.plan[""].values():
+            for meta in sharding.sharding_spec.shards:
+                rank = meta.placement.rank()
+                assert meta.placement.device() == torch.device("cuda", rank % 6)
+
+
 def unequal(*caps: int) -> dict[str, Any]:
     return {"custom_topology_data": CustomTopologyData({"hbm_cap": [*caps]}, len(caps))}
 

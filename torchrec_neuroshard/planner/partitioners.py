@@ -43,6 +43,7 @@ from torchrec_neuroshard.planner.table_reader import (
     has_own_optimizer,
     table_name,
 )
+from torchrec_neuroshard.planner.topologies import whole_nodes
 from torchrec_neuroshard.search import NeuroShardSearcher, make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
@@ -316,7 +317,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             tables=tables,
             world_size=topology.world_size,
             batch_size=options[0].batch_size * topology.world_size,
-            local_world_size=topology.local_world_size,
+            local_world_size=whole_nodes(
+                topology.world_size, topology.local_world_size
+            ),
             memory_bytes=tuple(max(0, getattr(m, self._tier)) for m in memory),
             fixed_bytes=tuple(math.ceil(s.fixed[self._tier]) for s in storages),
             column_bytes=tuple(s.per_column[self._tier] for s in storages),
