@@ -58,6 +58,7 @@ from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
 from torchrec_neuroshard.planner.topologies import default_topology, memory_notes
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain
+from torchrec_neuroshard.search import limited, make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.progress import ProgressLine
 
@@ -198,7 +199,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             partitioner = NeuroShardPartitioner(
                 topology,
                 constraints,
-                search=_settings(search, timeout_seconds),
+                search=_searcher(search, timeout_seconds),
                 enumerator=enumerator,
                 placement=self.placement_constraints,
                 costs=self.costs,
@@ -479,19 +480,17 @@ def _time_budget(partitioner: Partitioner) -> float:
     return float(known or SearchConfig().time_budget_seconds)
 
 
-def _settings(
+def _searcher(
     search: str | SearchConfig | Searcher, timeout_seconds: int | None
-) -> str | SearchConfig | Searcher:
-    """Keep the default search to the planner's timeout, and show it on a terminal."""
-    if not (search == "default" or isinstance(search, SearchConfig)):
-        return search
-    config = search if isinstance(search, SearchConfig) else SearchConfig()
-    if timeout_seconds is not None:
-        budget = min(config.time_budget_seconds, float(timeout_seconds))
-        config = dataclasses.replace(config, time_budget_seconds=budget)
-    if config.progress is None and sys.stderr.isatty():
-        config = dataclasses.replace(config, progress=ProgressLine())
-    return config
+) -> Searcher:
+    """Keep a search to the planner's timeout; show the default one on a terminal."""
+    if search == "default" or isinstance(search, SearchConfig):
+        config = search if isinstance(search, SearchConfig) else SearchConfig()
+        if config.progress is None and sys.stderr.isatty():
+            config = dataclasses.replace(config, progress=ProgressLine())
+        search = config
+    searcher = make_searcher(search)
+    return searcher if timeout_seconds is None else limited(searcher, timeout_seconds)
 
 
 def _portable(error: Exception | None) -> Exception | None:
