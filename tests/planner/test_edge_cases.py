@@ -434,17 +434,29 @@ def test_constraint_on_an_unknown_table_changes_nothing() -> None:
     assert str(plan_of(bags(), constraints=typo)[0]) == str(plan_of(bags())[0])
 
 
-def test_enumerator_without_the_constraints_is_refused() -> None:
-    enumerator = EmbeddingEnumerator(Topology(4, "cuda"), 64)
-    with pytest.raises(
-        ConfigError,
-        match=r"(?s)'t0' differ.*enumerator None.*EmbeddingEnumerator\(\.\.\., constr",
+KINDS = [(None, "table_wise"), ("row_wise", "table_wise"), ("table_wise", "row_wise")]
+
+
+@pytest.mark.parametrize(("offered", "wanted"), KINDS)
+def test_enumerator_with_other_constraints(
+    offered: str | None, wanted: str, read_types: ReadTypes
+) -> None:
+    """As in TorchRec each part keeps its own; the enumerator's make the options."""
+    topology = Topology(4, "cuda")
+    constraints = only(sharding_types=[offered]) if offered else None
+    with pytest.warns(
+        UserWarning,
+        match=r"(?s)'t0' differ.*its enumerator .*EmbeddingEnumerator\(\.\.\., constr",
     ):
-        make_planner(
+        plan, planner = plan_of(
+            bags(table(0, rows=100_000, dim=256)),
             4,
-            enumerator=enumerator,
-            constraints=only(sharding_types=["table_wise"]),
+            enumerator=EmbeddingEnumerator(topology, 64, constraints=constraints),
+            constraints=only(sharding_types=[wanted]),
         )
+    assert offered is None or read_types(plan)["t0"] == offered
+    known = planner.last_result
+    assert known is not None and any("'t0' differ" in w for w in known.warnings)
 
 
 @pytest.mark.parametrize("both", [False, True])

@@ -9,6 +9,7 @@ import math
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ __all__ = ["NeuroShardPlanner"]
 
 logger = logging.getLogger(__name__)
 
+_Constraints = dict[str, ParameterConstraints] | None
+
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
@@ -97,8 +100,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         topology: The devices to plan for. None: TorchRec's default for the process
             group, with the memory that the visible GPU really has.
         batch_size: Samples per rank.
-        enumerator: None: `NeuroShardEnumerator`. One of TorchRec's or this package's
-            must have the same constraints; they stand in for those left out here.
+        enumerator: None: `NeuroShardEnumerator`. The constraints of TorchRec's or this
+            package's stand in for those left out here; where both differ, tables are
+            sharded by the enumerator's, and a warning says so.
         storage_reservation: None: TorchRec's default.
         proposer: None: `NeuroShardProposer`.
         partitioner: None: `NeuroShardPartitioner`.
@@ -123,8 +127,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
-        ConfigError: There is no such cost model or search; the enumerator has other
-            constraints; or the partitioner cannot keep placement constraints.
+        ConfigError: There is no such cost model or search, or the partitioner cannot
+            keep placement constraints.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -155,8 +159,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         **kwargs: Any,
     ) -> None:
         given, topology = topology, topology or default_topology()
-        self._notes = memory_notes(topology, is_default=given is None)
-        constraints = _agreed_constraints(constraints, enumerator)
+        constraints, offered, notes = _own_constraints(constraints, enumerator)
+        self._notes = (*memory_notes(topology, is_default=given is None), *notes)
         shared = {
             "topology": topology,
             "batch_size": batch_size,
@@ -177,7 +181,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         }
         self.costs = PlanCosts(
             topology,
-            constraints,
+            offered,
             cost_model=cost_model,
             comms_model=comms_model,
             profiles=profiles,
@@ -191,14 +195,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             enumerator = NeuroShardEnumerator(
                 topology,
                 batch_size or BATCH_SIZE,
-                constraints,
+                offered,
                 costs=self.costs,
                 placement=self.placement_constraints,
             )
         if partitioner is None:
             partitioner = NeuroShardPartitioner(
                 topology,
-                constraints,
+                offered,
                 search=_searcher(search, timeout_seconds),
                 enumerator=enumerator,
                 placement=self.placement_constraints,
@@ -214,7 +218,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             )
         own = NeuroShardProposer(
             topology,
-            constraints,
+            offered,
             placement=self.placement_constraints,
             max_switches=max_switches,
             time_budget_seconds=_time_budget(partitioner),
@@ -245,7 +249,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             proposer=proposers,
             partitioner=partitioner,
             performance_model=performance_model
-            or NeuroShardPerfModel(topology, constraints, costs=self.costs),
+            or NeuroShardPerfModel(topology, offered, costs=self.costs),
             timeout_seconds=timeout_seconds,
         )
 
@@ -448,28 +452,35 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._known = dataclasses.replace(known, seconds=seconds)
 
 
-def _agreed_constraints(
+def _own_constraints(
     constraints: Mapping[str, ParameterConstraints] | None,
     enumerator: Enumerator | None,
-) -> dict[str, ParameterConstraints] | None:
-    """Constraints of the planner and of the enumerator it was given.
+) -> tuple[_Constraints, _Constraints, tuple[str, ...]]:
+    """Constraints of the planner, and those that its enumerator lists options by.
 
-    Raises:
-        ConfigError: The two differ.
+    Returns:
+        Both, and what to know where they differ.
     """
+    wanted = dict(constraints) if constraints else None
     stock = type(enumerator) in (EmbeddingEnumerator, NeuroShardEnumerator)
     if enumerator is None or not stock:
-        return dict(constraints) if constraints else None
-    offered = enumerator._constraints or {}
-    wanted = constraints or offered
-    for name in sorted({*wanted, *offered}):
-        if wanted.get(name) != offered.get(name):
-            raise ConfigError(
-                f"constraints of table '{name}' differ: the planner has "
-                f"{wanted.get(name)}, its enumerator {offered.get(name)}; pass the "
-                f"same to {type(enumerator).__name__}(..., constraints=constraints)"
-            )
-    return dict(wanted) or None
+        return wanted, wanted, ()
+    offered = dict(enumerator._constraints or {}) or None
+    if wanted is None:
+        return offered, offered, ()
+    known = offered or {}
+    differ = [n for n in sorted({*wanted, *known}) if wanted.get(n) != known.get(n)]
+    if not differ:
+        return wanted, offered, ()
+    name, more = differ[0], len(differ) - 1
+    text = (
+        f"constraints of table '{name}'{f' and {more} more' if more else ''} differ: "
+        f"the planner has {wanted.get(name)}, its enumerator {known.get(name)}. As in "
+        "TorchRec, tables are sharded by the enumerator's; pass the same to "
+        f"{type(enumerator).__name__}(..., constraints=constraints)"
+    )
+    warnings.warn(text, stacklevel=3)
+    return wanted, offered, (text,)
 
 
 def _time_budget(partitioner: Partitioner) -> float:
