@@ -242,6 +242,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         if consider_stock and isinstance(partitioner, NeuroShardPartitioner):
             proposers = [*proposers, self._stock.proposer]
             all_callbacks = [self._compare, *all_callbacks]
+        elif consider_stock:
+            self._notes += (
+                "TorchRec's own plan was not looked at: the partitioner given, "
+                f"{type(partitioner).__name__}, does not price plans that have ranks",
+            )
         super().__init__(
             **shared,
             callbacks=all_callbacks,
@@ -399,6 +404,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         rating = self._stock.proposer.rating
         if rating is not None and rating < best and self._stock.made(options):
             against = f"{best:.4g} ms" if math.isfinite(best) else "none"
+            if not any(hasattr(p, "best_rating") for p in self._proposers):
+                against = "of the proposals given no less"
             self._fallback = (
                 f"it is predicted to take {rating:.4g} ms, the search's {against}"
             )
