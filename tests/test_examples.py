@@ -334,7 +334,7 @@ def test_plan_for_gpus_uses_the_figures_of_the_data_sheet(
 ) -> None:
     planners = []
 
-    class Remembered(plan_on_cpu.NeuroShardPlanner):  # type: ignore[name-defined,misc]
+    class Remembered(plan_on_cpu.NeuroShardPlanner):  # type: ignore[name-defined]
         def __init__(self, **arguments: Any) -> None:
             super().__init__(**arguments)
             planners.append(self)

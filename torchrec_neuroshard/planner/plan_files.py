@@ -343,8 +343,9 @@ class _Job:
                 for name in _BANDWIDTHS
                 if hasattr(self.topology, name)
             },
-            pooling_factors=self.reader
-            and {
+            pooling_factors=None
+            if self.reader is None
+            else {
                 t.full_name: self.reader.pooling_factor(
                     t.name, t.feature_names, self.batch_size
                 )

@@ -282,7 +282,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """
         self._started = time.monotonic()
         for proposer, state in self._unused:
-            vars(proposer).update(copy.deepcopy(state))
+            proposer.__dict__.update(copy.deepcopy(state))
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
         self._forget()

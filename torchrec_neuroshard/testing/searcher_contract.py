@@ -163,7 +163,7 @@ class SearcherContract(ABC):
             "tables of twice the memory of all ranks",
         )
         expect(
-            re.search("[GMK]iB|bytes", message)
+            re.search("[GMK]iB|bytes", message) is not None
             or any(t.name in message for t in tables),
             f"the error names neither a table nor the total: {message}",
         )
