@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from torchrec_neuroshard.planner.links import GB_PER_S
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -68,6 +70,25 @@ def test_plan_for_gpus_places_all_columns_and_names_its_sources(
     if not torch.cuda.is_available():
         assert "compute: physical estimate from bandwidth, not measured" in out
         assert "- no cost model was measured on" in out
+
+
+def test_plan_for_gpus_uses_the_figures_of_the_data_sheet(
+    plan_on_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planners = []
+
+    class Remembered(plan_on_cpu.NeuroShardPlanner):  # type: ignore[name-defined]
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            planners.append(self)
+
+    monkeypatch.setattr(plan_on_cpu, "NeuroShardPlanner", Remembered)
+    assert plan_on_cpu.main(["--ranks", "4", "--ranks-per-node", "4"]) == 0
+    (planner,) = planners
+    topology = planner._topology
+    assert topology.hbm_mem_bw * GB_PER_S == pytest.approx(3_350)
+    assert topology.intra_host_bw * GB_PER_S == pytest.approx(450)
+    assert topology.inter_host_bw * GB_PER_S == pytest.approx(50)
 
 
 def test_plan_for_gpus_says_why_there_is_none(

@@ -13,6 +13,7 @@ candidates, `5` phases in the order of `PHASES`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +147,7 @@ class Simulator:
         self.comms_model = comms_model
         self._featurizer = ShardFeaturizer(task.tables, task.batch_size)
         self._encodings: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
-        self._member_SG = np.eye(task.num_stages)[:, list(task.stages)]
+        self._member_SG = _members(task)
         self.features_per_table = np.array([t.num_features for t in task.tables])
         """Output columns of a shard are its width times this."""
         lookups = self._featurizer.num_lookups
@@ -158,6 +159,17 @@ class Simulator:
             + self.features_per_table * (_LENGTH_BYTES * task.batch_size)
         )
         """Bytes of ids and lengths that every shard of a table is sent."""
+
+    def for_task(self, task: ShardingTask) -> Simulator:
+        """Return a simulator of the same tables and samples that shares encodings.
+
+        Args:
+            task: Its groups, stages, ranks and limits may differ.
+        """
+        other = copy.copy(self)
+        other.task = task
+        other._member_SG = _members(task)
+        return other
 
     def features(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         """Return the features of (table, width) shards, `N x F`."""
@@ -340,3 +352,8 @@ def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float6
     """
     path: npt.NDArray[np.float64] = phases_CWSP.max(axis=1).sum(axis=(1, 2))
     return path
+
+
+def _members(task: ShardingTask) -> npt.NDArray[np.float64]:
+    """Say which groups are of which stage, `S x G`, 0 or 1."""
+    return np.eye(task.num_stages)[:, list(task.stages)]

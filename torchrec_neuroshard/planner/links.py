@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from torchrec.distributed.planner.constants import (
@@ -17,6 +18,7 @@ from torchrec_neuroshard.cost_models import (
     load_comms_model,
 )
 from torchrec_neuroshard.planner.staged import RankGroups
+from torchrec_neuroshard.planner.topologies import whole_nodes
 
 __all__ = ["GB_PER_S", "find_comms_model", "find_rank_groups"]
 
@@ -29,10 +31,8 @@ def find_rank_groups(
 ) -> RankGroups:
     """Collectives of all ranks and of the groups that TorchRec makes of them."""
     world_size = int(topology.world_size)
-    size = min(
-        int(getattr(topology, "intra_group_size", topology.local_world_size)),
-        world_size,
-    )
+    asked = getattr(topology, "intra_group_size", topology.local_world_size)
+    size = whole_nodes(world_size, int(asked))
     node = cross = world
     if size < world_size:
         local = min(int(topology.local_world_size), size)
@@ -50,8 +50,17 @@ def find_comms_model(
     """Find the collectives' model: measured, published, or the topology's bandwidths.
 
     Bandwidths that the caller gave the topology replace the measured ones; TorchRec's
-    own defaults replace nothing, but stand in for links that were not measured.
+    own defaults replace nothing, but stand in for links that were not measured. Where
+    ranks do not fill whole nodes, the largest nodes stand in that they do fill.
     """
+    nodes = whole_nodes(world_size, local_world_size)
+    if nodes < min(local_world_size, world_size):
+        warnings.warn(
+            f"{world_size} ranks do not fill nodes of {local_world_size}: collectives "
+            f"are costed as in nodes of {nodes}",
+            stacklevel=2,
+        )
+    local_world_size = nodes
     intra, inter = topology.intra_host_bw, topology.inter_host_bw
     given_intra, given_inter = (
         intra != INTRA_NODE_BANDWIDTH,

@@ -23,6 +23,7 @@ from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     is_dense,
 )
+from torchrec_neuroshard.planner.topologies import whole_nodes
 
 __all__ = [
     "FusionGroups",
@@ -162,7 +163,7 @@ def lower_plan(
         tables=tuple(reader.table(o) for o in described),
         world_size=topology.world_size,
         batch_size=described[0].batch_size * topology.world_size,
-        local_world_size=topology.local_world_size,
+        local_world_size=whole_nodes(topology.world_size, topology.local_world_size),
         groups=fused.groups,
         stages=fused.stages,
         stage_names=fused.stage_names,

@@ -5,7 +5,6 @@ Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -137,9 +136,7 @@ class PlanCosts:
         ):
             self._simulator = Simulator(task, self.cost_model, self.comms_model)
             return self._simulator
-        shared = copy.copy(known)
-        shared.task = task
-        return shared
+        return known.for_task(task)
 
     def single_perfs(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
         """Cost of each shard alone on a rank, in one batch.

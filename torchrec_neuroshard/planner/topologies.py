@@ -9,7 +9,7 @@ from torchrec.distributed.planner.constants import HBM_CAP
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import Topology
 
-__all__ = ["default_topology", "memory_notes"]
+__all__ = ["default_topology", "memory_notes", "whole_nodes"]
 
 _GIB = 2**30
 _SAME = 0.1
@@ -29,6 +29,12 @@ def default_topology() -> Topology:
     for device in topology.devices if memory is not None else ():
         device.storage = dataclasses.replace(device.storage, hbm=memory)
     return topology
+
+
+def whole_nodes(world_size: int, local_world_size: int) -> int:
+    """Return the ranks per node, at most as many as given, that fill whole nodes."""
+    most = min(int(world_size), int(local_world_size))
+    return max(n for n in range(1, most + 1) if world_size % n == 0)
 
 
 def memory_notes(topology: Topology, is_default: bool) -> tuple[str, ...]:

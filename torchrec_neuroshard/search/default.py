@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -92,8 +91,7 @@ class NeuroShardSearcher(Searcher):
         """
         task = simulator.task
         whole_task = dataclasses.replace(task, max_shards=(1,) * len(task.tables))
-        whole_simulator = copy.copy(simulator)
-        whole_simulator.task = whole_task
+        whole_simulator = simulator.for_task(whole_task)
         try:
             whole = self._search(whole_simulator, deadline, watch, bounded=False)
         except InfeasibleError:
