@@ -3,7 +3,10 @@
 # make test-versions    the planner's tests on every supported torchrec
 #                       (VERSIONS="1.8.0 1.9.2")
 # make support-table    train what docs/support.md lists, and write its table
-# make demo     set up what is missing, run the main job    (DEMO_ARGS=...)
+# make gate     plan fixed tasks, compare with tests/gate/plans.json
+#               (GATE_ARGS=--write renews the file)
+# make demo     set up what is missing, train TorchRec's plan and ours in turn
+#               (DEMO_ARGS=...)
 # make lint     formatting, lint rules, types
 # make format   apply formatting and the safe lint fixes
 # make check    lint + test
@@ -15,6 +18,7 @@ PYTHON ?= python3
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+GATE_ARGS ?=
 # Releases of torchrec that are supported.
 VERSIONS ?= 1.6.1 1.7.0 1.8.0 1.9.2
 
@@ -28,7 +32,7 @@ INSTALL := $(PIP) install --constraint requirements/constraints.txt
 # One thread per process: results repeat, and several ranks share a few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup test test-versions support-table demo lint format check clean
+.PHONY: setup test test-versions support-table gate demo lint format check clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -65,9 +69,12 @@ support-table: $(STAMP)
 	$(ONE_THREAD) WRITE_SUPPORT_TABLE=1 $(BIN)/python -m pytest -q \
 	tests/distributed/test_support.py
 
+gate: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m tests.gate.plan_gate $(GATE_ARGS)
+
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
-	examples/train_dlrm.py $(DEMO_ARGS)
+	benchmarks/race_plans.py $(DEMO_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -16,14 +16,12 @@ writes `<out>.json` (raw) and `<out>.md`. One rank measures kernels, the others 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import logging
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -43,6 +41,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTens
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
+from harness.provenance import commit, now
 from torchrec_neuroshard import profile_inputs
 from torchrec_neuroshard.collect.tbe import FusedTables, InputBatch
 from torchrec_neuroshard.collect.timing import keep_freed_memory
@@ -235,16 +234,6 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cost-model", default="cpu", help="bundle to judge")
@@ -265,8 +254,8 @@ def main() -> None:
         "torch": torch.__version__,
         "world_size": world_size,
         "comms_source": "no model",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "date": now(),
+        "commit": commit(),
         "command": shlex.join(["torchrun", *sys.argv]),
         "kernels": [],
         "reductions": [],

@@ -12,16 +12,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import logging
 import math
-import os
 import platform
-import random
 import shlex
 import statistics
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -36,15 +32,16 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.types import ShardingPlan
 
+from harness.models import ConcatDLRM, draw_batches, profile_tables
+from harness.planning import predicted_phases
+from harness.provenance import commit, now
+from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
+from harness.training_runs import TrialConfig, run_trial, take_turns
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS, GreedySearcher
 from torchrec_neuroshard.collect.compute import device_fingerprint
-from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.cost_models import CommsModel, CostModel, load_comms_model
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner.models import ConcatDLRM, draw_clicks
-from torchrec_neuroshard.planner.trials import TrialConfig, run_trial
-from torchrec_neuroshard.profiles import profile_inputs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts, Simulator
@@ -52,8 +49,6 @@ from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 from torchrec_neuroshard.workloads.tasks import TaskConfig, sample_tasks
 
-NUM_BATCHES = 4
-"""Distinct batches that training goes round; the profile is taken from them."""
 MAX_TABLE_ROWS = 200_000
 
 
@@ -165,25 +160,6 @@ def searchers(num_plans: int) -> Iterator[tuple[str, Searcher]]:
         yield searcher.name, searcher
 
 
-class Ranks:
-    """This process among the others."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = (
-            int(os.environ["RANK"]),
-            int(os.environ["WORLD_SIZE"]),
-        )
-        torch.set_num_threads(1)
-        keep_freed_memory()
-        dist.init_process_group("gloo")
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
-
-
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Trial:
     """One plan of one model."""
@@ -200,16 +176,10 @@ class Trainer:
 
     def __init__(self, workload: Workload, ranks: Ranks, args: Any) -> None:
         self._workload, self._ranks, self._args = workload, ranks, args
-        self._batches = [
-            draw_clicks(
-                workload.tables,
-                workload.batch_size,
-                1_000 * ranks.rank + number,
-                torch.device("cpu"),
-            )
-            for number in range(NUM_BATCHES)
-        ]
-        self._reference = Reference(torch.device("cpu"))
+        self._batches = draw_batches(
+            workload.tables, workload.batch_size, args.seed, ranks.rank, ranks.device
+        )
+        self._reference = SpeedReference(ranks)
         self.cost_model = load_cost_model(args.cost_model)
         self._comms_model = load_comms_model(
             args.cost_model,
@@ -222,9 +192,11 @@ class Trainer:
                 f"'{args.cost_model}' has no collectives measured over gloo on this "
                 "machine; run 'neuroshard collect comms' and 'neuroshard train'"
             )
-        # One whole iteration's samples, as the kernels see them.
-        rounds = [batch.ids for batch in self._batches[: ranks.world_size]]
-        self._profiles = ranks.gather(profile_inputs(rounds))[0]
+        self._profiles = ranks.on_first(
+            lambda: profile_tables(
+                workload.tables, workload.batch_size, args.seed, ranks.world_size
+            )
+        )
 
     def plan(self, name: str, searcher: Searcher) -> Trial:
         """Plan with one search, on rank 0 for all."""
@@ -262,8 +234,8 @@ class Trainer:
                 iterations=1,
                 phase_iterations=self._args.iterations,
             ),
-            control=dist.group.WORLD,
-            reference=self._read_reference,
+            control=self._ranks.control,
+            reference=self._reference.read,
         )
         trial.rounds.append(
             {
@@ -277,47 +249,17 @@ class Trainer:
             }
         )
 
-    def _read_reference(self) -> float:
-        dist.barrier()
-        self._reference.run()
-        return statistics.median(self._reference.run() for _ in range(9))
-
-    def reference_slowdown(self) -> float:
-        """How much longer the reference should take on all ranks than on one alone."""
-        passes = np.array([self._reference.run_phases() for _ in range(20)])
-        share = np.median(passes, axis=0) / np.median(passes, axis=0).sum()
-        return float(share @ self._comms_model.compute_slowdown)
-
-
-def machine_speeds(trials: Sequence[Trial], nominal_ms: float) -> list[float]:
-    """How fast the machine was in each round, beside when the kernels were measured.
-
-    The reference jumps by a fifth from one trial to the next while the trials' own
-    times do not: so one speed per round, by the median over its trials.
-
-    Args:
-        trials: All plans of a model.
-        nominal_ms: The reference on all ranks at once, as the models expect it.
-    """
-    return [
-        nominal_ms
-        / statistics.median(
-            ms for t in trials for ms in t.rounds[number]["reference_ms"]
-        )
-        for number in range(len(trials[0].rounds))
-    ]
+    def nominal_reference_ms(self) -> float:
+        """The reference on all ranks at once, as the models expect it."""
+        slowdown = self._reference.slowdown(self._comms_model.compute_slowdown)
+        return slowdown * float(getattr(self.cost_model, "reference_ms", 0.0))
 
 
 def measured(trial: Trial, speeds: Sequence[float]) -> dict[str, Any]:
     """Medians over all rounds, in the cost model's milliseconds."""
 
     def scaled(take: Any) -> float:
-        values = [
-            value * speed
-            for r, speed in zip(trial.rounds, speeds, strict=True)
-            for value in take(r)
-        ]
-        return float(np.median(values))
+        return scaled_median(trial.rounds, speeds, take)
 
     return {
         "embedding_ms": scaled(lambda r: r["embedding_raw_ms"]),
@@ -325,16 +267,6 @@ def measured(trial: Trial, speeds: Sequence[float]) -> dict[str, Any]:
             name: scaled(lambda r, name=name: r["phases_raw_ms"][name])
             for name in PHASES
         },
-    }
-
-
-def predicted_phases(predicted: PredictedCosts) -> dict[str, float]:
-    """Each phase over all ranks and stages."""
-    return {
-        name: sum(
-            max(getattr(r, name) for r in stage.ranks) for stage in predicted.stages
-        )
-        for name in PHASES
     }
 
 
@@ -440,13 +372,6 @@ def plot(data: dict[str, Any], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Run all models and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -462,11 +387,11 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
-    ranks = Ranks()
+    ranks = Ranks("gloo")
     data: dict[str, Any] = {
         "command": " ".join(map(shlex.quote, ["torchrun", *sys.argv])),
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "created": now(),
+        "commit": commit(),
         "hardware": dataclasses.asdict(device_fingerprint(torch.device("cpu"), 1)),
         "python": platform.python_version(),
         "world_size": ranks.world_size,
@@ -477,24 +402,25 @@ def main() -> None:
         if args.models and workload.name not in args.models:
             continue
         trainer = Trainer(workload, ranks, args)
-        nominal_ms = getattr(trainer.cost_model, "reference_ms", 0.0)
-        trials = [trainer.plan(n, s) for n, s in searchers(args.num_plans)]
+        trials = {n: trainer.plan(n, s) for n, s in searchers(args.num_plans)}
         for number in range(args.rounds):
-            order = list(trials)
-            random.Random(number).shuffle(order)
-            for trial in order:
+            for name in take_turns(list(trials), number):
+                trial = trials[name]
                 trainer.train(trial)
                 if ranks.rank == 0:
                     shown = statistics.median(trial.rounds[-1]["embedding_raw_ms"])
                     print(
                         f"{workload.name} round {number} {trial.name}: predicted "
                         f"{trial.predicted.critical_path_ms:.1f}, measured {shown:.1f} "
-                        f"ms by the clock, reference "
-                        f"{trial.rounds[-1]['reference_ms'][0] / nominal_ms:.3f}",
+                        "ms by the clock",
                         flush=True,
                     )
-        slowdown = trainer.reference_slowdown()
-        speeds = machine_speeds(trials, nominal_ms * slowdown)
+        nominal_ms = trainer.nominal_reference_ms()
+        readings = [
+            [ms for t in trials.values() for ms in t.rounds[number]["reference_ms"]]
+            for number in range(args.rounds)
+        ]
+        speeds = machine_speeds(readings, nominal_ms)
         plans = [
             {
                 "name": t.name,
@@ -507,7 +433,7 @@ def main() -> None:
                 "measured": measured(t, speeds),
                 "rounds": t.rounds,
             }
-            for t in trials
+            for t in trials.values()
         ]
         data["models"].append(
             {
@@ -515,7 +441,6 @@ def main() -> None:
                 "num_tables": len(workload.tables),
                 "batch_size": workload.batch_size,
                 "nominal_reference_ms": nominal_ms,
-                "reference_slowdown": slowdown,
                 "machine_speeds": speeds,
                 "plans": plans,
                 "judged": judge(plans),

@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.provenance import commit, now
 from torchrec_neuroshard.collect.store import read_records
 from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
 from torchrec_neuroshard.cost_models.calibration import (
@@ -180,16 +179,6 @@ def report(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("records", type=Path, nargs="+")
@@ -209,8 +198,8 @@ def main() -> None:
     old, repeats = read_info(source), repeatability(found)
     data: dict[str, Any] = {
         "command": " ".join(map(shlex.quote, ["python", *sys.argv])),
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "created": now(),
+        "commit": commit(),
         "machine": cpu_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),

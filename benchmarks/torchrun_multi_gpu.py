@@ -20,40 +20,32 @@ plan whose training ended it twice is left out then, and told. For CPUs:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import datetime
 import json
 import logging
 import os
 import platform
-import random
 import shlex
 import statistics
-import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchrec
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import (
-    EmbeddingShardingPlanner,
-    ParameterConstraints,
-    Topology,
-)
-from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
-)
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
+from harness.models import draw_batches, profile_tables
+from harness.options import RunError, option, read_options
+from harness.planning import BEST_PRACTICE, PLANNERS, RESERVED, STOCK, PlanningDesk
+from harness.provenance import commit, now
+from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
+from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
+from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
 from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
 from torchrec_neuroshard.collect.compute import (
@@ -62,8 +54,7 @@ from torchrec_neuroshard.collect.compute import (
     device_fingerprint,
 )
 from torchrec_neuroshard.collect.sampling import SamplingConfig
-from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
-from torchrec_neuroshard.cost_models import load_comms_model
+from torchrec_neuroshard.cost_models import CommsModel, load_comms_model
 from torchrec_neuroshard.cost_models.bundle import read_info
 from torchrec_neuroshard.cost_models.calibration import (
     CalibrationConfig,
@@ -74,50 +65,22 @@ from torchrec_neuroshard.cost_models.comms_bundle import has_comms, read_comms_i
 from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
 from torchrec_neuroshard.cost_models.comms_training_cli import train_comms_bundle
 from torchrec_neuroshard.errors import NeuroShardError
-from torchrec_neuroshard.planner import read_plan, replan, save_plan
-from torchrec_neuroshard.planner.models import (
-    ClickBatch,
-    ConcatDLRM,
-    draw_clicks,
-)
-from torchrec_neuroshard.planner.trials import TrialConfig, TrialError, run_trial
-from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
-from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.planner import read_plan, save_plan
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.workloads.mlperf import MLPERF_MAX_ROWS, mlperf_dlrm_v2
 from torchrec_neuroshard.workloads.tasks import TaskConfig, sample_tasks
 
-OURS, FAITHFUL = "ours", "neuroshard"
-BEST_PRACTICE, STOCK = "torchrec-best", "torchrec"
-PLANNERS = {
-    OURS: "NeuroShardPlanner, default search",
-    FAITHFUL: "NeuroShardPlanner with NeuroShard's own search, on the same cost model",
-    BEST_PRACTICE: "TorchRec's planner: pooling factors, min_partition=32, table-wise "
-    "and column-wise",
-    STOCK: "TorchRec's planner, no constraints",
-}
-NUM_BATCHES = 4
-"""Distinct batches that training goes round; the profile is taken from the first."""
 FIRST_STEPS = 3
 """Losses of so many iterations must agree over plans, with SGD; with row-wise Adagrad,
 which keeps a state per shard, that of the first."""
 LOSS_TOLERANCE = 1e-4
 MAX_UNFINISHED = 2
 """Runs that may end while a plan is trained: once may be by chance."""
-RESERVED = 0.15
 HELD_OUT_SETS = 0.3
 """Of the kernels' sets, those that judge: with few sets a fifth is too few."""
 _GIB = 2**30
-
-
-class RunError(Exception):
-    """The run cannot go as asked; the message says what to change."""
-
-
-def option(default: Any, text: str, quick: Any = None) -> Any:
-    """Return a field that is also an option; `quick` is its value under --quick."""
-    quick = default if quick is None else quick
-    return field(default=default, metadata={"help": text, "quick": quick})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,30 +135,6 @@ class RunConfig:
                 f"got {self.memory_share} and {self.rounds}"
             )
 
-    @classmethod
-    def from_arguments(cls, arguments: Sequence[str] | None) -> RunConfig:
-        """Read the command line."""
-        parser = argparse.ArgumentParser(
-            description=(__doc__ or "").splitlines()[0],
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
-        parser.add_argument(
-            "--quick", action="store_true", help="tiny defaults, for a dry run"
-        )
-        for f in dataclasses.fields(cls):
-            parser.add_argument(
-                "--" + f.name.replace("_", "-"),
-                type=type(f.default),
-                help=f"{f.metadata['help']} (default: {f.default}; with --quick: "
-                f"{f.metadata['quick']})".replace("%", "%%"),
-                default=argparse.SUPPRESS,
-            )
-        given = vars(parser.parse_args(arguments))
-        if given.pop("quick"):
-            quick = {f.name: f.metadata["quick"] for f in dataclasses.fields(cls)}
-            given = {**quick, **given}
-        return cls(**given)
-
     @property
     def path(self) -> Path:
         """The results' path without a suffix."""
@@ -204,89 +143,6 @@ class RunConfig:
     def beside(self, name: str) -> Path:
         """A file or folder beside the results."""
         return self.path.with_name(f"{self.path.name}{name}")
-
-
-class Ranks:
-    """This process among the others."""
-
-    def __init__(self, config: RunConfig) -> None:
-        missing = [n for n in ("RANK", "WORLD_SIZE") if n not in os.environ]
-        if missing:
-            raise RunError(
-                f"{', '.join(missing)} not set; start the ranks with 'torchrun "
-                f"--standalone --nproc-per-node N {sys.argv[0]}'"
-            )
-        self.rank, self.world_size = (
-            int(os.environ["RANK"]),
-            int(os.environ["WORLD_SIZE"]),
-        )
-        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-        if self.world_size < 2:
-            raise RunError("one rank has nothing to place; start at least two")
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        self.backend = config.backend
-        if self.backend == "auto":
-            self.backend = "nccl" if num_gpus else "gloo"
-        if self.backend == "nccl" and num_gpus < self.local_world_size:
-            raise RunError(
-                f"{self.local_world_size} ranks on this machine need as many GPUs, it "
-                f"has {num_gpus}; lower --nproc-per-node or use --backend gloo"
-            )
-        self.on_gpu = self.backend == "nccl"
-        self.device = torch.device("cpu")
-        if self.on_gpu:
-            self.device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(self.device)
-        else:
-            torch.set_num_threads(1)
-            keep_freed_memory()
-        timeout = datetime.timedelta(seconds=config.timeout)
-        dist.init_process_group(self.backend, timeout=timeout)
-        # What is not training: measuring and planning take rank 0 minutes.
-        self.control: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=datetime.timedelta(hours=2)
-        )
-
-    @property
-    def one_machine(self) -> bool:
-        """Whether all ranks share a clock."""
-        return self.local_world_size == self.world_size
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
-
-    def on_first(self, work: Callable[[], Any]) -> Any:
-        """Return what rank 0 gets from `work`, on every rank.
-
-        Raises:
-            RunError: What `work` raised, in words.
-        """
-        box: list[Any] = [None, ""]
-        if self.rank == 0:
-            try:
-                box[0] = work()
-            except Exception as error:
-                logging.getLogger(__name__).debug("on rank 0", exc_info=True)
-                box[1] = f"{type(error).__name__}: {error}"
-        dist.broadcast_object_list(box, 0, group=self.control)
-        if box[1]:
-            raise RunError(str(box[1]))
-        return box[0]
-
-    def free_bytes(self) -> int:
-        """Memory that every rank has for itself."""
-        if self.on_gpu:
-            free = int(torch.cuda.mem_get_info(self.device)[0])
-        else:
-            text = Path("/proc/meminfo").read_text(encoding="ascii")
-            fields = dict(line.split(":", 1) for line in text.splitlines())
-            free = int(fields["MemAvailable"].split()[0]) * 1024
-            free //= self.local_world_size
-        return int(min(self.gather(free)))
 
 
 # Step 1: what things cost here.
@@ -451,155 +307,50 @@ def make_workloads(config: RunConfig, memory_bytes: int) -> Iterator[Workload]:
         yield Workload(name="dlrm", tables=tuple(sgd), exact_steps=FIRST_STEPS)
 
 
-class PlanningDesk:
-    """All planners of one workload, given the same facts; only rank 0 plans."""
+def make_desk(
+    workload: Workload,
+    profiles: dict[str, FeatureProfile],
+    cost_model: str,
+    memory_bytes: int,
+    config: RunConfig,
+    ranks: Ranks,
+) -> tuple[PlanningDesk, CommsModel]:
+    """Return the planners of a workload, and the collectives that they go by.
 
-    def __init__(
-        self,
-        workload: Workload,
-        profiles: dict[str, FeatureProfile],
-        cost_model: str,
-        memory_bytes: int,
-        config: RunConfig,
-        ranks: Ranks,
-    ) -> None:
-        self._workload, self._profiles = workload, profiles
-        self._config, self._ranks = config, ranks
-        self._cost_model = load_cost_model(cost_model, device_type=ranks.device.type)
-        self._comms_model = load_comms_model(
-            cost_model,
-            device_type=ranks.device.type,
-            world_size=ranks.world_size,
-            local_world_size=ranks.local_world_size,
+    Raises:
+        RunError: The bundle holds no collectives of these ranks.
+    """
+    comms_model = load_comms_model(
+        cost_model,
+        device_type=ranks.device.type,
+        world_size=ranks.world_size,
+        local_world_size=ranks.local_world_size,
+    )
+    if comms_model is None:
+        raise RunError(
+            f"'{cost_model}' holds no collectives over {ranks.backend}; take "
+            "--cost-model measure"
         )
-        if self._comms_model is None:
-            raise RunError(
-                f"'{cost_model}' holds no collectives over {ranks.backend}; take "
-                "--cost-model measure"
-            )
-        self._memory_bytes = memory_bytes
-        self._links = self._measured_links(cost_model)
-
-    def _measured_links(self, cost_model: str) -> dict[str, float]:
-        """Bandwidths for TorchRec's estimate, in its bytes per millisecond."""
-        info = read_comms_info(source_folder(cost_model))
-        intra = info.intra_gb_per_s
-        inter = info.inter_gb_per_s or intra
-        return {"intra_host_bw": intra * 1e6, "inter_host_bw": inter * 1e6}
-
-    def _topology(self) -> Topology:
-        memory = {"hbm_cap" if self._ranks.on_gpu else "ddr_cap": self._memory_bytes}
-        return Topology(
-            world_size=self._ranks.world_size,
-            local_world_size=self._ranks.local_world_size,
-            compute_device=self._ranks.device.type,
-            **memory,
-            **self._links,
-        )
-
-    def planner(self, name: str) -> EmbeddingShardingPlanner:
-        """Return a planner by its name."""
-        shared: dict[str, Any] = {
-            "topology": self._topology(),
-            "batch_size": self._config.batch_size,
-            "storage_reservation": FixedPercentageStorageReservation(RESERVED),
-        }
-        if name == STOCK:
-            return EmbeddingShardingPlanner(**shared)
-        limits: dict[str, Any] = {}
-        if name == BEST_PRACTICE:
-            limits = {
-                "sharding_types": ["table_wise", "column_wise"],
-                "min_partition": 32,
-            }
-        shared["constraints"] = {
-            t.name: ParameterConstraints(
-                pooling_factors=[self._profiles[t.name].pooling_factor], **limits
-            )
-            for t in self._workload.tables
-        }
-        if name == BEST_PRACTICE:
-            return EmbeddingShardingPlanner(**shared)
-        faithful: dict[str, Any] = {}
-        if name == FAITHFUL:
-            # The plan is to be that search's, good or bad.
-            faithful = {
-                "search": "neuroshard",
-                "consider_stock": False,
-                "max_switches": 0,
-            }
-        return NeuroShardPlanner(
-            **shared,
-            cost_model=self._cost_model,
-            comms_model=self._comms_model,
-            profiles=self._profiles,
-            **faithful,
-        )
-
-    def model(self) -> ConcatDLRM:
-        """The model that is planned."""
-        return ConcatDLRM(self._workload.tables, torch.device("cpu"))
-
-    def plan(self, name: str, path: Path) -> dict[str, Any]:
-        """Plan, store the plan, and tell of it."""
-        planner, model = self.planner(name), self.model()
-        start = time.perf_counter()
-        plan = planner.plan(model, [EmbeddingBagCollectionSharder()])
-        seconds = time.perf_counter() - start
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_plan(plan, path, model=model, planner=planner)
-        entry: dict[str, Any] = {
-            "planning_seconds": seconds,
-            "plan": path.name,
-            "sharding_types": _count_types(plan),
-            "rounds": [],
-        }
-        result = getattr(planner, "last_result", None)
-        if result is not None:
-            entry["gap"] = result.gap
-            entry["fallback"] = result.fallback
-            entry["warnings"] = list(result.warnings)
-        entry["predicted"] = self._predict(plan)
-        return entry
-
-    def _predict(self, plan: ShardingPlan) -> dict[str, Any]:
-        """Judge any plan by the one cost model."""
-        ours = self.planner(OURS)
-        assert isinstance(ours, NeuroShardPlanner)
-        judged = replan(plan, planner=ours, model=self.model(), budget_bytes=0).before
-        return {
-            "embedding_ms": judged.critical_path_ms,
-            "phases_ms": predicted_phases(judged),
-            **{k: v for k, v in judged.to_json().items() if k != "stages"},
-        }
-
-    def nominal_reference_ms(self) -> float:
-        """What the reference set takes where the cost model's times hold; 0 on GPUs."""
-        return float(getattr(self._cost_model, "reference_ms", 0.0))
-
-    def slowdown(self) -> tuple[float, float]:
-        """Kernels of all ranks at once against one alone, forward and backward."""
-        forward, backward = self._comms_model.compute_slowdown
-        return float(forward), float(backward)
-
-
-def predicted_phases(predicted: PredictedCosts) -> dict[str, float]:
-    """Each phase over all ranks and stages [ms]."""
-    return {
-        name: sum(
-            max(getattr(r, name) for r in stage.ranks) for stage in predicted.stages
-        )
-        for name in PHASES
+    # Measured bandwidths for TorchRec's estimate, in its bytes per millisecond.
+    links = read_comms_info(source_folder(cost_model))
+    inter_gb_per_s = links.inter_gb_per_s or links.intra_gb_per_s
+    topology = {
+        "world_size": ranks.world_size,
+        "local_world_size": ranks.local_world_size,
+        "compute_device": ranks.device.type,
+        "hbm_cap" if ranks.on_gpu else "ddr_cap": memory_bytes,
+        "intra_host_bw": links.intra_gb_per_s * 1e6,
+        "inter_host_bw": inter_gb_per_s * 1e6,
     }
-
-
-def _count_types(plan: ShardingPlan) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for module_plan in plan.plan.values():
-        for sharding in module_plan.values():
-            kind = f"{sharding.sharding_type}/{sharding.compute_kernel}"
-            counts[kind] = counts.get(kind, 0) + 1
-    return dict(sorted(counts.items()))
+    desk = PlanningDesk(
+        workload.tables,
+        profiles,
+        topology=topology,
+        batch_size=config.batch_size,
+        cost_model=load_cost_model(cost_model, device_type=ranks.device.type),
+        comms_model=comms_model,
+    )
+    return desk, comms_model
 
 
 # Step 3: training.
@@ -657,10 +408,16 @@ class Comparison:
         self._workload, self._config, self._ranks = workload, config, ranks
         self._results = results
         self._entry = results.workload(workload.name)
-        self._reference = None if ranks.on_gpu else Reference(ranks.device)
-        self._batches = self._draw()
-        profiles = ranks.on_first(self._profile)
-        self._desk = PlanningDesk(
+        self._reference = SpeedReference(ranks)
+        self._batches = draw_batches(
+            workload.tables, config.batch_size, config.seed, ranks.rank, ranks.device
+        )
+        profiles = ranks.on_first(
+            lambda: profile_tables(
+                workload.tables, config.batch_size, config.seed, ranks.world_size
+            )
+        )
+        self._desk, comms_model = make_desk(
             workload, profiles, costs, memory_bytes, config, ranks
         )
         self._entry.update(
@@ -670,47 +427,9 @@ class Comparison:
             optimizer=workload.tables[0].optimizer,
             batch_size=config.batch_size,
             exact_steps=workload.exact_steps,
-            nominal_reference_ms=self._desk.nominal_reference_ms(),
-            reference_slowdown=self._reference_slowdown(),
+            nominal_reference_ms=self._desk.nominal_reference_ms,
+            reference_slowdown=self._reference.slowdown(comms_model.compute_slowdown),
         )
-
-    def _seed(self, rank: int, number: int) -> int:
-        return (self._config.seed * 10_000 + rank) * 100 + number
-
-    def _draw(self) -> list[ClickBatch]:
-        ranks, size = self._ranks, self._config.batch_size
-        return [
-            draw_clicks(
-                self._workload.tables, size, self._seed(ranks.rank, n), ranks.device
-            )
-            for n in range(NUM_BATCHES)
-        ]
-
-    def _profile(self) -> dict[str, FeatureProfile]:
-        """Profile one iteration's input of all ranks."""
-        cpu = torch.device("cpu")
-        tables, size = self._workload.tables, self._config.batch_size
-        return profile_inputs(
-            draw_clicks(tables, size, self._seed(rank, 0), cpu).ids
-            for rank in range(self._ranks.world_size)
-        )
-
-    def _reference_slowdown(self) -> float:
-        """How much longer the reference should take on all ranks than on one alone."""
-        if self._reference is None:
-            return 1.0
-        passes = [self._reference.run_phases() for _ in range(10)]
-        forward, backward = map(statistics.median, zip(*passes, strict=True))
-        share = forward / (forward + backward)
-        slow_forward, slow_backward = self._desk.slowdown()
-        return share * slow_forward + (1 - share) * slow_backward
-
-    def _read_reference(self) -> float:
-        if self._reference is None:
-            return 0.0
-        dist.barrier(group=self._ranks.control)
-        self._reference.run()
-        return statistics.median(self._reference.run() for _ in range(9))
 
     def make_plans(self) -> None:
         """Plan with every planner whose plan is not known yet."""
@@ -721,7 +440,7 @@ class Comparison:
             path = folder / f"{self._workload.name}_{name}.json"
             try:
                 entry = self._ranks.on_first(
-                    lambda name=name, path=path: self._desk.plan(name, path)
+                    lambda name=name, path=path: self._plan(name, path)
                 )
                 self._tell(f"{name} planned in {entry['planning_seconds']:.1f} s")
             except RunError as error:
@@ -729,6 +448,13 @@ class Comparison:
                 self._tell(f"{name} failed in planning: {error}")
             self._entry["planners"][name] = entry
             self._results.save()
+
+    def _plan(self, name: str, path: Path) -> dict[str, Any]:
+        """Plan, store the plan, and tell of it."""
+        plan, planner, entry = self._desk.plan(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_plan(plan, path, model=self._desk.model(), planner=planner)
+        return {**entry, "plan": path.name, "rounds": []}
 
     def _plan_of(self, name: str) -> ShardingPlan:
         path = self._config.beside("_plans") / self._entry["planners"][name]["plan"]
@@ -738,9 +464,7 @@ class Comparison:
     def train(self) -> None:
         """Train the plans round by round; a plan that fails drops out."""
         for number in range(self._config.rounds):
-            order = list(self._entry["planners"])
-            random.Random(number).shuffle(order)
-            for name in order:
+            for name in take_turns(list(self._entry["planners"]), number):
                 entry = self._entry["planners"][name]
                 if "failed" in entry or len(entry["rounds"]) > number:
                     continue
@@ -769,7 +493,7 @@ class Comparison:
                 ),
                 control=self._ranks.control,
                 one_clock=self._ranks.one_machine,
-                reference=self._read_reference if self._reference else None,
+                reference=self._reference.read,
             )
         except (TrialError, RunError) as error:
             entry["failed"] = f"training: {error}"
@@ -800,28 +524,23 @@ def judge(workload: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """
     trained = {n: e for n, e in workload["planners"].items() if e["rounds"]}
     base = next((n for n in (BEST_PRACTICE, STOCK) if n in trained), None)
-    speeds = _speeds(workload, trained)
+    num_rounds = max((len(e["rounds"]) for e in trained.values()), default=0)
+    readings = [
+        [
+            ms
+            for e in trained.values()
+            for r in e["rounds"][number : number + 1]
+            for ms in r["reference_ms"]
+        ]
+        for number in range(num_rounds)
+    ]
+    nominal_ms = workload["nominal_reference_ms"] * workload["reference_slowdown"]
+    speeds = machine_speeds(readings, nominal_ms)
     first = next(iter(trained.values()), None)
     return {
         name: _judge_one(entry, trained.get(base or ""), first, speeds, workload)
         for name, entry in trained.items()
     }
-
-
-def _speeds(workload: dict[str, Any], trained: dict[str, Any]) -> list[float]:
-    """How fast the machine was in each round, beside when kernels were measured."""
-    nominal = workload["nominal_reference_ms"] * workload["reference_slowdown"]
-    speeds = []
-    for number in range(max((len(e["rounds"]) for e in trained.values()), default=0)):
-        references = [
-            ms
-            for e in trained.values()
-            if len(e["rounds"]) > number
-            for ms in e["rounds"][number]["reference_ms"]
-        ]
-        read = statistics.median(references)
-        speeds.append(nominal / read if nominal and read else 1.0)
-    return speeds
 
 
 def _judge_one(
@@ -834,11 +553,7 @@ def _judge_one(
     rounds = entry["rounds"]
 
     def scaled(take: Callable[[dict[str, Any]], Sequence[float]]) -> float:
-        return statistics.median(
-            ms * speed
-            for r, speed in zip(rounds, speeds, strict=False)
-            for ms in take(r)
-        )
+        return scaled_median(rounds, speeds, take)
 
     judged = {
         "iteration_ms": scaled(lambda r: r["iteration_ms"]),
@@ -1028,23 +743,13 @@ def plot(data: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return found.stdout.strip() or "unknown"
-
-
 def _describe(config: RunConfig, ranks: Ranks, costs: str) -> dict[str, Any]:
     """What the results belong to."""
     folder = source_folder(costs)
     return {
         "command": " ".join(map(shlex.quote, ["torchrun", *sys.argv])),
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "created": now(),
+        "commit": commit(),
         "hardware": dataclasses.asdict(device_fingerprint(ranks.device, 1)),
         "torchrec": getattr(torchrec, "__version__", "unknown"),
         "python": platform.python_version(),
@@ -1089,8 +794,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     try:
-        config = RunConfig.from_arguments(arguments)
-        ranks = Ranks(config)
+        config = read_options(RunConfig, arguments, __doc__ or "")
+        backend = config.backend
+        if backend == "auto" and torch.cuda.is_available():
+            backend = "nccl"  # a comparison goes to the CPU only when it is told to
+        ranks = Ranks(backend, config.timeout)
+        if ranks.world_size < 2:
+            raise RunError("one rank has nothing to place; start at least two")
         run(config, ranks)
     except (RunError, NeuroShardError) as error:
         print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)

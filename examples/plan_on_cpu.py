@@ -35,8 +35,8 @@ from torchrec_neuroshard import NeuroShardError, NeuroShardPlanner, TableConfig
 from torchrec_neuroshard.report import write_html
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 
-TORCHREC_GB = 1024**3 / 1000
-"""TorchRec takes bandwidths in bytes per millisecond and counts a GB as 2**30 bytes."""
+GB_PER_S = 1e6
+"""Of a data sheet, in bytes per millisecond: TorchRec's unit of bandwidth."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     local_world_size=min(options.ranks, options.ranks_per_node),
                     compute_device="cuda",
                     hbm_cap=int(memory_bytes),
-                    hbm_mem_bw=figure("hbm_gb_per_s") * TORCHREC_GB,
-                    intra_host_bw=figure("nvlink_gb_per_s") * TORCHREC_GB,
-                    inter_host_bw=figure("network_gb_per_s") * TORCHREC_GB,
+                    hbm_mem_bw=figure("hbm_gb_per_s") * GB_PER_S,
+                    intra_host_bw=figure("nvlink_gb_per_s") * GB_PER_S,
+                    inter_host_bw=figure("network_gb_per_s") * GB_PER_S,
                 ),
                 batch_size=options.batch_size,
                 constraints={

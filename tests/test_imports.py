@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": _COSTS | {"search", "baselines", "workloads"},
     "planner": _COSTS | {"search", "baselines", "report", "workloads"},
     # Beside it.
+    "phase_timer": {"errors", "simulator"},
     "devices": {"errors"},
     "records": _VALUES,
     "workloads": _TASKS | {"access"},
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 FENCES = {
     "fbgemm_gpu": ("collect.tbe",),
     "torch.distributed": ("collect.comms", "planner"),
-    "torchrec": ("planner",),
+    "torchrec": ("phase_timer", "planner"),
 }
 """What only these may import; for its types alone (TYPE_CHECKING), all may."""
 
@@ -217,6 +218,25 @@ def test_the_rules_themselves_have_no_cycle() -> None:
 
 
 @pytest.mark.parametrize(
+    ("folder", "others"),
+    [
+        ("examples", {"benchmarks", "harness", "planner_comparison", "tests"}),
+        ("benchmarks", {"examples", "tests"}),
+    ],
+)
+def test_examples_and_benchmarks_stand_apart(folder: str, others: set[str]) -> None:
+    paths = sorted((ROOT.parent / folder).rglob("*.py"))
+    assert paths
+    found = [
+        f"{path}:{line}: imports {name}"
+        for path in paths
+        for name, line in imports(ast.parse(path.read_text("utf-8")), "", True)
+        if within(name, others)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
     ("module", "source"),
     [
         ("tables", "from torchrec_neuroshard.search.base import Searcher"),
@@ -264,6 +284,8 @@ def test_downward_import_is_granted(module: str, source: str) -> None:
         ("collect.timing", "def f():\n    from fbgemm_gpu import x", True),
         ("planner.planners", "from torchrec.distributed import planner", False),
         ("planner.planners", "import fbgemm_gpu", True),
+        ("phase_timer", "from torchrec.distributed import embeddingbag", False),
+        ("phase_timer", "import torch.distributed as dist", True),
         ("profiles", "from torchrec.sparse import jagged_tensor", True),
         ("profiles", "if TYPE_CHECKING:\n    import torchrec", False),
         ("profiles", "if TYPE_CHECKING:\n    pass\nelse:\n    import torchrec", True),

@@ -52,6 +52,7 @@ def test_public_names_are_those_promised() -> None:
         "FeatureProfile",
         "NeuroShardError",
         "NeuroShardPlanner",
+        "PhaseTimer",
         "Placement",
         "PlacementConstraints",
         "SearchConfig",

@@ -13,7 +13,12 @@ from torchrec_neuroshard.errors import (
     PlacementError,
     TableError,
 )
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.placement import (
+    ColumnShard,
+    Placement,
+    ShardingTask,
+    format_bytes,
+)
 from torchrec_neuroshard.tables import TableConfig
 
 GIB = 2**30
@@ -84,6 +89,22 @@ def test_defaults_are_filled() -> None:
     assert task.max_shards == (4, 4)
     assert task.num_groups == 1
     assert make_task(8, 16, groups=(0, 2)).num_groups == 3
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [
+        (19.07 * GIB, "19.07 GiB"),
+        (10 * 2**20, "0.01 GiB"),
+        (5 * 2**20, "5.00 MiB"),
+        (2**20, "1.00 MiB"),
+        (2**20 - 2**10, "1023.00 KiB"),
+        (1023, "1023 bytes"),
+        (0, "0 bytes"),
+    ],
+)
+def test_memory_is_shown_in_units_that_fit(num_bytes: float, shown: str) -> None:
+    assert format_bytes(num_bytes) == shown
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torchrec_neuroshard.errors import NeuroShardError
 
 if TYPE_CHECKING:
     from torchrec_neuroshard.cost_models import load_cost_model
+    from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
@@ -26,6 +27,7 @@ __all__ = [
     "FeatureProfile",
     "NeuroShardError",
     "NeuroShardPlanner",
+    "PhaseTimer",
     "Placement",
     "PlacementConstraints",
     "SearchConfig",
@@ -39,6 +41,7 @@ __all__ = [
 _LOCATIONS = {
     "FeatureProfile": "torchrec_neuroshard.profiles",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planners",
+    "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.placement",
     "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
     "SearchConfig": "torchrec_neuroshard.search.base",

@@ -21,12 +21,24 @@ __all__ = [
     "KernelFactors",
     "Placement",
     "ShardingTask",
+    "format_bytes",
     "joined_sets",
 ]
 
 ALL_ROWS = -1
 
-_GIB = 2**30
+_UNITS = (("GiB", 2**30, 10 * 2**20), ("MiB", 2**20, 2**20), ("KiB", 2**10, 2**10))
+"""Name, bytes, and the least that is shown in it."""
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Show memory in GiB; what would be 0.00 there, in MiB, KiB or bytes."""
+    for unit, size, least in _UNITS:
+        if num_bytes >= least:
+            return f"{num_bytes / size:.2f} {unit}"
+    return f"{num_bytes:.0f} bytes"
+
+
 _MAX_LISTED = 8
 Member = TypeVar("Member", int, str)
 
@@ -402,8 +414,8 @@ class Placement:
         ):
             if used > cap:
                 raise InfeasibleError(
-                    f"rank {rank} holds {used / _GIB:.2f} GiB, it has {cap / _GIB:.2f} "
-                    "GiB"
+                    f"rank {rank} holds {format_bytes(used)}, it has "
+                    f"{format_bytes(cap)}"
                 )
 
     def _check_table(

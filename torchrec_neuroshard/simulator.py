@@ -18,6 +18,7 @@ order of `PHASES`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -580,3 +581,8 @@ def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float6
     """
     path: npt.NDArray[np.float64] = phases_CWSP.max(axis=1).sum(axis=(1, 2))
     return path
+
+
+def _members(task: ShardingTask) -> npt.NDArray[np.float64]:
+    """Say which groups are of which stage, `S x G`, 0 or 1."""
+    return np.eye(task.num_stages)[:, list(task.stages)]

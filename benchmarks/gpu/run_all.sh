@@ -99,12 +99,11 @@ columns() {
 }
 
 demo() { # One rank: predicted beside measured.
-    local size=(--max-rows 10000000 --batch-size 8192 --bottom-layers 512,256
-        --top-layers 1024,1024,512,256)
+    local size=(--max-rows 10000000 --batch-size 8192)
     [ -z "$QUICK" ] || size=(--max-rows 2000 --embedding-dim 16 --min-partition 4
         --batch-size 128 --pairs 2 --block-iterations 3)
     "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 1 \
-        examples/train_dlrm.py --device "$DEVICE" --cost-model "$bundle" \
+        benchmarks/race_plans.py --device "$DEVICE" --cost-model "$bundle" \
         --output "$OUT/demo.json" "${size[@]}"
 }
 

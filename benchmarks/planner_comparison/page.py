@@ -1,4 +1,7 @@
-"""The results for people to read: Markdown, a figure of each family, one HTML page."""
+"""The results for people to read: Markdown, a figure of each family, one HTML page.
+
+`notes` in the data, a list of sentences, stand above the tables.
+"""
 
 from __future__ import annotations
 
@@ -125,21 +128,30 @@ def tables(data: Data) -> list[Table]:
 
 
 def short_table(data: Data) -> str:
-    """Return one small table for a page that has room for no more."""
-    tasks = data["tasks"]
+    """Return all planners on the tasks that every one of them has a plan for."""
+    tasks, planners = data["tasks"], _planners(data)
+    common = [t for t in tasks if all(paired.measured(t, p, PATH) for p in planners)]
     lines = [
-        f"| planner ({len(tasks)} tasks) | plans | critical path | worst rank |",
+        f"| planner | plans of {len(tasks)} | critical path, {_tasks(common)} | "
+        "worst rank's kernels |",
         "| --- | ---: | ---: | ---: |",
     ]
-    for name in _planners(data):
-        path = paired.compare(tasks, name, BEST_PRACTICE)
-        rank = paired.compare(tasks, name, BEST_PRACTICE, WORST_RANK)
+    for name in planners:
+        path = paired.compare(common, name, BEST_PRACTICE)
+        rank = paired.compare(common, name, BEST_PRACTICE, WORST_RANK)
         if path is None or rank is None:
             continue
         plans = paired.outcomes(tasks, name)["plan"]
-        cells = (_marked(name), str(plans), f"{path.mean:.3f}", f"{rank.mean:.3f}")
+        cells = (_marked(name), str(plans), path.text(), f"{rank.mean:.3f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _tasks(tasks: Sequence[Task]) -> str:
+    """Say how many tasks there are, and in how many nothing timed the collectives."""
+    predicted = sum(t["collectives"] == "predicted" for t in tasks)
+    text = f"{len(tasks)} tasks"
+    return f"{text} ({predicted} with predicted collectives)" if predicted else text
 
 
 def _expectation_table(data: Data) -> Table:
@@ -178,7 +190,7 @@ def _summary(data: Data) -> Table:
             )
         )
     return Table(
-        title=f"Measured critical path, {len(tasks)} tasks",
+        title=f"Critical path, {_tasks(tasks)}",
         head=(
             "planner",
             "plans",
@@ -320,9 +332,12 @@ def _introduction(data: Data) -> list[str]:
 
 def markdown(data: Data, name: str) -> str:
     """Return the Markdown page."""
-    parts = ["# Planners compared on real kernels and collectives\n"]
+    parts = ["# Planners compared on timed kernels\n"]
     parts += [f"{line}\n" for line in _introduction(data)]
     parts.append(f"    {data['command']}\n")
+    if data.get("notes"):
+        parts.append("## To be read with care\n")
+        parts.append("\n".join(f"- {note}" for note in data["notes"]) + "\n")
     shown = tables(data) if data["tasks"] else []
     parts += [table.markdown() for table in shown[:2]]
     drawn = [*_families(data), _PREDICTED]
@@ -359,15 +374,17 @@ def page(data: Data, figures: dict[str, str]) -> str:
         for name, svg in figures.items()
     ]
     how = "".join(f"<li>{_inline(line)}</li>" for line in HOW)
+    notes = "".join(f"<li>{_inline(note)}</li>" for note in data.get("notes", ()))
     options = html.escape(json.dumps(data["options"], indent=1))
     return "\n".join(
         [
             "<!doctype html><html lang='en'><meta charset='utf-8'>",
             "<title>Planners compared</title>",
             f"<style>{_STYLE}</style>",
-            "<h1>Planners compared on real kernels and collectives</h1>",
+            "<h1>Planners compared on timed kernels</h1>",
             *(f"<p>{_inline(line)}</p>" for line in _introduction(data)),
             f"<pre>{html.escape(data['command'])}</pre>",
+            f"<h2>To be read with care</h2><ul>{notes}</ul>" if notes else "",
             *shown[:2],
             "<h2>Figures</h2>",
             *drawn,

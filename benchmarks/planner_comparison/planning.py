@@ -26,13 +26,13 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError
 
+from harness.models import build_collection
 from planner_comparison.paired import OURS
 from planner_comparison.plans import NotRunError, RunPlan, read_plan
 from planner_comparison.rivals import Costs, Rival, load_costs, make_rivals
 from planner_comparison.tasks import Task
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
-from torchrec_neuroshard.planner.models import build_collection
 
 
 class PlanTimeoutError(Exception):

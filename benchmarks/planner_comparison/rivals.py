@@ -142,7 +142,7 @@ def _learned(paper_nets: Path | None, hardware: str) -> Iterator[Rival]:
     if nets is not None:
         rival = _search_rival(
             PAPER_NETS,
-            "NeuroShard as published, on the paper's own nets",
+            "NeuroShard's loops as published, on nets of its own as their card says",
             lambda: PaperSearcher(NeuroShardConfig(costs="own"), models=nets),
         )
         yield dataclasses.replace(rival, training=lambda: _seconds(nets.trained_on))

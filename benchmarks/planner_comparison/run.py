@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.metadata
 import json
 import logging
 import platform
 import shlex
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 
+from harness.provenance import commit, now
 from planner_comparison.collectives import RankGroup
 from planner_comparison.kernels import KernelSettings, KernelTimer
 from planner_comparison.page import short_table, write_pages
@@ -160,9 +159,9 @@ class Comparison:
         return {
             "schema_version": SCHEMA_VERSION,
             "command": shlex.join(["python", *map(_shown, sys.argv)]),
-            "created": _now(),
-            "updated": _now(),
-            "commit": _commit(),
+            "created": now(),
+            "updated": now(),
+            "commit": commit(),
             "hardware": asdict(device_fingerprint(self._device, 1)),
             "python": platform.python_version(),
             "torchrec": importlib.metadata.version("torchrec"),
@@ -191,7 +190,7 @@ class Comparison:
             if task.name in done:
                 continue
             self.data["tasks"].append(self._run_task(task))
-            self.data["updated"] = _now()
+            self.data["updated"] = now()
             write_pages(self.data, self._options.out)
             self._say(number, self.data["tasks"][-1], time.monotonic() - start)
             limit = self._options.stop_after
@@ -238,8 +237,8 @@ class Comparison:
             entry["passes"] = min(passes[k] for k in outcome.plan.kernels)
         return {
             **task.to_json(),
-            "commit": _commit(),
-            "created": _now(),
+            "commit": commit(),
+            "created": now(),
             "collectives": how,
             "machine_speed": speed,
             "seconds": {
@@ -329,17 +328,6 @@ def _shown(argument: str) -> str:
     """Leave out where this machine keeps its files."""
     path = Path(argument)
     return path.name if path.is_absolute() else argument
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    )
-    return found.stdout.strip() or "unknown"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -70,7 +70,7 @@ def test_a_full_rank_is_not_offered() -> None:
 
 @pytest.mark.parametrize("searcher", [GreedySearcher("size"), RandomSearcher()])
 def test_a_table_that_fits_nowhere_is_named(searcher: Searcher) -> None:
-    with pytest.raises(InfeasibleError, match=r"table 't\d' needs .* GiB; the freest"):
+    with pytest.raises(InfeasibleError, match=r"table 't\d' needs .* KiB; the freest"):
         searcher.search(task(32 * 4000), *MODELS)
 
 

@@ -310,7 +310,14 @@ def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> N
         assert shown.count("no plan") >= 2 * 2  # by task, and with the reason
         assert "not met" not in shown
     assert "2/4" in text
-    assert "| **default** | 4 | 0.750 | 0.750 |" in parts("page").short_table(known)
+    short = parts("page").short_table(known)
+    assert short.startswith("| planner | plans of 4 | critical path, 2 tasks |")
+    assert "| **default** | 4 | 0.750 (0.750 to 0.750) | 0.750 |" in short
+    parts("page").write_pages({**known, "notes": ["It must be known."]}, tmp_path / "n")
+    for suffix in (".md", ".html"):
+        assert "It must be known." in (tmp_path / f"n{suffix}").read_text()
+    known["tasks"][0]["collectives"] = "predicted"
+    assert "(1 with predicted collectives)" in parts("page").short_table(known)
     assert whole.count("<svg") == 3
     assert "<script" not in whole and "src=" not in whole
     assert "&lt;default&gt;" in whole

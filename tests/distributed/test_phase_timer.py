@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ def train_two_collections(rank: int) -> dict[str, Any]:
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import Topology
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.modules.embedding_configs import PoolingType
 
-    from torchrec_neuroshard import NeuroShardPlanner
-    from torchrec_neuroshard.planner.phase_timer import PhaseTimer
+    from torchrec_neuroshard import NeuroShardPlanner, PhaseTimer
     from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
     class Model(nn.Module):
@@ -72,19 +73,34 @@ def train_two_collections(rank: int) -> dict[str, Any]:
     )
     timer = PhaseTimer(sharded, torch.device("cpu"))
     keys = [f"{name}{i}" for name, tables in TABLES.items() for i in range(len(tables))]
-    steps = []
-    for _ in range(NUM_STEPS):
-        ids = KeyedJaggedTensor(
+
+    def draw() -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
             keys=keys,
             values=torch.randint(0, 50, (len(keys) * BATCH,)),
             lengths=torch.ones(len(keys) * BATCH, dtype=torch.int64),
         )
+
+    steps = []
+    for _ in range(NUM_STEPS):
+        ids = draw()
         dist.barrier()
         start = time.perf_counter()
         sharded(ids).backward()
         end = time.perf_counter()
         taken = [dataclasses.asdict(t) for t in timer.take()]
         steps.append({"start": start, "end": end, "modules": taken})
+    pipeline = TrainPipelineSparseDist(
+        sharded,
+        sharded.fused_optimizer,
+        torch.device("cpu"),
+        custom_model_fwd=lambda ids: (sharded(ids), ids),
+    )
+    batches = iter([draw() for _ in range(NUM_STEPS)])
+    pipelined = []
+    for _ in range(NUM_STEPS):
+        pipeline.progress(batches)
+        pipelined.append([dataclasses.asdict(t) for t in timer.take()])
     task = placed = None
     if planner.last_task is not None and planner.last_result is not None:
         task = planner.last_task
@@ -92,6 +108,7 @@ def train_two_collections(rank: int) -> dict[str, Any]:
         placed = [[s.rank, task.groups[s.table]] for s in shards]
     return {
         "steps": steps,
+        "pipelined": pipelined,
         "num_kernels": timer.num_kernels,
         "num_collectives": timer.num_collectives,
         "num_stages": None if task is None else task.num_stages,
@@ -138,8 +155,21 @@ def test_phases_follow_each_other(trained: list[dict[str, Any]]) -> None:
                 assert times == sorted(times)
 
 
+def test_train_pipeline_hides_the_index_exchange_alone(
+    trained: list[dict[str, Any]],
+) -> None:
+    for rank in trained:
+        assert len(rank["pipelined"]) == NUM_STEPS
+        for module in itertools.chain(*rank["pipelined"]):
+            assert not module["spans"].pop("index_comms")
+            spans = [s for phase in PHASES[1:] for s in module["spans"][phase]]
+            assert all(module["spans"].values())
+            times = [t for s in spans for t in s]
+            assert times == sorted(times)
+
+
 def test_critical_times_fit_into_the_iteration(trained: list[dict[str, Any]]) -> None:
-    from torchrec_neuroshard.planner.phase_timer import PhaseTimes, critical_times
+    from torchrec_neuroshard.phase_timer import PhaseTimes, critical_times
 
     for steps in zip(*(rank["steps"] for rank in trained), strict=True):
         times = critical_times(
@@ -152,8 +182,8 @@ def test_critical_times_fit_into_the_iteration(trained: list[dict[str, Any]]) ->
 
 
 def test_nothing_sharded_is_an_error() -> None:
+    from torchrec_neuroshard import PhaseTimer
     from torchrec_neuroshard.errors import ConfigError
-    from torchrec_neuroshard.planner.phase_timer import PhaseTimer
 
     with pytest.raises(ConfigError, match="no sharded EmbeddingBagCollection"):
         PhaseTimer(nn.Linear(2, 2), torch.device("cpu"))

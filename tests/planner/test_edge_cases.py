@@ -303,6 +303,18 @@ def test_lists_of_unequal_length_are_refused(field: str, values: list[int]) -> N
         make_planner(constraints=only(**arguments))
 
 
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
+def test_no_pooling_factors_are_no_lookups(kind: str) -> None:
+    """As in TorchRec's estimates."""
+    costs = []
+    for factors in ([], [0.0]):
+        constraints = only(sharding_types=[kind], pooling_factors=factors)
+        _, planner = plan_of(bags(), constraints=constraints)
+        assert planner.last_result is not None
+        costs.append(planner.last_result.predicted.critical_path_ms)
+    assert costs[0] == costs[1]
+
+
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_one_value_stands_for_all_features(kind: str) -> None:
     plan, _ = plan_of(
@@ -422,17 +434,29 @@ def test_constraint_on_an_unknown_table_changes_nothing() -> None:
     assert str(plan_of(bags(), constraints=typo)[0]) == str(plan_of(bags())[0])
 
 
-def test_enumerator_without_the_constraints_is_refused() -> None:
-    enumerator = EmbeddingEnumerator(Topology(4, "cuda"), 64)
-    with pytest.raises(
-        ConfigError,
-        match=r"(?s)'t0' differ.*enumerator None.*EmbeddingEnumerator\(\.\.\., constr",
+KINDS = [(None, "table_wise"), ("row_wise", "table_wise"), ("table_wise", "row_wise")]
+
+
+@pytest.mark.parametrize(("offered", "wanted"), KINDS)
+def test_enumerator_with_other_constraints(
+    offered: str | None, wanted: str, read_types: ReadTypes
+) -> None:
+    """As in TorchRec each part keeps its own; the enumerator's make the options."""
+    topology = Topology(4, "cuda")
+    constraints = only(sharding_types=[offered]) if offered else None
+    with pytest.warns(
+        UserWarning,
+        match=r"(?s)'t0' differ.*its enumerator .*EmbeddingEnumerator\(\.\.\., constr",
     ):
-        make_planner(
+        plan, planner = plan_of(
+            bags(table(0, rows=100_000, dim=256)),
             4,
-            enumerator=enumerator,
-            constraints=only(sharding_types=["table_wise"]),
+            enumerator=EmbeddingEnumerator(topology, 64, constraints=constraints),
+            constraints=only(sharding_types=[wanted]),
         )
+    assert offered is None or read_types(plan)["t0"] == offered
+    known = planner.last_result
+    assert known is not None and any("'t0' differ" in w for w in known.warnings)
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -499,6 +523,32 @@ def test_pods_of_several_nodes(kind: str) -> None:
     if kind == "table_row_wise":
         ranks = entry(plan).ranks
         assert len(ranks) == 4 and len({r // 4 for r in ranks}) == 1
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "table_row_wise", None])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_that_do_not_fill_their_nodes(device: str, kind: str | None) -> None:
+    """TorchRec plans for them; placements name the devices of the nodes as given."""
+    if device == "cpu" and kind not in ("table_wise", None):
+        pytest.skip("TorchRec shards no rows on CPUs")
+    constraints = only(sharding_types=[kind]) if kind else {}
+    with pytest.warns(UserWarning, match="8 ranks do not fill nodes of 6: .* of 4"):
+        plan, planner = plan_of(
+            bags(),
+            8,
+            device,
+            topology={"local_world_size": 6},
+            constraints=constraints,
+            comms_model=None,
+        )
+    known = planner.last_result
+    assert known is not None
+    assert any("do not fill nodes of 6" in w for w in known.warnings)
+    if device == "cuda":
+        for sharding in plan.plan[""].values():
+            for meta in sharding.sharding_spec.shards:
+                rank = meta.placement.rank()
+                assert meta.placement.device() == torch.device("cuda", rank % 6)
 
 
 def unequal(*caps: int) -> dict[str, Any]:

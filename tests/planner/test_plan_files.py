@@ -42,6 +42,7 @@ from torchrec_neuroshard.planner import (
     save_plan,
 )
 from torchrec_neuroshard.planner.plan_files import PLAN_SCHEMA_VERSION
+from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
@@ -216,7 +217,10 @@ def test_planner_and_its_parts_say_the_same(stored: Stored) -> None:
         batch_size=64,
         cost_model=planner.costs.cost_model,
     )
-    assert read_plan(path).fingerprint == first.fingerprint
+    # How often tables are read, only planners know.
+    assert read_plan(path).fingerprint == dataclasses.replace(
+        first.fingerprint, pooling_factors=None
+    )
     assert first.fingerprint.cost_model == planner.costs.cost_model.name
     assert first.fingerprint.versions["torch"] == torch.__version__
 
@@ -329,6 +333,14 @@ def test_other_ranks_are_refused(
             {"topology": {"ddr_cap": 2**30}},
             f"memory_bytes: expected 2 x {2**30}, found 2 x ",
         ),
+        (
+            {"topology": {"intra_host_bw": 25e6}},
+            r"intra_host_bw \[GB/s\]: expected 25, found ",
+        ),
+        (
+            {"topology": {"inter_host_bw": 5e6, "hbm_mem_bw": 2e9}},
+            r"hbm_mem_bw \[GB/s\]: expected 2000, .*inter_host_bw .*: expected 5, ",
+        ),
     ],
 )
 def test_other_circumstances_are_warned_of(
@@ -341,6 +353,51 @@ def test_other_circumstances_are_warned_of(
     with pytest.warns(StalePlanWarning, match=message):
         loaded = load_plan(path, model=model, topology=topology, **arguments)
     assert loaded == plan
+
+
+@pytest.mark.parametrize("way", ["constraints", "profiles", "torchrec"])
+def test_other_lookups_are_warned_of(
+    stored: Stored, make_planner: MakePlanner, way: str
+) -> None:
+    path, model, _, plan = stored
+    constraints = {
+        name: ParameterConstraints(pooling_factors=[4.0]) for name in ("t0", "t2")
+    }
+    arguments: dict[str, Any] = {"constraints": constraints}
+    if way == "profiles":
+        often = uniform_profile(batch_size=128, pooling_factor=4.0, num_embeddings=100)
+        arguments = {"profiles": {"f0": often, "f2": often}}
+    planner = (
+        stock_planner(Topology(2, "cpu"), **arguments)
+        if way == "torchrec"
+        else make_planner(**arguments)
+    )
+    with pytest.warns(StalePlanWarning) as caught:
+        assert load_plan(path, model=model, planner=planner) == plan
+    (text,) = (str(w.message) for w in caught)
+    for name in ("t0", "t2"):
+        table = f"'sparse.ebc.{name}'"
+        assert f"pooling factor of table {table}: expected 4, found 1" in text
+    assert "t1'" not in text
+
+
+def test_lookups_that_are_much_the_same_are_not_warned_of(
+    stored: Stored, make_planner: MakePlanner
+) -> None:
+    path, model, _, plan = stored
+    nearly = ParameterConstraints(pooling_factors=[1.05])
+    planner = make_planner(constraints={"t0": nearly})
+    assert load_plan(path, model=model, planner=planner) == plan
+
+
+def test_files_without_lookups_and_bandwidths_are_read(stored: Stored) -> None:
+    path, model, planner, plan = stored
+
+    def change(data: dict[str, Any]) -> None:
+        del data["fingerprint"]["gb_per_s"], data["fingerprint"]["pooling_factors"]
+
+    edit(path, change)
+    assert load_plan(path, model=model, planner=planner) == plan
 
 
 def test_other_hardware_and_versions_are_warned_of(stored: Stored) -> None:

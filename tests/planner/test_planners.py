@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,10 +36,15 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, ProfileError
-from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner import NeuroShardPlanner, partitioners
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.profiles import FeatureProfile, uniform_profile
-from torchrec_neuroshard.search import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search import (
+    SearchConfig,
+    Searcher,
+    SearchResult,
+    limited,
+)
 from torchrec_neuroshard.search.default import NeuroShardSearcher
 from torchrec_neuroshard.search.progress import ProgressLine
 from torchrec_neuroshard.simulator import PHASES
@@ -689,6 +696,54 @@ def test_timeout_limits_the_search(make_planner: MakePlanner) -> None:
         timeout_seconds=300, search=SearchConfig(time_budget_seconds=10.0)
     )
     assert planner._partitioner._searcher.config.time_budget_seconds == 10.0
+
+
+@pytest.mark.parametrize("name", ["neuroshard", "annealing", "milp"])
+def test_timeout_limits_named_searches(make_planner: MakePlanner, name: str) -> None:
+    def seconds(**arguments: Any) -> float:
+        searcher: Any = make_planner(search=name, **arguments)._partitioner.searcher
+        assert searcher.name == name
+        return float(searcher.config.time_budget_seconds)
+
+    own = seconds()
+    assert own > 3.0
+    assert seconds(timeout_seconds=3) == 3.0
+    assert seconds(timeout_seconds=10**6) == min(own, 10**6)
+
+
+@pytest.mark.parametrize("search", ["default", "annealing"])
+def test_all_searches_of_a_plan_share_one_budget(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    monkeypatch: pytest.MonkeyPatch,
+    search: str,
+) -> None:
+    """Of a plan of TorchRec's proposers, which propose one change after the other."""
+    planner = make_planner(
+        4,
+        "cuda",
+        search=search,
+        timeout_seconds=20,
+        proposer=GreedyProposer(use_depth=False),
+    )
+    kind: Any = type(planner._partitioner.searcher)
+    original, now, given = kind.search, [0.0], []
+
+    def take_all_of_it(self: Any, *arguments: Any) -> SearchResult:
+        seconds = self.config.time_budget_seconds
+        given.append(seconds)
+        now[0] += seconds
+        quick = limited(self, 0.01)
+        found: SearchResult = original(quick, *arguments)
+        return dataclasses.replace(found, search_seconds=seconds)
+
+    monkeypatch.setattr(kind, "search", take_all_of_it)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(partitioners, "time", clock)
+    planner.plan(make_ebc([(1000 * (i + 1), 16) for i in range(8)]), sharders)
+    assert len(given) > 15
+    assert sum(given) <= 20.0 + len(given) * partitioners.QUICK_SECONDS
 
 
 @pytest.mark.filterwarnings("ignore:HeuristicalStorageReservation:FutureWarning")

@@ -11,6 +11,10 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import (
     EnumerableShardingSpec,
@@ -176,6 +180,37 @@ def test_predictions_are_the_planners(make_job: MakeJob) -> None:
     assert job.replan(0, plan=own).before == known.predicted
     result = job.replan()
     assert result.after == job.replan(0, plan=result.plan).before
+
+
+def test_a_planner_that_planned_before_replans_another_plan(
+    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: list[Any]
+) -> None:
+    """Table-wise and column-wise tables run one after the other: two stages."""
+    ebc = make_ebc(SIZES)
+    kinds = [TABLE, COLUMN, TABLE, COLUMN, TABLE]
+    mixed = EmbeddingShardingPlanner(
+        topology=Topology(2, "cpu"),
+        batch_size=64,
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        stats=[],
+        constraints={
+            f"t{i}": ParameterConstraints(**kind, min_partition=16)
+            for i, kind in enumerate(kinds)
+        },
+    ).plan(ebc, sharders)
+    results = []
+    for planned in (True, False):
+        planner = make_planner(2)
+        if planned:
+            planner.plan(ebc, sharders)
+        results.append(
+            replan(
+                mixed, planner=planner, model=ebc, sharders=sharders, budget_bytes=HUGE
+            )
+        )
+    used, fresh = results
+    assert len(used.before.stages) == 2
+    assert used == dataclasses.replace(fresh, search_seconds=used.search_seconds)
 
 
 @pytest.mark.parametrize("optimizer", [None, RowWiseAdagrad, torch.optim.Adagrad])

@@ -130,7 +130,7 @@ def test_a_table_stays_off_ranks_without_memory(
             assert split.whole_rank in room
         else:
             assert split.whole_rank is None and split.whole_ms is None
-            assert "needs 0.00 GiB, more than any rank has free" in split.reason(1.0)
+            assert "needs 250.00 KiB, more than any rank has free" in split.reason(1.0)
 
 
 def test_text_and_json_hold_the_figures() -> None:

@@ -22,7 +22,7 @@ from torchrec_neuroshard.baselines.common import (
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.search.shards import Floats, Ints
@@ -37,7 +37,6 @@ __all__ = [
     "place_greedily",
 ]
 
-_GIB = 2**30
 
 GREEDY_KEYS: Mapping[str, Callable[[TableConfig], float]] = {
     "size": lambda t: float(t.weight_bytes),
@@ -164,8 +163,8 @@ def _ranks_with_room(
     if not len(free):
         rank = int(room.argmax())
         raise InfeasibleError(
-            f"table '{task.tables[table].name}' needs {needed / _GIB:.2f} GiB; the "
-            f"freest rank, {rank}, has {room[rank] / _GIB:.2f} GiB left. This search "
+            f"table '{task.tables[table].name}' needs {format_bytes(needed)}; the "
+            f"freest rank, {rank}, has {format_bytes(room[rank])} left. This search "
             "keeps tables whole and never moves one: allow column splits by another "
             f"search or raise world_size ({task.world_size})."
         )

@@ -70,7 +70,7 @@ from torchrec_neuroshard.baselines.neuroshard_training import (
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.features import ShardFeaturizer
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import Placement, ShardingTask, format_bytes
 from torchrec_neuroshard.search.base import (
     NEUROSHARD_BEAM_WIDTH,
     NEUROSHARD_CANDIDATES,
@@ -100,7 +100,6 @@ Ranks = list[list[Shard]]
 NEUROSHARD_ROUNDS = 10
 """Most halvings in a plan: NeuroShard, L."""
 _PAPER_VALUE_BYTES = 4
-_GIB = 2**30
 _DIM = PAPER_FEATURES.index("dim")
 
 FALLBACK_SAMPLES = 2_000
@@ -537,7 +536,7 @@ class PaperSearcher(Searcher):
         placement.check(dataclasses.replace(task, memory_bytes=()))
         used = placement.rank_bytes(task)
         return [
-            f"rank {rank} holds {held / _GIB:.2f} GiB, it has {cap / _GIB:.2f} GiB: "
+            f"rank {rank} holds {format_bytes(held)}, it has {format_bytes(cap)}: "
             "faithful_memory counts the weights alone, as fp32"
             for rank, (held, cap) in enumerate(
                 zip(used, task.memory_bytes, strict=False)

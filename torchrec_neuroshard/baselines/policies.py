@@ -50,7 +50,7 @@ from torchrec_neuroshard.errors import (
     FeatureSchemaError,
     InfeasibleError,
 )
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import Placement, ShardingTask, format_bytes
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.rules import require_unconstrained
@@ -95,7 +95,7 @@ occur 2**(j-1)+1 to 2**j times."""
 _STANDARDISED = 4
 """The first columns are standardised; shares are taken as they are."""
 _PAPER_BATCH_SIZE = 65_536
-_GB, _GIB = 1e9, 2**30
+_GB = 1e9
 _STD_FLOOR = 1e-6
 _ILLEGAL = -1e9
 _SHIPPED = Path(__file__).parent.parent / "pretrained" / "policies"
@@ -581,7 +581,7 @@ class PolicySearcher(Searcher):
     def _over_memory(self, task: ShardingTask, placement: Placement) -> list[str]:
         used = placement.rank_bytes(task)
         return [
-            f"rank {rank} holds {held / _GIB:.2f} GiB, it has {cap / _GIB:.2f} GiB: "
+            f"rank {rank} holds {format_bytes(held)}, it has {format_bytes(cap)}: "
             "faithful_memory lets it"
             for rank, (held, cap) in enumerate(
                 zip(used, task.memory_bytes, strict=False)
@@ -616,8 +616,8 @@ def _stuck(task: ShardingTask, table: int) -> InfeasibleError:
     config = task.tables[table]
     needed = task.shard_bytes(table, config.embedding_dim)
     return InfeasibleError(
-        f"table '{config.name}' needs {needed / _GIB:.2f} GiB and fits on no rank any "
+        f"table '{config.name}' needs {format_bytes(needed)} and fits on no rank any "
         "more. This search keeps tables whole and never moves one: allow column splits "
         f"by another search, raise world_size ({task.world_size}) or the memory "
-        f"({max(task.memory_bytes) / _GIB:.2f} GiB on the largest rank)."
+        f"({format_bytes(max(task.memory_bytes))} on the largest rank)."
     )

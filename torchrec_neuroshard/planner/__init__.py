@@ -1,6 +1,6 @@
 """TorchRec's planner interfaces, implemented on learned costs.
 
-Nothing outside this subpackage imports torchrec.
+Beside it only `phase_timer` imports torchrec.
 """
 
 from torchrec_neuroshard.planner.constraints import PlacementConstraints

@@ -170,23 +170,6 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
             for own, room in needs
         )
 
-    def relisted(self, estimator: ShardEstimator) -> NeuroShardEnumerator:
-        """Return an enumerator of the model listed last, at another estimator's costs.
-
-        Memory is as estimated before.
-
-        Args:
-            estimator: Sets the `perf` of every shard.
-        """
-        other = copy.copy(self)
-        other._estimators = [estimator]
-        with _nothing_collected():
-            options = copy.deepcopy(self.last_stored_search_space)
-            assert options is not None, "something was listed"
-            other.populate_estimates(options)
-        other._last_stored_search_space = options
-        return other
-
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set storage and perf of all shards; afterwards options are cheap to copy.
 

@@ -43,7 +43,8 @@ from torchrec_neuroshard.planner.table_reader import (
     has_own_optimizer,
     table_name,
 )
-from torchrec_neuroshard.search import NeuroShardSearcher, make_searcher
+from torchrec_neuroshard.planner.topologies import whole_nodes
+from torchrec_neuroshard.search import NeuroShardSearcher, limited, make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
 
@@ -55,8 +56,12 @@ _TIERS = ("hbm", "ddr", "ssd")
 
 LATER_EFFORT = 0.3
 """Effort of the searches after a plan's first one, relative to it."""
+LATER_SHARE = 4.0
+"""What all of them may take together, relative to the first one."""
 LEAST_SECONDS = 0.5
-"""What a later search gets however little of the time budget is left."""
+"""A first search that took less counts as this."""
+QUICK_SECONDS = 0.05
+"""What a search gets that comes later still: enough to place tables, not to improve."""
 
 PlacedShards = frozenset[tuple[str, int, int, int]]
 """Table name, offset, width and rank of each shard: what a plan comes down to."""
@@ -245,6 +250,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                     error_type=PlannerErrorType.PARTITION,
                     message=f"rank {rank} of a given plan holds more than its memory",
                 )
+        self.costs.share_launches(kept)
         self.costs.attribute(kept)
         return kept
 
@@ -266,8 +272,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION, message=str(error)
             ) from error
-        if self._seconds is not None:
-            self._seconds += time.monotonic() - start
+        finally:
+            if self._seconds is not None:
+                self._seconds += time.monotonic() - start
         try:
             result.placement.check(task)
         except PlacementError as error:
@@ -280,19 +287,26 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     def _next_searcher(self) -> Searcher:
         """Return a searcher with what is left of the plan's time budget."""
         searcher = self._searcher
-        first = self._seconds is None or not self.records
-        if first or type(searcher) is not NeuroShardSearcher:
+        if self._seconds is None or not self.records:
             return searcher
-        assert self._seconds is not None
-        config = searcher.config
-        left = config.time_budget_seconds - self._seconds
-        return NeuroShardSearcher(
-            dataclasses.replace(
-                config,
-                effort=config.effort * LATER_EFFORT,
-                time_budget_seconds=max(left, LEAST_SECONDS),
+        config: Any = getattr(searcher, "config", None)
+        left = getattr(config, "time_budget_seconds", math.inf) - self._seconds
+        if type(searcher) is NeuroShardSearcher:
+            first = self.records[0].result.search_seconds
+            share = LATER_SHARE * max(first, LEAST_SECONDS)
+            left = min(left, first + share - self._seconds)
+            less: dict[str, Any] = (
+                {"effort": config.effort * LATER_EFFORT}
+                if left > 0
+                else {
+                    "beam_width": 1,
+                    "num_candidates": 1,
+                    "refine": False,
+                    "exhaustive_limit": 0,
+                }
             )
-        )
+            searcher = NeuroShardSearcher(dataclasses.replace(config, **less))
+        return limited(searcher, max(left, QUICK_SECONDS))
 
     def _task(
         self,
@@ -315,7 +329,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             tables=tables,
             world_size=topology.world_size,
             batch_size=options[0].batch_size * topology.world_size,
-            local_world_size=topology.local_world_size,
+            local_world_size=whole_nodes(
+                topology.world_size, topology.local_world_size
+            ),
             memory_bytes=tuple(max(0, getattr(m, self._tier)) for m in memory),
             fixed_bytes=tuple(math.ceil(s.fixed[self._tier]) for s in storages),
             column_bytes=tuple(s.per_column[self._tier] for s in storages),

@@ -54,7 +54,12 @@ from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.table_reader import device_tier, table_configs
+from torchrec_neuroshard.planner.find_comms import GB_PER_S
+from torchrec_neuroshard.planner.table_reader import (
+    TableReader,
+    device_tier,
+    table_configs,
+)
 from torchrec_neuroshard.search.base import SearchResult
 
 __all__ = [
@@ -80,6 +85,17 @@ logger = logging.getLogger(__name__)
 
 PLAN_SCHEMA_VERSION = 1
 """Version of the file's layout; files of a later one are refused."""
+
+_BANDWIDTHS = (
+    "hbm_mem_bw",
+    "ddr_mem_bw",
+    "hbm_to_ddr_mem_bw",
+    "intra_host_bw",
+    "inter_host_bw",
+)
+_SAME_POOLING = 0.1
+"""Relative difference in lookups that one profile of a job has to the next."""
+_MOST_NAMED = 3
 
 _FORMAT = "torchrec_neuroshard.plan"
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
@@ -180,6 +196,10 @@ class PlanFingerprint:
     placement: Mapping[str, Any] | None = None
     """Which ranks tables may be on (`PlacementConstraints.to_json`); None: any, or not
     known."""
+    gb_per_s: Mapping[str, float] | None = None
+    """Bandwidths of the topology; None: not known."""
+    pooling_factors: Mapping[str, float] | None = None
+    """Full name of a table -> ids that a sample looks up in it; None: not known."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
 
@@ -221,6 +241,9 @@ class PlanFingerprint:
                 cost_model=data["cost_model"],
                 hardware=data["hardware"],
                 placement=data["placement"],
+                # Not in the files of the first versions.
+                gb_per_s=data.get("gb_per_s"),
+                pooling_factors=data.get("pooling_factors"),
                 versions=dict(data["versions"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -248,6 +271,8 @@ class _Job:
     hardware: str | None
     placement: PlacementConstraints | None = None
     result: SearchResult | None = None
+    reader: TableReader | None = None
+    """Knows how often tables are read; None: nobody said."""
 
     @classmethod
     def of(
@@ -274,6 +299,13 @@ class _Job:
                 hardware=model.hardware if model else None,
                 placement=getattr(planner, "placement_constraints", None),
                 result=getattr(planner, "last_result", None),
+                reader=costs.reader
+                if costs
+                else TableReader(
+                    world_size=int(planner._topology.world_size),
+                    constraints=planner._constraints,
+                    profiles=None,
+                ),
             )
         if topology is None:
             raise ConfigError(
@@ -306,6 +338,19 @@ class _Job:
             cost_model=self.cost_model,
             hardware=self.hardware,
             placement=self.placement.to_json() if self.placement else None,
+            gb_per_s={
+                name: round(float(getattr(self.topology, name)) * GB_PER_S, 3)
+                for name in _BANDWIDTHS
+                if hasattr(self.topology, name)
+            },
+            pooling_factors=None
+            if self.reader is None
+            else {
+                t.full_name: self.reader.pooling_factor(
+                    t.name, t.feature_names, self.batch_size
+                )
+                for t in tables
+            },
             versions=_versions(),
         )
 
@@ -421,9 +466,9 @@ def load_plan(
         PlanFileError: The file is missing, damaged, or of a later version.
 
     Warns:
-        StalePlanWarning: Memory, batch size, cost model, placement constraints or
-            package versions are not those of the plan: it works, but a new one may be
-            better.
+        StalePlanWarning: Memory, bandwidths, batch size, pooling factors, cost model,
+            placement constraints or package versions are not those of the plan: it
+            works, but a new one may be better.
     """
     job = _Job.of(planner, topology, batch_size, cost_model)
     stored = read_plan(path)
@@ -742,11 +787,26 @@ def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMi
         a, b = getattr(current, field_name), getattr(stored, field_name)
         if a != b and a is not None and b is not None:
             yield _mismatch(field_name, a, b)
+    ours, theirs = current.gb_per_s or {}, stored.gb_per_s or {}
+    for name in sorted(ours.keys() & theirs.keys()):
+        if not math.isclose(ours[name], theirs[name], rel_tol=1e-3):
+            yield _mismatch(f"{name} [GB/s]", ours[name], theirs[name])
+    ours, theirs = current.pooling_factors or {}, stored.pooling_factors or {}
+    changed = [
+        name
+        for name in sorted(ours.keys() & theirs.keys())
+        if not math.isclose(ours[name], theirs[name], rel_tol=_SAME_POOLING)
+    ]
+    for name in changed[:_MOST_NAMED]:
+        yield _mismatch(f"pooling factor of table '{name}'", ours[name], theirs[name])
+    if more := changed[_MOST_NAMED:]:
+        total, before = (sum(p[n] for n in more) for p in (ours, theirs))
+        yield _mismatch(f"those of {len(more)} more tables together", total, before)
     for package in sorted(current.versions.keys() | stored.versions.keys()):
-        ours = current.versions.get(package, "none")
-        theirs = stored.versions.get(package, "none")
-        if ours != theirs:
-            yield _mismatch(f"version of {package}", ours, theirs)
+        a = current.versions.get(package, "none")
+        b = stored.versions.get(package, "none")
+        if a != b:
+            yield _mismatch(f"version of {package}", a, b)
 
 
 def _mismatch(field: str, expected: Any, found: Any) -> PlanMismatch:
@@ -754,6 +814,8 @@ def _mismatch(field: str, expected: Any, found: Any) -> PlanMismatch:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
     if not isinstance(value, tuple):
         return str(value)
     if len(value) > 1 and len(set(value)) == 1:

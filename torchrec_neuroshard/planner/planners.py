@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
 import pickle
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,12 +59,15 @@ from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
 from torchrec_neuroshard.planner.topologies import default_topology, memory_notes
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain
+from torchrec_neuroshard.search import limited, make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.progress import ProgressLine
 
 __all__ = ["NeuroShardPlanner"]
 
 logger = logging.getLogger(__name__)
+
+_Constraints = dict[str, ParameterConstraints] | None
 
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
@@ -95,8 +100,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         topology: The devices to plan for. None: TorchRec's default for the process
             group, with the memory that the visible GPU really has.
         batch_size: Samples per rank.
-        enumerator: None: `NeuroShardEnumerator`. One of TorchRec's or this package's
-            must have the same constraints; they stand in for those left out here.
+        enumerator: None: `NeuroShardEnumerator`. The constraints of TorchRec's or this
+            package's stand in for those left out here; where both differ, tables are
+            sharded by the enumerator's, and a warning says so.
         storage_reservation: None: TorchRec's default.
         proposer: None: `NeuroShardProposer`.
         partitioner: None: `NeuroShardPartitioner`.
@@ -121,8 +127,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
-        ConfigError: There is no such cost model or search; the enumerator has other
-            constraints; or the partitioner cannot keep placement constraints.
+        ConfigError: There is no such cost model or search, or the partitioner cannot
+            keep placement constraints.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -153,8 +159,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         **kwargs: Any,
     ) -> None:
         given, topology = topology, topology or default_topology()
-        self._notes = memory_notes(topology, is_default=given is None)
-        constraints = _agreed_constraints(constraints, enumerator)
+        constraints, offered, notes = _own_constraints(constraints, enumerator)
+        self._notes = (*memory_notes(topology, is_default=given is None), *notes)
         shared = {
             "topology": topology,
             "batch_size": batch_size,
@@ -175,7 +181,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         }
         self.costs = PlanCosts(
             topology,
-            constraints,
+            offered,
             cost_model=cost_model,
             comms_model=comms_model,
             profiles=profiles,
@@ -189,15 +195,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             enumerator = NeuroShardEnumerator(
                 topology,
                 batch_size or BATCH_SIZE,
-                constraints,
+                offered,
                 costs=self.costs,
                 placement=self.placement_constraints,
             )
         if partitioner is None:
             partitioner = NeuroShardPartitioner(
                 topology,
-                constraints,
-                search=_settings(search, timeout_seconds),
+                offered,
+                search=_searcher(search, timeout_seconds),
                 enumerator=enumerator,
                 placement=self.placement_constraints,
                 costs=self.costs,
@@ -212,13 +218,19 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             )
         own = NeuroShardProposer(
             topology,
-            constraints,
+            offered,
             placement=self.placement_constraints,
             max_switches=max_switches,
             time_budget_seconds=_time_budget(partitioner),
             costs=self.costs,
         )
         proposers = proposer if isinstance(proposer, list) else [proposer or own]
+        # Those of TorchRec forget nothing in `load`: each plan starts from here.
+        self._unused = [
+            (p, copy.deepcopy(vars(p)))
+            for p in proposers
+            if type(p).__module__.startswith("torchrec.")
+        ]
         all_callbacks = [*(callbacks or []), self._remember]
         self._stock = StockPlanner(
             stock_arguments,
@@ -230,6 +242,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         if consider_stock and isinstance(partitioner, NeuroShardPartitioner):
             proposers = [*proposers, self._stock.proposer]
             all_callbacks = [self._compare, *all_callbacks]
+        elif consider_stock:
+            self._notes += (
+                "TorchRec's own plan was not looked at: the partitioner given, "
+                f"{type(partitioner).__name__}, does not price plans that have ranks",
+            )
         super().__init__(
             **shared,
             callbacks=all_callbacks,
@@ -237,7 +254,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             proposer=proposers,
             partitioner=partitioner,
             performance_model=performance_model
-            or NeuroShardPerfModel(topology, constraints, costs=self.costs),
+            or NeuroShardPerfModel(topology, offered, costs=self.costs),
             timeout_seconds=timeout_seconds,
         )
 
@@ -264,6 +281,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 loaded plan breaks them.
         """
         self._started = time.monotonic()
+        for proposer, state in self._unused:
+            proposer.__dict__.update(copy.deepcopy(state))
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
         self._forget()
@@ -385,6 +404,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         rating = self._stock.proposer.rating
         if rating is not None and rating < best and self._stock.made(options):
             against = f"{best:.4g} ms" if math.isfinite(best) else "none"
+            if not any(hasattr(p, "best_rating") for p in self._proposers):
+                against = "of the proposals given no less"
             self._fallback = (
                 f"it is predicted to take {rating:.4g} ms, the search's {against}"
             )
@@ -438,28 +459,35 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._known = dataclasses.replace(known, seconds=seconds)
 
 
-def _agreed_constraints(
+def _own_constraints(
     constraints: Mapping[str, ParameterConstraints] | None,
     enumerator: Enumerator | None,
-) -> dict[str, ParameterConstraints] | None:
-    """Constraints of the planner and of the enumerator it was given.
+) -> tuple[_Constraints, _Constraints, tuple[str, ...]]:
+    """Constraints of the planner, and those that its enumerator lists options by.
 
-    Raises:
-        ConfigError: The two differ.
+    Returns:
+        Both, and what to know where they differ.
     """
+    wanted = dict(constraints) if constraints else None
     stock = type(enumerator) in (EmbeddingEnumerator, NeuroShardEnumerator)
     if enumerator is None or not stock:
-        return dict(constraints) if constraints else None
-    offered = enumerator._constraints or {}
-    wanted = constraints or offered
-    for name in sorted({*wanted, *offered}):
-        if wanted.get(name) != offered.get(name):
-            raise ConfigError(
-                f"constraints of table '{name}' differ: the planner has "
-                f"{wanted.get(name)}, its enumerator {offered.get(name)}; pass the "
-                f"same to {type(enumerator).__name__}(..., constraints=constraints)"
-            )
-    return dict(wanted) or None
+        return wanted, wanted, ()
+    offered = dict(enumerator._constraints or {}) or None
+    if wanted is None:
+        return offered, offered, ()
+    known = offered or {}
+    differ = [n for n in sorted({*wanted, *known}) if wanted.get(n) != known.get(n)]
+    if not differ:
+        return wanted, offered, ()
+    name, more = differ[0], len(differ) - 1
+    text = (
+        f"constraints of table '{name}'{f' and {more} more' if more else ''} differ: "
+        f"the planner has {wanted.get(name)}, its enumerator {known.get(name)}. As in "
+        "TorchRec, tables are sharded by the enumerator's; pass the same to "
+        f"{type(enumerator).__name__}(..., constraints=constraints)"
+    )
+    warnings.warn(text, stacklevel=3)
+    return wanted, offered, (text,)
 
 
 def _time_budget(partitioner: Partitioner) -> float:
@@ -470,19 +498,17 @@ def _time_budget(partitioner: Partitioner) -> float:
     return float(known or SearchConfig().time_budget_seconds)
 
 
-def _settings(
+def _searcher(
     search: str | SearchConfig | Searcher, timeout_seconds: int | None
-) -> str | SearchConfig | Searcher:
-    """Keep the default search to the planner's timeout, and show it on a terminal."""
-    if not (search == "default" or isinstance(search, SearchConfig)):
-        return search
-    config = search if isinstance(search, SearchConfig) else SearchConfig()
-    if timeout_seconds is not None:
-        budget = min(config.time_budget_seconds, float(timeout_seconds))
-        config = dataclasses.replace(config, time_budget_seconds=budget)
-    if config.progress is None and sys.stderr.isatty():
-        config = dataclasses.replace(config, progress=ProgressLine())
-    return config
+) -> Searcher:
+    """Keep a search to the planner's timeout; show the default one on a terminal."""
+    if search == "default" or isinstance(search, SearchConfig):
+        config = search if isinstance(search, SearchConfig) else SearchConfig()
+        if config.progress is None and sys.stderr.isatty():
+            config = dataclasses.replace(config, progress=ProgressLine())
+        search = config
+    searcher = make_searcher(search)
+    return searcher if timeout_seconds is None else limited(searcher, timeout_seconds)
 
 
 def _portable(error: Exception | None) -> Exception | None:

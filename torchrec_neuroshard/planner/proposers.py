@@ -21,7 +21,11 @@ from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.ideals import IdealCosts, Layout
 from torchrec_neuroshard.planner.kernels import is_estimated
-from torchrec_neuroshard.planner.table_reader import device_tier, is_dense, table_name
+from torchrec_neuroshard.planner.table_reader import (
+    cannot_run,
+    device_tier,
+    table_name,
+)
 from torchrec_neuroshard.planner.topologies import node_size
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -276,7 +280,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         others = [
             i
             for i, o in enumerate(options)
-            if i != choice and not _cannot_run(o) and self._fits(o)
+            if i != choice and not cannot_run(o) and self._fits(o)
         ]
         return min(others, key=lambda i: _cost_order(options[i]), default=choice)
 
@@ -309,7 +313,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             less = [
                 i
                 for i, o in enumerate(options)
-                if not _cannot_run(o) and self._fits(o) and measure(o) < least
+                if not cannot_run(o) and self._fits(o) and measure(o) < least
             ]
             if less:
                 choices[table] = min(less, key=lambda i: _cost_order(options[i]))
@@ -359,7 +363,7 @@ class NeuroShardProposer(CostedPart, Proposer):
                 like = choice == self._free_choices[table] or not (
                     self.costs.reader.is_searched(option)
                 )
-                if choice != base[table] and like and not _cannot_run(option):
+                if choice != base[table] and like and not cannot_run(option):
                     kinds.setdefault(key, []).append((table, choice))
         for _, changes in sorted(kinds.items()):
             # Those first that gain most, each taken for itself.
@@ -410,21 +414,15 @@ def _least(
     return min(range(len(options)), key=lambda i: order(options[i]))
 
 
-def _cannot_run(option: ShardingOption) -> bool:
-    """Fused kernels need widths that are multiples of four."""
-    widths = (s.size[1] for s in option.shards)
-    return not is_dense(option) and any(w % COLUMN_MULTIPLE for w in widths)
-
-
 def _cost_order(option: ShardingOption) -> tuple[Any, ...]:
     cost = max(s.perf.total for s in option.shards)
-    return (_cannot_run(option), cost, *_name_order(option))
+    return (cannot_run(option), cost, *_name_order(option))
 
 
 def _memory_order(option: ShardingOption) -> tuple[Any, ...]:
     scarce = max(s.storage.hbm for s in option.shards)
     other = max(s.storage.ddr for s in option.shards)
-    return (_cannot_run(option), scarce, other, *_name_order(option))
+    return (cannot_run(option), scarce, other, *_name_order(option))
 
 
 def _name_order(option: ShardingOption) -> tuple[Any, ...]:

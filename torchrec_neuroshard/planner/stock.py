@@ -14,7 +14,6 @@ from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import (
     Enumerator,
     PlannerError,
@@ -26,13 +25,17 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
 
-from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.shard_estimators import (
     OutOfTimeError,
     StorageEstimator,
     TimedEstimator,
 )
-from torchrec_neuroshard.planner.table_reader import TableReader
+from torchrec_neuroshard.planner.table_reader import (
+    TableReader,
+    cannot_run,
+    table_name,
+)
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["PlacedPlanProposer", "StockPlanner", "report_full"]
 
@@ -78,7 +81,9 @@ class StockPlanner:
         self.proposer = PlacedPlanProposer(self._candidate)
         self.seconds = 0.0
         self.skipped: str | None = None
+        # As they are before any use: they keep what they learn.
         self._arguments = dict(arguments)
+        self._arguments["proposer"] = copy.deepcopy(arguments["proposer"])
         self._reader = reader
         self._breach = breach
         self._time_budget_seconds = time_budget_seconds
@@ -142,8 +147,11 @@ class StockPlanner:
             options[:] = chosen
             return chosen
 
-        callbacks = [*(arguments["callbacks"] or []), take]
-        planner = EmbeddingShardingPlanner(**{**arguments, "callbacks": callbacks})
+        own = {
+            "callbacks": [*(arguments["callbacks"] or []), take],
+            "proposer": copy.deepcopy(arguments["proposer"]),
+        }
+        planner = EmbeddingShardingPlanner(**{**arguments, **own})
         with report_full(self._storage_reservation):
             return planner.plan(module, sharders), options
 
@@ -176,7 +184,7 @@ class StockPlanner:
         deadline = start + ESTIMATING_SHARE * allowed
         try:
             if arguments["enumerator"] is None:
-                arguments["enumerator"] = self._relisted(deadline)
+                arguments["enumerator"] = self._timed_options(deadline)
             # TorchRec's clock starts when the options are listed.
             left = max(start + allowed - time.monotonic(), 0.1)
             _, options = self._run({**arguments, "timeout_seconds": left})
@@ -193,43 +201,42 @@ class StockPlanner:
             logger.info("%s", obstacle)
             return None
         self._plan = _signature(options)
+        # Its costs are comparable once they come from where all others do.
+        self._enumerator.populate_estimates(options)
         return options
 
     def _obstacle(self, options: Sequence[ShardingOption]) -> str | None:
         """Why a plan of TorchRec's cannot be used, if so."""
-        if not _can_run(options):
+        if not _is_even(options):
             return (
                 "TorchRec's own plan splits sequences of one module to unlike widths, "
                 "which its all-to-all cannot run"
             )
+        for option in filter(cannot_run, options):
+            return (
+                f"TorchRec's own plan gives table '{table_name(option)}' the kernel "
+                f"'{option.compute_kernel}', which takes widths that are multiples of "
+                f"{COLUMN_MULTIPLE}"
+            )
         breach = self._breach(options)
         return breach and f"TorchRec's own plan breaks placement constraints: {breach}"
 
-    def _relisted(self, deadline: float) -> NeuroShardEnumerator:
-        """Our options, in an order that no hash seed changes, at TorchRec's costs.
-
-        To TorchRec, the options that ours leaves out cost as much as others, or more.
-        """
-        timed = TimedEstimator(
-            self._arguments["topology"],
-            self._arguments["constraints"],
-            deadline=deadline,
-        )
-        enumerator: NeuroShardEnumerator = self._enumerator
-        listed = enumerator.last_stored_search_space or ()
+    def _timed_options(self, deadline: float) -> EmbeddingEnumerator:
+        """TorchRec's enumerator, but it gives up at the deadline."""
+        listed = self._enumerator.last_stored_search_space or ()
         needed = LEAST_SHARD_SECONDS * sum(len(o.shards) for o in listed)
         if time.monotonic() + needed > deadline:
             raise OutOfTimeError("TorchRec's estimates would take too long")
-        return enumerator.relisted(timed)
+        return self._every_option(deadline)
 
-    def _every_option(self) -> EmbeddingEnumerator:
+    def _every_option(self, deadline: float = math.inf) -> EmbeddingEnumerator:
         """TorchRec's enumerator, with the state of all optimizers in the memory."""
         topology, constraints = (
             self._arguments["topology"],
             self._arguments["constraints"],
         )
         estimators = [
-            EmbeddingPerfEstimator(topology=topology, constraints=constraints),
+            TimedEstimator(topology, constraints, deadline=deadline),
             StorageEstimator(topology, constraints, reader=self._reader),
         ]
         batch_size = self._arguments["batch_size"] or BATCH_SIZE
@@ -316,7 +323,7 @@ def report_full(reservation: StorageReservation) -> Iterator[None]:
         ) from error
 
 
-def _can_run(options: Sequence[ShardingOption]) -> bool:
+def _is_even(options: Sequence[ShardingOption]) -> bool:
     """Whether column shards of sequences are of one width in each module."""
     widths: dict[str, set[int]] = {}
     for option in options:

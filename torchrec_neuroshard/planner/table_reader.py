@@ -11,11 +11,12 @@ of other kinds) keep TorchRec's own costs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     ShardingOption,
@@ -45,6 +46,7 @@ __all__ = [
     "OFFLOADED_KERNELS",
     "SEARCHED_TYPES",
     "TableReader",
+    "cannot_run",
     "check_profiles",
     "device_tier",
     "has_own_optimizer",
@@ -111,6 +113,15 @@ def table_name(option: ShardingOption) -> str:
 def is_dense(option: ShardingOption) -> bool:
     """Whether the option runs PyTorch's own kernels instead of a fused one."""
     return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
+
+
+def cannot_run(option: ShardingOption) -> bool:
+    """Whether a fused kernel would get widths that are no multiples of four."""
+    kernel = str(option.compute_kernel)
+    widths = (int(s.size[1]) for s in option.shards)
+    return not (is_dense(option) or kernel.startswith("quant")) and any(
+        w % COLUMN_MULTIPLE for w in widths
+    )
 
 
 def has_own_optimizer(option: ShardingOption) -> bool:
@@ -325,7 +336,13 @@ class TableReader:
     ) -> TableConfig:
         rows, width = (int(n) for n in option.tensor.shape)
         features = list(config.feature_names or []) or [option.name]
-        pooling = self._pooling_factors(option, len(features))
+        pooling = self._pooling_factors(
+            option.name,
+            option.input_lengths,
+            len(features),
+            option.batch_size,
+            getattr(option, "num_poolings", None),
+        )
         batch_size = option.batch_size * self._world_size
         weighted = self._is_weighted(option)
         profile: FeatureProfile | None = None
@@ -350,23 +367,46 @@ class TableReader:
             optimizer=optimizer,
         )
 
-    def _pooling_factors(self, option: ShardingOption, count: int) -> list[float]:
-        """Ids per sample of each feature, by the constraints."""
-        lengths = [float(v) for v in option.input_lengths]
-        constraint = self._constraints.get(option.name)
-        repeats = getattr(option, "num_poolings", None) or (
-            constraint.num_poolings if constraint else None
+    def pooling_factor(
+        self, name: str, features: Sequence[str], batch_size: int | None
+    ) -> float:
+        """Return the ids that a sample looks up in a table, over its features.
+
+        Args:
+            name: Of the table, without its module.
+            features: That read it.
+            batch_size: Samples per rank; None: not known.
+        """
+        features = features or [name]
+        constraint = self._constraints.get(name)
+        lengths = constraint.pooling_factors if constraint else [POOLING_FACTOR]
+        pooling = self._pooling_factors(name, lengths, len(features), batch_size)
+        return sum(
+            self._profiles[f].pooling_factor if f in self._profiles else p
+            for f, p in zip(features, pooling, strict=True)
         )
+
+    def _pooling_factors(
+        self,
+        name: str,
+        input_lengths: Sequence[float],
+        count: int,
+        batch_size: int | None,
+        num_poolings: Sequence[float] | None = None,
+    ) -> list[float]:
+        """Ids per sample of each feature, by the constraints."""
+        lengths = [float(v) for v in input_lengths]
+        constraint = self._constraints.get(name)
+        repeats = num_poolings or (constraint.num_poolings if constraint else None)
         if repeats and len(repeats) == len(lengths):
             lengths = [a * b for a, b in zip(lengths, repeats, strict=True)]
         sizes = constraint.batch_sizes if constraint else None
-        if sizes and len(sizes) == len(lengths):
-            lengths = [
-                a * b / option.batch_size for a, b in zip(lengths, sizes, strict=True)
-            ]
+        if batch_size and sizes and len(sizes) == len(lengths):
+            lengths = [a * b / batch_size for a, b in zip(lengths, sizes, strict=True)]
         if len(lengths) == count:
             return lengths
-        return [sum(lengths) / len(lengths)] * count
+        # To TorchRec, no pooling factors are no lookups.
+        return [sum(lengths) / max(1, len(lengths))] * count
 
     def _profile(
         self, feature: str, pooling: float, batch_size: int, rows: int

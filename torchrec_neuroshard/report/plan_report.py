@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = ["OtherTable", "PlanReport", "RankReport", "SplitReport"]
@@ -57,7 +58,7 @@ class SplitReport:
         """
         if self.whole_ms is None:
             return (
-                f"in one piece it needs {self.whole_bytes / _GIB:.2f} GiB, more than "
+                f"in one piece it needs {format_bytes(self.whole_bytes)}, more than "
                 "any rank has free"
             )
         change = self.whole_ms / planned_ms - 1 if planned_ms > 0 else 0.0

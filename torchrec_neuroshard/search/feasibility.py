@@ -13,14 +13,13 @@ import numpy.typing as npt
 from scipy import optimize, sparse
 
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.rules import Rules
 from torchrec_neuroshard.search.shards import Floats, Ints, legal_splits, split_widths
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["check_memory", "pack", "spread_columns"]
 
-_GIB = 2**30
 
 PACK_SECONDS = 10.0
 """Time limit of the exact packing."""
@@ -67,11 +66,11 @@ def check_memory(task: ShardingTask) -> None:
             split = (
                 "cannot be split"
                 if most == 1
-                else f"at its narrowest still {shard / _GIB:.2f}"
+                else f"at its narrowest still {format_bytes(shard)}"
             )
             raise InfeasibleError(
-                f"{_describe(task, table)} needs {whole / _GIB:.2f} GiB ({split}); the "
-                f"freest rank, {freest}, has {caps[freest] / _GIB:.2f} GiB. Allow "
+                f"{_describe(task, table)} needs {format_bytes(whole)} ({split}); the "
+                f"freest rank, {freest}, has {format_bytes(caps[freest])}. Allow "
                 f"row-wise sharding for it, lower its min_partition "
                 f"({task.min_widths[table]}) or raise world_size ({task.world_size})."
             )
@@ -82,7 +81,7 @@ def check_memory(task: ShardingTask) -> None:
             best = np.sort(room)[::-1][: max(1, task.max_shards[table])].sum()
             if best < width:
                 raise InfeasibleError(
-                    f"{_describe(task, table)} needs {whole / _GIB:.2f} GiB; the ranks "
+                    f"{_describe(task, table)} needs {format_bytes(whole)}; the ranks "
                     f"can hold {int(best)} of its {width} columns in "
                     f"{max(1, task.max_shards[table])} shards at most. Allow row-wise "
                     "sharding or more shards for it, or raise world_size "
@@ -91,8 +90,8 @@ def check_memory(task: ShardingTask) -> None:
     if total > caps_W.sum():
         ranks = int(np.ceil(total / caps_W.mean()))
         raise InfeasibleError(
-            f"the tables need {total / _GIB:.2f} GiB in all, the {task.world_size} "
-            f"ranks have {caps_W.sum() / _GIB:.2f} GiB. Raise world_size to at least "
+            f"the tables need {format_bytes(total)} in all, the {task.world_size} "
+            f"ranks have {format_bytes(caps_W.sum())}. Raise world_size to at least "
             f"{ranks}, use a smaller data_type or optimizer state, or allow offloading."
         )
 
@@ -230,8 +229,8 @@ def _solve(task: ShardingTask, seconds: float) -> Ints:
     if rules:
         remedy += ", or allow tables more ranks (allowed_ranks, apart)"
     raise InfeasibleError(
-        f"the tables need {total / _GIB:.2f} GiB in all and the {num_ranks} ranks have "
-        f"{caps.sum() / _GIB:.2f} GiB, but no split allowed puts every shard on a rank "
+        f"the tables need {format_bytes(total)} in all and the {num_ranks} ranks have "
+        f"{format_bytes(caps.sum())}, but no split allowed puts every shard on a rank "
         f"{'that may take it ' if rules else ''}({status}); the largest is "
         f"{_describe(task, largest)}. {remedy}."
     )

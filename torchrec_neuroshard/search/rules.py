@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import ShardingTask, format_bytes
 
 __all__ = [
     "Rules",
@@ -30,7 +30,6 @@ __all__ = [
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
-_GIB = 2**30
 _MAX_NAMED = 8
 """Tables or ranks that a message names; of more, the first ones."""
 
@@ -255,8 +254,8 @@ def _check_set(task: ShardingTask, tables: Sequence[int]) -> None:
     if size > task.memory_bytes[freest]:
         raise InfeasibleError(
             f"tables {_named(task, tables)} are to lie together and need "
-            f"{size / _GIB:.2f} GiB; the freest rank that may hold them, {freest}, has "
-            f"{task.memory_bytes[freest] / _GIB:.2f} GiB. Take a table out of the set "
+            f"{format_bytes(size)}; the freest rank that may hold them, {freest}, has "
+            f"{format_bytes(task.memory_bytes[freest])}. Take a table out of the set "
             "or allow a rank with more memory"
         )
 
@@ -287,6 +286,6 @@ def _check_shared_ranks(task: ShardingTask) -> None:
         if size > room:
             raise InfeasibleError(
                 f"tables {_named(task, held)} may only be on ranks {_numbered(ranks)} "
-                f"and need {size / _GIB:.2f} GiB; these have {room / _GIB:.2f} GiB. "
+                f"and need {format_bytes(size)}; these have {format_bytes(room)}. "
                 "Allow some of them other ranks"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -162,7 +163,8 @@ class SearcherContract(ABC):
             "tables of twice the memory of all ranks",
         )
         expect(
-            "GiB" in message or any(t.name in message for t in tables),
+            re.search("[GMK]iB|bytes", message) is not None
+            or any(t.name in message for t in tables),
             f"the error names neither a table nor the total: {message}",
         )
 

@@ -16,20 +16,26 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.inputs import draw_batch, feature_names
 
 __all__ = [
+    "NUM_BATCHES",
     "NUM_DENSE_FEATURES",
     "OPTIMIZER_CLASSES",
     "ClickBatch",
     "ConcatDLRM",
     "build_collection",
+    "draw_batches",
     "draw_clicks",
     "fill_tables",
     "local_tables",
+    "profile_tables",
 ]
 
+NUM_BATCHES = 4
+"""Distinct batches of a rank that training goes round."""
 NUM_DENSE_FEATURES = 13
 """Of the Criteo data."""
 
@@ -142,6 +148,33 @@ def draw_clicks(
         lengths=torch.cat([torch.from_numpy(n) for n in lengths]),
     )
     return ClickBatch(dense.to(device), jagged.to(device), clicks.to(device))
+
+
+def draw_batches(
+    tables: Sequence[TableConfig],
+    batch_size: int,
+    seed: int,
+    rank: int,
+    device: torch.device,
+) -> list[ClickBatch]:
+    """Draw the `NUM_BATCHES` batches that a rank trains on; see `draw_clicks`."""
+    seeds = (_batch_seed(seed, rank, number) for number in range(NUM_BATCHES))
+    return [draw_clicks(tables, batch_size, s, device) for s in seeds]
+
+
+def profile_tables(
+    tables: Sequence[TableConfig], batch_size: int, seed: int, world_size: int
+) -> dict[str, FeatureProfile]:
+    """Profile the first batches of all ranks, which is one iteration's input."""
+    cpu = torch.device("cpu")
+    return profile_inputs(
+        draw_clicks(tables, batch_size, _batch_seed(seed, rank, 0), cpu).ids
+        for rank in range(world_size)
+    )
+
+
+def _batch_seed(seed: int, rank: int, number: int) -> int:
+    return (seed * 10_000 + rank) * 100 + number
 
 
 def local_tables(

@@ -13,9 +13,9 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.types import ShardingPlan
 
+from harness.models import ConcatDLRM, draw_clicks
+from harness.training_runs import TrialConfig, TrialError, run_trial
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.models import ConcatDLRM, draw_clicks
-from torchrec_neuroshard.planner.trials import TrialConfig, TrialError, run_trial
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.tables import TableConfig
 

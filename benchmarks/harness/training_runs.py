@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,15 +17,15 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError
-from torchrec_neuroshard.planner.models import (
+from harness.models import (
     OPTIMIZER_CLASSES,
     ClickBatch,
     ConcatDLRM,
     fill_tables,
     local_tables,
 )
-from torchrec_neuroshard.planner.phase_timer import (
+from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.phase_timer import (
     PhaseTimer,
     critical_times,
     embedding_ms,
@@ -32,7 +33,7 @@ from torchrec_neuroshard.planner.phase_timer import (
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["TrialConfig", "TrialError", "TrialResult", "run_trial"]
+__all__ = ["TrialConfig", "TrialError", "TrialResult", "run_trial", "take_turns"]
 
 
 class TrialError(NeuroShardError):
@@ -88,6 +89,17 @@ class TrialResult:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         return asdict(self)
+
+
+def take_turns(names: Sequence[str], number: int) -> list[str]:
+    """Return the order in which plans are trained in a round.
+
+    Every second round is the reverse of the one before it (A B, B A), so that a machine
+    whose speed drifts is fair to all.
+    """
+    order = list(names)
+    random.Random(number // 2).shuffle(order)
+    return order[::-1] if number % 2 else order
 
 
 def run_trial(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrec_neuroshard.planner.models import (
+from harness.models import (
     NUM_DENSE_FEATURES,
     OPTIMIZER_CLASSES,
     ConcatDLRM,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrec_neuroshard.planner.phase_timer import (
+from torchrec_neuroshard.phase_timer import (
     PhaseTimes,
     critical_times,
     embedding_ms,

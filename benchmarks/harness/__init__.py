@@ -1,0 +1,1 @@
+"""What the benchmarks share: models to train, ranks, training runs and races."""

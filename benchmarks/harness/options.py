@@ -1,0 +1,65 @@
+"""Command lines read off a dataclass: each field is an option of the same name."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+__all__ = ["RunError", "option", "read_options"]
+
+Config = TypeVar("Config")
+
+
+class RunError(Exception):
+    """A benchmark cannot run as asked; the message says what to change."""
+
+
+def option(default: Any, text: str, quick: Any = None) -> Any:
+    """Return a field that is also an option.
+
+    Args:
+        default: Its value, which gives the type.
+        text: Its help.
+        quick: Its value under `--quick`; None is the default.
+    """
+    metadata = {"help": text, "quick": quick}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def read_options(
+    config: type[Config], arguments: Sequence[str] | None, description: str
+) -> Config:
+    """Return the configuration that a command line asks for.
+
+    Where a field has another value for dry runs, `--quick` takes those values.
+
+    Args:
+        config: A dataclass whose fields are all `option`s.
+        arguments: The command line; None is the process's own.
+        description: Its first line heads the help.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    fields = dataclasses.fields(config)  # type: ignore[arg-type]
+    quick = {
+        f.name: f.metadata["quick"] for f in fields if f.metadata["quick"] is not None
+    }
+    if quick:
+        parser.add_argument(
+            "--quick", action="store_true", help="tiny defaults, for a dry run"
+        )
+    for f in fields:
+        text = f"{f.metadata['help']} (default: {f.default}"
+        if f.name in quick:
+            text += f"; with --quick: {quick[f.name]}"
+        parser.add_argument(
+            "--" + f.name.replace("_", "-"),
+            type=type(f.default),
+            help=f"{text})".replace("%", "%%"),
+            default=argparse.SUPPRESS,
+        )
+    given = vars(parser.parse_args(arguments))
+    if given.pop("quick", False):
+        given = {**quick, **given}
+    return config(**given)

@@ -1,0 +1,178 @@
+"""Planners that get the same facts, and one judge of all plans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    Topology,
+)
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
+from torchrec.distributed.types import ShardingPlan
+
+from harness.models import ConcatDLRM
+from torchrec_neuroshard import FeatureProfile, NeuroShardPlanner, TableConfig
+from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.planner import replan
+from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+
+__all__ = [
+    "BEST_PRACTICE",
+    "FAITHFUL",
+    "OURS",
+    "PLANNERS",
+    "RESERVED",
+    "STOCK",
+    "PlanningDesk",
+    "predicted_phases",
+]
+
+OURS, FAITHFUL = "ours", "neuroshard"
+BEST_PRACTICE, STOCK = "torchrec-best", "torchrec"
+PLANNERS = {
+    OURS: "NeuroShardPlanner, default search",
+    FAITHFUL: "NeuroShardPlanner with NeuroShard's own search, on the same cost model",
+    BEST_PRACTICE: "TorchRec's planner: pooling factors, min_partition=32, table-wise "
+    "and column-wise",
+    STOCK: "TorchRec's planner, no constraints",
+}
+RESERVED = 0.15
+"""Share of the memory that no planner may fill."""
+
+
+class PlanningDesk:
+    """All planners of a model's tables, given the same facts; one rank plans."""
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        profiles: Mapping[str, FeatureProfile],
+        *,
+        topology: Mapping[str, Any],
+        batch_size: int,
+        cost_model: CostModel,
+        comms_model: CommsModel,
+        min_partition: int = 32,
+        same_limits: bool = False,
+    ) -> None:
+        """Take what planners are told.
+
+        Args:
+            tables: Of `ConcatDLRM`.
+            profiles: Of their features; TorchRec's planner gets the pooling factors.
+            topology: Arguments of `Topology`.
+            batch_size: Samples per rank.
+            cost_model: Judges all plans.
+            comms_model: The same.
+            min_partition: Narrowest column shard for TorchRec's best practice.
+            same_limits: Whether our planners are kept to best practice's sharding types
+                and `min_partition`, too.
+        """
+        self._tables, self._profiles = tuple(tables), dict(profiles)
+        self._topology, self._batch_size = dict(topology), batch_size
+        self._cost_model, self._comms_model = cost_model, comms_model
+        self._best_practice = {
+            "sharding_types": ["table_wise", "column_wise"],
+            "min_partition": min_partition,
+        }
+        self._our_limits = self._best_practice if same_limits else {}
+
+    def planner(self, name: str) -> EmbeddingShardingPlanner:
+        """Return a planner by its name in `PLANNERS`."""
+        shared: dict[str, Any] = {
+            "topology": Topology(**self._topology),
+            "batch_size": self._batch_size,
+            "storage_reservation": FixedPercentageStorageReservation(RESERVED),
+        }
+        if name == STOCK:
+            return EmbeddingShardingPlanner(**shared)
+        limits = self._best_practice if name == BEST_PRACTICE else self._our_limits
+        shared["constraints"] = {
+            t.name: ParameterConstraints(
+                pooling_factors=[self._profiles[t.name].pooling_factor], **limits
+            )
+            for t in self._tables
+        }
+        if name == BEST_PRACTICE:
+            return EmbeddingShardingPlanner(**shared)
+        faithful: dict[str, Any] = {}
+        if name == FAITHFUL:
+            # The plan is to be that search's, good or bad.
+            faithful = {
+                "search": "neuroshard",
+                "consider_stock": False,
+                "max_switches": 0,
+            }
+        return NeuroShardPlanner(
+            **shared,
+            cost_model=self._cost_model,
+            comms_model=self._comms_model,
+            profiles=self._profiles,
+            **faithful,
+        )
+
+    def model(self) -> ConcatDLRM:
+        """The model that is planned."""
+        return ConcatDLRM(self._tables, torch.device("cpu"))
+
+    def plan(
+        self, name: str
+    ) -> tuple[ShardingPlan, EmbeddingShardingPlanner, dict[str, Any]]:
+        """Let a planner plan; its plan, itself, and what is to be told of it."""
+        planner = self.planner(name)
+        start = time.perf_counter()
+        plan = planner.plan(self.model(), [EmbeddingBagCollectionSharder()])
+        entry: dict[str, Any] = {
+            "planning_seconds": time.perf_counter() - start,
+            "sharding_types": _count_types(plan),
+        }
+        result = getattr(planner, "last_result", None)
+        if result is not None:
+            entry["gap"] = result.gap
+            entry["fallback"] = result.fallback
+            entry["warnings"] = list(result.warnings)
+        entry["predicted"] = self._predict(plan)
+        return plan, planner, entry
+
+    def _predict(self, plan: ShardingPlan) -> dict[str, Any]:
+        """Judge any plan by the one cost model."""
+        ours = self.planner(OURS)
+        assert isinstance(ours, NeuroShardPlanner)
+        judged = replan(plan, planner=ours, model=self.model(), budget_bytes=0).before
+        return {
+            "embedding_ms": judged.critical_path_ms,
+            "phases_ms": predicted_phases(judged),
+            **{k: v for k, v in judged.to_json().items() if k != "stages"},
+        }
+
+    @property
+    def nominal_reference_ms(self) -> float:
+        """The reference set where the cost model's times hold; 0 is unknown."""
+        return float(getattr(self._cost_model, "reference_ms", 0.0))
+
+
+def predicted_phases(predicted: PredictedCosts) -> dict[str, float]:
+    """Each phase over all ranks and stages [ms]."""
+    return {
+        name: sum(
+            max(getattr(r, name) for r in stage.ranks) for stage in predicted.stages
+        )
+        for name in PHASES
+    }
+
+
+def _count_types(plan: ShardingPlan) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for module_plan in plan.plan.values():
+        for sharding in module_plan.values():
+            kind = f"{sharding.sharding_type}/{sharding.compute_kernel}"
+            counts[kind] = counts.get(kind, 0) + 1
+    return dict(sorted(counts.items()))

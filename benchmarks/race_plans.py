@@ -1,0 +1,442 @@
+"""Train the plans of TorchRec's planner and of ours in turn; predicted beside measured.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/race_plans.py
+    torchrun --nproc-per-node 8 benchmarks/race_plans.py --max-rows 40000000 \\
+        --batch-size 8192                                    # eight GPUs, NCCL
+
+The tables are MLPerf DLRM-v2's, with rows capped at --max-rows and multi-hot counts
+kept. Both planners get the same topology, memory, batch size, pooling factors, sharding
+types and narrowest shard. Both plans are trained from the same weights on the same
+batches, in rounds of changing order (A B, B A, ...), so that a machine whose speed
+drifts is fair to both. README.md says what is measured, and how.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torchrec
+from torchrec.distributed.types import ShardingPlan
+
+from harness.models import NUM_BATCHES, draw_batches, profile_tables
+from harness.options import RunError, option, read_options
+from harness.planning import BEST_PRACTICE, OURS, PlanningDesk
+from harness.provenance import commit, now
+from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
+from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
+from torchrec_neuroshard import TableConfig, load_cost_model
+from torchrec_neuroshard.collect.compute import device_fingerprint
+from torchrec_neuroshard.cost_models import (
+    BandwidthCommsModel,
+    CommsModel,
+    load_comms_model,
+)
+from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
+
+SCHEMA_VERSION = 2
+RACERS = (BEST_PRACTICE, OURS)
+WARM_UP = 2
+MAX_WARNINGS = 3
+"""Shown; the results hold all."""
+BACKENDS = {"auto": "auto", "cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RaceConfig:
+    """What to train and how long; each field is an option of the same name."""
+
+    device: str = option("auto", "cpu, cuda, or auto: cuda where every rank has a GPU")
+    cost_model: str = option("auto", "auto, a bundle's name, or its folder")
+    max_rows: int = option(100_000, "most rows of a table; the published most is 40 M")
+    embedding_dim: int = option(128, "columns of every table; 128 is published")
+    batch_size: int = option(1_024, "samples per rank")
+    min_partition: int = option(32, "narrowest column shard, for both planners")
+    pairs: int = option(8, "rounds, in each of which both plans are trained")
+    block_iterations: int = option(8, "timed iterations per plan and round")
+    learning_rate: float = option(0.05, "of tables and dense layers")
+    all_to_all_gb_per_s: float = option(
+        0.0, "bandwidth to plan with; 0 measures it, or takes measured collectives"
+    )
+    seed: int = option(0, "makes weights, ids and clicks")
+    output: str = option("demo.json", "where the results are written")
+
+    def __post_init__(self) -> None:
+        if self.device not in BACKENDS:
+            raise RunError(f"--device is auto, cpu or cuda, not '{self.device}'")
+        for name in ("max_rows", "batch_size", "pairs", "block_iterations"):
+            if getattr(self, name) < 1:
+                raise RunError(
+                    f"--{name.replace('_', '-')} must be at least 1, got "
+                    f"{getattr(self, name)}"
+                )
+        if self.embedding_dim < 4 or self.embedding_dim % 4:
+            raise RunError(
+                "--embedding-dim must be a multiple of 4, as fused kernels need, got "
+                f"{self.embedding_dim}"
+            )
+        if not self.all_to_all_gb_per_s >= 0:
+            raise RunError(
+                "--all-to-all-gb-per-s must be at least 0, got "
+                f"{self.all_to_all_gb_per_s}"
+            )
+
+
+def median_step_ms(step: Callable[[], object], ranks: Ranks) -> float:
+    """Median time of a step that all ranks do together [ms], the slowest rank's."""
+    times = []
+    for _ in range(9):
+        dist.barrier(group=ranks.control)
+        ranks.synchronize()
+        start = time.perf_counter()
+        step()
+        ranks.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return float(max(ranks.gather(statistics.median(times[2:]))))
+
+
+def measure_all_to_all(
+    tables: Sequence[TableConfig], batch_size: int, ranks: Ranks
+) -> float:
+    """Bandwidth of the pooled outputs' all-to-all [GB/s], the slowest rank's.
+
+    Bytes that stay on a rank are not counted, but where there is one rank alone.
+    """
+    part = batch_size * sum(t.embedding_dim for t in tables) // ranks.world_size
+    sent = torch.zeros(part * ranks.world_size, device=ranks.device)
+    received = torch.empty_like(sent)
+    once_ms = median_step_ms(lambda: dist.all_to_all_single(received, sent), ranks)
+    return 4 * part * max(1, ranks.world_size - 1) / once_ms / 1e6
+
+
+def measure_memory(ranks: Ranks) -> float:
+    """Bandwidth of a GPU's memory by a large copy [GB/s], the slowest rank's."""
+    source = torch.zeros(2**28, device=ranks.device)
+    target = torch.empty_like(source)
+    once_ms = median_step_ms(lambda: target.copy_(source), ranks)
+    return 2 * 4 * source.numel() / once_ms / 1e6
+
+
+def find_comms_model(
+    config: RaceConfig, ranks: Ranks, link_gb_per_s: float
+) -> CommsModel:
+    """Return the bundle's measured collectives, or what one bandwidth says."""
+    if not config.all_to_all_gb_per_s:
+        known = load_comms_model(
+            config.cost_model,
+            device_type=ranks.device.type,
+            world_size=ranks.world_size,
+            local_world_size=ranks.local_world_size,
+        )
+        if known is not None:
+            return known
+    return BandwidthCommsModel(
+        world_size=ranks.world_size,
+        local_world_size=ranks.local_world_size,
+        intra_gb_per_s=link_gb_per_s,
+        inter_gb_per_s=link_gb_per_s,
+        source="given" if config.all_to_all_gb_per_s else "measured at the start",
+    )
+
+
+def shards_of(plan: ShardingPlan) -> dict[str, dict[str, Any]]:
+    """Table name -> sharding type and shards, from TorchRec's own plan."""
+    return {
+        name: {
+            "sharding_type": sharding.sharding_type,
+            "shards": [
+                {"rank": rank, "offset": s.shard_offsets[1], "width": s.shard_sizes[1]}
+                for rank, s in zip(
+                    sharding.ranks, sharding.sharding_spec.shards, strict=True
+                )
+            ],
+        }
+        for module_plan in plan.plan.values()
+        for name, sharding in module_plan.items()
+    }
+
+
+def judge(entry: dict[str, Any], speeds: Sequence[float]) -> dict[str, Any]:
+    """Medians over all rounds, by the clock and in the cost model's milliseconds."""
+    rounds = entry["rounds"]
+    clock = [1.0] * len(rounds)
+    judged = {}
+    for what in (*PHASES, "embedding", "iteration"):
+
+        def take(r: dict[str, Any], what: str = what) -> Sequence[float]:
+            times = r["phases_ms"][what] if what in PHASES else r[f"{what}_ms"]
+            return list(times)
+
+        judged[what] = {
+            "measured_ms": scaled_median(rounds, speeds, take),
+            "clock_ms": scaled_median(rounds, clock, take),
+        }
+    return judged
+
+
+def speedup(stock: dict[str, Any], ours: dict[str, Any], what: str) -> dict[str, float]:
+    """How many times faster ours is: median over the rounds, and its quartiles."""
+    ratios = [
+        statistics.median(theirs[what]) / statistics.median(mine[what])
+        for theirs, mine in zip(stock["rounds"], ours["rounds"], strict=True)
+    ]
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    return {
+        "median": float(middle),
+        "low_quartile": float(low),
+        "high_quartile": float(high),
+        "num_pairs": len(ratios),
+    }
+
+
+def table_lines(results: dict[str, Any]) -> list[str]:
+    """Both plans, a line per table."""
+    lines = [
+        f"{'table':<10}{'rows':>11}{'ids/sample':>11}{'distinct':>10}  "
+        f"{BEST_PRACTICE + ' (rank:width)':<28}{OURS} (rank:width)"
+    ]
+    short = {"table_wise": "TW", "column_wise": "CW"}
+    for table in results["tables"]:
+        cells = []
+        for name in RACERS:
+            placed = results["planners"][name]["shards"][table["name"]]
+            shards = " ".join(f"{s['rank']}:{s['width']}" for s in placed["shards"])
+            cells.append(f"{short[placed['sharding_type']]} {shards}")
+        lines.append(
+            f"{table['name']:<10}{table['num_embeddings']:>11,}"
+            f"{table['pooling_factor']:>11.1f}{table['num_distinct']:>10,.0f}  "
+            f"{cells[0]:<28}{cells[1]}"
+        )
+    return lines
+
+
+def planner_lines(name: str, entry: dict[str, Any]) -> list[str]:
+    """One planner's predicted and measured times."""
+    predicted, warned = entry["predicted"], entry.get("warnings", ())
+    said = {**predicted["phases_ms"], "embedding": predicted["embedding_ms"]}
+    lines = [
+        f"{name}: planned in {entry['planning_seconds']:.1f} s",
+        *(f"  warning: {text}" for text in warned[:MAX_WARNINGS]),
+    ]
+    if len(warned) > MAX_WARNINGS:
+        lines.append(f"  ... and {len(warned) - MAX_WARNINGS} warnings more")
+    if entry.get("fallback"):
+        lines.append(f"  fell back: {entry['fallback']}")
+    lines.append(f"  {'[ms]':<14}{'predicted':>10}{'measured':>10}{'by the clock':>14}")
+    for what, times in entry["judged"].items():
+        shown = f"{said[what]:>10.2f}" if what in said else f"{'':>10}"
+        lines.append(
+            f"  {what:<14}{shown}{times['measured_ms']:>10.2f}"
+            f"{times['clock_ms']:>14.2f}"
+        )
+    losses = entry["rounds"][0]["losses"]
+    begin, end = losses[:NUM_BATCHES], losses[-NUM_BATCHES:]
+    lines.append(f"  loss {statistics.mean(begin):.4f} -> {statistics.mean(end):.4f}")
+    return lines
+
+
+def report(results: dict[str, Any]) -> str:
+    """Everything in the results that a reader wants to see first."""
+    where, config = results["hardware"], results["config"]
+    model = results["cost_model"]
+    lines = [
+        f"MLPerf DLRM-v2, {len(results['tables'])} tables of at most "
+        f"{config['max_rows']:,} rows x {config['embedding_dim']}, "
+        f"{config['batch_size']:,} samples on each of {results['world_size']} ranks",
+        f"{where['device']}, {results['backend']}; torch {where['torch']}, fbgemm "
+        f"{where['fbgemm']}, torchrec {results['torchrec']}",
+        f"cost model '{model['name']}' ({model['source']}, {model['hardware']})",
+        f"all-to-all {results['all_to_all_gb_per_s']:.2f} GB/s; collectives predicted "
+        f"as {model['comms_source']}",
+        "",
+        *table_lines(results),
+    ]
+    for name in RACERS:
+        lines += ["", *planner_lines(name, results["planners"][name])]
+    lines.append("")
+    for what, ratio in results["speedup"].items():
+        lines.append(
+            f"{what}: {OURS} is {ratio['median']:.3f} times as fast as {BEST_PRACTICE} "
+            f"(quartiles of {ratio['num_pairs']} rounds: "
+            f"{ratio['low_quartile']:.3f} to {ratio['high_quartile']:.3f})"
+        )
+    return "\n".join(lines)
+
+
+def make_desk(
+    config: RaceConfig, ranks: Ranks, tables: Sequence[TableConfig]
+) -> tuple[PlanningDesk, dict[str, Any]]:
+    """Return both planners, and what the results say of the facts that they got."""
+    link_gb_per_s = config.all_to_all_gb_per_s or measure_all_to_all(
+        tables, config.batch_size, ranks
+    )
+    memory_gb_per_s = measure_memory(ranks) if ranks.on_gpu else None
+    topology: dict[str, Any] = {
+        "world_size": ranks.world_size,
+        "local_world_size": ranks.local_world_size,
+        "compute_device": ranks.device.type,
+        "hbm_cap" if ranks.on_gpu else "ddr_cap": ranks.free_bytes(),
+        # TorchRec counts bandwidth in bytes per millisecond.
+        "intra_host_bw": link_gb_per_s * 1e6,
+        "inter_host_bw": link_gb_per_s * 1e6,
+    }
+    if memory_gb_per_s is not None:
+        topology["hbm_mem_bw"] = memory_gb_per_s * 1e6
+    with warnings.catch_warnings():
+        if ranks.rank:  # rank 0 says it for all
+            warnings.simplefilter("ignore")
+        cost_model = load_cost_model(
+            config.cost_model,
+            device_type=ranks.device.type,
+            hbm_gb_per_s=memory_gb_per_s,
+        )
+    comms_model = find_comms_model(config, ranks, link_gb_per_s)
+    profiles = profile_tables(tables, config.batch_size, config.seed, ranks.world_size)
+    desk = PlanningDesk(
+        tables,
+        profiles,
+        topology=topology,
+        batch_size=config.batch_size,
+        cost_model=cost_model,
+        comms_model=comms_model,
+        min_partition=config.min_partition,
+        same_limits=True,
+    )
+    return desk, {
+        "cost_model": {
+            "name": cost_model.name,
+            "hardware": cost_model.hardware,
+            "source": cost_model.source,
+            "comms_source": comms_model.source,
+            "compute_slowdown": list(map(float, comms_model.compute_slowdown)),
+        },
+        "all_to_all_gb_per_s": link_gb_per_s,
+        "tables": [
+            {
+                "name": t.name,
+                "num_embeddings": t.num_embeddings,
+                "embedding_dim": t.embedding_dim,
+                "pooling_factor": profiles[t.name].pooling_factor,
+                "num_distinct": profiles[t.name].num_distinct,
+                "profile": profiles[t.name].to_json(),
+            }
+            for t in tables
+        ],
+    }
+
+
+def plan_by(desk: PlanningDesk, name: str) -> tuple[ShardingPlan, dict[str, Any]]:
+    """Return a planner's plan, and what is to be told of it."""
+    plan, _, entry = desk.plan(name)
+    return plan, entry
+
+
+def run(config: RaceConfig, ranks: Ranks) -> None:
+    """Plan twice, train both plans in turn, report."""
+    start = time.perf_counter()
+    tables = mlperf_dlrm_v2(config.max_rows, config.embedding_dim)
+    batches = draw_batches(
+        tables, config.batch_size, config.seed, ranks.rank, ranks.device
+    )
+    desk, facts = make_desk(config, ranks, tables)
+    plans, entries = {}, {}
+    for name in RACERS:
+        plan, entry = ranks.on_first(functools.partial(plan_by, desk, name))
+        plans[name] = plan
+        entries[name] = {**entry, "shards": shards_of(plan), "rounds": []}
+
+    reference = SpeedReference(ranks)
+    trial = TrialConfig(
+        warm_up=WARM_UP,
+        iterations=config.block_iterations,
+        phase_iterations=(config.block_iterations + 1) // 2,
+        learning_rate=config.learning_rate,
+        seed=config.seed,
+    )
+    for number in range(config.pairs):
+        for name in take_turns(RACERS, number):
+            found = run_trial(
+                plans[name],
+                tables,
+                batches,
+                trial,
+                control=ranks.control,
+                one_clock=ranks.one_machine,
+                reference=reference.read,
+            )
+            entries[name]["rounds"].append(found.to_json())
+    slowdown = reference.slowdown(facts["cost_model"]["compute_slowdown"])
+    if ranks.rank:
+        return
+
+    stock, ours = (entries[name] for name in RACERS)
+    readings = [
+        [ms for entry in entries.values() for ms in entry["rounds"][i]["reference_ms"]]
+        for i in range(config.pairs)
+    ]
+    speeds = machine_speeds(readings, desk.nominal_reference_ms * slowdown)
+    for entry in entries.values():
+        entry["judged"] = judge(entry, speeds)
+    results = {
+        "schema_version": SCHEMA_VERSION,
+        "created": now(),
+        "commit": commit(),
+        "command": shlex.join(["torchrun", *sys.argv]),
+        "config": dataclasses.asdict(config),
+        "hardware": dataclasses.asdict(device_fingerprint(ranks.device, 1)),
+        "python": platform.python_version(),
+        "torchrec": getattr(torchrec, "__version__", "unknown"),
+        "backend": ranks.backend,
+        "world_size": ranks.world_size,
+        **facts,
+        "nominal_reference_ms": desk.nominal_reference_ms,
+        "reference_slowdown": slowdown,
+        "machine_speeds": speeds,
+        "planners": entries,
+        "speedup": {
+            "iteration": speedup(stock, ours, "iteration_ms"),
+            "embedding": speedup(stock, ours, "embedding_ms"),
+        },
+        "seconds": time.perf_counter() - start,
+    }
+    Path(config.output).write_text(json.dumps(results, indent=1) + "\n", "utf-8")
+    print(report(results))
+    print(f"\nwrote {config.output} after {results['seconds']:.0f} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the race; the exit code."""
+    # Notices about TorchRec's and torch's own internals, which no reader can act on.
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    try:
+        config = read_options(RaceConfig, arguments, __doc__ or "")
+        ranks = Ranks(BACKENDS[config.device])
+        run(config, ranks)
+    except (RunError, TrialError, NeuroShardError) as error:
+        print(f"rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr)
+        return 2
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
