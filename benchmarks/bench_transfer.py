@@ -36,7 +36,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrec_neuroshard.collect.store import read_records
 from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
 from torchrec_neuroshard.cost_models.calibration import (
     BEFORE,
@@ -61,6 +60,7 @@ from torchrec_neuroshard.cost_models.training import (
     train,
 )
 from torchrec_neuroshard.devices import cpu_name
+from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import repeatability, steady_records
 
 METHODS = (BEFORE, SCALED, TUNED, SCRATCH, "linear", "stock")

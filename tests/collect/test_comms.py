@@ -15,7 +15,12 @@ from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
     sample_collective,
 )
-from torchrec_neuroshard.collect.store import (
+from torchrec_neuroshard.errors import (
+    ConfigError,
+    RecordError,
+    RecordMismatchError,
+)
+from torchrec_neuroshard.record_store import (
     CommsStore,
     RecordStore,
     journal_path,
@@ -23,11 +28,6 @@ from torchrec_neuroshard.collect.store import (
     read_comms_records,
     read_records,
     record_kind,
-)
-from torchrec_neuroshard.errors import (
-    ConfigError,
-    RecordError,
-    RecordMismatchError,
 )
 from torchrec_neuroshard.records import (
     COLLECTIVES,

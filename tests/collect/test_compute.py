@@ -34,7 +34,6 @@ from torchrec_neuroshard.collect.compute import (
     unit_factor,
 )
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.store import journal_path, read_records
 from torchrec_neuroshard.collect.timing import PassCounts, SetTimer
 from torchrec_neuroshard.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.errors import (
@@ -42,6 +41,7 @@ from torchrec_neuroshard.errors import (
     DeviceFailureError,
     RecordMismatchError,
 )
+from torchrec_neuroshard.record_store import journal_path, read_records
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.collect.store import RecordStore
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import BundleInfo, read_info, save_bundle
 from torchrec_neuroshard.cost_models.calibration import (
@@ -39,6 +38,7 @@ from torchrec_neuroshard.cost_models.training import (
 )
 from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.record_store import RecordStore
 from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
 from torchrec_neuroshard.tables import TableConfig
 

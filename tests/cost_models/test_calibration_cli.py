@@ -14,11 +14,6 @@ import numpy as np
 import pytest
 
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.store import (
-    CommsStore,
-    read_comms_records,
-    read_records,
-)
 from torchrec_neuroshard.collect.timing import PassCounts
 from torchrec_neuroshard.cost_models import load_bundle, load_comms_model
 from torchrec_neuroshard.cost_models.bundle import read_info
@@ -32,6 +27,11 @@ from torchrec_neuroshard.cost_models.comms_bundle import has_comms, read_comms_i
 from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.record_store import (
+    CommsStore,
+    read_comms_records,
+    read_records,
+)
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
 COMMS_DATA = DATA.with_name("comms_gloo_epyc.parquet")

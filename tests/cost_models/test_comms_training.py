@@ -22,7 +22,6 @@ from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
     sample_collective,
 )
-from torchrec_neuroshard.collect.store import CommsStore
 from torchrec_neuroshard.cost_models import CommsModel, loading
 from torchrec_neuroshard.cost_models.bundle import COMMS_HEADING, write_card
 from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
@@ -52,6 +51,7 @@ from torchrec_neuroshard.errors import (
     RecordError,
     RecordMismatchError,
 )
+from torchrec_neuroshard.record_store import CommsStore
 from torchrec_neuroshard.records import (
     COLLECTIVES,
     CommsHeader,

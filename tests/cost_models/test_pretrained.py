@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.collect.store import read_comms_records, read_records
 from torchrec_neuroshard.cost_models import loading
 from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
 from torchrec_neuroshard.cost_models.comms_bundle import (
@@ -21,6 +20,7 @@ from torchrec_neuroshard.cost_models.training import (
     fit_linear,
     fit_stock,
 )
+from torchrec_neuroshard.record_store import read_comms_records, read_records
 
 BUNDLE = Path(loading.__file__).parent.parent / "pretrained" / "cpu"
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"

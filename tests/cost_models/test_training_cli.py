@@ -7,13 +7,13 @@ import pytest
 from rich.console import Console
 
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.store import RecordStore
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import read_info
 from torchrec_neuroshard.cost_models.training import TrainConfig
 from torchrec_neuroshard.cost_models.training_cli import train_bundle
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.record_store import RecordStore
 from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
 from torchrec_neuroshard.tables import TableConfig
 

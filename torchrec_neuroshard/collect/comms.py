@@ -39,12 +39,6 @@ from torchrec_neuroshard.collect.comms_sampling import (
     sample_collective,
 )
 from torchrec_neuroshard.collect.progress import measuring_progress
-from torchrec_neuroshard.collect.store import (
-    CommsStore,
-    journal_path,
-    read_comms_header,
-    read_comms_records,
-)
 from torchrec_neuroshard.collect.tbe import column_permutation, permute_bags
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.devices import cpu_name
@@ -52,6 +46,12 @@ from torchrec_neuroshard.errors import (
     ConfigError,
     NeuroShardError,
     RankFailureError,
+)
+from torchrec_neuroshard.record_store import (
+    CommsStore,
+    journal_path,
+    read_comms_header,
+    read_comms_records,
 )
 from torchrec_neuroshard.records import (
     CommsHeader,

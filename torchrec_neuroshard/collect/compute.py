@@ -18,7 +18,6 @@ from rich.console import Console
 
 from torchrec_neuroshard.collect.progress import measuring_progress
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.store import RecordStore, read_header, read_records
 from torchrec_neuroshard.collect.tbe import fbgemm_version
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import (
@@ -28,6 +27,7 @@ from torchrec_neuroshard.devices import (
     find_gpu_monitor,
 )
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
+from torchrec_neuroshard.record_store import RecordStore, read_header, read_records
 from torchrec_neuroshard.records import (
     CostRecord,
     Fingerprint,

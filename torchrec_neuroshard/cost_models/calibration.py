@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.collect.store import read_records
 from torchrec_neuroshard.cost_models import loading
 from torchrec_neuroshard.cost_models.bundle import (
     BundleInfo,
@@ -45,6 +44,7 @@ from torchrec_neuroshard.cost_models.training import (
     training_ranges,
 )
 from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
     CostRecord,
     RunHeader,

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from torchrec_neuroshard.collect.store import read_comms_records
 from torchrec_neuroshard.cost_models.card import Repeatability
 from torchrec_neuroshard.cost_models.comms_bundle import (
     CommsBundleInfo,
@@ -28,6 +27,7 @@ from torchrec_neuroshard.cost_models.comms_training import (
     train_comms,
 )
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.record_store import read_comms_records
 from torchrec_neuroshard.records import (
     CommsRecord,
     command_line,

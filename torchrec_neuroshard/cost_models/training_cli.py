@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from torchrec_neuroshard.collect.store import read_records, record_kind
 from torchrec_neuroshard.cost_models import comms_training_cli
 from torchrec_neuroshard.cost_models.bundle import BundleInfo, save_bundle
 from torchrec_neuroshard.cost_models.card import Repeatability, compute_card
@@ -25,6 +24,7 @@ from torchrec_neuroshard.cost_models.training import (
     training_ranges,
 )
 from torchrec_neuroshard.errors import RecordError
+from torchrec_neuroshard.record_store import read_records, record_kind
 from torchrec_neuroshard.records import command_line, repeatability, steady_records
 
 __all__ = ["add_arguments", "run", "train_bundle"]
