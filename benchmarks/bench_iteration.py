@@ -38,7 +38,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS, GreedySearcher
-from torchrec_neuroshard.collect.compute import device_fingerprint
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.cost_models import CommsModel, CostModel, load_comms_model
 from torchrec_neuroshard.placement import Placement, ShardingTask

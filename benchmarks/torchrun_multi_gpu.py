@@ -56,11 +56,8 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
 from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
-from torchrec_neuroshard.collect.compute import (
-    CollectConfig,
-    collect_compute,
-    device_fingerprint,
-)
+from torchrec_neuroshard.collect.compute import CollectConfig, collect_compute
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.cost_models import load_comms_model

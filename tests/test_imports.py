@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": _VALUES,
     "features": _VALUES | {"placement"},
     "cost_models": (_MODELS - {"cost_models"})
-    | {"collect.compute", "collect.progress", "collect.sampling", "record_store"},
+    | {"collect.compute", "collect.console", "collect.sampling", "record_store"},
     "simulator": _MODELS,
     "search": _MODELS | {"simulator"},
     "baselines": _MODELS | {"simulator", "search", "record_store", "workloads"},
@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 FENCES = {
     "fbgemm_gpu": ("collect.tbe",),
-    "torch.distributed": ("collect.comms", "planner"),
+    "torch.distributed": ("collect.collectives", "collect.ranks", "planner"),
     "torchrec": ("planner",),
 }
 """What only these may import; for its types alone (TYPE_CHECKING), all may."""
@@ -265,7 +265,7 @@ def test_downward_import_is_granted(module: str, source: str) -> None:
         ("profiles", "if TYPE_CHECKING:\n    import torchrec", False),
         ("profiles", "if TYPE_CHECKING:\n    pass\nelse:\n    import torchrec", True),
         ("profiles", "try:\n    import torchrec\nexcept ImportError:\n    pass", True),
-        ("collect.comms", "import torch.distributed as dist", False),
+        ("collect.ranks", "import torch.distributed as dist", False),
         ("collect.timing", "import torch.distributed as dist", True),
         ("collect.timing", "from torch import distributed", True),
         ("collect.timing", "import torch\ntorch.distributed.barrier()", True),

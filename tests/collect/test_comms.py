@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.comms import CommsConfig, Ranks
+from torchrec_neuroshard.collect.comms import CommsConfig
 from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
     sample_collective,
 )
+from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.errors import (
     ConfigError,
     RecordError,

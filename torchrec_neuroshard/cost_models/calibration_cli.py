@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from torchrec_neuroshard.collect.progress import measuring_progress
+from torchrec_neuroshard.collect.console import RateProgress
 from torchrec_neuroshard.cost_models.calibration import (
     Calibration,
     CalibrationConfig,
@@ -273,16 +273,11 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps, learning_rate=args.learning_rate, seed=args.seed
     )
     records = args.records or [_measure(args, console)]
-    with measuring_progress(console, "epochs") as progress:
+    with RateProgress(console, "epochs") as progress:
 
         def report(name: str, epochs: int) -> EpochReport:
-            bar = progress.add_task(name, total=epochs, rate=0.0)
-
-            def advance(epoch: int, loss: float, mape: float, tau: float) -> None:
-                task = next(t for t in progress.tasks if t.id == bar)
-                progress.update(bar, advance=1, rate=task.speed or 0.0)
-
-            return advance
+            advance = progress.add_bar(name, epochs)
+            return lambda epoch, loss, mape, tau: advance()
 
         found, evaluations = calibrate_bundle(
             source, records, args.out, args.name or args.out.name, config, report
