@@ -61,15 +61,7 @@ from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.cost_models import load_comms_model
-from torchrec_neuroshard.cost_models.bundle import read_info
-from torchrec_neuroshard.cost_models.calibration import (
-    CalibrationConfig,
-    calibrate_bundle,
-    source_folder,
-)
-from torchrec_neuroshard.cost_models.comms_bundle import has_comms, read_comms_info
-from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
-from torchrec_neuroshard.cost_models.comms_training_cli import train_comms_bundle
+from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner import read_plan, replan, save_plan
 from torchrec_neuroshard.planner.models import (
@@ -80,6 +72,12 @@ from torchrec_neuroshard.planner.models import (
 from torchrec_neuroshard.planner.trials import TrialConfig, TrialError, run_trial
 from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle, source_folder
+from torchrec_neuroshard.training.calibration import (
+    CalibrationConfig,
+)
+from torchrec_neuroshard.training.comms import CommsTrainConfig
+from torchrec_neuroshard.training.train_cli import train_comms_bundle
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.workloads.mlperf import MLPERF_MAX_ROWS, mlperf_dlrm_v2
 from torchrec_neuroshard.workloads.tasks import TaskConfig, sample_tasks
@@ -300,7 +298,7 @@ def find_costs(config: RunConfig, ranks: Ranks) -> str:
             calibrate_kernels(config, ranks, folder)
 
     ranks.on_first(kernels)
-    if not ranks.on_first(lambda: has_comms(folder)):
+    if not ranks.on_first(lambda: COMMS_BUNDLE.is_in(folder)):
         records = folder / "comms.parquet"
         collect_comms(
             CommsConfig(
@@ -479,7 +477,7 @@ class PlanningDesk:
 
     def _measured_links(self, cost_model: str) -> dict[str, float]:
         """Bandwidths for TorchRec's estimate, in its bytes per millisecond."""
-        info = read_comms_info(source_folder(cost_model))
+        info = COMMS_BUNDLE.read_info(source_folder(cost_model))
         intra = info.intra_gb_per_s
         inter = info.inter_gb_per_s or intra
         return {"intra_host_bw": intra * 1e6, "inter_host_bw": inter * 1e6}
@@ -1052,8 +1050,8 @@ def _describe(config: RunConfig, ranks: Ranks, costs: str) -> dict[str, Any]:
         "config": dataclasses.asdict(config),
         "cost_model": {
             "name": folder.name,
-            "device": read_info(folder).fingerprint.device,
-            "backend": read_comms_info(folder).backend,
+            "device": COMPUTE_BUNDLE.read_info(folder).fingerprint.device,
+            "backend": COMMS_BUNDLE.read_info(folder).backend,
         },
         "num_starts": 1,
         "workloads": {},

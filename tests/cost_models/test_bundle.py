@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchrec_neuroshard.cost_models import load_bundle, load_cost_model
-from torchrec_neuroshard.cost_models.bundle import BundleInfo, save_bundle
+from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel, PhysicalCostModel
 from torchrec_neuroshard.cost_models.loading import pretrained_names
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
@@ -40,7 +40,7 @@ def write_bundle(folder: Path, device: str = "test device") -> SetCostNetwork:
         ranges={name: (0.0, 1.0) for name in FEATURE_NAMES},
         trained_on={},
     )
-    save_bundle(folder, network, info, "# card\n")
+    COMPUTE_BUNDLE.save(folder, network, info, "# card\n")
     return network
 
 

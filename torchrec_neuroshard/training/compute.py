@@ -24,6 +24,7 @@ from torchrec_neuroshard.cost_models.network import (
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.training.fit import fit, seeded, shuffled_batches
 
 __all__ = [
     "Evaluation",
@@ -214,6 +215,14 @@ class Evaluation:
     decile_ms: tuple[float, ...]
     """Upper end of each decile [ms]."""
 
+    def line(self) -> str:
+        """Return the errors as printed."""
+        return (
+            f"{self.name}: forward {self.fwd_mape:.2%}, backward {self.bwd_mape:.2%}, "
+            f"total {self.total_mape:.2%} (median {self.total_median:.2%}), tau "
+            f"{self.kendall_tau:.4f}"
+        )
+
 
 def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     """Judge a model on measured sets."""
@@ -272,10 +281,9 @@ def train(
         raise RecordError(f"{data.num_sets} sets are too few to train on; measure more")
     validation = data.select(order[:num_validation])
     training = data.select(order[num_validation:])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with seeded(config.seed):
         network = copy.deepcopy(init) if init is not None else _fresh(training, config)
-    _fit(network, training, validation, config, rng, report)
+        _fit(network, training, validation, config, rng, report)
     return network.eval()
 
 
@@ -318,60 +326,43 @@ def _fit(
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
-    steps_per_epoch = -(-training.num_sets // config.batch_sets)
+    num_steps = config.epochs * -(-training.num_sets // config.batch_sets)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=config.learning_rate,
-        total_steps=config.epochs * steps_per_epoch,
-        pct_start=0.1,
+        optimizer, config.learning_rate, total_steps=num_steps, pct_start=0.1
     )
     weight = torch.tensor([0.5, 0.5, 1.0])
-    best = torch.full((network.num_members,), float("inf"))
-    kept = copy.deepcopy(network.state_dict())
-    for epoch in range(config.epochs):
-        losses = []
-        order = rng.permutation(training.num_sets)
-        for start in range(0, training.num_sets, config.batch_sets):
-            batch = training.select(order[start : start + config.batch_sets])
-            error = _log_error(_forward(network, batch), batch)
-            loss = (
-                torch.nn.functional.smooth_l1_loss(
-                    error * weight, torch.zeros_like(error), beta=0.02, reduction="sum"
-                )
-                / batch.num_sets
-            )
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 10.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(float(loss.detach()) / network.num_members)
-        mape, tau = _validate(network, validation, best, kept)
-        if report is not None:
-            report(epoch, float(np.mean(losses)), mape, tau)
-    network.load_state_dict(kept)
 
+    def loss(sets: npt.NDArray[np.int64]) -> torch.Tensor:
+        batch = training.select(sets)
+        error = _log_error(_forward(network, batch), batch)
+        huber = torch.nn.functional.smooth_l1_loss(
+            error * weight, torch.zeros_like(error), beta=0.02, reduction="sum"
+        )
+        return huber / batch.num_sets
 
-def _validate(
-    network: SetCostNetwork,
-    validation: SetData,
-    best: torch.Tensor,
-    kept: dict[str, torch.Tensor],
-) -> tuple[float, float]:
-    """Keep the members that improved; return the ensemble's MAPE and tau."""
-    with torch.no_grad():
+    def validate(epoch: int, losses: Sequence[float]) -> torch.Tensor:
         predicted = _forward(network, validation)
+        if report is not None:
+            total = predicted.mean(dim=1).sum(dim=1).double().numpy()
+            measured = validation.costs_S2.sum(axis=1)
+            mape = float(np.abs(total / measured - 1).mean())
+            tau = float(stats.kendalltau(total, measured).statistic)
+            mean_loss = float(
+                np.mean([value / network.num_members for value in losses])
+            )
+            report(epoch, mean_loss, mape, tau)
         error = _log_error(predicted, validation)
-        score = (error.exp() - 1).abs().mean(dim=(0, 2))
-        improved = score < best
-        best[improved] = score[improved]
-        state = network.state_dict()
-        for name, _ in network.named_parameters():
-            kept[name][improved] = state[name][improved]
-        total = predicted.mean(dim=1).sum(dim=1).double().numpy()
-    measured = validation.costs_S2.sum(axis=1)
-    mape = float(np.abs(total / measured - 1).mean())
-    return mape, float(stats.kendalltau(total, measured).statistic)
+        return (error.exp() - 1).abs().mean(dim=(0, 2))
+
+    fit(
+        network,
+        optimizer,
+        shuffled_batches(rng, training.num_sets, config.batch_sets, config.epochs),
+        loss,
+        validate,
+        max_grad_norm=10.0,
+        schedule=schedule,
+    )
 
 
 def as_cost_model(network: SetCostNetwork, data: SetData, name: str) -> NeuralCostModel:

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from torchrec_neuroshard.cost_models import load_bundle
-from torchrec_neuroshard.cost_models.bundle import BundleInfo, read_info, save_bundle
-from torchrec_neuroshard.cost_models.calibration import (
+from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
+from torchrec_neuroshard.cost_models.compute import NeuralCostModel
+from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.record_store import RecordStore
+from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle, source_folder
+from torchrec_neuroshard.training.calibration import (
     BEFORE,
     MIN_SETS,
     SCALED,
@@ -20,15 +28,11 @@ from torchrec_neuroshard.cost_models.calibration import (
     CalibrationConfig,
     best_factors,
     calibrate,
-    calibrate_bundle,
     rescale,
     score,
-    source_folder,
     split_records,
 )
-from torchrec_neuroshard.cost_models.compute import NeuralCostModel
-from torchrec_neuroshard.cost_models.network import SetCostNetwork
-from torchrec_neuroshard.cost_models.training import (
+from torchrec_neuroshard.training.compute import (
     SetData,
     TrainConfig,
     as_cost_model,
@@ -36,11 +40,6 @@ from torchrec_neuroshard.cost_models.training import (
     train,
     training_ranges,
 )
-from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
-from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.record_store import RecordStore
-from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
-from torchrec_neuroshard.tables import TableConfig
 
 SIZES = {"num_members": 2, "hidden": 24, "latent": 4, "head_hidden": 12}
 QUICK = CalibrationConfig(steps=120, batch_sets=32)
@@ -272,7 +271,7 @@ def save_source(folder: Path, source: NeuralCostModel) -> Path:
         ranges=source.ranges,
         trained_on={"num_training_sets": 400},
     )
-    save_bundle(folder, source.network, info, "# card\n")
+    COMPUTE_BUNDLE.save(folder, source.network, info, "# card\n")
     return folder
 
 
@@ -283,7 +282,7 @@ def test_bundle_and_card_tell_what_was_done(
     records = write(tmp_path / "r.parquet", make_records(120, 1, power=0.9, factor=0.6))
     out = tmp_path / "new"
     found, evaluations = calibrate_bundle(old, [records], out, "mine", QUICK)
-    info, model = read_info(out), load_bundle(out)
+    info, model = COMPUTE_BUNDLE.read_info(out), load_bundle(out)
     assert (info.name, info.fingerprint.device, info.reference_ms) == (
         "mine",
         "here",

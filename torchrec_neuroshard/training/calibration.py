@@ -14,43 +14,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.cost_models import loading
-from torchrec_neuroshard.cost_models.bundle import (
-    BundleInfo,
-    load_bundle,
-    read_info,
-    save_bundle,
-)
-from torchrec_neuroshard.cost_models.card import Repeatability, compute_card
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
-from torchrec_neuroshard.cost_models.training import (
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.training.compute import (
     EpochReport,
     Evaluation,
     SetData,
     TrainConfig,
-    build_sets,
     evaluate,
-    fit_linear,
-    fit_stock,
     train,
     training_ranges,
-)
-from torchrec_neuroshard.errors import ConfigError, RecordError
-from torchrec_neuroshard.record_store import read_records
-from torchrec_neuroshard.records import (
-    CostRecord,
-    RunHeader,
-    command_line,
-    repeatability,
-    steady_records,
 )
 
 __all__ = [
@@ -64,10 +44,9 @@ __all__ = [
     "Candidate",
     "best_factors",
     "calibrate",
-    "calibrate_bundle",
+    "judge",
     "rescale",
     "score",
-    "source_folder",
     "split_records",
 ]
 
@@ -75,13 +54,6 @@ BEFORE, SCALED, TUNED, SCRATCH = "before", "scaled", "tuned", "scratch"
 
 MIN_SETS = 10
 """Fewest sets to fine-tune on, and fewest of held-out tables to judge by."""
-
-_MEANING = {
-    BEFORE: "the bundle started from, unchanged",
-    SCALED: "the same times one factor per direction, fitted on the sets trained on",
-    TUNED: "`scaled`, fine-tuned on the same sets",
-    SCRATCH: "a new ensemble of the same size, trained on the same sets alone",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,26 +146,6 @@ class Calibration:
 def score(evaluation: Evaluation) -> float:
     """Mean error of forward, backward and total: what candidates are compared by."""
     return (evaluation.fwd_mape + evaluation.bwd_mape + evaluation.total_mape) / 3
-
-
-def source_folder(name: str | Path) -> Path:
-    """Find the bundle to start from.
-
-    Args:
-        name: Name of a shipped bundle, or a bundle's folder.
-
-    Raises:
-        ConfigError: There is neither.
-    """
-    if str(name) in loading.pretrained_names():
-        return Path(loading.__file__).parents[1] / "pretrained" / str(name)
-    if Path(name).is_dir():
-        return Path(name)
-    raise ConfigError(
-        f"no bundle '{name}' to start from: it is neither a shipped one "
-        f"({', '.join(loading.pretrained_names()) or 'none'}) nor a folder made by "
-        "'neuroshard train'"
-    )
 
 
 def split_records(
@@ -301,7 +253,7 @@ def calibrate(
         SCRATCH: new_ranges,
     }
     candidates = {
-        name: Candidate(network, ranges[name], _judge(name, network, test))
+        name: Candidate(network, ranges[name], judge(name, network, test))
         for name, network in networks.items()
     }
     kept = min(candidates, key=lambda n: score(candidates[n].evaluation))
@@ -319,7 +271,8 @@ def _train(
     return train(data, config, per_epoch, init)
 
 
-def _judge(name: str, network: SetCostNetwork, test: SetData) -> Evaluation:
+def judge(name: str, network: SetCostNetwork, test: SetData) -> Evaluation:
+    """Judge a network that is in no bundle yet."""
     model = NeuralCostModel(network, name=name, hardware="", ranges={})
     return evaluate(name, model, test)
 
@@ -331,132 +284,3 @@ def _union(
         name: (min(one[name][0], low), max(one[name][1], high))
         for name, (low, high) in two.items()
     }
-
-
-def calibrate_bundle(
-    source: Path,
-    records: Sequence[Path],
-    out: Path,
-    name: str,
-    config: CalibrationConfig,
-    report: TrainingReport | None = None,
-) -> tuple[Calibration, list[Evaluation]]:
-    """Fine-tune a bundle on another device's records and write a new bundle.
-
-    A model of collectives beside `source` is not taken over: it was measured there
-    (`comms_bundle.carry_over` does it).
-
-    Args:
-        source: Folder of the bundle to start from.
-        records: Files of compute records of one device.
-        out: Folder of the new bundle.
-        name: What it is called.
-        config: Steps and rates.
-        report: Makes the report of each training.
-
-    Returns:
-        The calibration, and the errors that the card shows: of what was kept, of all
-        candidates and of the yardsticks.
-
-    Raises:
-        ConfigError: `out` is the bundle to start from.
-        RecordError: Too few records.
-        RecordMismatchError: The files are of different devices.
-        BundleCorruptError: `source` is damaged.
-    """
-    if out.resolve() == source.resolve():
-        raise ConfigError(
-            f"{out} is the bundle to start from; name another folder for the new one"
-        )
-    model, old = load_bundle(source), read_info(source)
-    headers, found_records = read_records(records)
-    steady = steady_records(found_records)
-    num_disturbed = len(found_records) - len(steady)
-    try:
-        training, test = map(build_sets, split_records(steady))
-    except RecordError as error:
-        raise RecordError(
-            f"{error} ({num_disturbed} of {len(found_records)} records were left out: "
-            "other work disturbed them)"
-        ) from error
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        found = calibrate(model, old.network, training, test, config, report)
-    finally:
-        torch.set_num_threads(threads)
-    kept = found.candidates[found.kept]
-    evaluations = [
-        _judge("learned", kept.network, test),
-        *(c.evaluation for c in found.candidates.values()),
-        evaluate("linear", fit_linear(training), test),
-        evaluate("stock", fit_stock(training), test),
-    ]
-    counts = (training.num_sets, test.num_sets, num_disturbed)
-    info = BundleInfo(
-        name=name,
-        fingerprint=headers[0].fingerprint,
-        reference_ms=headers[0].reference_ms,
-        network=old.network,
-        ranges=kept.ranges,
-        trained_on=_provenance(old, headers, counts, config, found),
-    )
-    noise = Repeatability(tuple(repeatability(steady)))
-    card = compute_card(info, noise, evaluations) + _section(old, counts, found)
-    save_bundle(out, kept.network, info, card)
-    return found, evaluations
-
-
-def _provenance(
-    old: BundleInfo,
-    headers: Sequence[RunHeader],
-    counts: tuple[int, int, int],
-    config: CalibrationConfig,
-    found: Calibration,
-) -> dict[str, Any]:
-    return {
-        "num_training_sets": counts[0],
-        "num_test_sets": counts[1],
-        "num_disturbed": counts[2],
-        "created": sorted({h.created[:10] for h in headers}),
-        "seed": config.seed,
-        "steps": config.steps,
-        "commands": [*(h.command for h in headers), command_line()],
-        "calibrated_from": {
-            "name": old.name,
-            "device": old.fingerprint.device,
-            "num_training_sets": old.trained_on.get("num_training_sets"),
-        },
-        "kept": found.kept,
-        "factors": list(found.factors_2),
-        "errors": {n: score(c.evaluation) for n, c in found.candidates.items()},
-    }
-
-
-def _section(old: BundleInfo, counts: tuple[int, int, int], found: Calibration) -> str:
-    forward, backward = found.factors_2
-    return "\n".join(
-        [
-            "",
-            "## Calibration",
-            "",
-            f"Started from `{old.name}`, measured on {old.fingerprint.device} "
-            f"({old.trained_on.get('num_training_sets', '?')} sets to train on). "
-            f"{counts[0]} sets of this device to fine-tune on; {counts[1]} sets of "
-            "held-out tables judged the candidates and chose between them. "
-            f"{found.verdict()}",
-            "",
-            *(f"- `{name}`: {text}" for name, text in _MEANING.items()),
-            "",
-            f"Factors: forward {forward:.3f}, backward {backward:.3f}. `learned` above "
-            f"is `{found.kept}`. "
-            + (
-                "Its training range is that of this device's sets alone."
-                if found.kept == SCRATCH
-                else "Its training range covers what either device was measured on; "
-                "where only the other one was, its times are carried over, not "
-                "measured."
-            ),
-            "",
-        ]
-    )
