@@ -1,21 +1,19 @@
-"""What the searches of others share: first weights, memory, and how they end."""
+"""What the searches of others share: memory, and how they end."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import numpy as np
-import torch
 
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
 
-__all__ = ["finish", "seeded", "whole_bytes", "whole_placement"]
+__all__ = ["finish", "whole_bytes", "whole_placement"]
 
 
 def whole_bytes(task: ShardingTask) -> Floats:
@@ -63,16 +61,3 @@ def finish(
         warnings=tuple(warnings),
         fallback=fallback,
     )
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw first weights from a seed, on one thread; leave the caller's state alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)
