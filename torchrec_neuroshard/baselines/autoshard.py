@@ -41,6 +41,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from torchrec_neuroshard.baselines.common import layers
 from torchrec_neuroshard.baselines.policies import (
     POLICY_FEATURES,
     Episodes,
@@ -48,7 +49,6 @@ from torchrec_neuroshard.baselines.policies import (
     PolicySearcher,
     Rollout,
     arrange,
-    layers,
     policy_log_probs,
     roll_out,
 )

@@ -1,19 +1,29 @@
-"""What the searches of others share: memory, and how they end."""
+"""What the searches of others share: nets, memory, and how they end."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+from torch import nn
 
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
 
-__all__ = ["finish", "whole_bytes", "whole_placement"]
+__all__ = ["finish", "layers", "whole_bytes", "whole_placement"]
+
+
+def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
+    """Return linear layers with ReLU between them, and after the last if asked."""
+    parts: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*(parts if relu_last else parts[:-1]))
 
 
 def whole_bytes(task: ShardingTask) -> Floats:

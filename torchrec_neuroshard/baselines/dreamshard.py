@@ -41,13 +41,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from torchrec_neuroshard.baselines.common import layers
 from torchrec_neuroshard.baselines.policies import (
     POLICY_FEATURES,
     Episodes,
     PolicyNet,
     PolicySearcher,
     arrange,
-    layers,
     policy_log_probs,
     roll_out,
 )

@@ -21,8 +21,7 @@ Shapes: `N` shards, `S` sets or samples, `F` = 20 features, `E` = 32 encoding va
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from torchrec_neuroshard.baselines.common import layers
 from torchrec_neuroshard.cost_models.bundle import BundleFormat
 from torchrec_neuroshard.errors import (
     BundleMismatchError,
@@ -160,8 +160,8 @@ class ComputeNet(nn.Module):
         super().__init__()
         self.register_buffer("mean_F", torch.zeros(len(PAPER_FEATURES)))
         self.register_buffer("std_F", torch.ones(len(PAPER_FEATURES)))
-        self.encoder = _layers([len(PAPER_FEATURES), 128, 32], relu_last=True)
-        self.head = _layers([32, 64, 1])
+        self.encoder = layers([len(PAPER_FEATURES), 128, 32], relu_last=True)
+        self.head = layers([32, 64, 1])
 
     def encode(self, features_NF: torch.Tensor) -> torch.Tensor:
         """Encode shards, `N x E`; a set's encoding is the sum.
@@ -208,19 +208,12 @@ class RankTimesNet(nn.Module):
         super().__init__()
         self.register_buffer("mean_I", torch.zeros(num_inputs))
         self.register_buffer("std_I", torch.ones(num_inputs))
-        self.layers = _layers([num_inputs, 128, 64, 32, 16, world_size])
+        self.layers = layers([num_inputs, 128, 64, 32, 16, world_size])
 
     def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
         """Milliseconds from each rank's own start until it is through, `S x W`."""
         out: torch.Tensor = self.layers((inputs_SI - self.mean_I) / self.std_I)
         return out
-
-
-def _layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
-    parts: list[nn.Module] = []
-    for fan_in, fan_out in itertools.pairwise(sizes):
-        parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*(parts if relu_last else parts[:-1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ widest, `F` = 21 features, `K` values that are summed per rank, `C` context valu
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from abc import ABC, abstractmethod
@@ -63,7 +62,6 @@ __all__ = [
     "Rollout",
     "TaskView",
     "arrange",
-    "layers",
     "load_policy",
     "policy_features",
     "policy_log_probs",
@@ -244,14 +242,6 @@ class PolicyNet(nn.Module, ABC):
     @abstractmethod
     def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
         """Logit of each rank: `... x W x K` and `... x C` to `... x W`."""
-
-
-def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
-    """Return linear layers with ReLU between them, and after the last if asked."""
-    parts: list[nn.Module] = []
-    for fan_in, fan_out in itertools.pairwise(sizes):
-        parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*(parts if relu_last else parts[:-1]))
 
 
 # Episodes.

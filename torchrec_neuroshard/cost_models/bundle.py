@@ -124,7 +124,19 @@ class BundleFormat(Generic[_Info, _Network]):
         """
         info, sha256 = self._read(Path(folder))
         path = Path(folder) / self.weights_name
-        weights = _read_checked(path, sha256)
+        try:
+            weights = path.read_bytes()
+        except OSError as error:
+            raise BundleCorruptError(
+                f"{path.parent} has no readable {path.name} ({error}); restore it or "
+                "train again"
+            ) from error
+        digest = hashlib.sha256(weights).hexdigest()
+        if digest != sha256:
+            raise BundleCorruptError(
+                f"{path} is damaged or not of this bundle (checksum {digest[:12]}, "
+                f"expected {str(sha256)[:12]}); restore it or train again"
+            )
         try:
             network = self.make_network(info)
             network.load_state_dict(load_tensors(weights))
@@ -176,23 +188,6 @@ def write_whole(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_bytes(data)
     os.replace(temporary, path)
-
-
-def _read_checked(path: Path, sha256: str | None) -> bytes:
-    try:
-        weights = path.read_bytes()
-    except OSError as error:
-        raise BundleCorruptError(
-            f"{path.parent} has no readable {path.name} ({error}); restore it or train "
-            "again"
-        ) from error
-    digest = hashlib.sha256(weights).hexdigest()
-    if digest != sha256:
-        raise BundleCorruptError(
-            f"{path} is damaged or not of this bundle (checksum {digest[:12]}, "
-            f"expected {str(sha256)[:12]}); restore it or train again"
-        )
-    return weights
 
 
 def ranges_from_json(data: Mapping[str, Any]) -> dict[str, tuple[float, float]]:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,7 +31,6 @@ from torchrec_neuroshard.cost_models.loading import bundle_folder, pretrained_na
 from torchrec_neuroshard.errors import ConfigError, RankFailureError, RecordError
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
-    RunHeader,
     command_line,
     repeatability,
     steady_records,
@@ -42,7 +40,6 @@ from torchrec_neuroshard.training.calibration import (
     CalibrationConfig,
     TrainingReport,
     calibrate,
-    judge,
     score,
     split_records,
 )
@@ -56,6 +53,7 @@ from torchrec_neuroshard.training.comms import CommsTrainConfig
 from torchrec_neuroshard.training.compute import (
     EpochReport,
     Evaluation,
+    as_cost_model,
     build_sets,
     evaluate,
     fit_linear,
@@ -149,51 +147,40 @@ def calibrate_bundle(
     found = calibrate(model, old.network, training, test, config, report)
     kept = found.candidates[found.kept]
     evaluations = [
-        judge("learned", kept.network, test),
+        evaluate("learned", as_cost_model(kept.network, test, name), test),
         *(c.evaluation for c in found.candidates.values()),
         evaluate("linear", fit_linear(training), test),
         evaluate("stock", fit_stock(training), test),
     ]
-    counts = (training.num_sets, test.num_sets, num_disturbed)
     info = BundleInfo(
         name=name,
         fingerprint=headers[0].fingerprint,
         reference_ms=headers[0].reference_ms,
         network=old.network,
         ranges=kept.ranges,
-        trained_on=_provenance(old, headers, counts, config, found),
+        trained_on={
+            "num_training_sets": training.num_sets,
+            "num_test_sets": test.num_sets,
+            "num_disturbed": num_disturbed,
+            "created": sorted({h.created[:10] for h in headers}),
+            "seed": config.seed,
+            "steps": config.steps,
+            "commands": [*(h.command for h in headers), command_line()],
+            "calibrated_from": {
+                "name": old.name,
+                "device": old.fingerprint.device,
+                "num_training_sets": old.trained_on.get("num_training_sets"),
+            },
+            "kept": found.kept,
+            "factors": list(found.factors_2),
+            "errors": {n: score(c.evaluation) for n, c in found.candidates.items()},
+        },
     )
     noise = repeatability_line(repeatability(steady))
     card = compute_card(info, noise, evaluations)
-    card += calibration_section(old, counts, found)
+    card += calibration_section(old, info, found)
     COMPUTE_BUNDLE.save(out, kept.network, info, card)
     return found, evaluations
-
-
-def _provenance(
-    old: BundleInfo,
-    headers: Sequence[RunHeader],
-    counts: tuple[int, int, int],
-    config: CalibrationConfig,
-    found: Calibration,
-) -> dict[str, Any]:
-    return {
-        "num_training_sets": counts[0],
-        "num_test_sets": counts[1],
-        "num_disturbed": counts[2],
-        "created": sorted({h.created[:10] for h in headers}),
-        "seed": config.seed,
-        "steps": config.steps,
-        "commands": [*(h.command for h in headers), command_line()],
-        "calibrated_from": {
-            "name": old.name,
-            "device": old.fingerprint.device,
-            "num_training_sets": old.trained_on.get("num_training_sets"),
-        },
-        "kept": found.kept,
-        "factors": list(found.factors_2),
-        "errors": {n: score(c.evaluation) for n, c in found.candidates.items()},
-    }
 
 
 def carry_over(source: str | Path, folder: str | Path) -> CommsBundleInfo:

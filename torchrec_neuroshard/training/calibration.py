@@ -15,8 +15,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
@@ -28,6 +26,8 @@ from torchrec_neuroshard.training.compute import (
     Evaluation,
     SetData,
     TrainConfig,
+    as_cost_model,
+    best_factor,
     evaluate,
     train,
     training_ranges,
@@ -42,9 +42,7 @@ __all__ = [
     "Calibration",
     "CalibrationConfig",
     "Candidate",
-    "best_factors",
     "calibrate",
-    "judge",
     "rescale",
     "score",
     "split_records",
@@ -173,23 +171,6 @@ def split_records(
     return training, held_out
 
 
-def best_factors(
-    predicted_S2: npt.NDArray[np.float64], measured_S2: npt.NDArray[np.float64]
-) -> tuple[float, float]:
-    """Factors on predictions that have the least mean relative error.
-
-    Returns:
-        Forward's and backward's.
-    """
-    found = []
-    for c in range(2):
-        # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
-        ratio = np.sort(measured_S2[:, c] / predicted_S2[:, c])
-        weight = np.cumsum(1.0 / ratio)
-        found.append(float(ratio[np.searchsorted(weight, weight[-1] / 2)]))
-    return found[0], found[1]
-
-
 def rescale(network: SetCostNetwork, factors_2: tuple[float, float]) -> SetCostNetwork:
     """Return a network whose times are multiplied by forward's and backward's factor.
 
@@ -236,8 +217,8 @@ def calibrate(
     predicted = source.predict_sets(
         training.features_NF, training.set_ids_N, training.num_sets
     )
-    factors = best_factors(predicted, training.costs_S2)
-    scaled = rescale(source.network, factors)
+    forward, backward = map(best_factor, predicted.T, training.costs_S2.T)
+    scaled = rescale(source.network, (forward, backward))
     trained = {
         name: _train(
             name, training, config.training(training.num_sets, sizes), init, report
@@ -253,11 +234,15 @@ def calibrate(
         SCRATCH: new_ranges,
     }
     candidates = {
-        name: Candidate(network, ranges[name], judge(name, network, test))
+        name: Candidate(
+            network,
+            ranges[name],
+            evaluate(name, as_cost_model(network, test, name), test),
+        )
         for name, network in networks.items()
     }
     kept = min(candidates, key=lambda n: score(candidates[n].evaluation))
-    return Calibration(candidates, factors, kept)
+    return Calibration(candidates, (forward, backward), kept)
 
 
 def _train(
@@ -269,12 +254,6 @@ def _train(
 ) -> SetCostNetwork:
     per_epoch = None if report is None else report(name, config.epochs)
     return train(data, config, per_epoch, init)
-
-
-def judge(name: str, network: SetCostNetwork, test: SetData) -> Evaluation:
-    """Judge a network that is in no bundle yet."""
-    model = NeuralCostModel(network, name=name, hardware="", ranges={})
-    return evaluate(name, model, test)
 
 
 def _union(

@@ -144,14 +144,12 @@ def compute_card(
     return "\n".join(lines)
 
 
-def calibration_section(
-    old: BundleInfo, counts: tuple[int, int, int], found: Calibration
-) -> str:
+def calibration_section(old: BundleInfo, new: BundleInfo, found: Calibration) -> str:
     """Write how a card's model was calibrated: the end of the card.
 
     Args:
         old: The bundle started from.
-        counts: Sets to fine-tune on, sets to judge by, sets left out.
+        new: The bundle that came of it.
         found: The candidates.
     """
     forward, backward = found.factors_2
@@ -162,8 +160,9 @@ def calibration_section(
             "",
             f"Started from `{old.name}`, measured on {old.fingerprint.device} "
             f"({old.trained_on.get('num_training_sets', '?')} sets to train on). "
-            f"{counts[0]} sets of this device to fine-tune on; {counts[1]} sets of "
-            "held-out tables judged the candidates and chose between them. "
+            f"{new.trained_on['num_training_sets']} sets of this device to fine-tune "
+            f"on; {new.trained_on['num_test_sets']} sets of held-out tables judged the "
+            "candidates and chose between them. "
             f"{found.verdict()}",
             "",
             *(f"- `{name}`: {text}" for name, text in _CANDIDATES.items()),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import optimize, stats
+from scipy import stats
 
 from torchrec_neuroshard.cost_models.comms_network import (
     TERM_NAMES,
@@ -23,6 +23,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
 )
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
+from torchrec_neuroshard.training.compute import fit_relative
 from torchrec_neuroshard.training.fit import fit, seeded
 
 __all__ = [
@@ -170,10 +171,8 @@ def fit_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
             rows &= together
         present = data.present_NW[rows]
         matrix = data.terms_NWK[rows][present].astype(np.float64)
-        matrix /= measured_NW[rows][present][:, None]
-        scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
-        solution = optimize.nnls(matrix / scale, np.ones(len(matrix)))[0] / scale
-        fitted[number], known[number] = solution, True
+        fitted[number] = fit_relative(matrix, measured_NW[rows][present])
+        known[number] = True
     fitted[~known] = fitted[known].mean(axis=0)
     return fitted
 
@@ -191,10 +190,7 @@ def fit_bandwidth(data: CommsData) -> npt.NDArray[np.float64]:
         rows = data.collective_N == number
         if rows.any():
             matrix = np.stack([np.ones(rows.sum()), busiest_N[rows]], axis=1)
-            matrix /= measured_N[rows][:, None]
-            scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
-            solution = optimize.nnls(matrix / scale, np.ones(len(matrix)))[0]
-            fitted[number] = solution / scale
+            fitted[number] = fit_relative(matrix, measured_N[rows])
     return fitted
 
 

@@ -32,9 +32,11 @@ __all__ = [
     "SetData",
     "TrainConfig",
     "as_cost_model",
+    "best_factor",
     "build_sets",
     "evaluate",
     "fit_linear",
+    "fit_relative",
     "fit_stock",
     "train",
     "training_ranges",
@@ -156,6 +158,32 @@ class LinearCostModel(CostModel):
         return costs
 
 
+def fit_relative(
+    matrix_SP: npt.NDArray[np.float64], measured_S: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Fit constants of at least 0 to `matrix @ constants = measured`.
+
+    Returns:
+        `P`, with the least sum of squared errors relative to the measured.
+    """
+    relative = matrix_SP / measured_S[:, None]
+    scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-30)
+    solution: npt.NDArray[np.float64] = optimize.nnls(
+        relative / scale, np.ones(len(relative))
+    )[0]
+    return solution / scale
+
+
+def best_factor(
+    predicted_S: npt.NDArray[np.float64], measured_S: npt.NDArray[np.float64]
+) -> float:
+    """Return the factor on predictions that has the least mean relative error."""
+    # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
+    ratio = np.sort(measured_S / predicted_S)
+    weight = np.cumsum(1.0 / ratio)
+    return float(ratio[np.searchsorted(weight, weight[-1] / 2)])
+
+
 def fit_linear(data: SetData) -> LinearCostModel:
     """Fit non-negative constants by relative least squares.
 
@@ -173,9 +201,7 @@ def fit_linear(data: SetData) -> LinearCostModel:
     for c in range(2):
         columns = sums[:, :, present].reshape(num_sets, -1)
         matrix = np.concatenate([columns, np.ones((num_sets, 1))], axis=1)
-        matrix = matrix / data.costs_S2[:, c : c + 1]
-        scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
-        solution = optimize.nnls(matrix / scale, np.ones(num_sets))[0] / scale
+        solution = fit_relative(matrix, data.costs_S2[:, c])
         weights[:, present, c] = solution[:-1].reshape(num_totals, -1)
         launch[c] = solution[-1]
     fallback = OPTIMIZER_KINDS.index("rowwise_adagrad")
@@ -189,12 +215,8 @@ def fit_stock(data: SetData) -> StockCostModel:
     """Fit the one factor on TorchRec's formula that has the least relative error."""
     plain = StockCostModel()
     predicted = plain.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
-    ratio = data.costs_S2.sum(axis=1) / predicted.sum(axis=1)
-    # Least sum of |s * p / y - 1| is a weighted median of y / p.
-    order = np.argsort(ratio)
-    weight = np.cumsum(1.0 / ratio[order])
-    best = ratio[order][np.searchsorted(weight, weight[-1] / 2)]
-    return StockCostModel(scale=float(best))
+    factor = best_factor(predicted.sum(axis=1), data.costs_S2.sum(axis=1))
+    return StockCostModel(scale=factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
