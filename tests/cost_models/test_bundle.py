@@ -113,9 +113,12 @@ def test_other_versions_are_refused(tmp_path: Path) -> None:
 
 def test_garbled_fields_are_refused(tmp_path: Path) -> None:
     write_bundle(tmp_path)
-    edit(tmp_path, fingerprint={"device": "x"})
-    with pytest.raises(BundleCorruptError, match="lacks or garbles a field"):
-        load_bundle(tmp_path)
+    sound = (tmp_path / "bundle.json").read_text()
+    for changes in ({"fingerprint": {"device": "x"}}, {"feature_names": 3}):
+        (tmp_path / "bundle.json").write_text(sound)
+        edit(tmp_path, **changes)
+        with pytest.raises(BundleCorruptError, match="lacks or garbles a field"):
+            load_bundle(tmp_path)
 
 
 def test_wrong_network_sizes_are_refused(tmp_path: Path) -> None:

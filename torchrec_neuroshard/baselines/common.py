@@ -15,7 +15,11 @@ from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
 
-__all__ = ["finish", "layers", "whole_bytes", "whole_placement"]
+__all__ = ["PAPER_BATCH_SIZE", "finish", "layers", "whole_bytes", "whole_placement"]
+
+
+PAPER_BATCH_SIZE = 65_536
+"""Samples of all batches that the papers measured."""
 
 
 def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:

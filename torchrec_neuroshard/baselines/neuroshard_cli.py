@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from scipy import stats
 
+from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.baselines.neuroshard_models import (
-    PAPER_BATCH_SIZE,
     CommsNets,
     ComputeNet,
     NeuroShardModels,

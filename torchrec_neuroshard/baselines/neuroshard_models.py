@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from torchrec_neuroshard.baselines.common import layers
+from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE, layers
 from torchrec_neuroshard.cost_models.bundle import BundleFormat
 from torchrec_neuroshard.errors import (
     BundleMismatchError,
@@ -43,7 +43,6 @@ from torchrec_neuroshard.records import Fingerprint
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
 
 __all__ = [
-    "PAPER_BATCH_SIZE",
     "PAPER_FEATURES",
     "PAPER_MAX_DIM",
     "CommsNets",
@@ -60,9 +59,6 @@ __all__ = [
 ]
 
 Floats = npt.NDArray[np.float64]
-
-PAPER_BATCH_SIZE = 65_536
-"""Samples of all measurements of NeuroShard."""
 
 PAPER_MAX_DIM = 128
 """Widest table of NeuroShard's augmentation."""

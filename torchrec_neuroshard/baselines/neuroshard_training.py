@@ -24,8 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.baselines.neuroshard_models import (
-    PAPER_BATCH_SIZE,
     PAPER_FEATURES,
     CommsNets,
     ComputeNet,

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from torchrec_neuroshard.baselines.common import (
+    PAPER_BATCH_SIZE,
     finish,
     whole_placement,
 )
@@ -87,7 +88,6 @@ occur 2**(j-1)+1 to 2**j times."""
 
 _STANDARDISED = 4
 """The first columns are standardised; shares are taken as they are."""
-_PAPER_BATCH_SIZE = 65_536
 _GB, _GIB = 1e9, 2**30
 _STD_FLOOR = 1e-6
 _ILLEGAL = -1e9
@@ -117,7 +117,7 @@ def policy_features(
         head = (
             table.embedding_dim,
             table.num_embeddings,
-            profile.num_lookups / _PAPER_BATCH_SIZE,
+            profile.num_lookups / PAPER_BATCH_SIZE,
             table.weight_bytes / _GB,
         )
         rows.append([*head, *(n / distinct for n in profile.access_histogram)])

@@ -116,10 +116,8 @@ def load_comms_model(
     device = current_device_name(device_type)
     if str(cost_model) == "auto":
         folders = sorted(p.parent for p in _PRETRAINED.glob("*/comms.json"))
-    elif (_PRETRAINED / str(cost_model)).is_dir():
-        folders = [_PRETRAINED / str(cost_model)]
     else:
-        folders = [Path(cost_model)]
+        folders = list(filter(None, [bundle_folder(cost_model)]))
     for folder in filter(COMMS_BUNDLE.is_in, folders):
         info = COMMS_BUNDLE.read_info(folder)
         wanted = str(cost_model) != "auto" or info.fingerprint.device == device

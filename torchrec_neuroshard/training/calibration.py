@@ -219,41 +219,26 @@ def calibrate(
     )
     forward, backward = map(best_factor, predicted.T, training.costs_S2.T)
     scaled = rescale(source.network, (forward, backward))
-    trained = {
-        name: _train(
-            name, training, config.training(training.num_sets, sizes), init, report
-        )
-        for name, init in ((TUNED, scaled), (SCRATCH, None))
-    }
+    settings = config.training(training.num_sets, sizes)
+    trained = {}
+    for name, init in ((TUNED, scaled), (SCRATCH, None)):
+        per_epoch = None if report is None else report(name, settings.epochs)
+        trained[name] = train(training, settings, per_epoch, init)
     new_ranges = training_ranges(training)
-    networks = {BEFORE: source.network, SCALED: scaled, **trained}
-    ranges = {
-        BEFORE: source.ranges,
-        SCALED: source.ranges,
-        TUNED: _union(source.ranges, new_ranges),
-        SCRATCH: new_ranges,
+    made = {
+        BEFORE: (source.network, source.ranges),
+        SCALED: (scaled, source.ranges),
+        TUNED: (trained[TUNED], _union(source.ranges, new_ranges)),
+        SCRATCH: (trained[SCRATCH], new_ranges),
     }
     candidates = {
         name: Candidate(
-            network,
-            ranges[name],
-            evaluate(name, as_cost_model(network, test, name), test),
+            network, ranges, evaluate(name, as_cost_model(network, test, name), test)
         )
-        for name, network in networks.items()
+        for name, (network, ranges) in made.items()
     }
     kept = min(candidates, key=lambda n: score(candidates[n].evaluation))
     return Calibration(candidates, (forward, backward), kept)
-
-
-def _train(
-    name: str,
-    data: SetData,
-    config: TrainConfig,
-    init: SetCostNetwork | None,
-    report: TrainingReport | None,
-) -> SetCostNetwork:
-    per_epoch = None if report is None else report(name, config.epochs)
-    return train(data, config, per_epoch, init)
 
 
 def _union(

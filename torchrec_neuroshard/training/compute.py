@@ -168,10 +168,8 @@ def fit_relative(
     """
     relative = matrix_SP / measured_S[:, None]
     scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-30)
-    solution: npt.NDArray[np.float64] = optimize.nnls(
-        relative / scale, np.ones(len(relative))
-    )[0]
-    return solution / scale
+    solution, _ = optimize.nnls(relative / scale, np.ones(len(relative)))
+    return np.asarray(solution / scale)
 
 
 def best_factor(

@@ -197,11 +197,8 @@ def train_comms_bundle(
                 training.append(record)
             elif record.repeat_of is None:
                 test.append(record)
-    links = [
-        tuple(float(getattr(h, f"{side}_gb_per_s")) for h in headers)
-        for side in ("intra", "inter")
-    ]
-    intra, inter = (_typical(values) for values in links)
+    intra = _typical([h.intra_gb_per_s for h in headers])
+    inter = _typical([h.inter_gb_per_s for h in headers])
     training_data = build_comms(training, intra, inter)
     test_data = build_comms(test, intra, inter)
     console.print(f"{len(training)} collectives to train on, {len(test)} to test")
@@ -227,7 +224,7 @@ def train_comms_bundle(
         bytes_per_rank=(min(sums), max(sums)),
         compute_slowdown=_merge([h.compute_slowdown for h in headers]),
         column_order_ms_per_mb=_merge([h.column_order_ms_per_mb for h in headers]),
-        compute_reference_ms=_typical(tuple(h.compute_reference_ms for h in headers)),
+        compute_reference_ms=_typical([h.compute_reference_ms for h in headers]),
         trained_on={
             "num_training": len(training),
             "num_test": len(test),
@@ -301,7 +298,7 @@ def _check_world_sizes(known: set[int], test_world_sizes: Sequence[int]) -> None
         )
 
 
-def _typical(values: tuple[float, ...]) -> float:
+def _typical(values: Sequence[float]) -> float:
     known = [v for v in values if v > 0]
     return float(np.median(known)) if known else 0.0
 
