@@ -39,7 +39,7 @@ from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
 from harness.training_runs import TrialConfig, run_trial, take_turns
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS, GreedySearcher
-from torchrec_neuroshard.collect.compute import device_fingerprint
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.cost_models import CommsModel, CostModel, load_comms_model
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search import make_searcher

@@ -35,9 +35,12 @@ import numpy as np
 import torch
 
 from harness.provenance import commit, now
-from torchrec_neuroshard.collect.store import read_records
-from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
-from torchrec_neuroshard.cost_models.calibration import (
+from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, load_bundle
+from torchrec_neuroshard.devices import cpu_name
+from torchrec_neuroshard.record_store import read_records
+from torchrec_neuroshard.records import repeatability, steady_records
+from torchrec_neuroshard.training.calibrate_cli import source_folder
+from torchrec_neuroshard.training.calibration import (
     BEFORE,
     SCALED,
     SCRATCH,
@@ -45,10 +48,9 @@ from torchrec_neuroshard.cost_models.calibration import (
     CalibrationConfig,
     calibrate,
     score,
-    source_folder,
     split_records,
 )
-from torchrec_neuroshard.cost_models.training import (
+from torchrec_neuroshard.training.compute import (
     Evaluation,
     SetData,
     TrainConfig,
@@ -59,8 +61,6 @@ from torchrec_neuroshard.cost_models.training import (
     fit_stock,
     train,
 )
-from torchrec_neuroshard.devices import cpu_name
-from torchrec_neuroshard.records import repeatability, steady_records
 
 METHODS = (BEFORE, SCALED, TUNED, SCRATCH, "linear", "stock")
 COLUMNS = {
@@ -85,7 +85,7 @@ def run_cell(
     start = time.perf_counter()
     found = calibrate(
         load_bundle(source),
-        read_info(source).network,
+        COMPUTE_BUNDLE.read_info(source).network,
         drawn,
         test,
         CalibrationConfig(seed=seed),
@@ -195,7 +195,7 @@ def main() -> None:
     if max(args.sizes) > training.num_sets:
         parser.error(f"--sizes: there are {training.num_sets} sets to draw from")
     source = source_folder(args.source)
-    old, repeats = read_info(source), repeatability(found)
+    old, repeats = COMPUTE_BUNDLE.read_info(source), repeatability(found)
     data: dict[str, Any] = {
         "command": " ".join(map(shlex.quote, ["python", *sys.argv])),
         "created": now(),

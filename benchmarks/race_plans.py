@@ -41,7 +41,7 @@ from harness.provenance import commit, now
 from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
 from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
-from torchrec_neuroshard.collect.compute import device_fingerprint
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,

@@ -48,26 +48,19 @@ from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
 from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
-from torchrec_neuroshard.collect.compute import (
-    CollectConfig,
-    collect_compute,
-    device_fingerprint,
-)
+from torchrec_neuroshard.collect.compute import CollectConfig, collect_compute
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig
 from torchrec_neuroshard.cost_models import CommsModel, load_comms_model
-from torchrec_neuroshard.cost_models.bundle import read_info
-from torchrec_neuroshard.cost_models.calibration import (
-    CalibrationConfig,
-    calibrate_bundle,
-    source_folder,
-)
-from torchrec_neuroshard.cost_models.comms_bundle import has_comms, read_comms_info
-from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
-from torchrec_neuroshard.cost_models.comms_training_cli import train_comms_bundle
+from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner import read_plan, save_plan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.simulator import PHASES
+from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle, source_folder
+from torchrec_neuroshard.training.calibration import CalibrationConfig
+from torchrec_neuroshard.training.comms import CommsTrainConfig
+from torchrec_neuroshard.training.train_cli import train_comms_bundle
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.workloads.mlperf import MLPERF_MAX_ROWS, mlperf_dlrm_v2
 from torchrec_neuroshard.workloads.tasks import TaskConfig, sample_tasks
@@ -159,7 +152,7 @@ def find_costs(config: RunConfig, ranks: Ranks) -> str:
             calibrate_kernels(config, ranks, folder)
 
     ranks.on_first(kernels)
-    if not ranks.on_first(lambda: has_comms(folder)):
+    if not ranks.on_first(lambda: COMMS_BUNDLE.is_in(folder)):
         records = folder / "comms.parquet"
         collect_comms(
             CommsConfig(
@@ -332,7 +325,7 @@ def make_desk(
             "--cost-model measure"
         )
     # Measured bandwidths for TorchRec's estimate, in its bytes per millisecond.
-    links = read_comms_info(source_folder(cost_model))
+    links = COMMS_BUNDLE.read_info(source_folder(cost_model))
     inter_gb_per_s = links.inter_gb_per_s or links.intra_gb_per_s
     topology = {
         "world_size": ranks.world_size,
@@ -760,8 +753,8 @@ def _describe(config: RunConfig, ranks: Ranks, costs: str) -> dict[str, Any]:
         "config": dataclasses.asdict(config),
         "cost_model": {
             "name": folder.name,
-            "device": read_info(folder).fingerprint.device,
-            "backend": read_comms_info(folder).backend,
+            "device": COMPUTE_BUNDLE.read_info(folder).fingerprint.device,
+            "backend": COMMS_BUNDLE.read_info(folder).backend,
         },
         "num_starts": 1,
         "workloads": {},

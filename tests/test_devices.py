@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from torchrec_neuroshard.devices import (
     GpuMonitor,
@@ -17,6 +18,7 @@ from torchrec_neuroshard.devices import (
     find_gpu_monitor,
     nvidia_smi_reader,
     nvml_reader,
+    torch_threads,
 )
 
 STATE = GpuState(
@@ -144,3 +146,11 @@ def test_the_best_way_that_answers_is_taken(
     monkeypatch.setitem(sys.modules, "pynvml", Nvml())
     by_module = find_gpu_monitor(UUID)
     assert by_module is not None and by_module.source == "pynvml"
+
+
+def test_threads_are_as_before_even_after_a_failure() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt), torch_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == before

@@ -45,12 +45,12 @@ COMMANDS = (
     Command(
         "train",
         "train a cost model on collected measurements",
-        "torchrec_neuroshard.cost_models.training_cli",
+        "torchrec_neuroshard.training.train_cli",
     ),
     Command(
         "calibrate",
         "fit a cost model to this machine with a few measurements",
-        "torchrec_neuroshard.cost_models.calibration_cli",
+        "torchrec_neuroshard.training.calibrate_cli",
     ),
     Command(
         "train-policy",

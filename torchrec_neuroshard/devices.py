@@ -1,13 +1,14 @@
-"""Which CPU or GPU this is, and what state a GPU is in."""
+"""Which CPU or GPU this is, how many threads torch uses, what state a GPU is in."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = [
     "find_gpu_monitor",
     "nvidia_smi_reader",
     "nvml_reader",
+    "torch_threads",
 ]
 
 _THROTTLING = {
@@ -61,6 +63,19 @@ def current_device_name(device_type: str) -> str | None:
         if torch.cuda.is_available():
             return str(torch.cuda.get_device_name(0))
     return None
+
+
+@contextlib.contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Have torch use so many threads; leave it as it was afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

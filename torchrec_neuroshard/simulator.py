@@ -18,7 +18,6 @@ order of `PHASES`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -236,7 +235,7 @@ class Simulator:
                 for k in task.kernels
             ]
         )
-        self._estimated_T = self._kernel_T4.any(axis=1)
+        self._estimated_T: npt.NDArray[np.bool_] = np.any(self._kernel_T4, axis=1)
         self._collectives = self._group_stages(kinds)
 
     def _group_stages(
@@ -489,7 +488,8 @@ class Simulator:
         columns_S = self.ordered_columns(
             self.num_shards(placement), self.columns_per_table
         )
-        return self.order_costs(columns_S[None])[0]
+        ms_S2: Floats = self.order_costs(columns_S[None])[0]
+        return ms_S2
 
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""

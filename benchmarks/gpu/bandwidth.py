@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from torchrec_neuroshard.collect.store import read_records
-from torchrec_neuroshard.cost_models.training import SetData, build_sets
 from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import CostRecord, steady_records
+from torchrec_neuroshard.training.compute import SetData, build_sets
 
 Floats = npt.NDArray[np.float64]
 

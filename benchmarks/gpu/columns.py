@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from torchrec_neuroshard.access import AccessDistribution
-from torchrec_neuroshard.collect.compute import device_fingerprint
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.tbe import FusedTables, InputBatch, draw_inputs
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.profiles import zipf_profile

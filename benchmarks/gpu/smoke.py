@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchrec_neuroshard.collect.compute import device_fingerprint
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.timing import SetTimer
 

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from planner_comparison.plans import COLUMN_ORDER, Collective
-from torchrec_neuroshard.collect.comms import CollectiveRunner, Ranks
+from torchrec_neuroshard.collect.collectives import CollectiveRunner
+from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.collect.tbe import column_permutation
 from torchrec_neuroshard.collect.timing import keep_freed_memory
 

@@ -33,7 +33,7 @@ from planner_comparison.plans import (
 )
 from planner_comparison.rivals import Costs, load_costs
 from planner_comparison.tasks import FAMILIES, Task, TaskSettings, make_tasks
-from torchrec_neuroshard.collect.compute import device_fingerprint
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.cost_models import CommsModel
 
 SCHEMA_VERSION = 1

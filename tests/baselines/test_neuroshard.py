@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.baselines.neuroshard import (
     NeuroShardConfig,
     NeuroShardLoops,
@@ -22,7 +23,6 @@ from torchrec_neuroshard.baselines.neuroshard import (
     SharedCosts,
 )
 from torchrec_neuroshard.baselines.neuroshard_models import (
-    PAPER_BATCH_SIZE,
     CommsNets,
     ComputeNet,
     NeuroShardModels,

@@ -29,9 +29,9 @@ from torchrec_neuroshard.baselines.neuroshard_training import (
     place_at_random_level,
     predict_records,
 )
-from torchrec_neuroshard.collect.store import read_comms_records, read_records
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import ShardFeaturizer
+from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.records import CommsRecord, CostRecord
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel

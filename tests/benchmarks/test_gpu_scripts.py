@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_neuroshard.collect.store import RecordStore
-from torchrec_neuroshard.cost_models.training import build_sets
 from torchrec_neuroshard.profiles import uniform_profile
+from torchrec_neuroshard.record_store import RecordStore
 from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
 from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.training.compute import build_sets
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 CPU = torch.device("cpu")

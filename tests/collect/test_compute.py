@@ -25,16 +25,14 @@ from torchrec_neuroshard.collect.compute import (
     _monitor,
     add_arguments,
     collect_compute,
-    device_fingerprint,
     failures_path,
     read_failures,
-    repeatability,
     sampling_from,
     summary,
     unit_factor,
 )
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.store import journal_path, read_records
 from torchrec_neuroshard.collect.timing import PassCounts, SetTimer
 from torchrec_neuroshard.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.errors import (
@@ -42,7 +40,8 @@ from torchrec_neuroshard.errors import (
     DeviceFailureError,
     RecordMismatchError,
 )
-from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.record_store import journal_path, read_records
+from torchrec_neuroshard.records import CostRecord, repeatability
 from torchrec_neuroshard.tables import TableConfig
 
 OPTIONS = (

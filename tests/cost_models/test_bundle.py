@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchrec_neuroshard.cost_models import load_bundle, load_cost_model
-from torchrec_neuroshard.cost_models.bundle import BundleInfo, save_bundle
+from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel, PhysicalCostModel
 from torchrec_neuroshard.cost_models.loading import pretrained_names
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
@@ -40,7 +40,7 @@ def write_bundle(folder: Path, device: str = "test device") -> SetCostNetwork:
         ranges={name: (0.0, 1.0) for name in FEATURE_NAMES},
         trained_on={},
     )
-    save_bundle(folder, network, info, "# card\n")
+    COMPUTE_BUNDLE.save(folder, network, info, "# card\n")
     return network
 
 
@@ -113,9 +113,12 @@ def test_other_versions_are_refused(tmp_path: Path) -> None:
 
 def test_garbled_fields_are_refused(tmp_path: Path) -> None:
     write_bundle(tmp_path)
-    edit(tmp_path, fingerprint={"device": "x"})
-    with pytest.raises(BundleCorruptError, match="lacks or garbles a field"):
-        load_bundle(tmp_path)
+    sound = (tmp_path / "bundle.json").read_text()
+    for changes in ({"fingerprint": {"device": "x"}}, {"feature_names": 3}):
+        (tmp_path / "bundle.json").write_text(sound)
+        edit(tmp_path, **changes)
+        with pytest.raises(BundleCorruptError, match="lacks or garbles a field"):
+            load_bundle(tmp_path)
 
 
 def test_wrong_network_sizes_are_refused(tmp_path: Path) -> None:

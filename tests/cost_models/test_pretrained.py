@@ -6,14 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.collect.store import read_comms_records, read_records
-from torchrec_neuroshard.cost_models import loading
-from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
-from torchrec_neuroshard.cost_models.comms_bundle import (
+from torchrec_neuroshard.cost_models import load_comms_model, loading
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    load_bundle,
     load_comms_bundle,
-    read_comms_info,
 )
-from torchrec_neuroshard.cost_models.training import (
+from torchrec_neuroshard.record_store import read_comms_records, read_records
+from torchrec_neuroshard.training.compute import (
     Evaluation,
     SetData,
     build_sets,
@@ -56,7 +57,7 @@ def test_card_shows_the_errors_that_the_data_give(learned: Evaluation) -> None:
 def test_counts_and_ranges_are_those_of_the_data(
     sets: tuple[SetData, SetData],
 ) -> None:
-    info = read_info(BUNDLE)
+    info = COMPUTE_BUNDLE.read_info(BUNDLE)
     assert info.trained_on["num_training_sets"] == sets[0].num_sets
     assert info.trained_on["num_test_sets"] == sets[1].num_sets
     widest = float(
@@ -83,24 +84,24 @@ EPYC = BUNDLE.parent / "cpu_epyc"
 def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     """At world sizes that were not in training."""
     bundle = BUNDLE.parent / f"cpu_{name}"
-    [(header, records)] = read_comms_records(
-        [DATA.parent / f"comms_gloo_{name}.parquet"]
-    )
-    assert world_size not in read_comms_info(bundle).world_sizes
+    [(_, records)] = read_comms_records([DATA.parent / f"comms_gloo_{name}.parquet"])
+    assert world_size not in COMMS_BUNDLE.read_info(bundle).world_sizes
     model = load_comms_bundle(
-        bundle, backend="gloo", world_size=world_size, local_world_size=world_size
+        bundle,
+        compute=None,  # in milliseconds of the run that measured them
+        backend="gloo",
+        world_size=world_size,
+        local_world_size=world_size,
     )
-    # Back to the milliseconds of the run that measured them.
-    scale = read_info(bundle).reference_ms / header.compute_reference_ms
     errors = []
     for r in records:
         if r.world_size == world_size and r.repeat_of is None:
             sent = np.array([r.bytes_per_peer], dtype=np.float64)
-            predicted = model.predict(r.collective, sent, np.array([r.wait_ms]) * scale)
-            errors.append(abs(predicted.max() / scale / max(r.transfer_ms) - 1))
+            predicted = model.predict(r.collective, sent, np.array([r.wait_ms]))
+            errors.append(abs(predicted.max() / max(r.transfer_ms) - 1))
     row = next(
         line
-        for line in (bundle / "CARD.md").read_text().splitlines()
+        for line in (bundle / "COMMS_CARD.md").read_text().splitlines()
         if line.startswith(f"| {world_size} | all | no |")
     )
     cells = [cell.strip() for cell in row.strip("|").split("|")]
@@ -110,9 +111,28 @@ def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["cpu_epyc", "cpu_epyc_zen5"])
+def test_collectives_come_in_the_compute_models_milliseconds(name: str) -> None:
+    bundle = BUNDLE.parent / name
+    compute = COMPUTE_BUNDLE.read_info(bundle).reference_ms
+    own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms
+    assert compute != own
+    ranks = {"world_size": 4, "local_world_size": 4}
+    measured = load_comms_bundle(bundle, compute=None, backend="gloo", **ranks)
+    found = load_comms_model(name, device_type="cpu", **ranks)
+    assert found is not None
+    columns = np.full((1, 4), 64.0)
+    np.testing.assert_allclose(
+        found.all_to_all(columns, 512),
+        measured.all_to_all(columns, 512) * compute / own,
+    )
+
+
 def test_kernels_slow_down_among_others_as_measured() -> None:
     models = [
-        load_comms_bundle(EPYC, backend="gloo", world_size=w, local_world_size=w)
+        load_comms_bundle(
+            EPYC, compute=None, backend="gloo", world_size=w, local_world_size=w
+        )
         for w in (1, 2, 8)
     ]
     assert models[0].compute_slowdown == pytest.approx((1.0, 1.0))

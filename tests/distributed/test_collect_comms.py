@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.collect.store import journal_path, read_comms_records
+from torchrec_neuroshard.record_store import journal_path, read_comms_records
 from torchrec_neuroshard.records import CommsHeader, CommsRecord
 
 pytestmark = pytest.mark.distributed

@@ -27,7 +27,7 @@ def compare(rank: int) -> dict[str, bool]:
         PooledEmbeddingsReduceScatter,
     )
 
-    from torchrec_neuroshard.collect.comms import CollectiveRunner
+    from torchrec_neuroshard.collect.collectives import CollectiveRunner
 
     def runner(collective: str, bytes_per_peer: Sequence[int]) -> Any:
         return CollectiveRunner(

@@ -45,7 +45,8 @@ def random_task(seed: int, **changes: Any) -> ShardingTask:
             embedding_dim=int(rng.choice([4, 8])),
             pooling_factor=float(rng.lognormal(1.0, 1.5)),
         )
-        module, ways = int(rng.integers(2)), []
+        module = int(rng.integers(2))
+        ways: list[int] = []
         for kind, kernel in kinds:
             if ways and rng.random() < 0.35:
                 continue

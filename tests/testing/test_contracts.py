@@ -45,10 +45,10 @@ from torchrec_neuroshard.cost_models import (
     load_cost_model,
 )
 from torchrec_neuroshard.cost_models.base import RangeWarning
-from torchrec_neuroshard.cost_models.comms_bundle import (
-    has_comms,
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
     load_comms_bundle,
-    read_comms_info,
 )
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.cost_models.compute import PhysicalConstants
@@ -158,9 +158,10 @@ class BundleCommsContract(CommsModelContract):
     bundle: str
 
     def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
-        info = read_comms_info(PRETRAINED / self.bundle)
+        info = COMMS_BUNDLE.read_info(PRETRAINED / self.bundle)
         return load_comms_bundle(
             PRETRAINED / self.bundle,
+            compute=COMPUTE_BUNDLE.find_info(PRETRAINED / self.bundle),
             backend=info.backend,
             world_size=world_size,
             local_world_size=local_world_size,
@@ -174,7 +175,7 @@ add_test_classes(
     {
         folder.name: {"bundle": folder.name}
         for folder in sorted(PRETRAINED.iterdir())
-        if has_comms(folder)
+        if COMMS_BUNDLE.is_in(folder)
     },
 )
 

@@ -41,7 +41,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from torchrec_neuroshard.baselines.common import seeded
+from torchrec_neuroshard.baselines.common import layers
 from torchrec_neuroshard.baselines.policies import (
     POLICY_FEATURES,
     Episodes,
@@ -49,7 +49,6 @@ from torchrec_neuroshard.baselines.policies import (
     PolicySearcher,
     Rollout,
     arrange,
-    layers,
     policy_log_probs,
     roll_out,
 )
@@ -61,6 +60,7 @@ from torchrec_neuroshard.baselines.policy_training import (
 )
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.simulator import PredictedCosts
+from torchrec_neuroshard.training.fit import seeded
 
 __all__ = [
     "AutoShardConfig",

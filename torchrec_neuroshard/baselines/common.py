@@ -1,21 +1,33 @@
-"""What the searches of others share: first weights, memory, and how they end."""
+"""What the searches of others share: nets, memory, and how they end."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
+from torch import nn
 
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
 
-__all__ = ["finish", "seeded", "whole_bytes", "whole_placement"]
+__all__ = ["PAPER_BATCH_SIZE", "finish", "layers", "whole_bytes", "whole_placement"]
+
+
+PAPER_BATCH_SIZE = 65_536
+"""Samples of all batches that the papers measured."""
+
+
+def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
+    """Return linear layers with ReLU between them, and after the last if asked."""
+    parts: list[nn.Module] = []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
+    return nn.Sequential(*(parts if relu_last else parts[:-1]))
 
 
 def whole_bytes(task: ShardingTask) -> Floats:
@@ -63,16 +75,3 @@ def finish(
         warnings=tuple(warnings),
         fallback=fallback,
     )
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Draw first weights from a seed, on one thread; leave the caller's state alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        torch.set_num_threads(threads)

@@ -41,14 +41,13 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from torchrec_neuroshard.baselines.common import seeded
+from torchrec_neuroshard.baselines.common import layers
 from torchrec_neuroshard.baselines.policies import (
     POLICY_FEATURES,
     Episodes,
     PolicyNet,
     PolicySearcher,
     arrange,
-    layers,
     policy_log_probs,
     roll_out,
 )
@@ -60,6 +59,7 @@ from torchrec_neuroshard.baselines.policy_training import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.training.fit import seeded
 
 __all__ = [
     "DreamShardConfig",

@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from scipy import stats
 
+from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.baselines.neuroshard_models import (
-    PAPER_BATCH_SIZE,
     CommsNets,
     ComputeNet,
     NeuroShardModels,
@@ -40,11 +40,11 @@ from torchrec_neuroshard.baselines.neuroshard_training import (
     split_samples,
 )
 from torchrec_neuroshard.baselines.policy_cli import read_tables
-from torchrec_neuroshard.collect.store import read_comms_records, read_records
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
 from torchrec_neuroshard.errors import ConfigError, RecordMismatchError
 from torchrec_neuroshard.features import ShardFeaturizer
+from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.records import CommsRecord, CostRecord, command_line
 from torchrec_neuroshard.tables import TableConfig
 

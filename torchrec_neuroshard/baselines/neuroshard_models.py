@@ -21,10 +21,7 @@ Shapes: `N` shards, `S` sets or samples, `F` = 20 features, `E` = 32 encoding va
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,14 +31,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from torchrec_neuroshard.cost_models.bundle import (
-    load_weights,
-    read_description,
-    save_weights,
-    write_whole,
-)
+from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE, layers
+from torchrec_neuroshard.cost_models.bundle import BundleFormat
 from torchrec_neuroshard.errors import (
-    BundleCorruptError,
     BundleMismatchError,
     ConfigError,
     FeatureSchemaError,
@@ -51,7 +43,6 @@ from torchrec_neuroshard.records import Fingerprint
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
 
 __all__ = [
-    "PAPER_BATCH_SIZE",
     "PAPER_FEATURES",
     "PAPER_MAX_DIM",
     "CommsNets",
@@ -69,9 +60,6 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 
-PAPER_BATCH_SIZE = 65_536
-"""Samples of all measurements of NeuroShard."""
-
 PAPER_MAX_DIM = 128
 """Widest table of NeuroShard's augmentation."""
 
@@ -88,7 +76,6 @@ width, `pooling_factor` the mean lookups per sample, `row` the rows, at least 10
 _MIN_ROWS = 100
 _FORMAT_VERSION = 2
 _SHIPPED = Path(__file__).parent.parent / "pretrained" / "neuroshard"
-_WEIGHTS, _INFO, _CARD = "weights.safetensors", "neuroshard.json", "CARD.md"
 
 
 # What the nets see.
@@ -169,8 +156,8 @@ class ComputeNet(nn.Module):
         super().__init__()
         self.register_buffer("mean_F", torch.zeros(len(PAPER_FEATURES)))
         self.register_buffer("std_F", torch.ones(len(PAPER_FEATURES)))
-        self.encoder = _layers([len(PAPER_FEATURES), 128, 32], relu_last=True)
-        self.head = _layers([32, 64, 1])
+        self.encoder = layers([len(PAPER_FEATURES), 128, 32], relu_last=True)
+        self.head = layers([32, 64, 1])
 
     def encode(self, features_NF: torch.Tensor) -> torch.Tensor:
         """Encode shards, `N x E`; a set's encoding is the sum.
@@ -217,19 +204,12 @@ class RankTimesNet(nn.Module):
         super().__init__()
         self.register_buffer("mean_I", torch.zeros(num_inputs))
         self.register_buffer("std_I", torch.ones(num_inputs))
-        self.layers = _layers([num_inputs, 128, 64, 32, 16, world_size])
+        self.layers = layers([num_inputs, 128, 64, 32, 16, world_size])
 
     def forward(self, inputs_SI: torch.Tensor) -> torch.Tensor:
         """Milliseconds from each rank's own start until it is through, `S x W`."""
         out: torch.Tensor = self.layers((inputs_SI - self.mean_I) / self.std_I)
         return out
-
-
-def _layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
-    parts: list[nn.Module] = []
-    for fan_in, fan_out in itertools.pairwise(sizes):
-        parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*(parts if relu_last else parts[:-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,30 +246,58 @@ class NeuroShardModels:
 # On disk: weights and statistics, a description, a card.
 
 
-def _all_nets(compute: ComputeNet, comms: Mapping[int, CommsNets]) -> nn.ModuleDict:
-    nets: dict[str, nn.Module] = {"compute": compute}
-    for world_size, pair in comms.items():
-        nets[f"forward_{world_size}"] = pair.forward
-        nets[f"backward_{world_size}"] = pair.backward
-    return nn.ModuleDict(nets)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Info:
+    format_version: int = _FORMAT_VERSION
+    feature_names: tuple[str, ...] = PAPER_FEATURES
+    batch_size: int = PAPER_BATCH_SIZE
+    world_sizes: tuple[int, ...]
+    fingerprint: Fingerprint
+    trained_on: Mapping[str, Any]
+
+
+class _AllNets(nn.ModuleDict):
+    """The nets of all numbers of ranks, named as in the file of weights."""
+
+    def __init__(self, compute: ComputeNet, comms: Mapping[int, CommsNets]) -> None:
+        super().__init__({"compute": compute})
+        self.compute, self.comms = compute, dict(comms)
+        for world_size, pair in comms.items():
+            self[f"forward_{world_size}"] = pair.forward
+            self[f"backward_{world_size}"] = pair.backward
+
+
+def _check(path: Path, data: Mapping[str, Any]) -> None:
+    expected = (_FORMAT_VERSION, list(PAPER_FEATURES), PAPER_BATCH_SIZE)
+    names = ("format_version", "feature_names", "batch_size")
+    if tuple(data.get(name) for name in names) != expected:
+        raise BundleMismatchError(
+            f"{path} has version {data.get('format_version')} or other features than "
+            f"this package, which reads version {_FORMAT_VERSION}; train again"
+        )
+
+
+_FORMAT = BundleFormat(
+    info_type=_Info,
+    make_network=lambda info: _AllNets(
+        ComputeNet(), {w: CommsNets.fresh(w) for w in info.world_sizes}
+    ),
+    check=_check,
+    info_name="neuroshard.json",
+    missing="{folder} holds no models of NeuroShard (no {file}); train them with "
+    "'neuroshard train-neuroshard'",
+    from_json={"world_sizes": lambda sizes: tuple(map(int, sizes))},
+)
 
 
 def save_models(folder: str | Path, models: NeuroShardModels) -> None:
     """Write all nets into a folder; each file appears whole or not at all."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    nets = _all_nets(models.compute, models.comms)
-    info = {
-        "format_version": _FORMAT_VERSION,
-        "feature_names": PAPER_FEATURES,
-        "batch_size": PAPER_BATCH_SIZE,
-        "world_sizes": sorted(models.comms),
-        "fingerprint": dataclasses.asdict(models.fingerprint),
-        "trained_on": dict(models.trained_on),
-        "weights_sha256": save_weights(path / _WEIGHTS, nets),
-    }
-    write_whole(path / _CARD, f"{models.card.strip()}\n".encode())
-    write_whole(path / _INFO, (json.dumps(info, indent=1) + "\n").encode())
+    info = _Info(
+        world_sizes=tuple(sorted(models.comms)),
+        fingerprint=models.fingerprint,
+        trained_on=dict(models.trained_on),
+    )
+    _FORMAT.save(folder, _AllNets(models.compute, models.comms), info, models.card)
 
 
 def load_models(folder: str | Path) -> NeuroShardModels:
@@ -299,46 +307,20 @@ def load_models(folder: str | Path) -> NeuroShardModels:
         BundleCorruptError: A file is missing, truncated or damaged.
         BundleMismatchError: It is of another version or other features.
     """
-    path = Path(folder)
-    if not (path / _INFO).is_file():
-        raise BundleCorruptError(
-            f"{path} holds no models of NeuroShard (no {_INFO}); train them with "
-            "'neuroshard train-neuroshard'"
-        )
-    info = read_description(path / _INFO)
-    expected = (_FORMAT_VERSION, list(PAPER_FEATURES), PAPER_BATCH_SIZE)
-    names = ("format_version", "feature_names", "batch_size")
-    if tuple(info.get(name) for name in names) != expected:
-        raise BundleMismatchError(
-            f"{path / _INFO} has version {info.get('format_version')} or other "
-            f"features than this package, which reads version {_FORMAT_VERSION}; train "
-            "again"
-        )
-    compute = ComputeNet()
-    try:
-        comms = {int(w): CommsNets.fresh(int(w)) for w in info["world_sizes"]}
-        fingerprint, trained_on = Fingerprint(**info["fingerprint"]), info["trained_on"]
-    except (TypeError, KeyError, ValueError) as error:
-        raise BundleCorruptError(
-            f"{path / _INFO} lacks or garbles a field ({error!r}); restore it or train "
-            "again"
-        ) from error
-    load_weights(
-        path / _WEIGHTS, info.get("weights_sha256"), lambda: _all_nets(compute, comms)
-    ).eval()
-    card = path / _CARD
+    nets, info = _FORMAT.load(folder)
+    card = Path(folder) / _FORMAT.card_name
     return NeuroShardModels(
-        fingerprint=fingerprint,
-        compute=compute,
-        comms=comms,
-        trained_on=trained_on,
+        fingerprint=info.fingerprint,
+        compute=nets.compute,
+        comms=nets.comms,
+        trained_on=info.trained_on,
         card=card.read_text(encoding="utf-8") if card.is_file() else "",
     )
 
 
 def shipped_models(hardware: str) -> NeuroShardModels | None:
     """Load the nets that come with the package for a device, if there are any."""
-    for path in sorted(_SHIPPED.glob(f"*/{_INFO}")):
-        if read_description(path).get("fingerprint", {}).get("device") == hardware:
-            return load_models(path.parent)
+    for folder in filter(_FORMAT.is_in, sorted(_SHIPPED.glob("*"))):
+        if _FORMAT.read_info(folder).fingerprint.device == hardware:
+            return load_models(folder)
     return None

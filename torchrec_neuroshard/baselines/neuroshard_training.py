@@ -15,7 +15,6 @@ comms net (2W forward, W backward).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from torchrec_neuroshard.baselines.common import seeded
+from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.baselines.neuroshard_models import (
-    PAPER_BATCH_SIZE,
     PAPER_FEATURES,
     CommsNets,
     ComputeNet,
@@ -41,6 +39,7 @@ from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.records import CommsRecord, CostRecord
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
+from torchrec_neuroshard.training.fit import fit, seeded, shuffled_batches
 
 __all__ = [
     "CommsSamples",
@@ -150,26 +149,18 @@ def _fit(
 ) -> FitReport:
     """Train by the recipe and keep the weights of the best epoch."""
     training, validation, test = parts
-    optimizer = torch.optim.Adam(net.parameters(), lr=config.learning_rate)
-    rng = np.random.default_rng([config.seed, 1])
 
     def mse(samples: Ints) -> torch.Tensor:
         return nn.functional.mse_loss(predict(samples), target[samples])
 
-    best, best_epoch, kept = float("inf"), 0, copy.deepcopy(net.state_dict())
-    for epoch in range(config.epochs):
-        order = rng.permutation(training)
-        for start in range(0, len(order), config.batch_samples):
-            optimizer.zero_grad()
-            loss = mse(order[start : start + config.batch_samples])
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        with torch.no_grad():
-            error = float(mse(validation))
-        if error < best:
-            best, best_epoch = error, epoch + 1
-            kept = copy.deepcopy(net.state_dict())
-    net.load_state_dict(kept)
+    rng = np.random.default_rng([config.seed, 1])
+    best = fit(
+        net,
+        torch.optim.Adam(net.parameters(), lr=config.learning_rate),
+        shuffled_batches(rng, training, config.batch_samples, config.epochs),
+        mse,
+        lambda epoch, losses: mse(validation),
+    )
     net.eval()
     mean = target[training].mean(dim=0)
     with torch.no_grad():
@@ -178,8 +169,8 @@ def _fit(
         num_training=len(training),
         num_validation=len(validation),
         num_test=len(test),
-        best_epoch=best_epoch,
-        validation_mse=best,
+        best_epoch=int(best.epoch),
+        validation_mse=float(best.error),
         test_mse=test_mse,
         mean_test_mse=float((target[test] - mean).square().mean()),
     )

@@ -16,8 +16,6 @@ widest, `F` = 21 features, `K` values that are summed per rank, `C` context valu
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import math
 import time
 from abc import ABC, abstractmethod
@@ -32,19 +30,16 @@ import torch
 from torch import nn
 
 from torchrec_neuroshard.baselines.common import (
+    PAPER_BATCH_SIZE,
     finish,
     whole_placement,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import (
-    load_weights,
-    read_description,
-    read_fields,
-    save_weights,
-    write_whole,
+    BundleFormat,
+    ranges_from_json,
 )
 from torchrec_neuroshard.errors import (
-    BundleCorruptError,
     BundleMismatchError,
     ConfigError,
     FeatureSchemaError,
@@ -68,7 +63,6 @@ __all__ = [
     "Rollout",
     "TaskView",
     "arrange",
-    "layers",
     "load_policy",
     "policy_features",
     "policy_log_probs",
@@ -94,12 +88,10 @@ occur 2**(j-1)+1 to 2**j times."""
 
 _STANDARDISED = 4
 """The first columns are standardised; shares are taken as they are."""
-_PAPER_BATCH_SIZE = 65_536
 _GB = 1e9
 _STD_FLOOR = 1e-6
 _ILLEGAL = -1e9
 _SHIPPED = Path(__file__).parent.parent / "pretrained" / "policies"
-_WEIGHTS, _INFO, _CARD = "weights.safetensors", "policy.json", "CARD.md"
 
 
 def policy_features(
@@ -125,7 +117,7 @@ def policy_features(
         head = (
             table.embedding_dim,
             table.num_embeddings,
-            profile.num_lookups / _PAPER_BATCH_SIZE,
+            profile.num_lookups / PAPER_BATCH_SIZE,
             table.weight_bytes / _GB,
         )
         rows.append([*head, *(n / distinct for n in profile.access_histogram)])
@@ -250,14 +242,6 @@ class PolicyNet(nn.Module, ABC):
     @abstractmethod
     def logits(self, sums_WK: torch.Tensor, context_C: torch.Tensor) -> torch.Tensor:
         """Logit of each rank: `... x W x K` and `... x C` to `... x W`."""
-
-
-def layers(sizes: Sequence[int], relu_last: bool = False) -> nn.Sequential:
-    """Return linear layers with ReLU between them, and after the last if asked."""
-    parts: list[nn.Module] = []
-    for fan_in, fan_out in itertools.pairwise(sizes):
-        parts += [nn.Linear(fan_in, fan_out), nn.ReLU()]
-    return nn.Sequential(*(parts if relu_last else parts[:-1]))
 
 
 # Episodes.
@@ -413,14 +397,39 @@ class Policy:
     info: PolicyInfo
 
 
+def _format(
+    method: str, make_net: Callable[[], PolicyNet]
+) -> BundleFormat[PolicyInfo, PolicyNet]:
+    """Files of the policies of a method."""
+
+    def check(path: Path, data: Mapping[str, Any]) -> None:
+        found = data.get("method"), data.get("policy_version")
+        if found != (method, POLICY_VERSION):
+            raise BundleMismatchError(
+                f"{path.parent} holds a policy of method and version {found}, wanted "
+                f"is {(method, POLICY_VERSION)}; take another folder or train again"
+            )
+        if tuple(data.get("feature_names", ())) != POLICY_FEATURES:
+            raise BundleMismatchError(
+                f"{path.parent} takes other features than this package computes; train "
+                "again"
+            )
+
+    return BundleFormat(
+        info_type=PolicyInfo,
+        make_network=lambda _: make_net(),
+        check=check,
+        info_name="policy.json",
+        missing="{folder} is not a placement policy: it has no {file}; make one with "
+        f"'neuroshard train-policy --method {method}'",
+        from_json={"feature_names": tuple, "ranges": ranges_from_json},
+    )
+
+
 def save_policy(folder: str | Path, policy: Policy, card: str) -> None:
     """Write weights with their statistics, a description and a card."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    data = dataclasses.asdict(policy.info)
-    data["weights_sha256"] = save_weights(path / _WEIGHTS, policy.net)
-    write_whole(path / _CARD, f"{card.strip()}\n".encode())
-    write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
+    files = _format(policy.info.method, lambda: policy.net)
+    files.save(folder, policy.net, policy.info, card)
 
 
 def load_policy(
@@ -437,37 +446,7 @@ def load_policy(
         BundleCorruptError: A file is missing or damaged.
         BundleMismatchError: It is of another method or version of this package.
     """
-    path = Path(folder)
-    if not (path / _INFO).is_file():
-        raise BundleCorruptError(
-            f"{path} is not a placement policy: it has no {_INFO}; make one with "
-            f"'neuroshard train-policy --method {method}'"
-        )
-    data = read_description(path / _INFO)
-    info = _read_info(path, data, method)
-    net = load_weights(path / _WEIGHTS, data.get("weights_sha256"), make_net)
-    return Policy(net.eval(), info)
-
-
-def _read_info(path: Path, data: Mapping[str, Any], method: str) -> PolicyInfo:
-    found = data.get("method"), data.get("policy_version")
-    if found != (method, POLICY_VERSION):
-        raise BundleMismatchError(
-            f"{path} holds a policy of method and version {found}, wanted is "
-            f"{(method, POLICY_VERSION)}; take another folder or train again"
-        )
-    info = read_fields(
-        PolicyInfo,
-        path / _INFO,
-        data,
-        feature_names=tuple,
-        ranges=lambda ranges: {k: (v[0], v[1]) for k, v in ranges.items()},
-    )
-    if info.feature_names != POLICY_FEATURES:
-        raise BundleMismatchError(
-            f"{path} takes other features than this package computes; train again"
-        )
-    return info
+    return Policy(*_format(method, make_net).load(folder))
 
 
 def shipped_policy(method: str) -> Path:

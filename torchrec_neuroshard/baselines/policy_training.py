@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.baselines.common import seeded, whole_placement
+from torchrec_neuroshard.baselines.common import whole_placement
 from torchrec_neuroshard.baselines.heuristics import (
     CostGreedySearcher,
     GreedySearcher,
@@ -36,6 +36,7 @@ from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import Searcher
 from torchrec_neuroshard.simulator import PredictedCosts, Simulator
 from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.training.fit import seeded
 from torchrec_neuroshard.workloads.tasks import (
     TaskConfig,
     power_of_two_widths,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.collect.sampling import repeated_index
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.records import COLLECTIVES
 
@@ -94,12 +95,7 @@ def sample_collective(
         config: Ranges to draw from.
         group_sizes: Group name -> its ranks.
     """
-    repeat_of = None
-    if index % config.repeat_every == config.repeat_every - 1:
-        lag = -(-config.repeat_lag // config.repeat_every) * config.repeat_every
-        number = index // config.repeat_every
-        candidate = index - lag - 1 - number % (config.repeat_every - 1)
-        repeat_of = candidate if candidate >= 0 else None
+    repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
     source = index if repeat_of is None else repeat_of
     rng = np.random.default_rng([seed, source])
     group = str(rng.choice(sorted(group_sizes)))

@@ -16,24 +16,22 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from torchrec_neuroshard.collect.progress import measuring_progress
+from torchrec_neuroshard.collect.console import RateProgress, repeatability_text
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.store import RecordStore, read_header, read_records
-from torchrec_neuroshard.collect.tbe import fbgemm_version
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import (
     GpuMonitor,
     GpuState,
-    cpu_name,
     find_gpu_monitor,
+    torch_threads,
 )
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
+from torchrec_neuroshard.record_store import RecordStore, read_header, read_records
 from torchrec_neuroshard.records import (
     CostRecord,
-    Fingerprint,
     RunHeader,
     command_line,
-    repeatability,
     utc_now,
 )
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
@@ -45,10 +43,8 @@ __all__ = [
     "CollectConfig",
     "add_arguments",
     "collect_compute",
-    "device_fingerprint",
     "failures_path",
     "read_failures",
-    "repeatability",
     "run",
     "sampling_from",
     "summary",
@@ -93,21 +89,6 @@ class CollectConfig:
             raise ConfigError(
                 f"the time limit must be above 0 s, got {self.time_limit_seconds}"
             )
-
-
-def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
-    """Describe the device and libraries at hand."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = cpu_name()
-    return Fingerprint(
-        device=name,
-        device_type=device.type,
-        num_threads=num_threads,
-        torch=torch.__version__,
-        fbgemm=fbgemm_version(),
-    )
 
 
 def _monitor(device: torch.device, console: Console) -> GpuMonitor | None:
@@ -171,12 +152,8 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
         command=command_line(),
         created=utc_now(),
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.num_threads)
-    try:
+    with torch_threads(config.num_threads):
         _collect(config, header, base_tables, device, console)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _collect(
@@ -198,14 +175,12 @@ def _collect(
         reference_ms=known.reference_ms if known else None,
     )
     header = known or dataclasses.replace(header, reference_ms=timer.reference_ms)
-    meter = _Meter(config, base_tables, timer, _monitor(device, console))
+    meter = _SetMeter(config, base_tables, timer, _monitor(device, console))
     with (
         RecordStore(path, header) as store,
-        measuring_progress(console, "sets") as progress,
+        RateProgress(console, "sets") as progress,
     ):
-        bar = progress.add_task(
-            "collect", total=config.num_sets, completed=len(store.done), rate=0.0
-        )
+        advance = progress.add_bar("collect", config.num_sets, len(store.done))
         broken = read_failures(path)
         todo = [
             i for i in range(config.num_sets) if i not in store.done and i not in broken
@@ -230,8 +205,7 @@ def _collect(
                 raise _device_failure(path, index, error) from error
             if record is not None:
                 store.append(record)
-            task = progress.tasks[0]
-            progress.update(bar, advance=1, rate=task.speed or 0.0)
+            advance()
     for line in meter.troubles():
         console.print(line)
     for index, why in read_failures(path).items():
@@ -271,7 +245,7 @@ def _device_failure(path: Path, index: int, error: RuntimeError) -> RuntimeError
     )
 
 
-class _Meter:
+class _SetMeter:
     """Measures the sets of one run, and counts what it could not measure."""
 
     def __init__(
@@ -396,18 +370,11 @@ def _plain(data: dict[str, object]) -> dict[str, object]:
 def summary(path: Path) -> str:
     """One paragraph on what a record file holds and how repeatable it is."""
     headers, records = read_records([path])
-    differences = repeatability(records)
     text = (
         f"{path}: {len(records)} records on {headers[0].fingerprint.device}, "
         f"{sum(r.held_out for r in records)} of held-out tables"
+        + repeatability_text(records, " of the total", "sets")
     )
-    if len(differences) >= 2:
-        tenth = statistics.quantiles(differences, n=10)[-1]
-        text += (
-            f"; repeatability of the total: median "
-            f"{statistics.median(differences):.1%}, 90th percentile {tenth:.1%} over "
-            f"{len(differences)} sets measured again"
-        )
     dropped = sum(r.num_throttled for r in records)
     if dropped:
         text += f"; {dropped} measurements dropped for throttling"

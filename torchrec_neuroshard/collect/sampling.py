@@ -25,6 +25,7 @@ __all__ = [
     "SampledSet",
     "SamplingConfig",
     "draw_lengths",
+    "repeated_index",
     "sample_set",
 ]
 
@@ -124,6 +125,21 @@ class SampledSet:
     """Beside `tables`: how their ids are drawn."""
 
 
+def repeated_index(index: int, every: int, lag: int) -> int | None:
+    """Return the earlier sample that is measured again as number `index`, if any.
+
+    Args:
+        index: Position in the run.
+        every: Every so many samples are one measured again, another one each time.
+        lag: How many samples later, at least.
+    """
+    if index % every != every - 1:
+        return None
+    whole_lag = -(-lag // every) * every
+    earlier = index - whole_lag - 1 - (index // every) % (every - 1)
+    return earlier if earlier >= 0 else None
+
+
 def sample_set(
     index: int, seed: int, config: SamplingConfig, base_tables: Sequence[TableConfig]
 ) -> SampledSet:
@@ -135,13 +151,7 @@ def sample_set(
         config: Ranges to draw from.
         base_tables: Real tables to draw from, each with a profile; may be empty.
     """
-    repeat_of = None
-    if index % config.repeat_every == config.repeat_every - 1:
-        lag = -(-config.repeat_lag // config.repeat_every) * config.repeat_every
-        candidate = (
-            index - lag - 1 - (index // config.repeat_every) % (config.repeat_every - 1)
-        )
-        repeat_of = candidate if candidate >= 0 else None
+    repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
     source = index if repeat_of is None else repeat_of
     rng = np.random.default_rng([seed, source])
     held_out = bool(rng.random() < config.held_out_sets)

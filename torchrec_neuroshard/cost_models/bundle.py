@@ -1,8 +1,9 @@
-"""A trained cost model on disk: weights, schema, statistics, hardware, card.
+"""Trained models on disk: weights, schema, statistics, hardware, card.
 
-A bundle is a folder: `weights.safetensors`, `bundle.json` (everything else, and the
-weights' checksum) and `CARD.md` for people. A model of collectives may stand beside it
-(`comms_bundle`), as files of its own and the end of the card.
+A bundle is a folder. Its compute model is `weights.safetensors`, `bundle.json`
+(everything else, and the weights' checksum) and `CARD.md` for people. A model of
+collectives, beside it or alone, is `comms.safetensors`, `comms.json` and
+`COMMS_CARD.md`. Both are for one kind of hardware, collectives for one backend too.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import nn
 
+from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
+from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, CommsNetwork
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import (
@@ -29,39 +33,174 @@ from torchrec_neuroshard.errors import (
     NeuroShardError,
 )
 from torchrec_neuroshard.features import FEATURE_NAMES, FEATURE_VERSION, check_schema
-from torchrec_neuroshard.records import Fingerprint
+from torchrec_neuroshard.records import COLLECTIVES, Fingerprint
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 __all__ = [
     "BUNDLE_VERSION",
-    "COMMS_HEADING",
+    "COMMS_BUNDLE",
+    "COMMS_VERSION",
+    "COMPUTE_BUNDLE",
+    "BundleFormat",
     "BundleInfo",
-    "check_finite",
+    "CommsBundleInfo",
     "load_bundle",
-    "load_weights",
-    "read_checked",
-    "read_description",
-    "read_fields",
-    "read_info",
-    "save_bundle",
-    "save_weights",
-    "write_card",
+    "load_comms_bundle",
+    "ranges_from_json",
+    "save_comms_bundle",
     "write_whole",
 ]
 
 BUNDLE_VERSION = 1
 
-COMMS_HEADING = "# Communication cost model"
-"""Begins the part of a card that is about collectives."""
+COMMS_VERSION = 1
+"""Version of the layout of collectives; another version is refused."""
 
-_WEIGHTS, _INFO, _CARD = "weights.safetensors", "bundle.json", "CARD.md"
+_Info = TypeVar("_Info", bound="DataclassInstance")
+_Network = TypeVar("_Network", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BundleFormat(Generic[_Info, _Network]):
+    """One kind of trained model on disk: its three files, and how they are read."""
+
+    info_type: type[_Info]
+    """The description, a dataclass; a field `fingerprint` is a `Fingerprint`."""
+    make_network: Callable[[_Info], _Network]
+    """Makes the network whose weights they are."""
+    check: Callable[[Path, Mapping[str, Any]], None]
+    """Called with the description's file and what it holds; raises
+    `BundleMismatchError` where this package reads another version or schema."""
+    info_name: str
+    weights_name: str = "weights.safetensors"
+    card_name: str = "CARD.md"
+    missing: str = (
+        "{folder} is not a cost-model bundle: it has no {file}; make one with "
+        "'neuroshard train'"
+    )
+    """The error where there is no description."""
+    from_json: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Field -> what turns its JSON into its value, where they differ."""
+
+    def save(
+        self, folder: str | Path, network: _Network, info: _Info, card: str
+    ) -> None:
+        """Write the three files; each appears whole or not at all."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
+        weights = save_tensors(state)
+        data = dataclasses.asdict(info)
+        data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+        write_whole(path / self.weights_name, weights)
+        write_whole(path / self.card_name, f"{card.strip()}\n".encode())
+        write_whole(path / self.info_name, (json.dumps(data, indent=1) + "\n").encode())
+
+    def is_in(self, folder: str | Path) -> bool:
+        """Whether a folder holds a model of this kind."""
+        return (Path(folder) / self.info_name).is_file()
+
+    def find_info(self, folder: str | Path) -> _Info | None:
+        """Same as `read_info`; None where there is no model of this kind."""
+        return self.read_info(folder) if self.is_in(folder) else None
+
+    def read_info(self, folder: str | Path) -> _Info:
+        """Read and check the description without the weights.
+
+        Raises:
+            BundleCorruptError: It is missing or damaged.
+            BundleMismatchError: It is of another version of this package.
+        """
+        return self._read(Path(folder))[0]
+
+    def load(self, folder: str | Path) -> tuple[_Network, _Info]:
+        """Read and check all of it.
+
+        Raises:
+            BundleCorruptError: A file is missing, truncated or damaged.
+            BundleMismatchError: It is of another version of this package.
+        """
+        info, sha256 = self._read(Path(folder))
+        path = Path(folder) / self.weights_name
+        try:
+            weights = path.read_bytes()
+        except OSError as error:
+            raise BundleCorruptError(
+                f"{path.parent} has no readable {path.name} ({error}); restore it or "
+                "train again"
+            ) from error
+        digest = hashlib.sha256(weights).hexdigest()
+        if digest != sha256:
+            raise BundleCorruptError(
+                f"{path} is damaged or not of this bundle (checksum {digest[:12]}, "
+                f"expected {str(sha256)[:12]}); restore it or train again"
+            )
+        try:
+            network = self.make_network(info)
+            network.load_state_dict(load_tensors(weights))
+        except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
+            raise BundleCorruptError(
+                f"{path} does not hold this bundle's network ({error}); restore it or "
+                "train again"
+            ) from error
+        for name, tensor in network.state_dict().items():
+            if not bool(tensor.isfinite().all()):
+                raise BundleCorruptError(f"{folder}: weight '{name}' is not finite")
+        return network.eval(), info
+
+    def _read(self, folder: Path) -> tuple[_Info, str | None]:
+        """The description, and the checksum of the weights."""
+        path = folder / self.info_name
+        if not path.is_file():
+            raise BundleCorruptError(
+                self.missing.format(folder=folder, file=self.info_name)
+            )
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, OSError) as error:
+            raise BundleCorruptError(
+                f"{path} is damaged ({error}); restore it or train again"
+            ) from error
+        if not isinstance(data, dict):
+            raise BundleCorruptError(f"{path} is not a bundle description")
+        known = {f.name for f in dataclasses.fields(self.info_type)}
+        try:
+            self.check(path, data)
+            values = {k: v for k, v in data.items() if k in known}
+            if "fingerprint" in known:
+                values["fingerprint"] = Fingerprint(**data["fingerprint"])
+            values |= {n: convert(data[n]) for n, convert in self.from_json.items()}
+            info = self.info_type(**values)
+        except BundleMismatchError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise BundleCorruptError(
+                f"{path} lacks or garbles a field ({error!r}); restore it or train "
+                "again"
+            ) from error
+        return info, data.get("weights_sha256")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def ranges_from_json(data: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Name -> least and most, of what JSON made lists."""
+    return {name: (values[0], values[1]) for name, values in data.items()}
+
+
+# The compute model.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BundleInfo:
-    """What a bundle says of itself."""
+    """What a compute model says of itself."""
 
     name: str
     fingerprint: Fingerprint
@@ -78,203 +217,36 @@ class BundleInfo:
     bundle_version: int = BUNDLE_VERSION
 
 
-_Info = TypeVar("_Info", bound="DataclassInstance")
-_Network = TypeVar("_Network", bound=nn.Module)
-
-
-def save_bundle(
-    folder: str | Path, network: SetCostNetwork, info: BundleInfo, card: str
-) -> None:
-    """Write a bundle; each file appears whole or not at all."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    data = dataclasses.asdict(info)
-    data["weights_sha256"] = save_weights(path / _WEIGHTS, network)
-    write_card(path, compute=card)
-    write_whole(path / _INFO, (json.dumps(data, indent=1) + "\n").encode())
-
-
-def save_weights(path: Path, network: nn.Module) -> str:
-    """Write a network's weights; their checksum."""
-    state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
-    weights = save_tensors(state)
-    write_whole(path, weights)
-    return hashlib.sha256(weights).hexdigest()
-
-
-def write_card(
-    folder: Path, *, compute: str | None = None, comms: str | None = None
-) -> None:
-    """Replace one part of a bundle's card; None keeps the part that is there."""
-    path = folder / _CARD
-    old = path.read_text(encoding="utf-8") if path.is_file() else ""
-    start = old.find(COMMS_HEADING)
-    old_compute, old_comms = (old, "") if start < 0 else (old[:start], old[start:])
-    parts = [
-        old_compute if compute is None else compute,
-        old_comms if comms is None else comms,
-    ]
-    text = "\n\n".join(part.strip() for part in parts if part.strip())
-    write_whole(path, f"{text}\n".encode())
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
-def read_description(path: Path) -> dict[str, Any]:
-    """Read one of a bundle's JSON files.
-
-    Raises:
-        BundleCorruptError: It is missing or damaged.
-    """
-    if not path.is_file():
-        raise BundleCorruptError(
-            f"{path.parent} is not a cost-model bundle: it has no {path.name}; make "
-            "one with 'neuroshard train'"
-        )
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise BundleCorruptError(
-            f"{path} is damaged ({error}); restore it or train again"
-        ) from error
-    if not isinstance(data, dict):
-        raise BundleCorruptError(f"{path} is not a bundle description")
-    return data
-
-
-def read_fields(
-    kind: type[_Info], path: Path, data: Mapping[str, Any], **read: Callable[[Any], Any]
-) -> _Info:
-    """Make a bundle's description of what its JSON file holds.
-
-    Args:
-        kind: The description's dataclass.
-        path: The file, for messages.
-        data: Its contents; what the dataclass does not know is left out.
-        read: Field -> what turns its JSON into its value, where they differ.
-
-    Raises:
-        BundleCorruptError: A field is missing or of another form.
-    """
-    known = {f.name for f in dataclasses.fields(kind)}
-    try:
-        values = {k: v for k, v in data.items() if k in known}
-        if "fingerprint" in known:
-            values["fingerprint"] = Fingerprint(**data["fingerprint"])
-        values.update({name: convert(data[name]) for name, convert in read.items()})
-        return kind(**values)
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise BundleCorruptError(
-            f"{path} lacks or garbles a field ({error!r}); restore it or train again"
-        ) from error
-
-
-def read_info(folder: str | Path) -> BundleInfo:
-    """Read and check a bundle's description without its weights.
-
-    Raises:
-        BundleCorruptError: A file is missing or damaged.
-        BundleMismatchError: The bundle is of another version of this package.
-    """
-    return _info(Path(folder), read_description(Path(folder) / _INFO))
-
-
-def _info(path: Path, data: dict[str, Any]) -> BundleInfo:
+def _check_compute(path: Path, data: Mapping[str, Any]) -> None:
     version = data.get("bundle_version")
     if version != BUNDLE_VERSION:
         raise BundleMismatchError(
-            f"{path} has bundle version {version}, this package reads "
+            f"{path.parent} has bundle version {version}, this package reads "
             f"{BUNDLE_VERSION}; train again or install the matching version"
         )
-    info = read_fields(
-        BundleInfo,
-        path / _INFO,
-        data,
-        feature_names=tuple,
-        ranges=lambda ranges: {k: (v[0], v[1]) for k, v in ranges.items()},
-    )
     try:
-        check_schema(info.feature_names, info.feature_version)
+        check_schema(data.get("feature_names", ()), data.get("feature_version", 0))
     except NeuroShardError as error:
-        raise BundleMismatchError(f"{path}: {error}") from error
-    return info
+        raise BundleMismatchError(f"{path.parent}: {error}") from error
 
 
-def read_checked(path: Path, sha256: str | None) -> bytes:
-    """Read a weights file.
-
-    Raises:
-        BundleCorruptError: It is missing, or its checksum is not the one given.
-    """
-    try:
-        weights = path.read_bytes()
-    except OSError as error:
-        raise BundleCorruptError(
-            f"{path.parent} has no readable {path.name} ({error}); restore it or train "
-            "again"
-        ) from error
-    digest = hashlib.sha256(weights).hexdigest()
-    if digest != sha256:
-        raise BundleCorruptError(
-            f"{path} is damaged or not of this bundle (checksum {digest[:12]}, "
-            f"expected {str(sha256)[:12]}); restore it or train again"
-        )
-    return weights
-
-
-def check_finite(path: Path, network: nn.Module) -> None:
-    """Raise `BundleCorruptError` if a weight is not a finite number."""
-    for name, tensor in network.state_dict().items():
-        if not bool(tensor.isfinite().all()):
-            raise BundleCorruptError(f"{path}: weight '{name}' is not finite")
-
-
-def load_weights(
-    path: Path, sha256: str | None, make: Callable[[], _Network]
-) -> _Network:
-    """Read a network's weights.
-
-    Args:
-        path: What `save_weights` wrote.
-        sha256: Its checksum.
-        make: Makes the network.
-
-    Raises:
-        BundleCorruptError: The file is missing, damaged or of another network.
-    """
-    weights = read_checked(path, sha256)
-    try:
-        network = make()
-        network.load_state_dict(load_tensors(weights))
-    except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
-        raise BundleCorruptError(
-            f"{path} does not hold this bundle's network ({error}); restore it or "
-            "train again"
-        ) from error
-    check_finite(path.parent, network)
-    return network
+COMPUTE_BUNDLE = BundleFormat(
+    info_type=BundleInfo,
+    make_network=lambda info: SetCostNetwork(**info.network),
+    check=_check_compute,
+    info_name="bundle.json",
+    from_json={"feature_names": tuple, "ranges": ranges_from_json},
+)
 
 
 def load_bundle(folder: str | Path) -> NeuralCostModel:
-    """Load a bundle and check all of it.
+    """Load a bundle's compute model and check all of it.
 
     Raises:
         BundleCorruptError: A file is missing, truncated or damaged.
         BundleMismatchError: The bundle is of another version of this package.
     """
-    path = Path(folder)
-    data = read_description(path / _INFO)
-    info = _info(path, data)
-    network = load_weights(
-        path / _WEIGHTS,
-        data.get("weights_sha256"),
-        lambda: SetCostNetwork(**info.network),
-    )
+    network, info = COMPUTE_BUNDLE.load(folder)
     return NeuralCostModel(
         network,
         name=info.name,
@@ -282,3 +254,156 @@ def load_bundle(folder: str | Path) -> NeuralCostModel:
         ranges=info.ranges,
         reference_ms=info.reference_ms,
     )
+
+
+# The model of collectives.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommsBundleInfo:
+    """What the model of collectives says of itself."""
+
+    name: str
+    fingerprint: Fingerprint
+    backend: str
+    """`gloo` or `nccl`."""
+    hidden: int
+    """Argument of `CommsNetwork`."""
+    intra_gb_per_s: float
+    """Nominal bandwidth inside a node, as measured."""
+    inter_gb_per_s: float
+    """Same between nodes; 0 where one node was measured."""
+    world_sizes: tuple[int, ...]
+    """Ranks of the groups in training."""
+    bytes_per_rank: tuple[float, float]
+    """Least and most in training."""
+    trained_on: Mapping[str, Any]
+    """Records, seeds and commands behind the weights."""
+    compute_slowdown: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """See `CommsHeader`."""
+    column_order_ms_per_mb: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """See `CommsHeader`."""
+    compute_reference_ms: float = 0.0
+    """See `CommsHeader`."""
+    carried_over: bool = False
+    """Whether it stands beside a compute model of another machine than its own."""
+    term_names: tuple[str, ...] = TERM_NAMES
+    collectives: tuple[str, ...] = COLLECTIVES
+    comms_version: int = COMMS_VERSION
+
+    def time_scale(self, compute: BundleInfo | None) -> float:
+        """Milliseconds of a compute model, per one of the collectives.
+
+        Both were timed beside the same reference set, when the machine was as fast as
+        it happened to be.
+
+        Args:
+            compute: The compute model; None: there is none to agree with.
+        """
+        if compute is None or not (compute.reference_ms and self.compute_reference_ms):
+            return 1.0
+        return compute.reference_ms / self.compute_reference_ms
+
+
+def _check_comms(path: Path, data: Mapping[str, Any]) -> None:
+    expected = (COMMS_VERSION, list(TERM_NAMES), list(COLLECTIVES))
+    found = tuple(data.get(n) for n in ("comms_version", "term_names", "collectives"))
+    if found != expected:
+        raise BundleMismatchError(
+            f"{path} has version {found[0]} or other terms than this package, which "
+            f"reads version {COMMS_VERSION}; train again or install the matching one"
+        )
+
+
+COMMS_BUNDLE = BundleFormat(
+    info_type=CommsBundleInfo,
+    make_network=lambda info: CommsNetwork(info.hidden),
+    check=_check_comms,
+    info_name="comms.json",
+    weights_name="comms.safetensors",
+    card_name="COMMS_CARD.md",
+    from_json=dict.fromkeys(
+        ("world_sizes", "bytes_per_rank", "term_names", "collectives"), tuple
+    ),
+)
+
+
+def save_comms_bundle(
+    folder: str | Path, network: CommsNetwork, info: CommsBundleInfo, card: str
+) -> None:
+    """Write the model of collectives into a bundle, new or not.
+
+    Raises:
+        BundleMismatchError: The bundle's compute model is of other hardware, and the
+            model is not said to be carried over.
+    """
+    compute, mine = COMPUTE_BUNDLE.find_info(folder), info.fingerprint
+    if compute is not None and not info.carried_over:
+        theirs = compute.fingerprint
+        if (theirs.device_type, theirs.device) != (mine.device_type, mine.device):
+            raise BundleMismatchError(
+                f"{folder} holds a compute model of {theirs.device}, the collectives "
+                f"were measured on {mine.device}; name another folder"
+            )
+    COMMS_BUNDLE.save(folder, network, info, card)
+
+
+def load_comms_bundle(
+    folder: str | Path,
+    *,
+    compute: BundleInfo | None,
+    backend: str,
+    world_size: int,
+    local_world_size: int,
+    intra_gb_per_s: float | None = None,
+    inter_gb_per_s: float | None = None,
+) -> LearnedCommsModel:
+    """Load the model of collectives for one group of ranks.
+
+    Warns where the world size is beyond those measured.
+
+    Args:
+        folder: The bundle.
+        compute: The compute model in whose milliseconds to predict; None: in those of
+            the run that measured the collectives.
+        backend: What the ranks will talk over: `gloo` or `nccl`.
+        world_size: Ranks to predict for.
+        local_world_size: Ranks per node.
+        intra_gb_per_s: Bandwidth inside a node; None is as measured.
+        inter_gb_per_s: Same between nodes.
+
+    Raises:
+        BundleCorruptError: A file is missing, truncated or damaged.
+        BundleMismatchError: It is of another backend or version of this package.
+        ConfigError: The ranks do not fill whole nodes, or a bandwidth is not known.
+    """
+    network, info = COMMS_BUNDLE.load(folder)
+    if info.backend != backend:
+        raise BundleMismatchError(
+            f"{folder} was measured over {info.backend}, {backend} was asked for; "
+            f"measure with 'neuroshard collect comms --backend {backend}' and train"
+        )
+    if world_size > 2 * max(info.world_sizes):
+        warnings.warn(
+            f"collectives of {world_size} ranks are extrapolated: {folder} was "
+            f"measured at {', '.join(map(str, info.world_sizes))}",
+            stacklevel=2,
+        )
+    device = info.fingerprint.device
+    return LearnedCommsModel(
+        network,
+        source=f"measured on {device}" if info.carried_over else "measured",
+        time_scale=info.time_scale(compute),
+        backend=backend,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),
+        intra_gb_per_s=intra_gb_per_s,
+        inter_gb_per_s=inter_gb_per_s,
+        slowdowns=_by_ranks(info.compute_slowdown),
+        column_order_ms_per_mb=_by_ranks(info.column_order_ms_per_mb),
+    )
+
+
+def _by_ranks(values: Mapping[str, Sequence[float]]) -> dict[int, tuple[float, ...]]:
+    return {int(n): tuple(v) for n, v in values.items()}

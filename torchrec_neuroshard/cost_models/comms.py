@@ -87,6 +87,14 @@ def datasheet_comms_model(
     )
 
 
+def _check_nodes(world_size: int, local_world_size: int) -> None:
+    if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
+        raise ConfigError(
+            f"world_size ({world_size}) must be a multiple of local_world_size "
+            f"({local_world_size})"
+        )
+
+
 class BandwidthCommsModel(CommsModel):
     """Bytes over the topology's bandwidths, plus one latency per collective.
 
@@ -118,11 +126,7 @@ class BandwidthCommsModel(CommsModel):
         Raises:
             ConfigError: A bandwidth is missing, or the ranks do not fill whole nodes.
         """
-        if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
-            raise ConfigError(
-                f"world_size ({world_size}) must be a multiple of local_world_size "
-                f"({local_world_size})"
-            )
+        _check_nodes(world_size, local_world_size)
         if not (intra_gb_per_s > 0 and inter_gb_per_s > 0):
             raise ConfigError(
                 "bandwidths must be above 0 GB/s, got "
@@ -198,11 +202,7 @@ class LearnedCommsModel(CommsModel):
             ConfigError: The ranks do not fill whole nodes, or a bandwidth that is
                 needed is not known.
         """
-        if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
-            raise ConfigError(
-                f"world_size ({world_size}) must be a multiple of local_world_size "
-                f"({local_world_size})"
-            )
+        _check_nodes(world_size, local_world_size)
         intra = measured_gb_per_s[0] if intra_gb_per_s is None else intra_gb_per_s
         inter = measured_gb_per_s[1] if inter_gb_per_s is None else inter_gb_per_s
         needs_inter = world_size > local_world_size

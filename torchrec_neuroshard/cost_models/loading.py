@@ -6,15 +6,15 @@ import warnings
 from pathlib import Path
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.cost_models.bundle import load_bundle, read_info
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    load_bundle,
+    load_comms_bundle,
+)
 from torchrec_neuroshard.cost_models.comms import (
     DATASHEET_NODES,
     datasheet_comms_model,
-)
-from torchrec_neuroshard.cost_models.comms_bundle import (
-    has_comms,
-    load_comms_bundle,
-    read_comms_info,
 )
 from torchrec_neuroshard.cost_models.compute import (
     PhysicalConstants,
@@ -23,7 +23,7 @@ from torchrec_neuroshard.cost_models.compute import (
 from torchrec_neuroshard.devices import current_device_name
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 
-__all__ = ["load_comms_model", "load_cost_model", "pretrained_names"]
+__all__ = ["bundle_folder", "load_comms_model", "load_cost_model", "pretrained_names"]
 
 _PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
@@ -38,6 +38,13 @@ _DEFAULT_GPU_GB_PER_S = 2_039.0
 def pretrained_names() -> tuple[str, ...]:
     """Names of the bundles that come with the package."""
     return tuple(sorted(p.parent.name for p in _PRETRAINED.glob("*/bundle.json")))
+
+
+def bundle_folder(name: str | Path) -> Path | None:
+    """Find the folder of a shipped bundle, or one given by its path, if it is there."""
+    if str(name) in pretrained_names():
+        return _PRETRAINED / str(name)
+    return Path(name) if Path(name).is_dir() else None
 
 
 def load_cost_model(
@@ -64,10 +71,8 @@ def load_cost_model(
         return cost_model
     if str(cost_model) == "auto":
         return _auto(device_type, hbm_gb_per_s)
-    if str(cost_model) in pretrained_names():
-        return load_bundle(_PRETRAINED / str(cost_model))
-    if Path(cost_model).is_dir():
-        return load_bundle(cost_model)
+    if (folder := bundle_folder(cost_model)) is not None:
+        return load_bundle(folder)
     raise ConfigError(
         f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped "
         f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a folder made by "
@@ -111,12 +116,10 @@ def load_comms_model(
     device = current_device_name(device_type)
     if str(cost_model) == "auto":
         folders = sorted(p.parent for p in _PRETRAINED.glob("*/comms.json"))
-    elif (_PRETRAINED / str(cost_model)).is_dir():
-        folders = [_PRETRAINED / str(cost_model)]
     else:
-        folders = [Path(cost_model)]
-    for folder in filter(has_comms, folders):
-        info = read_comms_info(folder)
+        folders = list(filter(None, [bundle_folder(cost_model)]))
+    for folder in filter(COMMS_BUNDLE.is_in, folders):
+        info = COMMS_BUNDLE.read_info(folder)
         wanted = str(cost_model) != "auto" or info.fingerprint.device == device
         if wanted and info.backend == backend:
             many = world_size > local_world_size
@@ -131,6 +134,8 @@ def load_comms_model(
                 )
             return load_comms_bundle(
                 folder,
+                # One unit for kernels and collectives: the compute model's beside.
+                compute=COMPUTE_BUNDLE.find_info(folder),
                 backend=backend,
                 world_size=world_size,
                 local_world_size=local_world_size,
@@ -151,7 +156,7 @@ def _auto(device_type: str, hbm_gb_per_s: float | None) -> CostModel:
     device = current_device_name(device_type)
     for name in pretrained_names():
         try:
-            fingerprint = read_info(_PRETRAINED / name).fingerprint
+            fingerprint = COMPUTE_BUNDLE.read_info(_PRETRAINED / name).fingerprint
         except NeuroShardError as error:
             warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=3)
             continue

@@ -136,7 +136,7 @@ class PlanCosts:
         simulator = self.simulator(found.task)
         priced = simulator.price(found.table_N, found.width_N, found.rows_N)
         prefetch_T = [0.0 if k is None else k.prefetch_ms_per_column for k in kernels]
-        prefetch_N = np.array(prefetch_T)[found.table_N] * found.width_N
+        prefetch_N: Floats = np.array(prefetch_T)[found.table_N] * found.width_N
         return PricedOptions(found, simulator, priced, prefetch_N)
 
     def single_perfs(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:

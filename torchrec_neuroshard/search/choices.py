@@ -171,7 +171,7 @@ class Choices:
         compute = np.zeros((size, 2))
         compute[used] = bank.predict(sums[used])
         extra = _sum(self._extra_T2[way], cell, size)
-        compute = np.maximum(compute + extra, floor).reshape(count, num_groups, 2)
+        compute = np.maximum(compute + extra, floor)
         stage = line * num_stages + bank.stages_T[way]
         loads = _sum(self._loads_T3[way], stage, count * num_stages)
         shape = (count, task.world_size, num_stages, 3)
@@ -181,7 +181,8 @@ class Choices:
         comms = bank.simulator.comms_costs(loads_CWS3).max(axis=1)
         # What nothing is sent for costs nothing.
         comms[loads.reshape(count, num_stages, 3).sum(axis=2) == 0] = 0.0
-        total: Floats = compute.sum(axis=(1, 2)) + comms.sum(axis=(1, 2))
+        kernels: Floats = compute.reshape(count, num_groups * 2).sum(axis=1)
+        total: Floats = kernels + comms.sum(axis=(1, 2))
         return total
 
     def path(self, start_N: Ints, deadline: float) -> list[tuple[float, Ints]]:
@@ -224,7 +225,7 @@ class Choices:
 
     def of(self, width_TW: Ints) -> Ints:
         """Return the way that each table takes in a placement."""
-        placed_T = width_TW.any(axis=1)
+        placed_T: Bools = np.any(width_TW, axis=1)
         return np.array([next(w for w in ways if placed_T[w]) for ways in self.ways])
 
     def switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:

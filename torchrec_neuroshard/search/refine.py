@@ -553,9 +553,10 @@ class Plan:
         )
         line, stage = np.divmod(cells, num_stages)
 
-        def after(now_S: Floats, change_N: Floats) -> Floats:
+        def after(now_S: Floats, change_N: npt.ArrayLike) -> Floats:
             change = np.bincount(cell, weights=change_N, minlength=len(cells))
-            return now_S[stage] + change
+            new_C: Floats = now_S[stage] + change
+            return new_C
 
         columns = bank.columns_T[table_N]
         new = self._order_ms(

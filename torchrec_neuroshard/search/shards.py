@@ -135,7 +135,7 @@ class ShardBank:
         )
         self._fixed_T = np.asarray(task.fixed_bytes, dtype=np.float64)
         self._column_bytes_T = np.asarray(task.column_bytes, dtype=np.float64)
-        self.block_T: Ints = np.array([task.block_size(t) for t in everything])
+        self.block_T: Ints = np.array([task.block_size(t) for t in range(num_tables)])
         self.moves_T: npt.NDArray[np.bool_] = self.block_T == 1
         """False for tables that are split by rows or replicated."""
         self.pooled_S = np.ones(task.num_stages, dtype=bool)
@@ -610,7 +610,8 @@ class ShardBank:
             np.bincount(stage, weights=w, minlength=num_sets * num_stages)
             for w in amounts.T
         ]
-        total = np.stack(columns, axis=1).reshape(num_sets, num_stages, 5)
+        total: Floats = np.stack(columns, axis=1).astype(np.float64)
+        total = total.reshape(num_sets, num_stages, 5)
         sums = sums.reshape(num_sets, num_groups, -1)
         return RankLoads(sums, total[..., :2].copy(), total[..., 2:].copy()), count
 

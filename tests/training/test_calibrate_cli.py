@@ -14,24 +14,24 @@ import numpy as np
 import pytest
 
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.store import (
+from torchrec_neuroshard.collect.timing import PassCounts
+from torchrec_neuroshard.cost_models import load_bundle, load_comms_model
+from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
+from torchrec_neuroshard.devices import cpu_name
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.record_store import (
     CommsStore,
     read_comms_records,
     read_records,
 )
-from torchrec_neuroshard.collect.timing import PassCounts
-from torchrec_neuroshard.cost_models import load_bundle, load_comms_model
-from torchrec_neuroshard.cost_models.bundle import read_info
-from torchrec_neuroshard.cost_models.calibration import source_folder
-from torchrec_neuroshard.cost_models.calibration_cli import (
+from torchrec_neuroshard.training import calibrate_cli
+from torchrec_neuroshard.training.calibrate_cli import (
     COMMS_NAME,
     RECORDS_NAME,
     pinned_to,
+    source_folder,
 )
-from torchrec_neuroshard.cost_models.comms_bundle import has_comms, read_comms_info
-from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
-from torchrec_neuroshard.devices import cpu_name
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.training.comms import CommsTrainConfig
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
 COMMS_DATA = DATA.with_name("comms_gloo_epyc.parquet")
@@ -43,9 +43,7 @@ QUICK_PASSES = PassCounts(
 @pytest.fixture(autouse=True)
 def all_records_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that runs the tests may be busy with others."""
-    monkeypatch.setattr(
-        "torchrec_neuroshard.cost_models.calibration.steady_records", list
-    )
+    monkeypatch.setattr(calibrate_cli, "steady_records", list)
 
 
 def test_options_that_contradict_are_refused(
@@ -103,7 +101,7 @@ def test_measures_trains_and_goes_on(
     (run_header,), records = read_records([out / RECORDS_NAME])
     assert len(records) == 60 and records[:6] == first
     assert run_header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
-    info = read_info(out)
+    info = COMPUTE_BUNDLE.read_info(out)
     assert info.name == load_bundle(out).name == "mine"
     assert info.fingerprint.device == cpu_name()
     assert info.trained_on["calibrated_from"]["name"] == "cpu"
@@ -112,7 +110,7 @@ def test_measures_trains_and_goes_on(
         assert f"{name}: forward " in printed
     assert f"Kept `{info.trained_on['kept']}`" in printed
     assert "no collectives: they will be predicted" in printed
-    assert not has_comms(out)
+    assert not COMMS_BUNDLE.is_in(out)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +152,7 @@ def test_collectives_are_measured_in_the_same_command(
 
     monkeypatch.setattr("subprocess.run", run)
     monkeypatch.setattr(
-        "torchrec_neuroshard.cost_models.calibration_cli.CommsTrainConfig",
+        "torchrec_neuroshard.training.calibrate_cli.CommsTrainConfig",
         partial(CommsTrainConfig, steps=60),
     )
     out = tmp_path / "mine"
@@ -166,14 +164,14 @@ def test_collectives_are_measured_in_the_same_command(
     assert "--nproc-per-node 2 -m torchrec_neuroshard collect comms" in started
     assert f"--out {out / COMMS_NAME} --seed 5 --backend gloo" in started
     assert "--num-samples 36 --time-limit 180.0" in started
-    info = read_comms_info(out)
+    info = COMMS_BUNDLE.read_info(out)
     assert (info.backend, info.world_sizes) == ("gloo", (2,))
     assert info.fingerprint.device == cpu_name() and not info.carried_over
     printed = " ".join(capsys.readouterr().out.split())
     assert "before, 2 ranks: median error" in printed
     assert "2 ranks (in training): median error" in printed
-    card = (out / "CARD.md").read_text()
-    assert "# Compute cost model" in card and "# Communication cost model" in card
+    assert "# Compute cost model" in (out / "CARD.md").read_text()
+    assert "# Communication cost model" in (out / "COMMS_CARD.md").read_text()
     model = load_comms_model(out, device_type="cpu", world_size=2, local_world_size=2)
     assert model is not None and model.source == "measured"
 
@@ -191,7 +189,7 @@ def test_kernels_stay_calibrated_where_ranks_fail(
     arguments = ["calibrate", "--from", "cpu_epyc", "--records", str(measured)]
     assert main([*arguments, "--out", str(out), "--steps", "4", "--ranks", "3"]) == 2
     assert "among 3 ranks ended with code 7" in capsys.readouterr().err
-    assert load_bundle(out).name == "mine" and not has_comms(out)
+    assert load_bundle(out).name == "mine" and not COMMS_BUNDLE.is_in(out)
 
 
 def test_collectives_carried_over_say_where_they_are_from(
@@ -201,12 +199,14 @@ def test_collectives_carried_over_say_where_they_are_from(
     arguments = ["calibrate", "--from", "cpu_epyc", "--records", str(measured)]
     arguments += ["--out", str(out), "--steps", "4", "--keep-collectives"]
     assert main(arguments) == 0
-    theirs = read_comms_info(source_folder("cpu_epyc"))
-    info = read_comms_info(out)
+    theirs = COMMS_BUNDLE.read_info(source_folder("cpu_epyc"))
+    info = COMMS_BUNDLE.read_info(out)
     assert info.carried_over and info.fingerprint == theirs.fingerprint
     assert "not on this machine" in " ".join(capsys.readouterr().out.split())
     device = theirs.fingerprint.device
-    assert f"Measured on {device} over gloo, not on" in (out / "CARD.md").read_text()
+    assert (
+        f"Measured on {device} over gloo, not on" in (out / "COMMS_CARD.md").read_text()
+    )
     models = [
         load_comms_model(folder, device_type="cpu", world_size=2, local_world_size=2)
         for folder in (out, source_folder("cpu_epyc"))

@@ -18,20 +18,59 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from torchrec_neuroshard.collect.progress import measuring_progress
-from torchrec_neuroshard.cost_models.calibration import (
+from torchrec_neuroshard.collect.console import RateProgress
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    BundleInfo,
+    CommsBundleInfo,
+    load_bundle,
+    save_comms_bundle,
+)
+from torchrec_neuroshard.cost_models.loading import bundle_folder, pretrained_names
+from torchrec_neuroshard.errors import ConfigError, RankFailureError, RecordError
+from torchrec_neuroshard.record_store import read_records
+from torchrec_neuroshard.records import (
+    command_line,
+    repeatability,
+    steady_records,
+)
+from torchrec_neuroshard.training.calibration import (
     Calibration,
     CalibrationConfig,
-    calibrate_bundle,
-    source_folder,
+    TrainingReport,
+    calibrate,
+    score,
+    split_records,
 )
-from torchrec_neuroshard.cost_models.comms_bundle import carry_over, has_comms
-from torchrec_neuroshard.cost_models.comms_training import CommsTrainConfig
-from torchrec_neuroshard.cost_models.comms_training_cli import train_comms_bundle
-from torchrec_neuroshard.cost_models.training import EpochReport, Evaluation
-from torchrec_neuroshard.errors import ConfigError, RankFailureError
+from torchrec_neuroshard.training.cards import (
+    calibration_section,
+    carried_over_card,
+    compute_card,
+    repeatability_line,
+)
+from torchrec_neuroshard.training.comms import CommsTrainConfig
+from torchrec_neuroshard.training.compute import (
+    EpochReport,
+    Evaluation,
+    as_cost_model,
+    build_sets,
+    evaluate,
+    fit_linear,
+    fit_stock,
+)
+from torchrec_neuroshard.training.train_cli import train_comms_bundle
 
-__all__ = ["COMMS_NAME", "RECORDS_NAME", "add_arguments", "pinned_to", "run"]
+__all__ = [
+    "COMMS_NAME",
+    "RECORDS_NAME",
+    "add_arguments",
+    "calibrate_bundle",
+    "carry_over",
+    "pinned_to",
+    "run",
+    "source_folder",
+]
 
 RECORDS_NAME = "calibration.parquet"
 """What is measured is kept under this name in the bundle's folder, and gone on with
@@ -39,6 +78,129 @@ when the command is given again."""
 COMMS_NAME = "collectives.parquet"
 """The same for collectives."""
 _NUM_SAMPLES = 300
+
+
+def source_folder(name: str | Path) -> Path:
+    """Find the bundle to start from.
+
+    Args:
+        name: Name of a shipped bundle, or a bundle's folder.
+
+    Raises:
+        ConfigError: There is neither.
+    """
+    if (folder := bundle_folder(name)) is None:
+        raise ConfigError(
+            f"no bundle '{name}' to start from: it is neither a shipped one "
+            f"({', '.join(pretrained_names()) or 'none'}) nor a folder made by "
+            "'neuroshard train'"
+        )
+    return folder
+
+
+def calibrate_bundle(
+    source: Path,
+    records: Sequence[Path],
+    out: Path,
+    name: str,
+    config: CalibrationConfig,
+    report: TrainingReport | None = None,
+) -> tuple[Calibration, list[Evaluation]]:
+    """Fine-tune a bundle on another device's records and write a new bundle.
+
+    A model of collectives beside `source` is not taken over: it was measured there
+    (`carry_over` does it).
+
+    Args:
+        source: Folder of the bundle to start from.
+        records: Files of compute records of one device.
+        out: Folder of the new bundle.
+        name: What it is called.
+        config: Steps and rates.
+        report: Makes the report of each training.
+
+    Returns:
+        The calibration, and the errors that the card shows: of what was kept, of all
+        candidates and of the yardsticks.
+
+    Raises:
+        ConfigError: `out` is the bundle to start from.
+        RecordError: Too few records.
+        RecordMismatchError: The files are of different devices.
+        BundleCorruptError: `source` is damaged.
+    """
+    if out.resolve() == source.resolve():
+        raise ConfigError(
+            f"{out} is the bundle to start from; name another folder for the new one"
+        )
+    model, old = load_bundle(source), COMPUTE_BUNDLE.read_info(source)
+    headers, found_records = read_records(records)
+    steady = steady_records(found_records)
+    num_disturbed = len(found_records) - len(steady)
+    try:
+        training, test = map(build_sets, split_records(steady))
+    except RecordError as error:
+        raise RecordError(
+            f"{error} ({num_disturbed} of {len(found_records)} records were left out: "
+            "other work disturbed them)"
+        ) from error
+    found = calibrate(model, old.network, training, test, config, report)
+    kept = found.candidates[found.kept]
+    evaluations = [
+        evaluate("learned", as_cost_model(kept.network, test, name), test),
+        *(c.evaluation for c in found.candidates.values()),
+        evaluate("linear", fit_linear(training), test),
+        evaluate("stock", fit_stock(training), test),
+    ]
+    info = BundleInfo(
+        name=name,
+        fingerprint=headers[0].fingerprint,
+        reference_ms=headers[0].reference_ms,
+        network=old.network,
+        ranges=kept.ranges,
+        trained_on={
+            "num_training_sets": training.num_sets,
+            "num_test_sets": test.num_sets,
+            "num_disturbed": num_disturbed,
+            "created": sorted({h.created[:10] for h in headers}),
+            "seed": config.seed,
+            "steps": config.steps,
+            "commands": [*(h.command for h in headers), command_line()],
+            "calibrated_from": {
+                "name": old.name,
+                "device": old.fingerprint.device,
+                "num_training_sets": old.trained_on.get("num_training_sets"),
+            },
+            "kept": found.kept,
+            "factors": list(found.factors_2),
+            "errors": {n: score(c.evaluation) for n, c in found.candidates.items()},
+        },
+    )
+    noise = repeatability_line(repeatability(steady))
+    card = compute_card(info, noise, evaluations)
+    card += calibration_section(old, info, found)
+    COMPUTE_BUNDLE.save(out, kept.network, info, card)
+    return found, evaluations
+
+
+def carry_over(source: str | Path, folder: str | Path) -> CommsBundleInfo:
+    """Copy the collectives of one machine's bundle to another machine's.
+
+    They are marked: predictions say where they were measured, and so does the card.
+
+    Returns:
+        The description of what was copied.
+
+    Raises:
+        BundleCorruptError: `source` has no sound model of collectives.
+    """
+    network, info = COMMS_BUNDLE.load(source)
+    there, here = map(COMPUTE_BUNDLE.find_info, (source, folder))
+    # Milliseconds stay what they are beside the compute model at the source.
+    new_ms = 0.0 if here is None else here.reference_ms / info.time_scale(there)
+    info = dataclasses.replace(info, carried_over=True, compute_reference_ms=new_ms)
+    save_comms_bundle(folder, network, info, carried_over_card(info))
+    return info
 
 
 @contextlib.contextmanager
@@ -173,7 +335,7 @@ def _check_collectives(args: argparse.Namespace, source: Path) -> None:
             "--ranks measures collectives, --keep-collectives takes those of "
             f"{source}; leave one out"
         )
-    if args.keep_collectives and not has_comms(source):
+    if args.keep_collectives and not COMMS_BUNDLE.is_in(source):
         raise ConfigError(
             f"--keep-collectives: {source} holds no collectives; measure them with "
             "--ranks"
@@ -244,19 +406,6 @@ def _add_collectives(args: argparse.Namespace, source: Path, console: Console) -
         )
 
 
-def _print_errors(
-    console: Console, found: Calibration, evaluations: Sequence[Evaluation]
-) -> None:
-    for evaluation in evaluations:
-        console.print(
-            f"{evaluation.name}: forward {evaluation.fwd_mape:.2%}, backward "
-            f"{evaluation.bwd_mape:.2%}, total {evaluation.total_mape:.2%} (median "
-            f"{evaluation.total_median:.2%}), tau {evaluation.kendall_tau:.4f}",
-            soft_wrap=True,
-        )
-    console.print(found.verdict(), soft_wrap=True)
-
-
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard calibrate`."""
     given = [n for n in _MEASURING if getattr(args, n) is not None]
@@ -273,21 +422,17 @@ def run(args: argparse.Namespace) -> int:
         steps=args.steps, learning_rate=args.learning_rate, seed=args.seed
     )
     records = args.records or [_measure(args, console)]
-    with measuring_progress(console, "epochs") as progress:
+    with RateProgress(console, "epochs") as progress:
 
         def report(name: str, epochs: int) -> EpochReport:
-            bar = progress.add_task(name, total=epochs, rate=0.0)
-
-            def advance(epoch: int, loss: float, mape: float, tau: float) -> None:
-                task = next(t for t in progress.tasks if t.id == bar)
-                progress.update(bar, advance=1, rate=task.speed or 0.0)
-
-            return advance
+            advance = progress.add_bar(name, epochs)
+            return lambda epoch, loss, mape, tau: advance()
 
         found, evaluations = calibrate_bundle(
             source, records, args.out, args.name or args.out.name, config, report
         )
-    _print_errors(console, found, evaluations)
+    for line in (*(e.line() for e in evaluations), found.verdict()):
+        console.print(line, soft_wrap=True)
     console.print(f"wrote {args.out}")
     _add_collectives(args, source, console)
     return 0

@@ -10,6 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +23,30 @@ from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
     sample_collective,
 )
-from torchrec_neuroshard.collect.store import CommsStore
 from torchrec_neuroshard.cost_models import CommsModel, loading
-from torchrec_neuroshard.cost_models.bundle import COMMS_HEADING, write_card
-from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
-from torchrec_neuroshard.cost_models.comms_bundle import (
-    has_comms,
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_BUNDLE,
     load_comms_bundle,
-    read_comms_info,
     save_comms_bundle,
 )
+from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
 from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, physical_terms
-from torchrec_neuroshard.cost_models.comms_training import (
+from torchrec_neuroshard.cost_models.loading import load_comms_model
+from torchrec_neuroshard.errors import (
+    BundleCorruptError,
+    BundleMismatchError,
+    ConfigError,
+    RecordError,
+    RecordMismatchError,
+)
+from torchrec_neuroshard.record_store import CommsStore
+from torchrec_neuroshard.records import (
+    COLLECTIVES,
+    CommsHeader,
+    CommsRecord,
+    Fingerprint,
+)
+from torchrec_neuroshard.training.comms import (
     CommsData,
     CommsTrainConfig,
     build_comms,
@@ -43,21 +56,7 @@ from torchrec_neuroshard.cost_models.comms_training import (
     predict_comms,
     train_comms,
 )
-from torchrec_neuroshard.cost_models.comms_training_cli import train_comms_bundle
-from torchrec_neuroshard.cost_models.loading import load_comms_model
-from torchrec_neuroshard.errors import (
-    BundleCorruptError,
-    BundleMismatchError,
-    ConfigError,
-    RecordError,
-    RecordMismatchError,
-)
-from torchrec_neuroshard.records import (
-    COLLECTIVES,
-    CommsHeader,
-    CommsRecord,
-    Fingerprint,
-)
+from torchrec_neuroshard.training.train_cli import train_comms_bundle
 
 GB_PER_S = 2.0
 STEPS = CommsTrainConfig(steps=250)
@@ -248,14 +247,18 @@ def bundle(trained: Path, tmp_path: Path) -> Path:
 
 def load(folder: Path, world: int = 3, backend: str = "gloo") -> np.ndarray:
     model = load_comms_bundle(
-        folder, backend=backend, world_size=world, local_world_size=world
+        folder,
+        compute=None,
+        backend=backend,
+        world_size=world,
+        local_world_size=world,
     )
     assert model.source == "measured"
     return model.all_to_all(np.full((1, world), 64.0), 512)
 
 
 def test_bundle_predicts_its_records(trained: Path) -> None:
-    info = read_comms_info(trained)
+    info = COMMS_BUNDLE.read_info(trained)
     assert (info.backend, info.world_sizes) == ("gloo", (2, 4))
     assert info.intra_gb_per_s == GB_PER_S
     expected = law("pooled_forward", [64 * 512 * 4 // 4] * 4)
@@ -263,20 +266,11 @@ def test_bundle_predicts_its_records(trained: Path) -> None:
 
 
 def test_card_states_errors_hardware_and_what_is_missing(trained: Path) -> None:
-    card = (trained / "CARD.md").read_text()
-    assert card.startswith(f"{COMMS_HEADING} `mine`")
+    card = (trained / "COMMS_CARD.md").read_text()
+    assert card.startswith("# Communication cost model `mine`")
     assert "| device, backend | a CPU, gloo |" in card
     assert "| 3 | all | no | 60 |" in card
     assert "| one message between nodes | not measured |" in card
-
-
-def test_card_keeps_its_other_part(bundle: Path) -> None:
-    comms = (bundle / "CARD.md").read_text()
-    write_card(bundle, compute="# Compute\n\nnumbers\n")
-    assert (bundle / "CARD.md").read_text() == f"# Compute\n\nnumbers\n\n{comms}"
-    write_card(bundle, compute="# Other\n")
-    write_card(bundle, comms=f"{COMMS_HEADING} new\n")
-    assert (bundle / "CARD.md").read_text() == f"# Other\n\n{COMMS_HEADING} new\n"
 
 
 def test_collectives_of_another_device_do_not_join_a_compute_model(
@@ -291,7 +285,7 @@ def test_collectives_of_another_device_do_not_join_a_compute_model(
     assert "cpu" in pretrained_names()
     both = tmp_path / "both"
     shutil.copytree(shipped / "cpu", both)
-    info = read_comms_info(bundle)
+    info = COMMS_BUNDLE.read_info(bundle)
     network = train_comms(data((2,), count=40), CommsTrainConfig(steps=1))
     with pytest.raises(BundleMismatchError, match="measured on a CPU; name another"):
         save_comms_bundle(both, network, info, "card")
@@ -301,14 +295,14 @@ def test_collectives_of_another_device_do_not_join_a_compute_model(
         both,
         network,
         dataclasses.replace(info, fingerprint=own),
-        f"{COMMS_HEADING}\n",
+        "# Collectives\n",
     )
-    assert has_comms(both)
+    assert COMMS_BUNDLE.is_in(both)
     assert load_cost_model(both).hardware == device
     assert load(both, 2).shape == (1, 2, 2)
-    card = (both / "CARD.md").read_text()
-    assert card.startswith("# Compute cost model")
-    assert card.endswith(f"{COMMS_HEADING}\n")
+    assert (both / "COMMS_CARD.md").read_text() == "# Collectives\n"
+    card = (shipped / "cpu" / "CARD.md").read_text()
+    assert (both / "CARD.md").read_text() == card
 
 
 def test_other_backend_is_refused(bundle: Path) -> None:
@@ -317,16 +311,18 @@ def test_other_backend_is_refused(bundle: Path) -> None:
 
 
 def test_nodes_never_measured_need_a_bandwidth(bundle: Path) -> None:
+    nodes = partial(
+        load_comms_bundle,
+        bundle,
+        compute=None,
+        backend="gloo",
+        world_size=4,
+        local_world_size=2,
+    )
     with pytest.raises(ConfigError, match="give intra_gb_per_s and inter_gb_per_s"):
-        load_comms_bundle(bundle, backend="gloo", world_size=4, local_world_size=2)
+        nodes()
     slow, slower = (
-        load_comms_bundle(
-            bundle,
-            backend="gloo",
-            world_size=4,
-            local_world_size=2,
-            inter_gb_per_s=inter,
-        ).all_to_all(np.full((1, 4), 512.0), 4096)
+        nodes(inter_gb_per_s=inter).all_to_all(np.full((1, 4), 512.0), 4096)
         for inter in (1.0, 0.1)
     )
     assert (slower > slow).all()
@@ -362,7 +358,7 @@ def test_damage_is_found(bundle: Path) -> None:
         with pytest.raises(error, match=message):
             load(bundle)
     description.unlink()
-    assert not has_comms(bundle)
+    assert not COMMS_BUNDLE.is_in(bundle)
     with pytest.raises(BundleCorruptError, match=r"it has no comms\.json"):
         load(bundle)
 
@@ -371,7 +367,7 @@ def test_command_dispatches_on_the_kind_of_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "torchrec_neuroshard.cost_models.comms_training_cli.CommsTrainConfig",
+        "torchrec_neuroshard.training.train_cli.CommsTrainConfig",
         lambda seed: CommsTrainConfig(steps=3, seed=seed),
     )
     paths = [str(p) for p in write(tmp_path, (2, 3))]

@@ -7,15 +7,15 @@ import pytest
 from rich.console import Console
 
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.store import RecordStore
 from torchrec_neuroshard.cost_models import load_bundle
-from torchrec_neuroshard.cost_models.bundle import read_info
-from torchrec_neuroshard.cost_models.training import TrainConfig
-from torchrec_neuroshard.cost_models.training_cli import train_bundle
+from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.record_store import RecordStore
 from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
 from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.training.compute import TrainConfig
+from torchrec_neuroshard.training.train_cli import train_bundle
 
 BATCH_SIZE = 1024
 
@@ -112,7 +112,7 @@ def test_disturbed_records_take_no_part(
     assert code == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 records that other work disturbed are left out" in printed
-    trained_on = read_info(out).trained_on
+    trained_on = COMPUTE_BUNDLE.read_info(out).trained_on
     assert trained_on["num_training_sets"] == 60 and trained_on["num_disturbed"] == 1
     assert "| disturbed records, left out | 1 |" in (out / "CARD.md").read_text()
 

@@ -8,14 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from torchrec_neuroshard.collect.store import (
+from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.record_store import (
     RecordStore,
     journal_path,
     read_header,
     read_records,
 )
-from torchrec_neuroshard.errors import RecordError, RecordMismatchError
-from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
 from torchrec_neuroshard.tables import TableConfig
 

@@ -24,6 +24,7 @@ from torchrec_neuroshard.cost_models.network import (
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.training.fit import fit, seeded, shuffled_batches
 
 __all__ = [
     "Evaluation",
@@ -31,9 +32,11 @@ __all__ = [
     "SetData",
     "TrainConfig",
     "as_cost_model",
+    "best_factor",
     "build_sets",
     "evaluate",
     "fit_linear",
+    "fit_relative",
     "fit_stock",
     "train",
     "training_ranges",
@@ -155,6 +158,30 @@ class LinearCostModel(CostModel):
         return costs
 
 
+def fit_relative(
+    matrix_SP: npt.NDArray[np.float64], measured_S: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Fit constants of at least 0 to `matrix @ constants = measured`.
+
+    Returns:
+        `P`, with the least sum of squared errors relative to the measured.
+    """
+    relative = matrix_SP / measured_S[:, None]
+    scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-30)
+    solution, _ = optimize.nnls(relative / scale, np.ones(len(relative)))
+    return np.asarray(solution / scale)
+
+
+def best_factor(
+    predicted_S: npt.NDArray[np.float64], measured_S: npt.NDArray[np.float64]
+) -> float:
+    """Return the factor on predictions that has the least mean relative error."""
+    # Least sum of |f * p / y - 1| is the median of y / p, weighted by p / y.
+    ratio = np.sort(measured_S / predicted_S)
+    weight = np.cumsum(1.0 / ratio)
+    return float(ratio[np.searchsorted(weight, weight[-1] / 2)])
+
+
 def fit_linear(data: SetData) -> LinearCostModel:
     """Fit non-negative constants by relative least squares.
 
@@ -172,9 +199,7 @@ def fit_linear(data: SetData) -> LinearCostModel:
     for c in range(2):
         columns = sums[:, :, present].reshape(num_sets, -1)
         matrix = np.concatenate([columns, np.ones((num_sets, 1))], axis=1)
-        matrix = matrix / data.costs_S2[:, c : c + 1]
-        scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
-        solution = optimize.nnls(matrix / scale, np.ones(num_sets))[0] / scale
+        solution = fit_relative(matrix, data.costs_S2[:, c])
         weights[:, present, c] = solution[:-1].reshape(num_totals, -1)
         launch[c] = solution[-1]
     fallback = OPTIMIZER_KINDS.index("rowwise_adagrad")
@@ -188,12 +213,8 @@ def fit_stock(data: SetData) -> StockCostModel:
     """Fit the one factor on TorchRec's formula that has the least relative error."""
     plain = StockCostModel()
     predicted = plain.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
-    ratio = data.costs_S2.sum(axis=1) / predicted.sum(axis=1)
-    # Least sum of |s * p / y - 1| is a weighted median of y / p.
-    order = np.argsort(ratio)
-    weight = np.cumsum(1.0 / ratio[order])
-    best = ratio[order][np.searchsorted(weight, weight[-1] / 2)]
-    return StockCostModel(scale=float(best))
+    factor = best_factor(predicted.sum(axis=1), data.costs_S2.sum(axis=1))
+    return StockCostModel(scale=factor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,6 +234,14 @@ class Evaluation:
     """Total's error by decile of measured cost, cheapest first."""
     decile_ms: tuple[float, ...]
     """Upper end of each decile [ms]."""
+
+    def line(self) -> str:
+        """Return the errors as printed."""
+        return (
+            f"{self.name}: forward {self.fwd_mape:.2%}, backward {self.bwd_mape:.2%}, "
+            f"total {self.total_mape:.2%} (median {self.total_median:.2%}), tau "
+            f"{self.kendall_tau:.4f}"
+        )
 
 
 def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
@@ -272,10 +301,9 @@ def train(
         raise RecordError(f"{data.num_sets} sets are too few to train on; measure more")
     validation = data.select(order[:num_validation])
     training = data.select(order[num_validation:])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with seeded(config.seed):
         network = copy.deepcopy(init) if init is not None else _fresh(training, config)
-    _fit(network, training, validation, config, rng, report)
+        _fit(network, training, validation, config, rng, report)
     return network.eval()
 
 
@@ -318,60 +346,43 @@ def _fit(
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
     )
-    steps_per_epoch = -(-training.num_sets // config.batch_sets)
+    num_steps = config.epochs * -(-training.num_sets // config.batch_sets)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        max_lr=config.learning_rate,
-        total_steps=config.epochs * steps_per_epoch,
-        pct_start=0.1,
+        optimizer, config.learning_rate, total_steps=num_steps, pct_start=0.1
     )
     weight = torch.tensor([0.5, 0.5, 1.0])
-    best = torch.full((network.num_members,), float("inf"))
-    kept = copy.deepcopy(network.state_dict())
-    for epoch in range(config.epochs):
-        losses = []
-        order = rng.permutation(training.num_sets)
-        for start in range(0, training.num_sets, config.batch_sets):
-            batch = training.select(order[start : start + config.batch_sets])
-            error = _log_error(_forward(network, batch), batch)
-            loss = (
-                torch.nn.functional.smooth_l1_loss(
-                    error * weight, torch.zeros_like(error), beta=0.02, reduction="sum"
-                )
-                / batch.num_sets
-            )
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 10.0)
-            optimizer.step()
-            schedule.step()
-            losses.append(float(loss.detach()) / network.num_members)
-        mape, tau = _validate(network, validation, best, kept)
-        if report is not None:
-            report(epoch, float(np.mean(losses)), mape, tau)
-    network.load_state_dict(kept)
 
+    def loss(sets: npt.NDArray[np.int64]) -> torch.Tensor:
+        batch = training.select(sets)
+        error = _log_error(_forward(network, batch), batch)
+        huber = torch.nn.functional.smooth_l1_loss(
+            error * weight, torch.zeros_like(error), beta=0.02, reduction="sum"
+        )
+        return huber / batch.num_sets
 
-def _validate(
-    network: SetCostNetwork,
-    validation: SetData,
-    best: torch.Tensor,
-    kept: dict[str, torch.Tensor],
-) -> tuple[float, float]:
-    """Keep the members that improved; return the ensemble's MAPE and tau."""
-    with torch.no_grad():
+    def validate(epoch: int, losses: Sequence[float]) -> torch.Tensor:
         predicted = _forward(network, validation)
+        if report is not None:
+            total = predicted.mean(dim=1).sum(dim=1).double().numpy()
+            measured = validation.costs_S2.sum(axis=1)
+            mape = float(np.abs(total / measured - 1).mean())
+            tau = float(stats.kendalltau(total, measured).statistic)
+            mean_loss = float(
+                np.mean([value / network.num_members for value in losses])
+            )
+            report(epoch, mean_loss, mape, tau)
         error = _log_error(predicted, validation)
-        score = (error.exp() - 1).abs().mean(dim=(0, 2))
-        improved = score < best
-        best[improved] = score[improved]
-        state = network.state_dict()
-        for name, _ in network.named_parameters():
-            kept[name][improved] = state[name][improved]
-        total = predicted.mean(dim=1).sum(dim=1).double().numpy()
-    measured = validation.costs_S2.sum(axis=1)
-    mape = float(np.abs(total / measured - 1).mean())
-    return mape, float(stats.kendalltau(total, measured).statistic)
+        return (error.exp() - 1).abs().mean(dim=(0, 2))
+
+    fit(
+        network,
+        optimizer,
+        shuffled_batches(rng, training.num_sets, config.batch_sets, config.epochs),
+        loss,
+        validate,
+        max_grad_norm=10.0,
+        schedule=schedule,
+    )
 
 
 def as_cost_model(network: SetCostNetwork, data: SetData, name: str) -> NeuralCostModel:

@@ -6,14 +6,13 @@ group sizes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import optimize, stats
+from scipy import stats
 
 from torchrec_neuroshard.cost_models.comms_network import (
     TERM_NAMES,
@@ -24,6 +23,8 @@ from torchrec_neuroshard.cost_models.comms_network import (
 )
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
+from torchrec_neuroshard.training.compute import fit_relative
+from torchrec_neuroshard.training.fit import fit, seeded
 
 __all__ = [
     "CommsData",
@@ -170,10 +171,8 @@ def fit_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
             rows &= together
         present = data.present_NW[rows]
         matrix = data.terms_NWK[rows][present].astype(np.float64)
-        matrix /= measured_NW[rows][present][:, None]
-        scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
-        solution = optimize.nnls(matrix / scale, np.ones(len(matrix)))[0] / scale
-        fitted[number], known[number] = solution, True
+        fitted[number] = fit_relative(matrix, measured_NW[rows][present])
+        known[number] = True
     fitted[~known] = fitted[known].mean(axis=0)
     return fitted
 
@@ -191,10 +190,7 @@ def fit_bandwidth(data: CommsData) -> npt.NDArray[np.float64]:
         rows = data.collective_N == number
         if rows.any():
             matrix = np.stack([np.ones(rows.sum()), busiest_N[rows]], axis=1)
-            matrix /= measured_N[rows][:, None]
-            scale = np.maximum(np.linalg.norm(matrix, axis=0), 1e-30)
-            solution = optimize.nnls(matrix / scale, np.ones(len(matrix)))[0]
-            fitted[number] = solution / scale
+            fitted[number] = fit_relative(matrix, measured_N[rows])
     return fitted
 
 
@@ -263,17 +259,49 @@ def train_comms(
         raise RecordError(f"{count} records are too few to train on; measure more")
     validation = data.select(order[:num_validation])
     training = data.select(order[num_validation:])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+    with seeded(config.seed):
         network = CommsNetwork(config.hidden)
-    start = fit_coefficients(training)
-    least = 1e-3 * start.max(axis=1, keepdims=True)
-    with torch.no_grad():
-        network.log_coefficients_LK.copy_(
-            torch.from_numpy(np.log(np.maximum(start, np.maximum(least, 1e-9))))
-        )
-    _fit(network, _Tensors(training), validation, config, report)
+        start = fit_coefficients(training)
+        start = np.maximum(start, 1e-3 * start.max(axis=1, keepdims=True))
+        with torch.no_grad():
+            network.log_coefficients_LK.copy_(
+                torch.from_numpy(np.log(np.maximum(start, 1e-9)))
+            )
+        _fit(network, _Tensors(training), validation, config, report)
     return network.eval()
+
+
+def _fit(
+    network: CommsNetwork,
+    training: _Tensors,
+    validation: CommsData,
+    config: CommsTrainConfig,
+    report: CommsStepReport | None,
+) -> None:
+    optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
+    every = max(1, config.steps // 20)
+
+    def penalty() -> torch.Tensor:
+        bends = network.bends(training.groups)
+        return config.bend_penalty * bends.square().sum(dim=2).mean()
+
+    def validate(epoch: int, losses: Sequence[float]) -> float:
+        error = float(np.median(_slowest_error(network, validation)))
+        if report is not None:
+            report(epoch * every + len(losses) - 1, losses[-1], error)
+        return error
+
+    # Every step is over all records; so many of them are an epoch.
+    starts = range(0, config.steps, every)
+    fit(
+        network,
+        optimizer,
+        [[training] * min(every, config.steps - start) for start in starts],
+        lambda data: _loss(network, data),
+        validate,
+        penalty=penalty,
+        schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps),
+    )
 
 
 def _loss(network: CommsNetwork, data: _Tensors) -> torch.Tensor:
@@ -285,33 +313,6 @@ def _loss(network: CommsNetwork, data: _Tensors) -> torch.Tensor:
     return huber(slowest, zero.expand_as(slowest), beta=0.05) + 0.5 * huber(
         each, zero.expand_as(each), beta=0.05
     )
-
-
-def _fit(
-    network: CommsNetwork,
-    training: _Tensors,
-    validation: CommsData,
-    config: CommsTrainConfig,
-    report: CommsStepReport | None,
-) -> None:
-    optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
-    best, kept = float("inf"), copy.deepcopy(network.state_dict())
-    every = max(1, config.steps // 20)
-    for step in range(config.steps):
-        loss = _loss(network, training)
-        penalty = network.bends(training.groups).square().sum(dim=2).mean()
-        optimizer.zero_grad()
-        (loss + config.bend_penalty * penalty).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        schedule.step()
-        if step % every == every - 1 or step == config.steps - 1:
-            error = float(np.median(_slowest_error(network, validation)))
-            if error < best:
-                best, kept = error, copy.deepcopy(network.state_dict())
-            if report is not None:
-                report(step, float(loss.detach()), error)
-    network.load_state_dict(kept)
 
 
 def _slowest_error(network: CommsNetwork, data: CommsData) -> npt.NDArray[np.float64]:
@@ -338,6 +339,13 @@ class CommsEvaluation:
     """Not a number for fewer than three records."""
     bandwidth_median: float
     """Median error of one latency and one bandwidth, fitted to the same records."""
+
+    def line(self) -> str:
+        """Return the errors as printed."""
+        return (
+            f"median error {self.median:.2%}, 90th percentile "
+            f"{self.percentile_90:.2%}, tau {self.kendall_tau:.4f}"
+        )
 
 
 def evaluate_comms(

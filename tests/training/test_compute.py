@@ -5,7 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.cost_models.training import (
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.features import table_features
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCostModel
+from torchrec_neuroshard.training.compute import (
     SetData,
     TrainConfig,
     as_cost_model,
@@ -15,12 +21,6 @@ from torchrec_neuroshard.cost_models.training import (
     fit_stock,
     train,
 )
-from torchrec_neuroshard.errors import ConfigError, RecordError
-from torchrec_neuroshard.features import table_features
-from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.records import CostRecord
-from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.testing import AnalyticCostModel
 
 
 def synthetic_records(count: int, seed: int) -> list[CostRecord]:

@@ -1,0 +1,114 @@
+"""The loop that all trainings share: what it keeps, and what it hands on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchrec_neuroshard.training.fit import fit, seeded, shuffled_batches
+
+
+class Members(nn.Module):
+    """Two members with a weight and a bias each; every step adds 1 to all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3))
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def loss(self, _: int) -> torch.Tensor:
+        return -self.weight.sum() - self.bias.sum()
+
+
+def run(
+    network: Members, errors: Sequence[torch.Tensor | float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    best = fit(
+        network,
+        torch.optim.SGD(network.parameters(), lr=1.0),
+        [[epoch] for epoch, _ in enumerate(errors)],
+        network.loss,
+        lambda epoch, losses: errors[epoch],
+    )
+    return best.error, best.epoch
+
+
+def test_each_member_keeps_its_own_best_epoch() -> None:
+    network = Members()
+    errors = [torch.tensor(e) for e in ([3.0, 3.0], [1.0, 4.0], [2.0, 2.0])]
+    error, epoch = run(network, errors)
+    assert error.tolist() == [1.0, 2.0] and epoch.tolist() == [2, 3]
+    assert network.weight.tolist() == [[2.0] * 3, [3.0] * 3]
+    assert network.bias.tolist() == [2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("errors", "best"),
+    [
+        ([3.0, 1.0, 2.0], 2),
+        ([1.0, 1.0, 1.0], 1),  # of equals the first
+        ([1.0, 1.0 - 1e-15, 1.0], 2),  # not in float32
+        ([math.nan, math.nan], 0),  # no epoch: the weights that it began with
+    ],
+)
+def test_one_error_is_of_the_whole_network(errors: list[float], best: int) -> None:
+    network = Members()
+    _, epoch = run(network, errors)
+    assert int(epoch) == best
+    assert network.weight.tolist() == [[float(best)] * 3] * 2
+    assert network.bias.tolist() == [float(best)] * 2
+
+
+def test_penalty_norm_and_schedule_act_on_every_step() -> None:
+    network = Members()
+    seen: list[list[float]] = []
+    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+
+    def validate(epoch: int, losses: Sequence[float]) -> float:
+        seen.append(list(losses))
+        assert not torch.is_grad_enabled()
+        return -float(epoch)
+
+    fit(
+        network,
+        optimizer,
+        [[0, 1], [2]],
+        network.loss,
+        validate,
+        penalty=lambda: -network.bias.sum(),  # doubles what the bias grows by
+        max_grad_norm=0.5,
+        schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
+    step = 0.5 / math.sqrt(6 + 2 * 4)
+    grown = torch.tensor([0.0, 1.0, 1.5, 1.75]) * step
+    torch.testing.assert_close(network.weight, grown[3].expand(2, 3))
+    torch.testing.assert_close(network.bias, 2 * grown[3].expand(2))
+    expected = [-(6 + 2 * 2) * float(g) for g in grown[:3]]
+    assert [*seen[0], *seen[1]] == pytest.approx(expected)
+    assert [len(losses) for losses in seen] == [2, 1]
+
+
+def test_epochs_hold_all_samples_once_in_new_orders() -> None:
+    samples = np.array([3, 5, 8, 9, 11])
+    epochs = list(shuffled_batches(np.random.default_rng(0), samples, 2, 3))
+    assert [[len(b) for b in batches] for batches in epochs] == [[2, 2, 1]] * 3
+    orders = [tuple(np.concatenate(batches)) for batches in epochs]
+    assert all(sorted(order) == list(samples) for order in orders)
+    assert len(set(orders)) > 1
+
+
+def test_seed_decides_and_leaves_the_callers_state() -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    drawn = []
+    for seed in (1, 1, 2):
+        with seeded(seed):
+            assert torch.get_num_threads() == 1
+            drawn.append(float(torch.rand(())))
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads

@@ -1,0 +1,1 @@
+"""Making cost models of measurements: training, calibrating, judging, cards."""

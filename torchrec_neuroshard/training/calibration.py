@@ -1,0 +1,250 @@
+"""Calibrating: from one device's cost model and a few sets of another to a new bundle.
+
+Devices of one kind differ by a factor and by details, so a few hundred sets bend a
+trained ensemble where thousands would be needed to make one. Candidates are the bundle
+as it is, the bundle times one factor per direction, the fine-tuned ensemble and one
+trained on the new sets alone; the one that errs least on sets of held-out tables is
+kept, so that calibrating never makes it worse there.
+
+Shapes: as in `network`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchrec_neuroshard.cost_models.compute import NeuralCostModel
+from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.training.compute import (
+    EpochReport,
+    Evaluation,
+    SetData,
+    TrainConfig,
+    as_cost_model,
+    best_factor,
+    evaluate,
+    train,
+    training_ranges,
+)
+
+__all__ = [
+    "BEFORE",
+    "MIN_SETS",
+    "SCALED",
+    "SCRATCH",
+    "TUNED",
+    "Calibration",
+    "CalibrationConfig",
+    "Candidate",
+    "calibrate",
+    "rescale",
+    "score",
+    "split_records",
+]
+
+BEFORE, SCALED, TUNED, SCRATCH = "before", "scaled", "tuned", "scratch"
+
+MIN_SETS = 10
+"""Fewest sets to fine-tune on, and fewest of held-out tables to judge by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationConfig:
+    """How to fine-tune, and how to train the yardstick from scratch."""
+
+    steps: int = 500
+    """Optimizer steps of each of the two trainings, about. This and the rate were best
+    on sets of another device that are not among those that judge: more steps, higher
+    and lower rates, and fitting the physical constants anew before, were not better."""
+    batch_sets: int = 64
+    """Sets per step."""
+    learning_rate: float = 3e-3
+    """Peak rate of both; from scratch on so few sets, `TrainConfig`'s was worse."""
+    validation_share: float = 0.15
+    """Share of the sets trained on that picks each member's best epoch."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch_sets < 1:
+            raise ConfigError(
+                "steps and batch_sets must be at least 1, got "
+                f"{self.steps} and {self.batch_sets}"
+            )
+        if not self.learning_rate > 0:
+            raise ConfigError(
+                f"learning_rate must be above 0, got {self.learning_rate}"
+            )
+
+    def training(self, num_sets: int, sizes: Mapping[str, int]) -> TrainConfig:
+        """Return the configuration of one training.
+
+        Args:
+            num_sets: Sets to train on, those that pick the epoch included.
+            sizes: Arguments of `SetCostNetwork`.
+        """
+        steps_per_epoch = -(
+            -int(num_sets * (1 - self.validation_share)) // self.batch_sets
+        )
+        return TrainConfig(
+            epochs=-(-self.steps // max(1, steps_per_epoch)),
+            batch_sets=self.batch_sets,
+            learning_rate=self.learning_rate,
+            validation_share=self.validation_share,
+            seed=self.seed,
+            **sizes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to predict the new device, and how well it does."""
+
+    network: SetCostNetwork
+    ranges: Mapping[str, tuple[float, float]]
+    """Feature name -> smallest and largest value that it was trained on."""
+    evaluation: Evaluation
+    """On sets of held-out tables; its name is the candidate's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The candidates, and which one to keep."""
+
+    candidates: Mapping[str, Candidate]
+    """By name: `BEFORE`, `SCALED`, `TUNED`, `SCRATCH`."""
+    factors_2: tuple[float, float]
+    """Forward and backward: what `SCALED` multiplies the bundle's times by."""
+    kept: str
+    """The candidate that errs least; of equals the one that changes least."""
+
+    def verdict(self) -> str:
+        """Say in one sentence what is kept and why."""
+        scores = {n: score(c.evaluation) for n, c in self.candidates.items()}
+        if self.kept == TUNED:
+            others = ", ".join(
+                f"{n} {scores[n]:.1%}" for n in (BEFORE, SCALED, SCRATCH)
+            )
+            return (
+                f"Kept `{TUNED}`: its error over forward, backward and total is "
+                f"{scores[TUNED]:.1%} ({others})."
+            )
+        return (
+            f"Kept `{self.kept}`: the fine-tuned ensemble is not better, its error "
+            f"over forward, backward and total is {scores[TUNED]:.1%} against "
+            f"{scores[self.kept]:.1%}; measure more sets to fine-tune on."
+        )
+
+
+def score(evaluation: Evaluation) -> float:
+    """Mean error of forward, backward and total: what candidates are compared by."""
+    return (evaluation.fwd_mape + evaluation.bwd_mape + evaluation.total_mape) / 3
+
+
+def split_records(
+    records: Sequence[CostRecord],
+) -> tuple[list[CostRecord], list[CostRecord]]:
+    """Split measured sets by table.
+
+    The split is the collector's: by table name, the same in every run, so that a bundle
+    trained on another run has not seen the held-out tables either.
+
+    Returns:
+        Sets to fine-tune on, and sets that hold only tables kept from any training.
+
+    Raises:
+        RecordError: There are fewer than `MIN_SETS` of either.
+    """
+    training = [r for r in records if not r.held_out]
+    held_out = [r for r in records if r.held_out and r.repeat_of is None]
+    if min(len(training), len(held_out)) < MIN_SETS:
+        raise RecordError(
+            f"calibrating needs {MIN_SETS} sets to fine-tune on and {MIN_SETS} of "
+            f"held-out tables to judge by, got {len(training)} and {len(held_out)}; "
+            "measure more sets"
+        )
+    return training, held_out
+
+
+def rescale(network: SetCostNetwork, factors_2: tuple[float, float]) -> SetCostNetwork:
+    """Return a network whose times are multiplied by forward's and backward's factor.
+
+    Exact for equal factors; for unequal ones the head weighs the shards of a set a
+    little differently, since it does so by their total cost.
+    """
+    scaled = copy.deepcopy(network)
+    factors = torch.tensor(factors_2)
+    with torch.no_grad():
+        scaled.physical_PO2.mul_(factors)
+        scaled.launch_2.mul_(factors)
+        # The head sees log costs among its inputs: its bias takes the shift back.
+        weight, bias = scaled.head[0], scaled.head[1]
+        shift = torch.log(factors) / 3.0
+        bias.sub_(torch.einsum("c,mch->mh", shift, weight[:, :2])[:, None])
+    return scaled
+
+
+TrainingReport = Callable[[str, int], EpochReport]
+"""Called with a candidate's name and its number of epochs when its training starts."""
+
+
+def calibrate(
+    source: NeuralCostModel,
+    sizes: Mapping[str, int],
+    training: SetData,
+    test: SetData,
+    config: CalibrationConfig,
+    report: TrainingReport | None = None,
+) -> Calibration:
+    """Make the candidates and choose.
+
+    The input statistics stay those of `source`, since its weights were made for them;
+    training ranges are the union of old and new, from scratch the new alone.
+
+    Args:
+        source: The model of the other device.
+        sizes: Arguments of `SetCostNetwork` of its network.
+        training: Sets of the new device to fine-tune on.
+        test: Its sets of held-out tables, which judge and choose.
+        config: Steps and rates.
+        report: Makes the report of each training.
+    """
+    predicted = source.predict_sets(
+        training.features_NF, training.set_ids_N, training.num_sets
+    )
+    forward, backward = map(best_factor, predicted.T, training.costs_S2.T)
+    scaled = rescale(source.network, (forward, backward))
+    settings = config.training(training.num_sets, sizes)
+    trained = {}
+    for name, init in ((TUNED, scaled), (SCRATCH, None)):
+        per_epoch = None if report is None else report(name, settings.epochs)
+        trained[name] = train(training, settings, per_epoch, init)
+    new_ranges = training_ranges(training)
+    made = {
+        BEFORE: (source.network, source.ranges),
+        SCALED: (scaled, source.ranges),
+        TUNED: (trained[TUNED], _union(source.ranges, new_ranges)),
+        SCRATCH: (trained[SCRATCH], new_ranges),
+    }
+    candidates = {
+        name: Candidate(
+            network, ranges, evaluate(name, as_cost_model(network, test, name), test)
+        )
+        for name, (network, ranges) in made.items()
+    }
+    kept = min(candidates, key=lambda n: score(candidates[n].evaluation))
+    return Calibration(candidates, (forward, backward), kept)
+
+
+def _union(
+    one: Mapping[str, tuple[float, float]], two: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    return {
+        name: (min(one[name][0], low), max(one[name][1], high))
+        for name, (low, high) in two.items()
+    }

@@ -1,0 +1,258 @@
+"""Cards of trained models in Markdown: what they rest on and how wrong they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchrec_neuroshard.cost_models.bundle import BundleInfo, CommsBundleInfo
+from torchrec_neuroshard.training.calibration import (
+    BEFORE,
+    SCALED,
+    SCRATCH,
+    TUNED,
+    Calibration,
+)
+from torchrec_neuroshard.training.comms import CommsEvaluation
+from torchrec_neuroshard.training.compute import Evaluation
+
+__all__ = [
+    "calibration_section",
+    "carried_over_card",
+    "comms_card",
+    "compute_card",
+    "repeatability_line",
+]
+
+_SHOWN_RANGES = (
+    "num_lookups",
+    "num_distinct",
+    "log2_rows",
+    "log2_width",
+    "log2_pooling",
+    "log2_batch",
+)
+
+_CANDIDATES = {
+    BEFORE: "the bundle started from, unchanged",
+    SCALED: "the same times one factor per direction, fitted on the sets trained on",
+    TUNED: "`scaled`, fine-tuned on the same sets",
+    SCRATCH: "a new ensemble of the same size, trained on the same sets alone",
+}
+
+
+def repeatability_line(differences: Sequence[float], unit: str = "set") -> str:
+    """Say in one line how much samples differ from the same ones measured again.
+
+    Args:
+        differences: Of `records.repeatability`.
+        unit: What a sample is.
+    """
+    if not differences:
+        return f"No {unit} was measured twice."
+    return (
+        f"The same {unit} measured again later in the run differs by "
+        f"{np.median(differences):.1%} (median), {np.mean(differences):.1%} (mean), "
+        f"{np.quantile(differences, 0.9):.1%} (90th percentile), over "
+        f"{len(differences)} {unit}s. No model can be better than this."
+    )
+
+
+def compute_card(
+    info: BundleInfo,
+    noise: str,
+    evaluations: Sequence[Evaluation],
+) -> str:
+    """Write the card of a compute cost model.
+
+    Args:
+        info: Its description.
+        noise: `repeatability_line` of its records.
+        evaluations: Errors on held-out tables: its own, then those of yardsticks.
+    """
+    fingerprint = info.fingerprint
+    trained_on = info.trained_on
+    lines = [
+        f"# Compute cost model `{info.name}`",
+        "",
+        "Forward and backward milliseconds (optimizer step included) of one fused "
+        "`SplitTableBatchedEmbeddingBagsCodegen` over a set of shards.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        f"| device | {fingerprint.device} ({fingerprint.device_type}) |",
+        f"| threads | {fingerprint.num_threads} |",
+        f"| torch, fbgemm | {fingerprint.torch}, {fingerprint.fbgemm} |",
+        f"| sets to train on | {trained_on['num_training_sets']} |",
+        f"| sets of held-out tables | {trained_on['num_test_sets']} |",
+        f"| disturbed records, left out | {trained_on['num_disturbed']} |",
+        f"| reference set, nominal | {info.reference_ms:.3f} ms |",
+        f"| measured | {', '.join(trained_on['created'])} |",
+        "",
+        "## Noise",
+        "",
+        noise,
+        "",
+        "## Error on sets made only of tables never seen in training",
+        "",
+        "Mean absolute percentage error; tau is Kendall's, of the totals. `stock` is "
+        "TorchRec's formula times the one best factor, `linear` a non-negative linear "
+        "model per optimizer on the same physical inputs.",
+        "",
+        "| model | forward | backward | total | total, median | tau |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} | {e.total_mape:.1%} | "
+        f"{e.total_median:.1%} | {e.kendall_tau:.3f} |"
+        for e in evaluations
+    ]
+    upper = evaluations[0].decile_ms
+    lines += [
+        "",
+        "Total's error by decile of measured cost:",
+        "",
+        "| up to [ms] | " + " | ".join(f"{ms:.3g}" for ms in upper) + " |",
+        "| --- |" + " --- |" * len(upper),
+    ]
+    lines += [
+        f"| {e.name} | " + " | ".join(f"{v:.1%}" for v in e.decile_mape) + " |"
+        for e in evaluations
+    ]
+    lines += [
+        "",
+        "## Training range",
+        "",
+        "Shards outside of it are warned about by name.",
+        "",
+        "| feature | least | most |",
+        "| --- | --- | --- |",
+    ]
+    lines += [
+        f"| {name} | {info.ranges[name][0]:.4g} | {info.ranges[name][1]:.4g} |"
+        for name in _SHOWN_RANGES
+    ]
+    lines += [
+        "",
+        "## Made by",
+        "",
+        *(f"- `{command}`" for command in trained_on["commands"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def calibration_section(old: BundleInfo, new: BundleInfo, found: Calibration) -> str:
+    """Write how a card's model was calibrated: the end of the card.
+
+    Args:
+        old: The bundle started from.
+        new: The bundle that came of it.
+        found: The candidates.
+    """
+    forward, backward = found.factors_2
+    return "\n".join(
+        [
+            "",
+            "## Calibration",
+            "",
+            f"Started from `{old.name}`, measured on {old.fingerprint.device} "
+            f"({old.trained_on.get('num_training_sets', '?')} sets to train on). "
+            f"{new.trained_on['num_training_sets']} sets of this device to fine-tune "
+            f"on; {new.trained_on['num_test_sets']} sets of held-out tables judged the "
+            "candidates and chose between them. "
+            f"{found.verdict()}",
+            "",
+            *(f"- `{name}`: {text}" for name, text in _CANDIDATES.items()),
+            "",
+            f"Factors: forward {forward:.3f}, backward {backward:.3f}. `learned` above "
+            f"is `{found.kept}`. "
+            + (
+                "Its training range is that of this device's sets alone."
+                if found.kept == SCRATCH
+                else "Its training range covers what either device was measured on; "
+                "where only the other one was, its times are carried over, not "
+                "measured."
+            ),
+            "",
+        ]
+    )
+
+
+def comms_card(
+    info: CommsBundleInfo,
+    noise: str,
+    evaluations: Sequence[CommsEvaluation],
+) -> str:
+    """Write the card of a model of collectives; arguments as in `compute_card`."""
+    fingerprint, trained_on = info.fingerprint, info.trained_on
+    low, high = info.bytes_per_rank
+    lines = [
+        f"# Communication cost model `{info.name}`",
+        "",
+        "Milliseconds from the last rank's arrival until the slowest rank is through, "
+        "TorchRec's copies around the collective included.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        f"| device, backend | {fingerprint.device}, {info.backend} |",
+        f"| torch | {fingerprint.torch} |",
+        f"| cores for the ranks of a node | {trained_on['cores']} |",
+        f"| world sizes trained on | {', '.join(map(str, info.world_sizes))} |",
+        f"| records trained on | {trained_on['num_training']} |",
+        f"| bytes per rank | {low:.0f} to {high:.0f} |",
+        f"| one message inside a node | {info.intra_gb_per_s:.2f} GB/s |",
+        "| one message between nodes | "
+        + (
+            f"{info.inter_gb_per_s:.2f} GB/s |"
+            if info.inter_gb_per_s
+            else "not measured |"
+        ),
+        *(
+            f"| kernels of {n} ranks at once | forward {v[0]:.2f}, backward "
+            f"{v[1]:.2f} times as long |"
+            for n, v in info.compute_slowdown.items()
+        ),
+        f"| measured | {', '.join(trained_on['created'])} |",
+        "",
+        "## Noise of the collectives",
+        "",
+        noise,
+        "",
+        "## Error on collectives never seen in training",
+        "",
+        "Absolute error relative to the measured time; tau is Kendall's. `bandwidth` "
+        "is one latency and one bandwidth per collective, fitted to the same records.",
+        "",
+        "| ranks | collective | in training | records | median | mean | 90th "
+        "percentile | tau | bandwidth, median |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {e.world_size} | {e.collective} | {'yes' if e.trained else 'no'} | "
+        f"{e.num_records} | {e.median:.1%} | {e.mean:.1%} | {e.percentile_90:.1%} | "
+        f"{'-' if math.isnan(e.kendall_tau) else f'{e.kendall_tau:.3f}'} | "
+        f"{e.bandwidth_median:.1%} |"
+        for e in evaluations
+    ]
+    lines += [
+        "",
+        "## Collectives measured by",
+        "",
+        *(f"- `{command}`" for command in trained_on["commands"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def carried_over_card(info: CommsBundleInfo) -> str:
+    """Write the card of collectives that were measured on another machine."""
+    return (
+        f"# Communication cost model `{info.name}`, carried over\n\n"
+        f"**Measured on {info.fingerprint.device} over {info.backend}, not on this "
+        "machine**, whose collectives may take several times as long or as short. "
+        "Measure them with `neuroshard collect comms`, or with `--ranks` of "
+        "`neuroshard calibrate`.\n"
+    )

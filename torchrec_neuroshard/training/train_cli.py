@@ -1,0 +1,351 @@
+"""`neuroshard train`: records of kernels or of collectives in, a bundle out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    BundleInfo,
+    CommsBundleInfo,
+    save_comms_bundle,
+)
+from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.record_store import (
+    read_comms_records,
+    read_records,
+    record_kind,
+)
+from torchrec_neuroshard.records import (
+    CommsRecord,
+    command_line,
+    repeatability,
+    steady_records,
+)
+from torchrec_neuroshard.training.cards import (
+    comms_card,
+    compute_card,
+    repeatability_line,
+)
+from torchrec_neuroshard.training.comms import (
+    CommsData,
+    CommsEvaluation,
+    CommsTrainConfig,
+    build_comms,
+    evaluate_comms,
+    train_comms,
+)
+from torchrec_neuroshard.training.compute import (
+    Evaluation,
+    TrainConfig,
+    as_cost_model,
+    build_sets,
+    evaluate,
+    fit_linear,
+    fit_stock,
+    train,
+    training_ranges,
+)
+
+__all__ = ["add_arguments", "run", "train_bundle", "train_comms_bundle"]
+
+_TEST_EVERY = 5
+"""Of the world sizes trained on, every so many records of collectives are kept for the
+test."""
+
+
+def train_bundle(
+    records: Sequence[Path],
+    out: Path,
+    name: str,
+    config: TrainConfig,
+    console: Console | None = None,
+) -> list[Evaluation]:
+    """Train on record files, judge on their held-out tables, write a bundle.
+
+    Records that other work disturbed (`steady_records`) take part in neither.
+
+    Args:
+        records: Parquet files of one machine.
+        out: Folder of the bundle.
+        name: What the bundle is called.
+        config: Sizes and rates.
+        console: Where progress is printed.
+
+    Returns:
+        The learned model's and the yardsticks' errors.
+
+    Raises:
+        RecordError: Too few records, or none of held-out tables.
+        RecordMismatchError: The files are of different machines.
+    """
+    console = console or Console()
+    headers, all_records = read_records(records)
+    steady = steady_records(all_records)
+    num_disturbed = len(all_records) - len(steady)
+    training = build_sets([r for r in steady if not r.held_out])
+    held_out = [r for r in steady if r.held_out and r.repeat_of is None]
+    if len(held_out) < 10:
+        raise RecordError(
+            f"{len(held_out)} sets of held-out tables are too few to judge a model; "
+            f"{num_disturbed} records that other work disturbed were left out; measure "
+            "more sets"
+        )
+    test = build_sets(held_out)
+    console.print(
+        f"{training.num_sets} sets to train on, {test.num_sets} of held-out tables; "
+        f"{num_disturbed} records that other work disturbed are left out"
+    )
+
+    def report(epoch: int, loss: float, mape: float, tau: float) -> None:
+        console.print(
+            f"epoch {epoch + 1:4d}/{config.epochs}  loss {loss:.5f}  "
+            f"validation: total error {mape:.2%}  tau {tau:.4f}"
+        )
+
+    network = train(training, config, report)
+    evaluations = [
+        evaluate("learned", as_cost_model(network, training, name), test),
+        evaluate("linear", fit_linear(training), test),
+        evaluate("stock", fit_stock(training), test),
+    ]
+    info = BundleInfo(
+        name=name,
+        fingerprint=headers[0].fingerprint,
+        reference_ms=headers[0].reference_ms,
+        network={
+            "num_members": config.num_members,
+            "hidden": config.hidden,
+            "latent": config.latent,
+            "head_hidden": config.head_hidden,
+        },
+        ranges=training_ranges(training),
+        trained_on={
+            "num_training_sets": training.num_sets,
+            "num_test_sets": test.num_sets,
+            "num_disturbed": num_disturbed,
+            "created": sorted({h.created[:10] for h in headers}),
+            "seed": config.seed,
+            "epochs": config.epochs,
+            "commands": [*(h.command for h in headers), command_line()],
+        },
+    )
+    noise = repeatability_line(repeatability(steady))
+    COMPUTE_BUNDLE.save(out, network, info, compute_card(info, noise, evaluations))
+    for evaluation in evaluations:
+        console.print(evaluation.line())
+    console.print(noise)
+    console.print(f"wrote {out}")
+    return evaluations
+
+
+def train_comms_bundle(
+    records: Sequence[Path],
+    out: Path,
+    name: str,
+    config: CommsTrainConfig,
+    *,
+    test_world_sizes: Sequence[int] = (),
+    backend: str | None = None,
+    before: Path | None = None,
+    console: Console | None = None,
+) -> list[CommsEvaluation]:
+    """Train on files of collectives, judge on others, write into a bundle.
+
+    Args:
+        records: Files of one machine and backend; several world sizes, each in a run of
+            its own or in one run (`--group-sizes`).
+        out: Folder of the bundle; a compute model in it is kept.
+        name: What the model is called.
+        config: Steps and rates.
+        test_world_sizes: World sizes that are only tested on.
+        backend: What the records must have been measured over; None: any one.
+        before: A bundle whose collectives are judged on the same records, to be shown
+            beside; one of another backend, or without any, is not.
+        console: Where progress is printed.
+
+    Returns:
+        The errors by world size and collective.
+
+    Raises:
+        RecordError: Too few records, or none of a world size.
+        RecordMismatchError: The files are of different machines or backends, or not
+            of the backend asked for.
+    """
+    console = console or Console()
+    files = read_comms_records(records)
+    headers = [header for header, _ in files]
+    if backend is not None and headers[0].backend != backend:
+        raise RecordMismatchError(
+            f"{records[0]} was measured over {headers[0].backend}, {backend} was asked "
+            f"for; measure with 'neuroshard collect comms --backend {backend}'"
+        )
+    _check_world_sizes({r.world_size for _, f in files for r in f}, test_world_sizes)
+    training: list[CommsRecord] = []
+    test: list[CommsRecord] = []
+    for _, measured in files:
+        for record in measured:
+            kept_out = record.world_size in test_world_sizes
+            source = record.index if record.repeat_of is None else record.repeat_of
+            if not kept_out and source % _TEST_EVERY:
+                training.append(record)
+            elif record.repeat_of is None:
+                test.append(record)
+    intra = _typical([h.intra_gb_per_s for h in headers])
+    inter = _typical([h.inter_gb_per_s for h in headers])
+    training_data = build_comms(training, intra, inter)
+    test_data = build_comms(test, intra, inter)
+    console.print(f"{len(training)} collectives to train on, {len(test)} to test")
+
+    def report(step: int, loss: float, error: float) -> None:
+        console.print(
+            f"step {step + 1:5d}/{config.steps}  loss {loss:.5f}  validation: median "
+            f"error {error:.2%}"
+        )
+
+    network = train_comms(training_data, config, report)
+    evaluations = evaluate_comms(network, training_data, test_data)
+    _print_before(before, headers[0].backend, training_data, test_data, console)
+    sums = [float(sum(r.bytes_per_peer)) for r in training]
+    info = CommsBundleInfo(
+        name=name,
+        fingerprint=headers[0].fingerprint,
+        backend=headers[0].backend,
+        hidden=config.hidden,
+        intra_gb_per_s=intra,
+        inter_gb_per_s=inter,
+        world_sizes=tuple(sorted({r.world_size for r in training})),
+        bytes_per_rank=(min(sums), max(sums)),
+        compute_slowdown=_merge([h.compute_slowdown for h in headers]),
+        column_order_ms_per_mb=_merge([h.column_order_ms_per_mb for h in headers]),
+        compute_reference_ms=_typical([h.compute_reference_ms for h in headers]),
+        trained_on={
+            "num_training": len(training),
+            "num_test": len(test),
+            "created": sorted({h.created[:10] for h in headers}),
+            "cores": headers[0].sampling.get("cores", "unknown"),
+            "seed": config.seed,
+            "steps": config.steps,
+            "commands": [*(h.command for h in headers), command_line()],
+        },
+    )
+    differences = [d for _, measured in files for d in repeatability(measured)]
+    noise = repeatability_line(differences, "collective")
+    save_comms_bundle(out, network, info, comms_card(info, noise, evaluations))
+    for e in evaluations:
+        if e.collective == "all":
+            console.print(
+                f"{e.world_size} ranks ({'' if e.trained else 'not '}in training): "
+                f"{e.line()}; one latency and one bandwidth: median "
+                f"{e.bandwidth_median:.2%}"
+            )
+    console.print(noise)
+    console.print(f"wrote {out}")
+    return evaluations
+
+
+def _print_before(
+    before: Path | None,
+    backend: str,
+    training: CommsData,
+    test: CommsData,
+    console: Console,
+) -> None:
+    """Print how wrong another bundle's collectives are on the test's records."""
+    if before is None or not COMMS_BUNDLE.is_in(before):
+        return
+    network, info = COMMS_BUNDLE.load(before)
+    if info.backend != backend:
+        return
+    for e in evaluate_comms(network, training, test):
+        if e.collective == "all":
+            console.print(
+                f"before, {e.world_size} ranks: {e.line()} (`{info.name}`, "
+                f"{info.fingerprint.device})",
+                soft_wrap=True,
+            )
+
+
+def _merge(
+    files: Sequence[Mapping[str, Sequence[float]]],
+) -> dict[str, tuple[float, ...]]:
+    """Median over the files of each number of ranks."""
+    found: dict[int, list[Sequence[float]]] = {}
+    for of_file in files:
+        for count, values in of_file.items():
+            found.setdefault(int(count), []).append(values)
+    return {
+        str(n): tuple(map(float, np.median(found[n], axis=0))) for n in sorted(found)
+    }
+
+
+def _check_world_sizes(known: set[int], test_world_sizes: Sequence[int]) -> None:
+    absent = sorted(set(test_world_sizes) - known)
+    if absent:
+        raise RecordError(
+            f"no records of world size {', '.join(map(str, absent))} to test on; the "
+            f"files are of {', '.join(map(str, sorted(known)))}"
+        )
+    if known <= set(test_world_sizes):
+        raise RecordError(
+            "every world size is kept for the test; leave one to train on"
+        )
+
+
+def _typical(values: Sequence[float]) -> float:
+    known = [v for v in values if v > 0]
+    return float(np.median(known)) if known else 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `neuroshard train`."""
+    defaults = TrainConfig()
+    parser.add_argument(
+        "records", type=Path, nargs="+", help="Parquet files of 'collect'"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the bundle")
+    parser.add_argument("--name", help="name of the bundle; default: the folder's")
+    parser.add_argument("--epochs", type=int, default=defaults.epochs)
+    parser.add_argument("--members", type=int, default=defaults.num_members)
+    parser.add_argument("--batch-sets", type=int, default=defaults.batch_sets)
+    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    collectives = parser.add_argument_group("records of 'collect comms'")
+    collectives.add_argument(
+        "--test-world-sizes",
+        type=int,
+        nargs="+",
+        default=[],
+        help="numbers of ranks to test on and not to train on",
+    )
+    collectives.add_argument("--backend", help="what they must be measured over")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `neuroshard train`."""
+    name = args.name or args.out.name
+    if record_kind(args.records[0]) == "comms":
+        train_comms_bundle(
+            args.records,
+            args.out,
+            name,
+            CommsTrainConfig(seed=args.seed),
+            test_world_sizes=args.test_world_sizes,
+            backend=args.backend,
+        )
+        return 0
+    config = TrainConfig(
+        epochs=args.epochs,
+        num_members=args.members,
+        batch_sets=args.batch_sets,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
+    )
+    train_bundle(args.records, args.out, name, config)
+    return 0
