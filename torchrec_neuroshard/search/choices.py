@@ -30,7 +30,7 @@ from torchrec_neuroshard.search.shards import (
     split_widths,
 )
 
-__all__ = ["Choices", "column_task", "place_blocks"]
+__all__ = ["Choices", "block_widths", "column_task", "place_blocks", "take_room"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -294,7 +294,7 @@ def place_blocks(bank: ShardBank, chosen_N: Ints) -> Ints:
                 f"needs {size / 2**30:.2f} GiB on each of its ranks; there is no room. "
                 "Allow other sharding types for it, or raise world_size"
             )
-        take(bank, table, width_W, loads_W, free_W)
+        take_room(bank, table, width_W, loads_W, free_W)
         width_TW[table] = width_W
     return width_TW
 
@@ -319,7 +319,7 @@ def block_widths(
     return width_BW.reshape(-1)
 
 
-def take(
+def take_room(
     bank: ShardBank, table: int, width_W: Ints, loads_W: Floats, free_W: Floats
 ) -> None:
     """Count a table's shards in what ranks do and have left, in place."""

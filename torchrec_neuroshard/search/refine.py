@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.search.base import SearchConfig
-from torchrec_neuroshard.search.choices import Choices, block_widths, take
+from torchrec_neuroshard.search.choices import Choices, block_widths, take_room
 from torchrec_neuroshard.search.feasibility import spread_columns
 from torchrec_neuroshard.search.progress import UNWATCHED, Watch
 from torchrec_neuroshard.search.shards import (
@@ -791,7 +791,7 @@ def _put(
         else:
             width_W = block_widths(bank, table, loads_W, free_W, width_TW)
             if width_W is not None:
-                take(bank, table, width_W, loads_W, free_W)
+                take_room(bank, table, width_W, loads_W, free_W)
         if width_W is None:
             return False
         width_TW[table] = width_W
@@ -937,7 +937,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
             width_W = block_widths(bank, new, loads, free, width_TW)
             if width_W is None:
                 return None
-            take(bank, new, width_W, loads, free)
+            take_room(bank, new, width_W, loads, free)
             width_TW[new] = width_W
             continue
         splits = bank.splits(new)
