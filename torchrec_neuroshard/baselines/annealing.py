@@ -15,6 +15,7 @@ all stages, `K` amounts that add up per rank, `N` shards.
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ from torchrec_neuroshard.baselines.heuristics import place_greedily
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.base import Searcher, SearchResult, budgeted
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.search.shards import (
@@ -309,6 +310,18 @@ class AnnealingSearcher(Searcher):
     def __init__(self, config: AnnealingConfig | None = None) -> None:
         """Take the settings; None means the defaults."""
         self.config = config or AnnealingConfig()
+
+    @property
+    def time_budget_seconds(self) -> float:
+        """See `Searcher.time_budget_seconds`."""
+        return self.config.time_budget_seconds
+
+    def with_budget(self, seconds: float, effort: float = 1.0) -> AnnealingSearcher:
+        """See `Searcher.with_budget`; the effort is not looked at."""
+        del effort
+        other = copy.copy(self)
+        other.config = budgeted(self.config, seconds)
+        return other
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel

@@ -19,6 +19,7 @@ all stages.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from torchrec_neuroshard.baselines.heuristics import place_greedily
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.base import Searcher, SearchResult, budgeted
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.search.shards import (
@@ -215,6 +216,18 @@ class MilpSearcher(Searcher):
     def __init__(self, config: MilpConfig | None = None) -> None:
         """Take the limits; None means the defaults."""
         self.config = config or MilpConfig()
+
+    @property
+    def time_budget_seconds(self) -> float:
+        """See `Searcher.time_budget_seconds`."""
+        return self.config.time_budget_seconds
+
+    def with_budget(self, seconds: float, effort: float = 1.0) -> MilpSearcher:
+        """See `Searcher.with_budget`; the effort is not looked at."""
+        del effort
+        other = copy.copy(self)
+        other.config = budgeted(self.config, seconds)
+        return other
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel

@@ -39,6 +39,7 @@ for 0 ms; halves are listed last; ties between states go to the one tried first.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import math
 import time
@@ -77,6 +78,7 @@ from torchrec_neuroshard.search.base import (
     NEUROSHARD_CAPS,
     Searcher,
     SearchResult,
+    budgeted,
 )
 from torchrec_neuroshard.search.feasibility import check_memory
 from torchrec_neuroshard.search.rules import require_unconstrained
@@ -455,6 +457,18 @@ class PaperSearcher(Searcher):
                 "them out or take costs='own'"
             )
         self.models = load_models(models) if isinstance(models, str | Path) else models
+
+    @property
+    def time_budget_seconds(self) -> float:
+        """See `Searcher.time_budget_seconds`."""
+        return self.config.time_budget_seconds
+
+    def with_budget(self, seconds: float, effort: float = 1.0) -> PaperSearcher:
+        """See `Searcher.with_budget`; the effort is not looked at."""
+        del effort
+        other = copy.copy(self)
+        other.config = budgeted(self.config, seconds)
+        return other
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel

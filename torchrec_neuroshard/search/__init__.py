@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import importlib
-from typing import Any
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -16,7 +13,6 @@ __all__ = [
     "SearchConfig",
     "SearchResult",
     "Searcher",
-    "limited",
     "make_searcher",
 ]
 
@@ -57,19 +53,4 @@ def make_searcher(search: str | SearchConfig | Searcher) -> Searcher:
     package = __name__.partition(".")[0]
     made = getattr(importlib.import_module(f"{package}.{module}"), name)(*arguments)
     assert isinstance(made, Searcher)
-    return made
-
-
-def limited(searcher: Searcher, seconds: float) -> Searcher:
-    """Return the search with a time budget of no more than this.
-
-    Searches whose settings know no `time_budget_seconds` are returned as they are.
-    """
-    config: Any = getattr(searcher, "config", None)
-    known = getattr(config, "time_budget_seconds", None)
-    if known is None or known <= seconds:
-        return searcher
-    other: Any = copy.copy(searcher)
-    other.config = dataclasses.replace(config, time_budget_seconds=seconds)
-    made: Searcher = other
     return made

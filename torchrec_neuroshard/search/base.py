@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError
@@ -12,7 +15,7 @@ from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.progress import SearchProgress
 from torchrec_neuroshard.simulator import PredictedCosts
 
-__all__ = ["SearchConfig", "SearchResult", "Searcher"]
+__all__ = ["Config", "SearchConfig", "SearchResult", "Searcher", "budgeted"]
 
 NEUROSHARD_BEAM_WIDTH = 3
 """States kept per round: NeuroShard (arXiv 2305.01868), K."""
@@ -76,10 +79,49 @@ class SearchResult:
     """Why another planner's plan was taken, if it was."""
 
 
+class _Budgeted(Protocol):
+    """Settings that say how long a search may take; a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def time_budget_seconds(self) -> float: ...
+
+
+Config = TypeVar("Config", bound=_Budgeted)
+
+
+def budgeted(config: Config, seconds: float) -> Config:
+    """Return a search's settings with a time budget of no more than this."""
+    least = min(config.time_budget_seconds, seconds)
+    return dataclasses.replace(config, time_budget_seconds=least)
+
+
 class Searcher(ABC):
     """Finds a placement for a task."""
 
     name: str = "unnamed"
+    takes_choices: bool = False
+    """Whether tasks may have tables that are sharded in several ways, by rows, or
+    replicated (`ShardingTask.has_choices`). The planner chooses for other searches."""
+
+    @property
+    def time_budget_seconds(self) -> float:
+        """How long a search may take; infinite where it knows no limit."""
+        return math.inf
+
+    def with_budget(self, seconds: float, effort: float = 1.0) -> Searcher:
+        """Return the search with less time and effort, for a plan of many searches.
+
+        Args:
+            seconds: It takes no longer than this, or than its own budget.
+            effort: Relative to its own; 0 is the least with which it finds a plan.
+
+        Returns:
+            By default the search itself, which then takes what it takes.
+        """
+        del seconds, effort
+        return self
 
     @abstractmethod
     def search(

@@ -30,7 +30,15 @@ from torchrec_neuroshard.search.shards import (
     split_widths,
 )
 
-__all__ = ["Choices", "block_widths", "column_task", "place_blocks", "take_room"]
+__all__ = [
+    "Choices",
+    "block_widths",
+    "column_task",
+    "columns_of",
+    "memory_left",
+    "place_blocks",
+    "take_room",
+]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -87,7 +95,8 @@ class Choices:
         # Part of a table on the average rank is a kernel on some rank.
         alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
         self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
-        self.fits_T = self._fits(np.array(narrow))
+        self._shard_bytes_T: Floats = bank.bytes(np.arange(count), np.array(narrow))
+        self.fits_T = self._fits()
         kernels = {k: i for i, k in enumerate(dict.fromkeys(task.kernels))}
         self.kind_T: Ints = np.array(
             [
@@ -98,10 +107,10 @@ class Choices:
         self.estimated_T = np.array([k is not None for k in task.kernels])
         self.room = FILL * float(bank.caps_W.sum())
 
-    def _fits(self, narrow_T: Ints) -> Bools:
+    def _fits(self) -> Bools:
         """Whether some ranks that may hold a way have room for its smallest shards."""
-        bank, count = self.bank, len(narrow_T)
-        size_T = bank.bytes(np.arange(count), narrow_T)
+        bank, size_T = self.bank, self._shard_bytes_T
+        count = len(size_T)
         allowed_TW = bank.rules.allowed_TW
         caps_TW = np.broadcast_to(bank.caps_W, (count, len(bank.caps_W)))
         if allowed_TW is not None:
@@ -138,6 +147,64 @@ class Choices:
                 least = min(fitting, key=lambda w: (self._bytes_T[w], order(w)))
                 if self._bytes_T[least] < 0.9 * self._bytes_T[chosen[number]]:
                     chosen[number] = least
+        return chosen
+
+    def uniform(self) -> list[Ints]:
+        """Return the choices in which all tables that may take one kind of way do."""
+        first = self.first()
+        found = []
+        for kind in np.unique(self.kind_T).tolist():
+            chosen = first.copy()
+            for number, ways in enumerate(self.ways):
+                own = [w for w in ways if self.kind_T[w] == kind and self.fits_T[w]]
+                chosen[number] = own[0] if own else first[number]
+            if self._bytes_T[chosen].sum() <= self.room:
+                found.append(chosen)
+        return found
+
+    def best(self, most: int, deadline: float) -> list[Ints]:
+        """Return the most promising choices, those at which no switch pays first.
+
+        Args:
+            most: Choices wanted.
+            deadline: `time.monotonic()` after which none is improved.
+        """
+        first = self.first()
+        starts = np.stack([first, *self.uniform()])
+        order = np.argsort(self.costs(starts), kind="stable")
+        found: dict[bytes, tuple[bool, float, Ints]] = {}
+        for start in [first, *starts[order[: max(1, most - 1)]]]:
+            path = self.path(start, deadline)
+            for place, (cost_ms, chosen) in enumerate(path):
+                key = chosen.tobytes()
+                if key not in found:
+                    found[key] = place > 0, cost_ms, chosen
+        ends = sorted(found.values(), key=lambda f: f[:2])
+        chosen = [c for _, _, c in ends[: max(1, most - 1)]]
+        # The choice of most freedom is as good as balanced ranks make it look.
+        return [
+            *chosen,
+            *(c for c in [first] if not any((c == o).all() for o in chosen)),
+        ]
+
+    def smaller(self, chosen_N: Ints, at_least: int) -> Ints:
+        """Return the choice with the largest shards' tables in ways that take less.
+
+        Args:
+            chosen_N: The way of each table, in the order of `ways`.
+            at_least: Tables to switch, as far as there are so many.
+        """
+        chosen, changed = chosen_N.copy(), 0
+        for number in np.argsort(-self._shard_bytes_T[chosen], kind="stable").tolist():
+            least = 0.9 * self._shard_bytes_T[chosen[number]]
+            less = [
+                w
+                for w in self.ways[number]
+                if self.fits_T[w] and self._shard_bytes_T[w] < least
+            ]
+            if less and changed < at_least:
+                chosen[number] = min(less, key=lambda w: self.own_ms_T[w])
+                changed += 1
         return chosen
 
     def smallest(self) -> Ints:
@@ -297,6 +364,22 @@ def place_blocks(bank: ShardBank, chosen_N: Ints) -> Ints:
         take_room(bank, table, width_W, loads_W, free_W)
         width_TW[table] = width_W
     return width_TW
+
+
+def columns_of(bank: ShardBank, chosen_N: Ints) -> list[int]:
+    """Return the chosen tables that lie in column shards, followers among them."""
+    taken = ~bank.leads_T
+    taken[chosen_N[bank.moves_T[chosen_N]]] = True
+    return [int(t) for t in np.flatnonzero(taken)]
+
+
+def memory_left(bank: ShardBank, width_TW: Ints) -> Floats:
+    """Return the memory of each rank that placed tables leave, `W` bytes."""
+    held, rank = np.nonzero(width_TW)
+    size = bank.bytes(held, width_TW[held, rank])
+    used_W = np.bincount(rank, weights=size, minlength=len(bank.caps_W))
+    left: Floats = bank.caps_W - used_W
+    return left
 
 
 def block_widths(

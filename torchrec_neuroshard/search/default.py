@@ -11,10 +11,21 @@ import numpy as np
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search.base import (
+    SearchConfig,
+    Searcher,
+    SearchResult,
+    budgeted,
+)
 from torchrec_neuroshard.search.beam import beam_search
 from torchrec_neuroshard.search.bounds import NUM_ROUNDS, lower_bound
-from torchrec_neuroshard.search.choices import Choices, column_task, place_blocks
+from torchrec_neuroshard.search.choices import (
+    Choices,
+    column_task,
+    columns_of,
+    memory_left,
+    place_blocks,
+)
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.progress import Watch
@@ -29,8 +40,10 @@ BOUND_SHARE = 0.2
 """Share of the time budget that is left for the bound."""
 MAX_CHOICES = 4
 """Choices of ways that are placed, of those found on balanced ranks."""
-CHOICE_ROUNDS = 2
-"""Rounds of the beam for each of them."""
+MAX_TRIED_CHOICES = 3000
+"""Placements of tables with several ways that are all tried."""
+MAX_REPAIRS = 8
+"""Times that a choice which does not fit is changed to one that takes less."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
 
@@ -50,10 +63,31 @@ class NeuroShardSearcher(Searcher):
     """
 
     name = "default"
+    takes_choices = True
 
     def __init__(self, config: SearchConfig | None = None) -> None:
         """Take the settings; None means the defaults."""
         self.config = config or SearchConfig()
+
+    @property
+    def time_budget_seconds(self) -> float:
+        """See `Searcher.time_budget_seconds`."""
+        return self.config.time_budget_seconds
+
+    def with_budget(self, seconds: float, effort: float = 1.0) -> NeuroShardSearcher:
+        """See `Searcher.with_budget`; without effort, tables are placed, no more."""
+        config = budgeted(self.config, seconds)
+        if effort > 0:
+            config = dataclasses.replace(config, effort=config.effort * effort)
+        else:
+            config = dataclasses.replace(
+                config,
+                beam_width=1,
+                num_candidates=1,
+                refine=False,
+                exhaustive_limit=0,
+            )
+        return NeuroShardSearcher(config)
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
@@ -80,16 +114,17 @@ class NeuroShardSearcher(Searcher):
     ) -> SearchResult:
         task, start = simulator.task, time.monotonic()
         check_constraints(task)
-        if not task.has_choices:
-            check_memory(merged(task))
-            # One rank has one placement, but as many sets of shards as all others.
-            few = count_placements(task) <= self.config.exhaustive_limit
-            if few and task.world_size > 1:
-                result = ExhaustiveSearcher().search(
-                    task, simulator.cost_model, simulator.comms_model
-                )
-                warnings = range_messages(simulator, result.placement)
-                return dataclasses.replace(result, warnings=warnings)
+        limit = self.config.exhaustive_limit
+        check_memory(merged(task))
+        if task.has_choices:
+            limit = min(limit, MAX_TRIED_CHOICES)
+        # One rank has one placement, but as many sets of shards as all others.
+        if count_placements(task) <= limit and task.world_size > 1:
+            result = ExhaustiveSearcher().search(
+                task, simulator.cost_model, simulator.comms_model
+            )
+            warnings = range_messages(simulator, result.placement)
+            return dataclasses.replace(result, warnings=warnings)
         bank = ShardBank(simulator, merge=True)
         best, bound = self._plan(bank, deadline, watch)
         return finish_result(bank, best, bound, start)
@@ -149,23 +184,25 @@ class NeuroShardSearcher(Searcher):
         Raises:
             InfeasibleError: None of the choices tried fits.
         """
-        path = [chosen for _, chosen in choices.path(choices.first(), deadline)]
-        # The end of the path, its start, and what lies between.
-        picks = [0, len(path) - 1, *range(1, len(path) - 1)][:MAX_CHOICES]
         found: list[tuple[float, int, Ints]] = []
         problem: InfeasibleError | None = None
-        for chosen in [*(path[i] for i in picks), choices.smallest()]:
-            late = time.monotonic() > deadline
-            if found and (late or len(found) >= len(picks)):
+        for chosen in (*choices.best(MAX_CHOICES, deadline), choices.smallest()):
+            if found and (time.monotonic() > deadline or len(found) >= MAX_CHOICES):
                 break
-            try:
-                plans = self._place(bank, chosen, deadline, watch)
-            except InfeasibleError as error:
-                problem = problem or error
-                continue
-            for width_TW in plans:
-                cost_ms = Plan(bank, width_TW).critical_ms
-                found.append((cost_ms, len(found), width_TW))
+            for repair in range(MAX_REPAIRS):
+                try:
+                    plans = self._place(bank, chosen, deadline, watch)
+                except InfeasibleError as error:
+                    problem = problem or error
+                    following = choices.smaller(chosen, 2**repair)
+                    if (following == chosen).all():
+                        break
+                    chosen = following
+                    continue
+                for width_TW in plans:
+                    cost_ms = Plan(bank, width_TW).critical_ms
+                    found.append((cost_ms, len(found), width_TW))
+                break
         if not found:
             assert problem is not None, "some choice was tried"
             raise problem
@@ -180,21 +217,14 @@ class NeuroShardSearcher(Searcher):
             InfeasibleError: They do not fit.
         """
         width_TW = place_blocks(bank, chosen_N)
-        taken = np.zeros(len(bank.dims_T), dtype=bool)
-        taken[chosen_N[bank.moves_T[chosen_N]]] = True
-        # Followers go where their leaders are.
-        taken |= ~bank.leads_T
-        tables = np.flatnonzero(taken).tolist()
+        tables = columns_of(bank, chosen_N)
         if not tables:
             return [width_TW]
-        held, rank = np.nonzero(width_TW)
-        size = bank.bytes(held, width_TW[held, rank])
-        free_W = bank.caps_W - np.bincount(rank, size, len(bank.caps_W))
+        free_W = memory_left(bank, width_TW)
         task = column_task(bank.simulator.task, tables, free_W, width_TW)
         part = ShardBank(_other(bank.simulator, task), merge=True)
         check_memory(part.task)
-        config = dataclasses.replace(self.config, max_rounds=CHOICE_ROUNDS)
-        plans = self._split(part, config, deadline, watch)[:1]
+        plans = self._split(part, self.config, deadline, watch)
         if part.has_order:
             plans += self._whole(part, deadline, watch)
         found = []

@@ -11,13 +11,19 @@ import math
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.rules import Rules, check_constraints
-from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
+from torchrec_neuroshard.search.shards import (
+    Floats,
+    Ints,
+    ShardBank,
+    placement_from_widths,
+)
 from torchrec_neuroshard.simulator import Simulator, critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -27,9 +33,10 @@ CHUNK = 100_000
 
 
 class ExhaustiveSearcher(Searcher):
-    """Tries all column splits on all ranks."""
+    """Tries all column splits on all ranks, and all ways to shard each table."""
 
     name = "exhaustive"
+    takes_choices = True
 
     def __init__(self, max_placements: int = 20_000_000) -> None:
         """Refuse tasks with more placements than this."""
@@ -52,6 +59,8 @@ class ExhaustiveSearcher(Searcher):
                 "tables"
             )
         check_constraints(task)
+        if task.has_choices:
+            return _try_choices(Simulator(task, cost_model, comms_model), start)
         options = [_options(task, t) for t in range(len(task.tables))]
         count = math.prod(len(o) for o in options)
         simulator = Simulator(task, cost_model, comms_model)
@@ -64,10 +73,7 @@ class ExhaustiveSearcher(Searcher):
             if cost.min() < best_ms:
                 best, best_ms = first + int(cost.argmin()), float(cost.min())
         if not np.isfinite(best_ms):
-            raise InfeasibleError(
-                "none of the task's placements keeps to the ranks' memory and to the "
-                "rules on them; give them more, allow narrower shards or drop rules"
-            )
+            raise InfeasibleError(_nothing_fits(task))
         widths = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
         for table, option in enumerate(options):
             best, place = divmod(best, len(option))
@@ -128,10 +134,17 @@ class ExhaustiveSearcher(Searcher):
 def count_placements(task: ShardingTask) -> float:
     """Return how many placements there are, limits on widths and memory aside."""
     ranks = task.world_size
-    units = [t.embedding_dim // COLUMN_MULTIPLE for t in task.tables]
-    logs = [
-        math.lgamma(u + ranks) - math.lgamma(u + 1) - math.lgamma(ranks) for u in units
-    ]
+
+    def layouts(table: int) -> float:
+        units = task.tables[table].embedding_dim // COLUMN_MULTIPLE
+        if task.sharding_type(table).block != "rank":
+            blocks = ranks // task.block_size(table)
+            return math.comb(blocks, min(blocks, _num_blocks(task, table)))
+        whole = task.has_choices and task.max_shards[table] <= 1
+        cuts = math.lgamma(units + ranks) - math.lgamma(units + 1)
+        return ranks if whole else math.exp(min(cuts - math.lgamma(ranks), 700.0))
+
+    logs = [math.log(sum(map(layouts, ways))) for ways in task.ways]
     return math.exp(min(sum(logs), 700.0))
 
 
@@ -158,6 +171,122 @@ def _options(task: ShardingTask, table: int) -> Ints:
         if legal and not any(parts[rank] for rank in closed):
             found.append(parts)
     return np.array(found, dtype=np.int64)
+
+
+def _num_blocks(task: ShardingTask, table: int) -> int:
+    """Blocks that the columns of a table which is split by rows lie in."""
+    width = task.tables[table].embedding_dim
+    return -(-width // min(width, task.min_widths[table]))
+
+
+def _block_options(task: ShardingTask, table: int) -> Ints:
+    """Every way to put a table on whole blocks, `O x W` in units of four columns."""
+    size, count = task.block_size(table), _num_blocks(task, table)
+    units = task.tables[table].embedding_dim // count // COLUMN_MULTIPLE
+    closed = np.zeros(task.world_size, dtype=bool)
+    allowed_TW = Rules(task).allowed_TW
+    if allowed_TW is not None:
+        closed = ~allowed_TW[table]
+    found = []
+    for blocks in itertools.combinations(range(task.world_size // size), count):
+        held = np.isin(np.arange(task.world_size) // size, blocks)
+        if not (held & closed).any():
+            found.append(held * units)
+    return np.array(found, dtype=np.int64).reshape(-1, task.world_size)
+
+
+def _try_choices(simulator: Simulator, start: float) -> SearchResult:
+    """Try all placements of tables that may be sharded in several ways."""
+    task, bank = simulator.task, ShardBank(simulator)
+    num_ranks = task.world_size
+    ways_N, widths_N = [], []
+    for ways in task.ways:
+        parts = [
+            (_options if task.sharding_type(w).block == "rank" else _block_options)(
+                task, w
+            )
+            for w in ways
+        ]
+        ways_N.append(np.repeat(ways, [len(p) for p in parts]))
+        flat = [p.reshape(-1, num_ranks) for p in parts]
+        widths_N.append(np.concatenate(flat) * COLUMN_MULTIPLE)
+    count = math.prod(map(len, ways_N))
+    best, best_ms = -1, np.inf
+    chunk = max(1, CHUNK // (20 * num_ranks * len(ways_N)))
+    for first in range(0, count, chunk):
+        index = np.arange(first, min(count, first + chunk))
+        way_CN, width_CNW = _decode(index, ways_N, widths_N)
+        table = np.broadcast_to(way_CN[:, :, None], width_CNW.shape)
+        rank = np.broadcast_to(np.arange(num_ranks), width_CNW.shape)
+        rows = np.full(width_CNW.shape, -1, dtype=np.int64)
+        held = width_CNW > 0
+        rows[held] = bank.rows(table[held], width_CNW[held], rank[held])
+        lines = rows.reshape(len(index), -1), rank.reshape(len(index), -1)
+        cost, _ = bank.critical_paths(*lines)
+        size = bank.bytes(table, width_CNW).sum(axis=1)
+        cost[(size > bank.caps_W).any(axis=1)] = np.inf
+        cost[_breaks_rules(task, way_CN, width_CNW)] = np.inf
+        if cost.min(initial=np.inf) < best_ms:
+            best, best_ms = first + int(cost.argmin()), float(cost.min())
+    if not np.isfinite(best_ms):
+        raise InfeasibleError(_nothing_fits(task))
+    width_TW = np.zeros((len(task.tables), num_ranks), dtype=np.int64)
+    way_CN, width_CNW = _decode(np.array([best]), ways_N, widths_N)
+    width_TW[way_CN[0]] = width_CNW[0]
+    placement = placement_from_widths(width_TW, task)
+    return SearchResult(
+        placement=placement,
+        predicted=simulator.evaluate(placement),
+        lower_bound_ms=best_ms,
+        gap=0.0,
+        search_seconds=time.monotonic() - start,
+        num_evaluated=bank.num_evaluated,
+    )
+
+
+def _decode(
+    index_C: Ints, ways_N: list[Ints], widths_N: list[Ints]
+) -> tuple[Ints, Ints]:
+    """Ways, `C x N`, and widths, `C x N x W`, of numbered placements."""
+    ways, widths = [], []
+    for way, width in zip(ways_N, widths_N, strict=True):
+        index_C, place = np.divmod(index_C, len(way))
+        ways.append(way[place])
+        widths.append(width[place])
+    return np.stack(ways, axis=1), np.stack(widths, axis=1)
+
+
+def _breaks_rules(
+    task: ShardingTask, way_CN: Ints, width_CNW: Ints
+) -> npt.NDArray[np.bool_]:
+    """Whether placements break the rules on tables' company, `C`."""
+    broken = np.zeros(len(way_CN), dtype=bool)
+    held_CNW = width_CNW > 0
+    for tables in task.apart:
+        crowd = (held_CNW & np.isin(way_CN, tables)[:, :, None]).sum(axis=1)
+        broken |= (crowd > 1).any(axis=1)
+    for tables in task.together:
+        columns = np.flatnonzero(np.isin(way_CN[0], tables))
+        broken |= (held_CNW[:, columns] != held_CNW[:, columns[:1]]).any(axis=(1, 2))
+    return broken
+
+
+def _nothing_fits(task: ShardingTask) -> str:
+    """Say what does not fit, by the largest table's way of least memory."""
+    least = [
+        min(task.shard_bytes(w, min(task.min_widths[w], t.embedding_dim)) for w in ways)
+        for ways in task.ways
+        for t in (task.tables[ways[0]],)
+    ]
+    name = task.tables[task.ways[int(np.argmax(least))][0]].name
+    freest = max(task.memory_bytes, default=0)
+    return (
+        "none of the task's placements keeps to the ranks' memory and to the rules on "
+        f"them: the largest table, '{name}', needs at least {format_bytes(max(least))} "
+        f"on a rank in whatever way it is sharded, the freest rank has "
+        f"{format_bytes(freest)}. Give them more, allow narrower shards or other ways "
+        "to shard, or drop rules"
+    )
 
 
 class _RankSets:

@@ -45,6 +45,9 @@ def check_memory(task: ShardingTask) -> None:
     """
     if not task.memory_bytes:
         return
+    if task.has_choices:
+        _check_ways(task)
+        return
     caps_W = np.asarray(task.memory_bytes, dtype=np.float64)
     allowed_TW = Rules(task).allowed_TW
     total = 0.0
@@ -93,6 +96,51 @@ def check_memory(task: ShardingTask) -> None:
             f"the tables need {format_bytes(total)} in all, the {task.world_size} "
             f"ranks have {format_bytes(caps_W.sum())}. Raise world_size to at least "
             f"{ranks}, use a smaller data_type or optimizer state, or allow offloading."
+        )
+
+
+def _check_ways(task: ShardingTask) -> None:
+    """Raise where a table fits no rank in any way, or all of them no ranks."""
+    caps_W = np.asarray(task.memory_bytes, dtype=np.float64)
+    total, least = 0.0, dict[int, float]()
+    for ways in task.ways:
+        dim = task.tables[ways[0]].embedding_dim
+        parts, sums = [], []
+        for way in ways:
+            narrow = dim
+            if task.sharding_type(way).splits_columns and task.max_shards[way] > 1:
+                narrow = min(dim, task.min_widths[way])
+            parts.append(task.shard_bytes(way, narrow))
+            sums.append(task.shard_bytes(way, dim) * task.block_size(way))
+        least[ways[0]] = min(sums)
+        total += min(sums)
+        ranks = {
+            r
+            for way in ways
+            for r in (
+                (task.allowed_ranks[way] if task.allowed_ranks else ())
+                or range(task.world_size)
+            )
+        }
+        freest = max(sorted(ranks), key=lambda r: caps_W[r])
+        if min(parts) > caps_W[freest]:
+            kinds = ", ".join(dict.fromkeys(task.sharding_types[w] for w in ways))
+            raise InfeasibleError(
+                f"{_describe(task, ways[0])} needs {format_bytes(min(sums))} and, "
+                f"sharded as it may be ({kinds}), at least "
+                f"{format_bytes(min(parts))} on a rank; the freest rank, {freest}, has "
+                f"{format_bytes(caps_W[freest])}. Allow other sharding types or "
+                f"kernels for it, lower its min_partition ({task.min_widths[ways[0]]}) "
+                f"or raise world_size ({task.world_size})."
+            )
+    if total > caps_W.sum():
+        ranks_needed = int(np.ceil(total / caps_W.mean()))
+        largest = max((w[0] for w in task.ways), key=lambda t: least[t])
+        raise InfeasibleError(
+            f"the tables need {format_bytes(total)} in all, the {task.world_size} "
+            f"ranks have {format_bytes(caps_W.sum())}; the largest is "
+            f"{_describe(task, largest)}. Raise world_size to at least {ranks_needed}, "
+            "use a smaller data_type or optimizer state, or allow offloading."
         )
 
 

@@ -54,6 +54,8 @@ NUM_RETYPED = 6
 NUM_SWITCHED, MAX_SWITCHED, SMALL_TASK_SWITCHES = 3, 24, 120
 """Choices of ways near the one at hand that are tried as a whole; more of few tables.
 """
+MAX_BASES, FAR_BASE = 3, 0.1
+"""Plans of unlike ways that restarts go on from, and how much worse than the best."""
 SMALL_TASK = 64
 """Tasks with fewer tables than this are restarted more often."""
 RESTART_GAIN = 1e-3
@@ -66,8 +68,8 @@ KICK_NOISE = 1.0
 """Random load on each rank, relative to the mean, while a disturbance places tables."""
 KICK_HOT = 0.5
 """Share of the disturbances that split a costly table of a critical rank anew."""
-KICK_RETYPE = 0.4
-"""Share of the tables of a disturbance that are sharded in another way."""
+KICK_WAYS, KICK_RETYPE = 0.3, 0.5
+"""Share of the disturbances that shard tables in another way, and of their tables."""
 KICK_RESPLIT = 0.4
 """Share of the tables of a disturbance that are split differently."""
 NUM_LAST_STEPS = 10
@@ -77,6 +79,7 @@ MAX_RANK_SETS = 8
 STEPS_PER_REFRESH = 64
 """Steps after which running sums are added up anew, so that rounding does not pile up.
 """
+_ALL = slice(None)
 MIN_GAIN = 1e-7
 """Relative improvement below which a step does not count."""
 
@@ -382,12 +385,21 @@ class Plan:
     # Scores.
 
     def approximate(self, candidates: _Candidates) -> Floats:
-        """Score candidates by the additive approximation: lower is better."""
+        """Score candidates by the additive approximation: lower is better.
+
+        Phases of stages that none of them touches are left out; they are the same for
+        all.
+        """
         c, (offset_PT, slope_PT) = candidates, self.bank.affine
+        rows = self._touched(c)
+        offset_PT, slope_PT = offset_PT[rows], slope_PT[rows]
+        phases_PW, powers_W = self.phases_PW[rows], self.powers_W
+        if len(phases_PW) < len(self.phases_PW):
+            powers_W = self._powers(phases_PW, rows)
         offset = offset_PT.take(c.table_K, axis=1)
         change = slope_PT.take(c.table_K, axis=1) * c.columns_K
-        source = self.phases_PW.take(c.source_K, axis=1) - change
-        target = self.phases_PW.take(c.target_K, axis=1) + change
+        source = phases_PW.take(c.source_K, axis=1) - change
+        target = phases_PW.take(c.target_K, axis=1) + change
         source -= offset * (self.width_TW[c.table_K, c.source_K] == c.columns_K)
         target += offset * (self.width_TW[c.table_K, c.target_K] == 0)
         swapped = np.flatnonzero(c.back_table_K >= 0)
@@ -398,8 +410,19 @@ class Plan:
             change += offset_PT.take(back, axis=1)
             source[:, swapped] += change
             target[:, swapped] -= change
-        worst: Floats = self._worst(c, self.phases_PW, source, target)
-        return worst + self._spread(c, source, target)
+        worst: Floats = self._worst(c, phases_PW, source, target)
+        return worst + self._spread(c, source, target, powers_W, rows)
+
+    def _touched(self, c: _Candidates) -> Ints | slice:
+        """Phases of the stages whose tables some candidates move."""
+        stage_T, num_stages = self.bank.stages_T, self.loads_WS3.shape[1]
+        if num_stages == 1:
+            return slice(None)
+        moved = np.zeros(num_stages, dtype=bool)
+        moved[stage_T[c.table_K]] = True
+        moved[stage_T[c.back_table_K[c.back_table_K >= 0]]] = True
+        rows: Ints = np.flatnonzero(np.repeat(moved, len(self.phases_PW) // num_stages))
+        return rows
 
     @staticmethod
     def _worst(
@@ -426,20 +449,26 @@ class Plan:
         total: Floats = worst.sum(axis=0)
         return total
 
-    def _spread(self, c: _Candidates, source_PK: Floats, target_PK: Floats) -> Floats:
-        powers = self.powers_W
-        changed = powers.sum() - powers[c.source_K] - powers[c.target_K]
-        changed += self._powers(source_PK) + self._powers(target_PK)
-        spread: Floats = changed / len(powers)
+    def _spread(
+        self,
+        c: _Candidates,
+        source_PK: Floats,
+        target_PK: Floats,
+        powers_W: Floats,
+        rows: Ints | slice = _ALL,
+    ) -> Floats:
+        changed = powers_W.sum() - powers_W[c.source_K] - powers_W[c.target_K]
+        changed += self._powers(source_PK, rows) + self._powers(target_PK, rows)
+        spread: Floats = changed / len(powers_W)
         return spread
 
-    def _powers(self, phases_PN: Floats) -> Floats:
+    def _powers(self, phases_PN: Floats, rows: Ints | slice = _ALL) -> Floats:
         """Smooth stand-in for the worst of each phase, per rank [ms]."""
-        squared = phases_PN * self._per_unit_P1
+        squared = phases_PN * self._per_unit_P1[rows]
         np.square(squared, out=squared)
         sixth = np.square(squared)
         sixth *= squared
-        powers: Floats = self._power_weights_P @ sixth
+        powers: Floats = self._power_weights_P[rows] @ sixth
         return powers
 
     def _parts(self, c: _Candidates) -> _Parts:
@@ -521,7 +550,7 @@ class Plan:
         critical += self._reordering(line, table, after, num)
         pair = np.stack([c.source_K, c.target_K], axis=1)
         phases = bank.approximate_phases(compute_K2S2, loads_KWS3[line[:, None], pair])
-        return critical + self._spread(c, phases[:, 0].T, phases[:, 1].T)
+        return critical + self._spread(c, phases[:, 0].T, phases[:, 1].T, self.powers_W)
 
     def _comms_ms(self, loads_KWS3: Floats, line_N: Ints, stage_N: Ints) -> Floats:
         """Collectives of candidates, of which some lines' stages change, `K` [ms]."""
@@ -753,6 +782,11 @@ def _retype(plan: Plan) -> bool:
     return True
 
 
+def _ways(plan: Plan) -> bytes:
+    """Identify the ways in which a plan's tables are sharded."""
+    return np.packbits(plan.shards_T > 0).tobytes()
+
+
 def _switched(plan: Plan, choices: Choices, most: int) -> list[Plan]:
     """Shard many tables in another way at once: what promises most, best first."""
     bank = plan.bank
@@ -926,9 +960,10 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     whole = bank.total_ms(out, bank.dims_T[out])
     order = -whole * rng.uniform(0.5, 1.5, len(out))
     order[out == first] = -np.inf
+    retypes = bool(bank.others) and rng.random() < KICK_WAYS
     for table in out[np.argsort(order, kind="stable")].tolist():
         others = bank.others.get(table, ())
-        if others and rng.random() < KICK_RETYPE:
+        if others and retypes and rng.random() < KICK_RETYPE:
             new = others[int(rng.integers(len(others)))]
             k = 0
         else:
@@ -987,13 +1022,16 @@ def refine(
     # Few tables make a rugged landscape and cheap steps; many tables need many steps.
     steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + SMALL_TASK_STEPS / num_tables
     effort = _Effort(math.ceil(config.effort * steps), deadline, watch)
+    pool = {_ways(base): base}
     for width_TW in starts:
         trial = Plan(bank, width_TW)
         _descend(trial, effort)
         if trial.critical_ms < best_ms:
             best, best_ms = trial.width_TW.copy(), trial.critical_ms
-        if trial.score < base.score:
-            base = trial
+        known = pool.get(_ways(trial))
+        if known is None or trial.score < known.score:
+            pool[_ways(trial)] = trial
+    base = min(pool.values(), key=lambda p: p.score)
     most = max(NUM_SWITCHED, min(MAX_SWITCHED, SMALL_TASK_SWITCHES // num_tables))
     gained = choices is not None
     while choices is not None and gained:
@@ -1006,14 +1044,19 @@ def refine(
                 best, best_ms = trial.width_TW.copy(), trial.critical_ms
             if trial.score < base.score * (1 - RESTART_GAIN):
                 base, gained = trial, True
+                pool[_ways(trial)] = trial
                 break
+    # Plans whose tables are sharded in other ways are gone on from side by side.
+    bases = sorted(pool.values(), key=lambda p: p.score)[:MAX_BASES]
+    bases = [p for p in bases if p.score <= bases[0].score * (1 + FAR_BASE)]
     scale = min(10.0, max(1.0, SMALL_TASK / num_tables))
-    patience = math.ceil(config.restarts * scale)
+    patience = math.ceil(config.restarts * scale) * len(bases)
     rng = np.random.default_rng(config.seed)
     misses = 0
     while misses < patience and effort.spend():
         misses += 1
-        kicked = _kick(base, rng)
+        place = int(rng.integers(len(bases))) if len(bases) > 1 else 0
+        kicked = _kick(bases[place], rng)
         if kicked is None:
             continue
         _descend(kicked, effort)
@@ -1021,8 +1064,8 @@ def refine(
             if kicked.critical_ms < best_ms * (1 - RESTART_GAIN):
                 misses = 0
             best, best_ms = kicked.width_TW.copy(), kicked.critical_ms
-        if kicked.score <= base.score * (1 + rng.exponential(ACCEPT_WORSE)):
-            base = kicked
+        if kicked.score <= bases[place].score * (1 + rng.exponential(ACCEPT_WORSE)):
+            bases[place] = kicked
     # What is left to gain on the critical path alone.
     last = Plan(bank, best, spread=0.0)
     _descend(last, _Effort(NUM_LAST_STEPS, deadline, watch))

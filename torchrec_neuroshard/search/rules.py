@@ -202,8 +202,9 @@ def check_constraints(task: ShardingTask) -> None:
                     "take them out of one of the two"
                 )
     units = merged(task)
+    first = {t: ways[0] for ways in task.ways for t in ways}
     for tables in units.apart:
-        _check_apart(units, tables)
+        _check_apart(units, tuple(sorted({first[t] for t in tables})))
     _check_shared_ranks(units)
 
 
@@ -280,7 +281,13 @@ def _check_shared_ranks(task: ShardingTask) -> None:
     confined = [t for t, ranks in enumerate(task.allowed_ranks) if ranks]
     for ranks in sorted({task.allowed_ranks[t] for t in confined}):
         among = frozenset(ranks)
-        held = [t for t in confined if among.issuperset(task.allowed_ranks[t])]
+        # Of a table that may be sharded in several ways, the one of least memory.
+        ways = [w for w in task.ways if all(task.allowed_ranks[t] for t in w)]
+        held = [
+            min(w, key=lambda t: _whole_bytes(task, t))
+            for w in ways
+            if all(among.issuperset(task.allowed_ranks[t]) for t in w)
+        ]
         size = sum(_whole_bytes(task, t) for t in held)
         room = sum(task.memory_bytes[r] for r in ranks)
         if size > room:

@@ -136,7 +136,9 @@ class ShardBank:
         self._fixed_T = np.asarray(task.fixed_bytes, dtype=np.float64)
         self._column_bytes_T = np.asarray(task.column_bytes, dtype=np.float64)
         self.block_T: Ints = np.array([task.block_size(t) for t in range(num_tables)])
-        self.moves_T: npt.NDArray[np.bool_] = self.block_T == 1
+        self.moves_T: npt.NDArray[np.bool_] = np.array(
+            [task.sharding_type(t).block == "rank" for t in range(num_tables)]
+        )
         """False for tables that are split by rows or replicated."""
         self.pooled_S = np.ones(task.num_stages, dtype=bool)
         self.pooled_S[self.stages_T] = simulator.pooled_T
