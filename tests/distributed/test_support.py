@@ -334,7 +334,6 @@ def build_planner(names: Sequence[str], kernel: str) -> Any:
         search=InTurn(),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         stats=[],
-        max_switches=0,
         consider_stock=False,
     )
 

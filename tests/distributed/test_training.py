@@ -318,7 +318,6 @@ def build_planner(case: Case) -> Any:
         search=searched,
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
         stats=[],
-        max_switches=4 if case.chosen else 0,
         consider_stock=case.consider_stock,
         placement_constraints=PlacementConstraints(**case.placement),
     )

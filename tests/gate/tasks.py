@@ -328,7 +328,7 @@ def column_splits() -> dict[str, Record]:
     """Free choice of splits on CPUs, by each bundle that ships."""
     specs = draw_specs(10, seed=1)
     specs[0] = Spec(rows=400_000, dim=256, ids=80.0)
-    alone: dict[str, Any] = {"consider_stock": False, "max_switches": 0}
+    alone: dict[str, Any] = {"consider_stock": False}
     return {
         name: plan_specs(specs, cpus(4), cost_model=name, **alone)
         for name in ("cpu", "cpu_epyc", EPYC)
@@ -489,7 +489,6 @@ def several_nodes() -> dict[str, Record]:
             batch_size=2048,
             cost_model="auto",
             consider_stock=False,
-            max_switches=0,
         ),
     }
 
@@ -522,7 +521,7 @@ def fallback() -> dict[str, Record]:
         "only": (draw_specs(3, seed=11), NoPlan()),
     }
     return {
-        name: plan_specs(specs, cpus(2), cost_model=EPYC, search=search, max_switches=0)
+        name: plan_specs(specs, cpus(2), cost_model=EPYC, search=search)
         for name, (specs, search) in cases.items()
     }
 
@@ -624,7 +623,6 @@ def plan_by(
             cost_model=EPYC,
             search=search,
             consider_stock=False,
-            max_switches=0,
         )
         for name, search in searches.items()
     }
@@ -642,7 +640,6 @@ def search_settings() -> dict[str, Record]:
     alone: dict[str, Any] = {
         "cost_model": "cpu_epyc",
         "consider_stock": False,
-        "max_switches": 0,
     }
     found = {
         name: plan_specs(
@@ -711,7 +708,6 @@ def kinds_of_tables() -> dict[str, Record]:
             optimizer=optimizer,
             cost_model=gpu_costs(),
             consider_stock=False,
-            max_switches=0,
         )
         for name, optimizer in {"sgd": torch.optim.SGD, "adam": Adam}.items()
     }
@@ -745,7 +741,6 @@ def mlperf() -> dict[str, Record]:
             cost_model=EPYC if device == "cpu" else gpu_costs(),
             search=light,
             consider_stock=False,
-            max_switches=0,
         )
         for device, topology in {"cpu": cpus(8), "cuda": gpus(8, 8)}.items()
     }

@@ -113,7 +113,6 @@ def make_planner() -> MakePlanner:
             "debug": False,
             # What is under test are searched placements, unless a test says otherwise.
             "consider_stock": False,
-            "max_switches": 0,
         }
         return NeuroShardPlanner(topology=topology, **(arguments | kwargs))
 

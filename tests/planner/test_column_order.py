@@ -47,7 +47,6 @@ def test_columns_of_a_grid_are_put_in_order(
             cost_model=AnalyticCostModel(),
             comms_model=comms,
             consider_stock=False,
-            max_switches=0,
         )
         # One table in two column shards over both nodes, one in a single node.
         planner.plan(make_ebc([(100, 32), (100, 16)]), get_default_sharders())
@@ -85,7 +84,6 @@ def test_simulator_and_plan_agree(
             search=fixed_searcher(triples),
             callbacks=[remember],
             consider_stock=False,
-            max_switches=0,
         )
         planner.plan(make_ebc([(100, 16), (100, 32)]), sharders)
         assert planner.last_result is not None and planner.last_task is not None

@@ -240,7 +240,6 @@ def test_every_plan_keeps_them(
         4,
         compute_device,
         placement_constraints=rules,
-        max_switches=2,
         consider_stock=True,
     )
     plan = planner.plan(make_ebc(copies * SIZES), sharders)
@@ -278,7 +277,6 @@ def test_tables_of_any_kernel_keep_them(
         topology=Topology(4, "cuda", local_world_size=2),
         placement_constraints=rules,
         constraints={n: ParameterConstraints(**kind) for n in NAMES[::2]},
-        max_switches=1,
     )
     plan = planner.plan(make_ebc(SIZES), sharders)
     assert keeps(plan, rules, 4)
@@ -332,7 +330,6 @@ def test_constraints_drawn_at_random(
         },
         placement_constraints=rules,
         consider_stock=seed == 1,
-        max_switches=1,
     )
     try:
         plan = planner.plan(make_ebc(SIZES), sharders)

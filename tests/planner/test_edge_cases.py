@@ -6,6 +6,7 @@ search that is cut short. Each case works or ends in an error that names the tab
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import time
 from collections.abc import Callable, Mapping
@@ -69,6 +70,7 @@ from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
     save_plan,
 )
+from torchrec_neuroshard.planner.table_reader import table_configs
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -160,8 +162,14 @@ def plan_of(
 def searched(
     module: nn.Module, *args: Any, **arguments: Any
 ) -> tuple[ShardingPlan, NeuroShardPlanner]:
-    """`plan_of`, but what is not searched stays out, however cheap it looks."""
-    return plan_of(module, *args, consider_stock=False, max_switches=0, **arguments)
+    """`plan_of`, of column shards alone, however cheap other types look."""
+    given = dict(arguments.pop("constraints", None) or {})
+    for name in (c.name for c in table_configs(module)):
+        asked = given.get(name) or ParameterConstraints()
+        kinds = asked.sharding_types or ["table_wise", "column_wise"]
+        given[name] = dataclasses.replace(asked, sharding_types=kinds)
+    arguments["constraints"] = given
+    return plan_of(module, *args, consider_stock=False, **arguments)
 
 
 def check_plan(plan: ShardingPlan, module: nn.Module, world_size: int) -> None:

@@ -44,7 +44,12 @@ def test_tables_in_rows_are_told_apart(
     make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
 ) -> None:
     planner = make_planner(
-        2, "cuda", constraints={"t0": ParameterConstraints(sharding_types=["row_wise"])}
+        2,
+        "cuda",
+        constraints={
+            "t0": ParameterConstraints(sharding_types=["row_wise"]),
+            "t1": ParameterConstraints(sharding_types=["table_wise"]),
+        },
     )
     planner.plan(make_ebc([(4000, 32), (3000, 64)]), sharders)
     report = planner.report()

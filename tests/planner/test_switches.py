@@ -21,11 +21,11 @@ from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardPartitioner,
     NeuroShardPlanner,
-    NeuroShardProposer,
     PlanCosts,
-    stock,
+    torchrec_plan,
 )
-from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.planner.partitioners import SearchLog
+from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
@@ -33,7 +33,8 @@ MakePlanner = Callable[..., NeuroShardPlanner]
 Sharders = list[EmbeddingBagCollectionSharder]
 ReadTypes = Callable[[Any], dict[str, str]]
 
-TABLE, ROW, REPLICAS = "table_wise", "row_wise", "data_parallel"
+TABLE, COLUMN = "table_wise", "column_wise"
+ROW, REPLICAS = "row_wise", "data_parallel"
 
 
 def only(*kinds: str, **arguments: Any) -> ParameterConstraints:
@@ -51,28 +52,27 @@ def compute_bound() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine, TorchRec's planner is asked."""
-    monkeypatch.setattr(stock, "LEAST_STOCK_SECONDS", 15.0)
+    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 15.0)
 
 
-@pytest.mark.parametrize("max_switches", [0, 2])
+@pytest.mark.parametrize("kinds", [(TABLE,), (TABLE, ROW)])
 def test_a_table_that_holds_up_one_rank_goes_row_wise(
     make_ebc: MakeEbc,
     make_planner: MakePlanner,
     sharders: Sharders,
     read_types: ReadTypes,
-    max_switches: int,
+    kinds: tuple[str, ...],
 ) -> None:
     # The first is looked up as often as the other three together, and cannot be split
     # by columns.
     constraints = {
-        "t0": only(TABLE, ROW, pooling_factors=[30.0]),
-        **{f"t{i}": only(TABLE, ROW, pooling_factors=[10.0]) for i in (1, 2, 3)},
+        "t0": only(*kinds, pooling_factors=[30.0]),
+        **{f"t{i}": only(*kinds, pooling_factors=[10.0]) for i in (1, 2, 3)},
     }
     planner = make_planner(
         4,
         "cuda",
         constraints=constraints,
-        max_switches=max_switches,
         **compute_bound(),
     )
     plan = planner.plan(make_ebc([(10_000, 16)] * 4), sharders)
@@ -80,10 +80,9 @@ def test_a_table_that_holds_up_one_rank_goes_row_wise(
     path_ms = planner.last_result.predicted.critical_path_ms
     # A batch of 256: 30 lookups each on one rank, or 15 on each of four.
     whole, spread = (3 * (0.001 + 256 * n * 1e-3) for n in (30, 15))
-    if max_switches:
+    if ROW in kinds:
         assert set(read_types(plan).values()) == {ROW}
         assert path_ms == pytest.approx(spread, rel=1e-2)
-        assert planner.last_result.gap == 0.0
     else:
         assert set(read_types(plan).values()) == {TABLE}
         assert path_ms == pytest.approx(whole, rel=1e-2)
@@ -102,7 +101,6 @@ def test_tables_join_the_stage_of_one_that_must_be_elsewhere(
         "cuda",
         constraints={"t0": only("table_row_wise")},
         topology_arguments={"local_world_size": 2},
-        max_switches=1,
     )
     plan = planner.plan(make_ebc([(1000, 256), (1000, 32), (1000, 32)]), sharders)
     assert set(read_types(plan).values()) == {"table_row_wise"}
@@ -121,7 +119,6 @@ def test_small_tables_become_replicas_where_collectives_are_dear(
         "cuda",
         cost_model=AnalyticCostModel(launch_ms=1e-4, lookup_ns=1, byte_ns=1e-3),
         comms_model=AnalyticCommsModel(gb_per_s=1e-3),
-        max_switches=3,
     )
     ebc = make_ebc([(50, 32), (100_000, 32), (50, 32)])
     types = read_types(planner.plan(ebc, sharders))
@@ -132,6 +129,7 @@ def test_small_tables_become_replicas_where_collectives_are_dear(
     stay = make_planner(
         2,
         "cuda",
+        constraints={f"t{i}": only(TABLE, COLUMN, ROW) for i in range(3)},
         cost_model=planner.costs.cost_model,
         comms_model=planner.costs.comms_model,
     )
@@ -143,68 +141,33 @@ def test_small_tables_become_replicas_where_collectives_are_dear(
     )
 
 
-def options_and_costs(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> tuple[list[ShardingOption], PlanCosts, Topology]:
-    """Four tables of which one is looked up more than the others."""
-    topology = Topology(world_size=4, compute_device="cuda")
-    constraints = {
-        f"t{i}": only(TABLE, ROW, pooling_factors=[1.0 if i else 30.0])
-        for i in range(4)
-    }
-    costs = PlanCosts(topology, constraints, **compute_bound())
-    enumerator = NeuroShardEnumerator(topology, 64, constraints, costs=costs)
-    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), sharders)
-    return options, costs, topology
-
-
-def run_loop(
-    proposer: NeuroShardProposer, options: list[ShardingOption], rating: float
-) -> list[set[str]]:
-    """Sharding types of each proposal, where none is ever better than the first."""
-    proposer.load(options)
-    seen = []
-    while (proposal := proposer.propose()) is not None:
-        seen.append({o.sharding_type for o in proposal})
-        proposer.feedback(True, proposal, rating)
-        rating += 1.0
-    return seen
-
-
-def test_switches_are_few(make_ebc: MakeEbc, sharders: Sharders) -> None:
-    options, costs, topology = options_and_costs(make_ebc, sharders)
-    for most in (0, 1, 2):
-        proposer = NeuroShardProposer(topology, costs=costs, max_switches=most)
-        assert len(run_loop(proposer, options, 1.0)) == 1 + most
-        assert proposer.best_rating == 1.0
-
-
-def test_no_switch_after_the_time_budget(make_ebc: MakeEbc, sharders: Sharders) -> None:
-    options, costs, topology = options_and_costs(make_ebc, sharders)
-    late, timely = (
-        NeuroShardProposer(topology, costs=costs, time_budget_seconds=seconds)
-        for seconds in (1e-9, 1e9)
-    )
-    assert run_loop(late, options, 1.0) == [{TABLE}]
-    found = run_loop(timely, options, 1.0)
-    assert found[0] == {TABLE} and all(ROW in kinds for kinds in found[1:])
+def test_max_switches_is_ignored_with_a_word(make_planner: MakePlanner) -> None:
+    with pytest.warns(DeprecationWarning, match="max_switches is ignored"):
+        make_planner(2, max_switches=0)
 
 
 def test_later_searches_share_what_is_left_of_the_budget(
     make_ebc: MakeEbc, sharders: Sharders
 ) -> None:
-    options, costs, topology = options_and_costs(make_ebc, sharders)
+    """The first of a run makes full effort, the others less, in what it left."""
+    topology = Topology(world_size=4, compute_device="cuda")
+    costs = PlanCosts(topology, **compute_bound())
+    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), sharders)
     config = SearchConfig(time_budget_seconds=20.0, exhaustive_limit=0)
     partitioner = NeuroShardPartitioner(topology, search=config, costs=costs)
     proposal = [o for o in options if o.sharding_type == TABLE]
-    partitioner.partition(proposal, topology)
-    # Alone in another planner, it makes full effort each time.
-    assert partitioner._next_searcher() is partitioner.searcher
-    partitioner.reset()
-    partitioner.partition(proposal, topology)
-    later = partitioner._next_searcher().config  # type: ignore[attr-defined]
-    assert later.effort == pytest.approx(0.3)
-    assert 0.5 <= later.time_budget_seconds < 20.0
+    log = SearchLog()
+    assert log.next(partitioner.searcher) is partitioner.searcher
+    partitioner.for_run(log).partition(proposal, topology)
+    assert len(log.records) == 1 and not partitioner.log.records
+    later = log.next(partitioner.searcher)
+    assert isinstance(later, NeuroShardSearcher)
+    assert later.config.effort == pytest.approx(0.3)
+    assert later.config.time_budget_seconds < 20.0
+    log.seconds = 1e9
+    last = log.next(partitioner.searcher)
+    assert isinstance(last, NeuroShardSearcher) and not last.config.refine
 
 
 # --- TorchRec's own plan --------------------------------------------------------
@@ -297,13 +260,13 @@ def test_stock_planner_gives_up_where_listing_options_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planner = make_planner(2, consider_stock=True)
-    monkeypatch.setattr(stock, "LEAST_STOCK_SECONDS", 0.0)
-    monkeypatch.setattr(stock, "ESTIMATING_SHARE", 0.0)
+    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 0.0)
+    monkeypatch.setattr(torchrec_plan, "ESTIMATING_SHARE", 0.0)
     planner.plan(make_ebc([(1000, 64)]), sharders)
     assert planner.last_result is not None
     assert any("was not looked at" in w for w in planner.last_result.warnings)
-    monkeypatch.setattr(stock, "LEAST_STOCK_SECONDS", 15.0)
-    monkeypatch.setattr(stock, "ESTIMATING_SHARE", 0.75)
+    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 15.0)
+    monkeypatch.setattr(torchrec_plan, "ESTIMATING_SHARE", 0.75)
     planner.plan(make_ebc([(2000, 64)]), sharders)
     assert not any("not looked at" in w for w in planner.last_result.warnings)
 
@@ -354,7 +317,6 @@ def test_stock_plan_that_cannot_run_is_left_out(make_planner: MakePlanner) -> No
         for meta in sharding.sharding_spec.shards
     }
     assert widths == {64}
-    assert planner._stock is not None and planner._stock.proposer.rating is None
 
 
 @pytest.mark.parametrize("widths", [(16, 32), (32, 32)])
@@ -424,7 +386,10 @@ def test_stock_parts_of_the_caller_are_kept(
 def test_given_plan_beyond_a_ranks_memory(
     make_ebc: MakeEbc, sharders: Sharders
 ) -> None:
-    options, costs, topology = options_and_costs(make_ebc, sharders)
+    topology = Topology(world_size=4, compute_device="cuda")
+    costs = PlanCosts(topology, **compute_bound())
+    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), sharders)
     plan = [o for o in options if o.sharding_type == TABLE]
     for option in plan:
         option.shards[0].rank = 2

@@ -50,15 +50,19 @@ _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 class NeuroShardEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator with learned estimates and a fixed order of options.
 
-    Left out are, of tables that the cost model knows, options that are no better than
-    others which stay: table-column-wise ones (the search splits columns by itself, down
-    to the constraint's `min_partition`, default 4), table-row-wise ones where all ranks
-    are in one node (row-wise is the same there), column-wise ones in the host's memory
-    where whole tables may go there. Unless constraints ask for it, no table goes there
-    while all of them, with the state of an optimizer, fill less than half of the
-    devices, and none of them one alone; the same goes for tables that placement
-    constraints pin to some devices or keep together on one. What a constraint leaves no
-    alternative to always stays, and of other tables, everything does.
+    Of tables that the cost model knows, options are left out that are no better than
+    others which stay:
+
+    - table-column-wise ones: the search splits columns by itself, down to the
+      constraint's `min_partition` (default 4);
+    - table-row-wise ones where all ranks are in one node: row-wise is the same there;
+    - kernels that read the host's memory, where no constraint asks for them and device
+      memory is not scarce: all tables, with the state of an optimizer, fill less than
+      half of the devices, and none fills one alone. The same is asked of tables that
+      placement constraints pin to some devices or keep together on one.
+
+    An option that a constraint leaves no alternative to stays, and so does every option
+    of other tables.
 
     Attributes:
         seconds: What the last `enumerate` took.
@@ -207,10 +211,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
             return kernels
         constraint = (self._constraints or {}).get(name)
         asked = constraint.compute_kernels if constraint else None
-        types = constraint.sharding_types if constraint else None
-        whole = not types or _TABLE_WISE in types
-        useful = bool(asked) or self._is_tight
-        if not useful or (sharding_type == _COLUMN_WISE and whole):
+        if not (asked or self._is_tight):
             return [_FUSED]
         return [k for k in kernels if k == _FUSED or k in OFFLOADED_KERNELS]
 

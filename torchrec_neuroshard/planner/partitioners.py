@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,43 +15,31 @@ from torchrec.distributed.planner.types import (
     Partitioner,
     PlannerError,
     PlannerErrorType,
-    Shard,
     ShardingOption,
     Storage,
     Topology,
 )
-from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     PlacementRules,
     ranks_by_table,
 )
 from torchrec_neuroshard.planner.costs import CostedPart
-from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.greedy import (
     memory_left,
     option_copies,
     place_greedily,
 )
-from torchrec_neuroshard.planner.plan_conversion import FusionGroups, fusion_key
-from torchrec_neuroshard.planner.table_reader import (
-    device_tier,
-    has_own_optimizer,
-    table_name,
-)
-from torchrec_neuroshard.planner.topologies import whole_nodes
-from torchrec_neuroshard.search import NeuroShardSearcher, limited, make_searcher
-from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
+from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS, table_name
+from torchrec_neuroshard.planner.ways import FreeOption, SearchSpace, is_placeable
+from torchrec_neuroshard.search import SearchConfig, make_searcher
+from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.choosing import ChoosingSearcher
 
-__all__ = ["NeuroShardPartitioner", "PlacedShards", "SearchRecord", "placed_shards"]
-
-_TABLE_WISE = ShardingType.TABLE_WISE.value
-_COLUMN_WISE = ShardingType.COLUMN_WISE.value
-_TIERS = ("hbm", "ddr", "ssd")
+__all__ = ["NeuroShardPartitioner", "SearchLog", "SearchRecord"]
 
 LATER_EFFORT = 0.3
 """Effort of the searches after a plan's first one, relative to it."""
@@ -63,16 +50,6 @@ LEAST_SECONDS = 0.5
 QUICK_SECONDS = 0.05
 """What a search gets that comes later still: enough to place tables, not to improve."""
 
-PlacedShards = frozenset[tuple[str, int, int, int]]
-"""Table name, offset, width and rank of each shard: what a plan comes down to."""
-
-
-def placed_shards(task: ShardingTask, placement: Placement) -> PlacedShards:
-    """Return what a placement comes down to, whatever the order of its tables."""
-    return frozenset(
-        (task.tables[s.table].name, s.offset, s.width, s.rank) for s in placement.shards
-    )
-
 
 @dataclass(frozen=True, slots=True)
 class SearchRecord:
@@ -82,35 +59,39 @@ class SearchRecord:
     result: SearchResult
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardStorage:
-    """Memory of a table's shards, as TorchRec estimates it: linear in the width."""
+@dataclass(slots=True)
+class SearchLog:
+    """The searches of one planning run, which share a time budget.
 
-    fixed: Mapping[str, float]
-    per_column: Mapping[str, float]
+    All but the first make less effort.
+    """
 
-    def at(self, width: int) -> Storage:
-        """Memory of a shard of `width` columns."""
-        return Storage(
-            **{
-                tier: math.ceil(self.fixed[tier] + self.per_column[tier] * width)
-                for tier in _TIERS
-            }
-        )
+    records: list[SearchRecord] = dataclasses.field(default_factory=list)
+    infeasible: str | None = None
+    """Why the first proposal that did not fit did not."""
+    seconds: float = 0.0
+    """What the searches took."""
+
+    def next(self, searcher: Searcher) -> Searcher:
+        """Return the search with what is left of the budget."""
+        if not self.records:
+            return searcher
+        first = max(self.records[0].result.search_seconds, LEAST_SECONDS)
+        left = searcher.time_budget_seconds - self.seconds
+        share = first * (1 + LATER_SHARE) - self.seconds
+        effort = LATER_EFFORT if share > 0 else 0.0
+        return searcher.with_budget(max(min(left, share), QUICK_SECONDS), effort)
 
 
 class NeuroShardPartitioner(CostedPart, Partitioner):
-    """Splits and places a proposal's tables by searching on the learned cost of sets.
+    """Shards and places a proposal's tables by searching on the learned cost of sets.
 
-    Column-wise options may be split at any multiple of four columns, down to the
-    constraint's `min_partition` (default 4) and at most once per rank; table-wise ones
-    stay whole. Splits are of unequal widths only for CPU topologies. Options that are
-    not searched (row-wise, data-parallel, offloaded, ...) are placed first, by
+    An option of `NeuroShardProposer`'s leaves the search every way that its table may
+    be sharded in; any other is kept to its type and kernel. Column-wise options
+    may be split at any multiple of four columns, down to the constraint's
+    `min_partition` (default 4) and at most once per rank, into unequal widths only for
+    CPU topologies. Options that the cost model has no price for are placed first, by
     TorchRec's greedy routine, and the memory they take is left out of the search.
-
-    A pooled module of which some table is split gets all its column-wise options as
-    column-wise shards, so that a rank runs one kernel for them; where none is split,
-    they become table-wise as far as the constraints allow.
 
     A proposal whose shards all have ranks is a plan already and is only priced.
 
@@ -123,9 +104,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     The other arguments are those of `CostedPart`.
 
     Attributes:
-        records: The searches since `reset`.
-        infeasible: Why the first proposal since `reset` that did not fit did not.
+        searcher: What searches the placements.
         placement: Which ranks tables may be on.
+        log: The searches made.
 
     Args:
         topology: The devices to plan for.
@@ -150,32 +131,15 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self._topology = topology
         self._constraints = constraints or {}
         self.placement = placement or PlacementConstraints()
-        self._searcher = make_searcher(search)
+        self.searcher = make_searcher(search)
         self._enumerator = enumerator
-        self._tier = device_tier(topology)
-        self.records: list[SearchRecord] = []
-        self.infeasible: str | None = None
-        self._seconds: float | None = None
+        self.log = SearchLog()
 
-    @property
-    def searcher(self) -> Searcher:
-        """What searches the placements."""
-        return self._searcher
-
-    @property
-    def seconds(self) -> float:
-        """What searching took since `reset`."""
-        return self._seconds or 0.0
-
-    def reset(self) -> None:
-        """Forget earlier searches.
-
-        The searches from now on share one time budget, and all but the first make
-        less effort.
-        """
-        self.records = []
-        self.infeasible = None
-        self._seconds = 0.0
+    def for_run(self, log: SearchLog) -> NeuroShardPartitioner:
+        """Return the same partitioner with another log."""
+        other = copy.copy(self)
+        other.log = log
+        return other
 
     def partition(
         self, proposal: list[ShardingOption], storage_constraint: Topology
@@ -197,14 +161,41 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         rules = self.rules(proposal)
         if all(s.rank is not None for o in proposal for s in o.shards):
             return self._keep(proposal, storage_constraint, rules)
-        is_searched = [self.costs.reader.is_searched(o) for o in proposal]
-        searched = [o for o, s in zip(proposal, is_searched, strict=True) if s]
-        not_searched = [o for o, s in zip(proposal, is_searched, strict=True) if not s]
+        ways = [
+            tuple(o for o in FreeOption.ways_of(option) if self._is_placeable(o))
+            for option in proposal
+        ]
+        plan = self._place(proposal, ways, storage_constraint, rules)
+        if _full_rank(storage_constraint, plan) is not None:
+            # The search counts the devices' memory; TorchRec places by the host's, too.
+            offloaded = [o.compute_kernel in OFFLOADED_KERNELS for o in plan]
+            again = [
+                chosen if out else option
+                for option, chosen, out in zip(proposal, plan, offloaded, strict=True)
+            ]
+            ways = [() if out else w for w, out in zip(ways, offloaded, strict=True)]
+            plan = self._place(_without_ranks(again), ways, storage_constraint, rules)
+        self.costs.attribute(plan)
+        return plan
+
+    def _is_placeable(self, option: ShardingOption) -> bool:
+        return is_placeable(option, self.costs.reader, self._topology)
+
+    def _place(
+        self,
+        proposal: Sequence[ShardingOption],
+        ways: Sequence[tuple[ShardingOption, ...]],
+        storage_constraint: Topology,
+        rules: PlacementRules,
+    ) -> list[ShardingOption]:
+        """Place tables without ways by TorchRec's routine, the others by the search."""
+        given = [o for o, w in zip(proposal, ways, strict=True) if not w]
+        searched = [w for w in ways if w]
         try:
-            others = place_greedily(not_searched, storage_constraint, rules)
+            others = place_greedily(given, storage_constraint, rules)
         except PlannerError as error:
             if rules:
-                self.infeasible = self.infeasible or str(error)
+                self.log.infeasible = self.log.infeasible or str(error)
             raise
         self.costs.share_launches(others)
         chosen: list[ShardingOption] = []
@@ -214,10 +205,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 memory_left(storage_constraint, others),
                 rules.narrowed(ranks_by_table(others)) if rules else rules,
             )
-        placed, kept = iter(chosen), iter(others)
-        plan = [next(placed if s else kept) for s in is_searched]
-        self.costs.attribute(plan)
-        return plan
+        placed = {table_name(o): o for o in (*others, *chosen)}
+        return [placed[table_name(o)] for o in proposal]
 
     def rules(self, options: Sequence[ShardingOption]) -> PlacementRules:
         """Say what the placement constraints mean for a plan of these options.
@@ -243,222 +232,67 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 message=f"a given plan breaks the placement constraints: {breach}",
             )
         kept = option_copies(plan)
-        nothing = Storage(hbm=0, ddr=0)
-        for rank, left in enumerate(memory_left(storage_constraint, kept)):
-            if not nothing.fits_in(left):
-                raise PlannerError(
-                    error_type=PlannerErrorType.PARTITION,
-                    message=f"rank {rank} of a given plan holds more than its memory",
-                )
+        full = _full_rank(storage_constraint, kept)
+        if full is not None:
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=f"rank {full} of a given plan holds more than its memory",
+            )
         self.costs.share_launches(kept)
         self.costs.attribute(kept)
         return kept
 
     def _search(
         self,
-        options: list[ShardingOption],
+        tables: Sequence[Sequence[ShardingOption]],
         memory: Sequence[Storage],
         rules: PlacementRules,
     ) -> list[ShardingOption]:
-        storages = self._storages(options)
-        task = self._task(options, storages, memory, rules)
-        searcher, start = self._next_searcher(), time.monotonic()
+        space = SearchSpace.of(
+            tables,
+            reader=self.costs.reader,
+            topology=self._topology,
+            constraints=self._constraints,
+            enumerator=self._enumerator,
+            memory=memory,
+            rules=rules,
+        )
+        log, start = self.log, time.monotonic()
+        searcher = log.next(self.searcher)
+        if space.task.has_choices and not searcher.takes_choices:
+            searcher = ChoosingSearcher(searcher)
         try:
             result = searcher.search(
-                task, self.costs.cost_model, self.costs.comms_model
+                space.task, self.costs.cost_model, self.costs.comms_model
             )
         except InfeasibleError as error:
-            self.infeasible = self.infeasible or str(error)
+            log.infeasible = log.infeasible or str(error)
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION, message=str(error)
             ) from error
         finally:
-            if self._seconds is not None:
-                self._seconds += time.monotonic() - start
+            log.seconds += time.monotonic() - start
         try:
-            result.placement.check(task)
+            result.placement.check(space.task)
         except PlacementError as error:
             raise type(error)(
                 f"search '{searcher.name}' returned what cannot be used: {error}"
             ) from error
-        self.records.append(SearchRecord(task, result))
-        return self._emit(options, storages, result.placement)
-
-    def _next_searcher(self) -> Searcher:
-        """Return a searcher with what is left of the plan's time budget."""
-        searcher = self._searcher
-        if self._seconds is None or not self.records:
-            return searcher
-        config: Any = getattr(searcher, "config", None)
-        left = getattr(config, "time_budget_seconds", math.inf) - self._seconds
-        if type(searcher) is NeuroShardSearcher:
-            first = self.records[0].result.search_seconds
-            share = LATER_SHARE * max(first, LEAST_SECONDS)
-            left = min(left, first + share - self._seconds)
-            less: dict[str, Any] = (
-                {"effort": config.effort * LATER_EFFORT}
-                if left > 0
-                else {
-                    "beam_width": 1,
-                    "num_candidates": 1,
-                    "refine": False,
-                    "exhaustive_limit": 0,
-                }
-            )
-            searcher = NeuroShardSearcher(dataclasses.replace(config, **less))
-        return limited(searcher, max(left, QUICK_SECONDS))
-
-    def _task(
-        self,
-        options: Sequence[ShardingOption],
-        storages: Sequence[_ShardStorage],
-        memory: Sequence[Storage],
-        rules: PlacementRules,
-    ) -> ShardingTask:
-        topology = self._topology
-        # As if some table of each module were split.
-        fused = FusionGroups.from_keys(
-            [fusion_key(o, self.costs.reader, o.sharding_type) for o in options]
-        )
-        tables = tuple(self.costs.reader.table(o) for o in options)
-        min_widths = tuple(
-            self._min_width(o, t.embedding_dim)
-            for o, t in zip(options, tables, strict=True)
-        )
-        return ShardingTask(
-            tables=tables,
-            world_size=topology.world_size,
-            batch_size=options[0].batch_size * topology.world_size,
-            local_world_size=whole_nodes(
-                topology.world_size, topology.local_world_size
-            ),
-            memory_bytes=tuple(max(0, getattr(m, self._tier)) for m in memory),
-            fixed_bytes=tuple(math.ceil(s.fixed[self._tier]) for s in storages),
-            column_bytes=tuple(s.per_column[self._tier] for s in storages),
-            min_widths=min_widths,
-            groups=fused.groups,
-            stages=fused.stages,
-            stage_names=fused.stage_names,
-            uneven=topology.compute_device == "cpu",
-            **_placement_fields(tables, rules),
-        )
-
-    def _min_width(self, option: ShardingOption, width: int) -> int:
-        if option.sharding_type != _COLUMN_WISE or not option.is_pooled:
-            return width
-        constraint = self._constraints.get(option.name)
-        asked = (constraint.min_partition if constraint else None) or COLUMN_MULTIPLE
-        return min(width, math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
-
-    def _storages(self, options: Sequence[ShardingOption]) -> list[_ShardStorage]:
-        """Memory of each table's shards as a function of their width."""
-        if self._enumerator is None:
-            return [_bounded_storage(o) for o in options]
-        probes = []
-        for option in options:
-            rows, width = (int(n) for n in option.tensor.shape)
-            probe = copy.copy(option)
-            probe.sharding_type = _COLUMN_WISE
-            # The narrow one first; a table of four columns cannot be split.
-            widths = (COLUMN_MULTIPLE, max(width, 2 * COLUMN_MULTIPLE))
-            probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
-            probes.append(probe)
-        self._enumerator.populate_estimates(probes)
-        counts_all = isinstance(self._enumerator, NeuroShardEnumerator)
-        storages = []
-        for option, probe in zip(options, probes, strict=True):
-            narrow, wide = probe.shards
-            fixed, per_column = {}, {}
-            for tier in _TIERS:
-                low, high = getattr(narrow.storage, tier), getattr(wide.storage, tier)
-                slope = (high - low) / (wide.size[1] - narrow.size[1])
-                per_column[tier] = slope
-                fixed[tier] = max(0.0, low - slope * narrow.size[1])
-            counted = has_own_optimizer(option) or counts_all
-            if counted and self.costs.reader.optimizer(option) == "rowwise_adagrad":
-                # TorchRec spreads one value per row over the columns; in truth each
-                # shard keeps its own.
-                width = int(option.tensor.shape[1])
-                state = 4.0 * int(option.tensor.shape[0])
-                fixed[self._tier] += state
-                per_column[self._tier] -= state / width
-            storages.append(_ShardStorage(fixed, per_column))
-        return storages
-
-    def _emit(
-        self,
-        options: Sequence[ShardingOption],
-        storages: Sequence[_ShardStorage],
-        placement: Placement,
-    ) -> list[ShardingOption]:
-        by_table: list[list[Any]] = [[] for _ in options]
-        for shard in placement.shards:
-            by_table[shard.table].append(shard)
-        # Modules in which the column-wise options must stay column-wise.
-        column_wise = {
-            o.path
-            for o, shards in zip(options, by_table, strict=True)
-            if o.sharding_type == _COLUMN_WISE
-            and (len(shards) > 1 or not self._may_be_table_wise(o))
-        }
-        emitted = []
-        for option, storage, shards in zip(options, storages, by_table, strict=True):
-            new = copy.copy(option)
-            if option.path not in column_wise:
-                new.sharding_type = _TABLE_WISE
-            rows = int(option.tensor.shape[0])
-            new.shards = [
-                Shard(
-                    size=[rows, s.width],
-                    offset=[0, s.offset],
-                    storage=storage.at(s.width),
-                    rank=s.rank,
-                )
-                for s in shards
-            ]
-            emitted.append(new)
-        return emitted
-
-    def _may_be_table_wise(self, option: ShardingOption) -> bool:
-        constraint = self._constraints.get(option.name)
-        allowed = constraint.sharding_types if constraint else None
-        return not allowed or _TABLE_WISE in allowed
+        log.records.append(SearchRecord(space.task, result))
+        return space.placed(result.placement)
 
 
-def _placement_fields(
-    tables: Sequence[TableConfig], rules: PlacementRules
-) -> dict[str, Any]:
-    """Fields of a task that say which ranks its tables may be on, and with whom."""
-    if not rules:
-        return {}
-    ranks_T = tuple(rules.allowed.get(t.name) for t in tables)
-    for table, ranks in zip(tables, ranks_T, strict=True):
-        if ranks == ():
-            raise PlannerError(
-                error_type=PlannerErrorType.PARTITION,
-                message=f"table '{table.name}': tables that are not searched took the "
-                "last rank that placement constraints left it",
-            )
-    number = {t.name: i for i, t in enumerate(tables)}
-    together, apart = (
-        tuple(tuple(number[n] for n in names if n in number) for names in sets)
-        for sets in (rules.together, rules.apart)
-    )
-    return {
-        "allowed_ranks": tuple(ranks or () for ranks in ranks_T),
-        "together": together,
-        "apart": apart,
-    }
+def _full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None:
+    """Return a rank that lacks the memory, on the device or in the host, for a plan."""
+    nothing = Storage(hbm=0, ddr=0)
+    left = memory_left(topology, plan)
+    return next((r for r, m in enumerate(left) if not nothing.fits_in(m)), None)
 
 
-def _bounded_storage(option: ShardingOption) -> _ShardStorage:
-    """Upper bound on a shard's memory from the storage of the whole table."""
-    rows, width = (int(n) for n in option.tensor.shape)
-    weights = rows * option.tensor.element_size()
-    fixed, per_column = {}, {}
-    for tier in _TIERS:
-        # Equal in all shards; of one whole table it is the table's.
-        total = sum(getattr(s.storage, tier) for s in option.shards)
-        per_column[tier] = min(weights, total / width)
-        fixed[tier] = total - per_column[tier] * width
-    return _ShardStorage(fixed, per_column)
+def _without_ranks(options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Copies of options whose shards are to be placed."""
+    copies = option_copies(options)
+    for option in copies:
+        for shard in option.shards:
+            shard.rank = None
+    return copies

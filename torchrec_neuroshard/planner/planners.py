@@ -46,20 +46,19 @@ from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
-    SearchRecord,
 )
 from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
+from torchrec_neuroshard.planner.plan_run import PlanRun
 from torchrec_neuroshard.planner.proposers import (
-    DEFAULT_MAX_SWITCHES,
     NeuroShardProposer,
 )
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
-from torchrec_neuroshard.planner.stock import StockPlanner, report_full
 from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
 from torchrec_neuroshard.planner.topologies import default_topology, memory_notes
+from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan, report_full
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain
-from torchrec_neuroshard.search import limited, make_searcher
+from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.progress import ProgressLine
 
@@ -80,9 +79,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     returned where the search finds none or one that is predicted to be slower, and
     `last_result.fallback` says so.
 
-    `last_result.lower_bound_ms` holds for all placements of the plan's tables by the
-    plan's sharding types: column shards as the search may cut and place them, row-wise
-    tables and replicas as they are. Other tables add nothing to it.
+    `last_result.lower_bound_ms` holds for all plans of the tables that the search may
+    place, whatever sharding types, splits, kernels and ranks the constraints allow
+    them. Other tables add nothing to it.
 
     Attributes:
         costs: The cost model at work.
@@ -121,8 +120,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         consider_stock: Whether to compare with the plan of TorchRec's own planner, or
             with the best that it finds in the time that the search took (at least two
             seconds). A warning in the result says when it found none in that time.
-        max_switches: How many times to try other sharding types (row-wise, replicas)
-            for tables that fit table-wise or column-wise; 0: never.
+        max_switches: Ignored; the search chooses sharding types by itself.
         placement_constraints: Which ranks tables may be on, and in whose company.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
@@ -154,13 +152,20 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         search: str | SearchConfig | Searcher = "default",
         comms_model: CommsModel | None = None,
         consider_stock: bool = True,
-        max_switches: int = DEFAULT_MAX_SWITCHES,
+        max_switches: int | None = None,
         placement_constraints: PlacementConstraints | None = None,
         **kwargs: Any,
     ) -> None:
         given, topology = topology, topology or default_topology()
         constraints, offered, notes = _own_constraints(constraints, enumerator)
         self._notes = (*memory_notes(topology, is_default=given is None), *notes)
+        if max_switches is not None:
+            warnings.warn(
+                "max_switches is ignored and will go: the search chooses sharding "
+                "types as it chooses splits and ranks; limit them by constraints",
+                DeprecationWarning,
+                stacklevel=2,
+            )
         shared = {
             "topology": topology,
             "batch_size": batch_size,
@@ -170,11 +175,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "debug": debug,
             **kwargs,
         }
-        stock_arguments = {
+        self._torchrec_arguments = {
             **shared,
             "callbacks": callbacks,
             "enumerator": enumerator,
-            "proposer": proposer,
+            "proposer": copy.deepcopy(proposer),
             "partitioner": partitioner,
             "performance_model": performance_model,
             "timeout_seconds": timeout_seconds,
@@ -188,8 +193,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         self.placement_constraints = placement_constraints or PlacementConstraints()
         self._profiles = dict(profiles or {})
-        self._selected: list[ShardingOption] | None = None
-        self._fallback: str | None = None
         self._known: KnownPlan | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -208,55 +211,50 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 placement=self.placement_constraints,
                 costs=self.costs,
             )
-        elif self.placement_constraints != getattr(
-            partitioner, "placement", PlacementConstraints()
+        own = isinstance(partitioner, NeuroShardPartitioner)
+        if self.placement_constraints != (
+            partitioner.placement if own else PlacementConstraints()
         ):
             raise ConfigError(
                 f"the {type(partitioner).__name__} given has other placement "
                 "constraints than the planner, or none: leave the partitioner out, or "
                 "pass the same to NeuroShardPartitioner(..., placement=...)"
             )
-        own = NeuroShardProposer(
-            topology,
-            offered,
-            placement=self.placement_constraints,
-            max_switches=max_switches,
-            time_budget_seconds=_time_budget(partitioner),
-            costs=self.costs,
-        )
-        proposers = proposer if isinstance(proposer, list) else [proposer or own]
-        # Those of TorchRec forget nothing in `load`: each plan starts from here.
-        self._unused = [
-            (p, copy.deepcopy(vars(p)))
-            for p in proposers
-            if type(p).__module__.startswith("torchrec.")
-        ]
-        all_callbacks = [*(callbacks or []), self._remember]
-        self._stock = StockPlanner(
-            stock_arguments,
-            reader=self.costs.reader,
-            breach=self._breach,
-            time_budget_seconds=_time_budget(partitioner),
-        )
         # Only this package's partitioner takes plans that have ranks.
-        if consider_stock and isinstance(partitioner, NeuroShardPartitioner):
-            proposers = [*proposers, self._stock.proposer]
-            all_callbacks = [self._compare, *all_callbacks]
-        elif consider_stock:
+        self._considers_torchrec = consider_stock and own
+        if consider_stock and not own:
             self._notes += (
                 "TorchRec's own plan was not looked at: the partitioner given, "
                 f"{type(partitioner).__name__}, does not price plans that have ranks",
             )
         super().__init__(
             **shared,
-            callbacks=all_callbacks,
+            callbacks=callbacks,
             enumerator=enumerator,
-            proposer=proposers,
+            proposer=proposer
+            or NeuroShardProposer(
+                topology,
+                offered,
+                placement=self.placement_constraints,
+                costs=self.costs,
+            ),
             partitioner=partitioner,
             performance_model=performance_model
             or NeuroShardPerfModel(topology, offered, costs=self.costs),
             timeout_seconds=timeout_seconds,
         )
+        # What a run adds to its own parts; TorchRec's loop reads them off `self`.
+        self._given_parts: tuple[list[Proposer], Partitioner, list[Any]] = (
+            self._proposers,
+            self._partitioner,
+            self._callbacks,
+        )
+        # Proposers of TorchRec forget nothing in `load`: each plan starts from here.
+        self._unused = [
+            (p, copy.deepcopy(vars(p)))
+            for p in self._given_parts[0]
+            if type(p).__module__.startswith("torchrec.")
+        ]
 
     def plan(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -280,31 +278,57 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
         """
-        self._started = time.monotonic()
-        for proposer, state in self._unused:
-            proposer.__dict__.update(copy.deepcopy(state))
+        self._known = None
         check_profiles(module, self._profiles)
         self.costs.reader.note_sharders(sharders)
-        self._forget()
-        self._stock.start(module, sharders, self._storage_reservation, self._enumerator)
-        fallback = None
+        run = self._start(module, sharders)
         try:
             with report_full(self._storage_reservation):
                 plan = super().plan(module, sharders)
-            fallback = self._fallback
         except PlannerError as error:
             if error.error_type not in _NO_PLAN:
                 raise
-            fallback = self._infeasible() or str(error)
-            plan = self._last_resort(error)
-        if self._selected is not None:
-            if breach := self._breach(self._selected):
-                raise ConfigError(
-                    f"the plan breaks placement_constraints: {breach}. A callback or a "
-                    "plan loader made it so"
-                )
-            self._describe(self._selected, fallback)
+            plan = self._last_resort(run, error)
+        finally:
+            self._proposers, self._partitioner, self._callbacks = self._given_parts
+        run.check()
+        if run.selected is not None:
+            chosen = time.monotonic()
+            notes = [*self._notes, *filter(None, [run.torchrec.skipped])]
+            records = run.log.records
+            known = describe_plan(
+                run.selected, self.costs, records, run.fallback, notes
+            )
+            listed = self._enumerator
+            options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
+            seconds = run.seconds(options, chosen)
+            self._known = dataclasses.replace(known, seconds=seconds)
         return plan
+
+    def _start(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> PlanRun:
+        """Begin a run: give TorchRec's loop the parts that belong to it."""
+        for proposer, state in self._unused:
+            proposer.__dict__.update(copy.deepcopy(state))
+        proposers, partitioner, callbacks = self._given_parts
+        own = isinstance(partitioner, NeuroShardPartitioner)
+        budget = partitioner.searcher.time_budget_seconds if own else math.inf
+        torchrec = TorchRecPlan(
+            self._torchrec_arguments,
+            module=module,
+            sharders=sharders,
+            storage_reservation=self._storage_reservation,
+            enumerator=self._enumerator,
+            reader=self.costs.reader,
+            breach=self._breach,
+            time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
+        )
+        run = PlanRun(torchrec, proposers, self._breach)
+        if own:
+            self._partitioner = partitioner.for_run(run.log)
+        self._callbacks = run.callbacks(callbacks)
+        if self._considers_torchrec:
+            self._proposers = [*proposers, torchrec.proposer]
+        return run
 
     def collective_plan(
         self,
@@ -387,30 +411,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         simulator = None if known.task is None else self.costs.simulator(known.task)
         return explain(known.result, simulator, known.others)
 
-    def _forget(self) -> None:
-        self._known = self._selected = self._fallback = None
-        if isinstance(self._partitioner, NeuroShardPartitioner):
-            self._partitioner.reset()
-
-    def _remember(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """Last of TorchRec's callbacks: sees the plan that is returned."""
-        self._selected, self._selected_at = options, time.monotonic()
-        return options
-
-    def _compare(self, options: list[ShardingOption]) -> list[ShardingOption]:
-        """First of TorchRec's callbacks: sees whose plan was rated best."""
-        own = [p.best_rating for p in self._proposers if hasattr(p, "best_rating")]
-        best = min((r for r in own if r is not None), default=math.inf)
-        rating = self._stock.proposer.rating
-        if rating is not None and rating < best and self._stock.made(options):
-            against = f"{best:.4g} ms" if math.isfinite(best) else "none"
-            if not any(hasattr(p, "best_rating") for p in self._proposers):
-                against = "of the proposals given no less"
-            self._fallback = (
-                f"it is predicted to take {rating:.4g} ms, the search's {against}"
-            )
-        return options
-
     def _breach(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""
         rules = self.placement_constraints.rules(
@@ -418,20 +418,16 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         return rules.breach(ranks_by_table(options))
 
-    def _infeasible(self) -> str | None:
-        if isinstance(self._partitioner, NeuroShardPartitioner):
-            return self._partitioner.infeasible
-        return None
-
-    def _last_resort(self, error: PlannerError) -> ShardingPlan:
+    def _last_resort(self, run: PlanRun, error: PlannerError) -> ShardingPlan:
         """Let TorchRec's own planner try, with what the caller passed."""
-        ours = self._infeasible()
+        ours = run.log.infeasible
+        run.fallback = ours or str(error)
         logger.warning(
             "the search found no plan (%s); asking TorchRec's planner", ours or error
         )
         try:
-            plan, options = self._stock.last_resort()
-            self._remember(options)
+            plan, options = run.torchrec.last_resort()
+            run.select(options)
         except PlannerError:
             if ours is None:
                 raise error from None
@@ -440,23 +436,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
         return plan
-
-    def _describe(self, selected: list[ShardingOption], fallback: str | None) -> None:
-        """Fill `last_result` and `last_task` for the plan that is returned."""
-        records: Sequence[SearchRecord] = getattr(self._partitioner, "records", ())
-        notes = [*self._notes, *filter(None, [self._stock.skipped])]
-        chosen = time.monotonic()
-        known = describe_plan(selected, self.costs, records, fallback, notes)
-        seconds = {
-            "options": getattr(self._enumerator, "seconds", 0.0),
-            "search": getattr(self._partitioner, "seconds", 0.0),
-            "stock": self._stock.seconds,
-            "stats": chosen - self._selected_at,
-            "result": time.monotonic() - chosen,
-        }
-        total = time.monotonic() - self._started
-        seconds["rest"] = max(0.0, total - sum(seconds.values()))
-        self._known = dataclasses.replace(known, seconds=seconds)
 
 
 def _own_constraints(
@@ -490,14 +469,6 @@ def _own_constraints(
     return wanted, offered, (text,)
 
 
-def _time_budget(partitioner: Partitioner) -> float:
-    """Seconds that all searches of a plan may take together."""
-    searcher = getattr(partitioner, "searcher", None)
-    config = getattr(searcher, "config", None)
-    known = getattr(config, "time_budget_seconds", None)
-    return float(known or SearchConfig().time_budget_seconds)
-
-
 def _searcher(
     search: str | SearchConfig | Searcher, timeout_seconds: int | None
 ) -> Searcher:
@@ -508,7 +479,9 @@ def _searcher(
             config = dataclasses.replace(config, progress=ProgressLine())
         search = config
     searcher = make_searcher(search)
-    return searcher if timeout_seconds is None else limited(searcher, timeout_seconds)
+    if timeout_seconds is None:
+        return searcher
+    return searcher.with_budget(float(timeout_seconds))
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -43,7 +43,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
 from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.plan_files import (
     check_plan,
     model_tables,
@@ -52,6 +51,7 @@ from torchrec_neuroshard.planner.plan_files import (
 )
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
+from torchrec_neuroshard.planner.ways import SearchSpace
 from torchrec_neuroshard.simulator import PredictedCosts, critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -263,24 +263,21 @@ class _Job:
 
     def _task(self, planner: NeuroShardPlanner, reserved: Topology) -> ShardingTask:
         """What the search would be asked to place, with its limits."""
-        partitioner = NeuroShardPartitioner(
-            self.topology,
-            planner._constraints,
-            enumerator=self._enumerator,
-            costs=self.costs,
-        )
         memory = [device.storage for device in reserved.devices]
         for option in self._fixed:
             for shard in option.shards:
                 memory[shard.rank] = memory[shard.rank] - shard.storage
         # Steps are held to the placement rules one by one: a plan at work may break
         # them, as it may be too full.
-        return partitioner._task(
-            self.options,
-            partitioner._storages(self.options),
-            memory,
-            PlacementRules(int(self.topology.world_size)),
-        )
+        return SearchSpace.of(
+            [[option] for option in self.options],
+            reader=self.costs.reader,
+            topology=self.topology,
+            constraints=planner._constraints or {},
+            enumerator=self._enumerator,
+            memory=memory,
+            rules=PlacementRules(int(self.topology.world_size)),
+        ).task
 
     def _options(self, plan: ShardingPlan) -> list[ShardingOption]:
         """Return TorchRec's options with the plan's shards, costed."""

@@ -7,17 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.partitioners import SearchRecord, placed_shards
-from torchrec_neuroshard.planner.plan_conversion import LoweredPlan
+from torchrec_neuroshard.planner.kernels import is_estimated
+from torchrec_neuroshard.planner.partitioners import SearchRecord
+from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.report import OtherTable
 from torchrec_neuroshard.search.base import SearchResult
-from torchrec_neuroshard.search.bounds import lower_bound
-from torchrec_neuroshard.search.shards import ShardBank
+from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = ["KnownPlan", "describe_plan"]
 
@@ -55,14 +54,12 @@ def describe_plan(
     predicted = costs.evaluate(lowered)
     path_ms = predicted.critical_path_ms
     texts = list(costs.warnings)
-    column_ms = 0.0
-    if lowered.task is not None:
-        placed = placed_shards(lowered.task, lowered.placement)
-        for record in records:
-            if placed_shards(record.task, record.result.placement) == placed:
-                texts += record.result.warnings
-        column_ms = _column_bound(lowered, costs, records)
-    bound = min(column_ms + costs.fixed_ms(lowered), path_ms)
+    own = [r for r in records if _covers(r.task, selected)]
+    best = min(own, key=lambda r: r.result.predicted.critical_path_ms, default=None)
+    bound = 0.0
+    if best is not None:
+        bound = min(best.result.lower_bound_ms, path_ms)
+        texts += best.result.warnings if fallback is None else ()
     texts += costs.range_warnings(lowered)
     texts += costs.estimate_warnings(lowered)
     texts += notes
@@ -86,38 +83,56 @@ def describe_plan(
         )
         for o in lowered.others
     )
-    task = lowered.task and _with_limits(lowered.task, records)
+    task = lowered.task
+    if task is not None and best is not None:
+        task = _with_limits(task, best.task)
     return KnownPlan(result=result, task=task, others=others)
 
 
-def _column_bound(
-    lowered: LoweredPlan, costs: PlanCosts, records: Sequence[SearchRecord]
-) -> float:
-    """Lower bound of the column shards' part of a plan."""
-    task = lowered.task
-    assert task is not None
-    names = {t.name for t in task.tables}
-    for record in records:
-        if {t.name for t in record.task.tables} == names:
-            return record.result.lower_bound_ms
-    width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
-    for shard in lowered.placement.shards:
-        width_TW[shard.table, shard.rank] += shard.width
-    simulator = costs.simulator(task)
-    path_ms = simulator.evaluate(lowered.placement).critical_path_ms
-    return lower_bound(ShardBank(simulator), [width_TW], path_ms, rounds=0)
+def _column_ways(task: ShardingTask) -> dict[str, list[int]]:
+    """Table -> the ways of a search's task that lie in column shards."""
+    ways: dict[str, list[int]] = {}
+    for index, table in enumerate(task.tables):
+        if task.sharding_type(index).block == "rank":
+            ways.setdefault(table.name, []).append(index)
+    return ways
 
 
-def _with_limits(task: ShardingTask, records: Sequence[SearchRecord]) -> ShardingTask:
-    """Add what a search knew of memory to the task of a plan."""
-    for record in records:
-        place = {t.name: i for i, t in enumerate(record.task.tables)}
-        if all(t.name in place for t in task.tables):
-            order = [place[t.name] for t in task.tables]
-            return dataclasses.replace(
-                task,
-                memory_bytes=record.task.memory_bytes,
-                fixed_bytes=tuple(record.task.fixed_bytes[i] for i in order),
-                column_bytes=tuple(record.task.column_bytes[i] for i in order),
-            )
-    return task
+def _covers(task: ShardingTask, selected: Sequence[ShardingOption]) -> bool:
+    """Whether a plan is one of those that a search chose from, its tables as searched.
+
+    Tables that the search did not know are not looked at.
+    """
+    columns = _column_ways(task)
+    known: dict[str, set[tuple[str, bool]]] = {}
+    for name, kind, kernel in zip(
+        (t.name for t in task.tables), task.sharding_types, task.kernels, strict=True
+    ):
+        known.setdefault(name, set()).add((kind, kernel is None))
+    for option in selected:
+        name = table_name(option)
+        if name not in known:
+            continue
+        kind, measured = option.sharding_type, not is_estimated(option)
+        in_columns = SHARDING_TYPES[kind].block == "rank" if kind else False
+        if in_columns:
+            kinds = {task.kernels[i] is None for i in columns.get(name, ())}
+            if measured not in kinds:
+                return False
+        elif (kind, measured) not in known[name]:
+            return False
+    return bool(known)
+
+
+def _with_limits(task: ShardingTask, searched: ShardingTask) -> ShardingTask:
+    """Add what a search knew of memory to the task of a plan's column shards."""
+    place = {name: ways[0] for name, ways in _column_ways(searched).items()}
+    if not all(t.name in place for t in task.tables):
+        return task
+    order = [place[t.name] for t in task.tables]
+    return dataclasses.replace(
+        task,
+        memory_bytes=searched.memory_bytes,
+        fixed_bytes=tuple(searched.fixed_bytes[i] for i in order),
+        column_bytes=tuple(searched.column_bytes[i] for i in order),
+    )

@@ -37,7 +37,7 @@ from torchrec_neuroshard.planner.table_reader import (
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["PlacedPlanProposer", "StockPlanner", "report_full"]
+__all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan", "report_full"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,25 +55,40 @@ LEAST_SHARD_SECONDS = 5e-6
 _COLUMN_WISE = ShardingType.COLUMN_WISE.value
 
 
-class StockPlanner:
-    """TorchRec's own planner, with what the caller passed.
+class TorchRecOption(ShardingOption):
+    """A placed option of a plan that TorchRec's own planner made."""
+
+    def __init__(self, option: ShardingOption) -> None:
+        self.__dict__.update(vars(option))
+
+
+class TorchRecPlan:
+    """The plan of TorchRec's own planner, with what the caller passed.
 
     Attributes:
-        proposer: Proposes its plan in TorchRec's loop, after all others.
-        seconds: What its plans took.
+        proposer: Proposes it in TorchRec's loop, after all others.
+        seconds: What it took.
         skipped: Why there is none, where time was short.
 
     Args:
-        arguments: Of TorchRec's planner.
+        arguments: Of TorchRec's planner; proposers are copied before use.
+        module: The model.
+        sharders: Of its embedding modules.
+        storage_reservation: The planner's.
+        enumerator: The planner's: this package's, unless the caller passed one.
         reader: Knows the tables' optimizers.
         breach: Says how a plan breaks the caller's constraints on placement.
-        time_budget_seconds: Of planning as a whole.
+        time_budget_seconds: Of planning as a whole, which starts now.
     """
 
     def __init__(
         self,
         arguments: Mapping[str, Any],
         *,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        storage_reservation: StorageReservation,
+        enumerator: Any,
         reader: TableReader,
         breach: Callable[[Sequence[ShardingOption]], str | None],
         time_budget_seconds: float,
@@ -81,39 +96,15 @@ class StockPlanner:
         self.proposer = PlacedPlanProposer(self._candidate)
         self.seconds = 0.0
         self.skipped: str | None = None
-        # As they are before any use: they keep what they learn.
-        self._arguments = dict(arguments)
-        self._arguments["proposer"] = copy.deepcopy(arguments["proposer"])
+        self._arguments = arguments
+        self._job = module, sharders
+        self._storage_reservation = storage_reservation
+        self._enumerator = enumerator
         self._reader = reader
         self._breach = breach
         self._time_budget_seconds = time_budget_seconds
         self._timeout_seconds = arguments["timeout_seconds"] or math.inf
-        self._plan: frozenset[Any] | None = None
-
-    def start(
-        self,
-        module: nn.Module,
-        sharders: list[ModuleSharder[Any]],
-        storage_reservation: StorageReservation,
-        enumerator: Any,
-    ) -> None:
-        """Note what is planned, and that planning starts now.
-
-        Args:
-            module: The model.
-            sharders: Of its embedding modules.
-            storage_reservation: The planner's.
-            enumerator: The planner's: this package's, unless the caller passed one.
-        """
-        self.seconds, self.skipped, self._plan = 0.0, None, None
-        self._job = module, sharders
-        self._storage_reservation = storage_reservation
-        self._enumerator = enumerator
         self._started = time.monotonic()
-
-    def made(self, options: Sequence[ShardingOption]) -> bool:
-        """Whether these are the options of the plan to compare with."""
-        return _signature(options) == self._plan
 
     def last_resort(self) -> tuple[ShardingPlan, list[ShardingOption]]:
         """Plan where the search has no plan.
@@ -200,10 +191,9 @@ class StockPlanner:
         if obstacle := self._obstacle(options):
             logger.info("%s", obstacle)
             return None
-        self._plan = _signature(options)
         # Its costs are comparable once they come from where all others do.
         self._enumerator.populate_estimates(options)
-        return options
+        return [TorchRecOption(option) for option in options]
 
     def _obstacle(self, options: Sequence[ShardingOption]) -> str | None:
         """Why a plan of TorchRec's cannot be used, if so."""
@@ -331,16 +321,3 @@ def _is_even(options: Sequence[ShardingOption]) -> bool:
             found = {int(s.size[1]) for s in option.shards}
             widths.setdefault(option.path, set()).update(found)
     return all(len(found) == 1 for found in widths.values())
-
-
-def _signature(options: Sequence[ShardingOption]) -> frozenset[Any]:
-    """What a plan comes down to."""
-    return frozenset(
-        (
-            option.fqn,
-            option.sharding_type,
-            option.compute_kernel,
-            *((tuple(s.offset), tuple(s.size), s.rank) for s in option.shards),
-        )
-        for option in options
-    )

@@ -20,7 +20,7 @@ from torchrec.distributed.planner.storage_reservations import (
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import CacheParams, CacheStatistics, ShardingPlan
 
-from torchrec_neuroshard.planner import NeuroShardPlanner, stock
+from torchrec_neuroshard.planner import NeuroShardPlanner, torchrec_plan
 
 MakeEbc = Callable[..., EmbeddingBagCollection]
 MakePlanner = Callable[..., NeuroShardPlanner]
@@ -33,7 +33,7 @@ MOST_DRAWS = 100_000
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine, TorchRec's planner is asked."""
-    monkeypatch.setattr(stock, "LEAST_STOCK_SECONDS", 30.0)
+    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 30.0)
 
 
 def stock_planner(topology: Topology, **arguments: Any) -> EmbeddingShardingPlanner:

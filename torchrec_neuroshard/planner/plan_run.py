@@ -1,0 +1,102 @@
+"""One planning run: what was searched, which plan won, what it took."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torchrec.distributed.planner.types import Proposer, ShardingOption
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.partitioners import SearchLog
+from torchrec_neuroshard.planner.proposers import NeuroShardProposer
+from torchrec_neuroshard.planner.torchrec_plan import TorchRecOption, TorchRecPlan
+
+__all__ = ["PlanRun"]
+
+Callback = Callable[[list[ShardingOption]], list[ShardingOption]]
+
+
+class PlanRun:
+    """What is known of a run of TorchRec's loop, from its start to the plan returned.
+
+    Attributes:
+        log: The searches made.
+        torchrec: TorchRec's own plan.
+        fallback: Why that one was taken, if it was.
+        selected: The options of the plan returned; None until there is one.
+
+    Args:
+        torchrec: The candidate and last resort.
+        proposers: The planner's, without the candidate's.
+        breach: Says how a plan breaks the caller's constraints on placement.
+    """
+
+    def __init__(
+        self,
+        torchrec: TorchRecPlan,
+        proposers: Sequence[Proposer],
+        breach: Callable[[Sequence[ShardingOption]], str | None],
+    ) -> None:
+        self.log = SearchLog()
+        self.torchrec = torchrec
+        self.fallback: str | None = None
+        self.selected: list[ShardingOption] | None = None
+        self._searches = [p for p in proposers if isinstance(p, NeuroShardProposer)]
+        self._breach = breach
+        self._started = self._selected_at = time.monotonic()
+
+    def callbacks(self, given: Sequence[Callback]) -> list[Callback]:
+        """Return the caller's callbacks between those that watch over the plan."""
+        return [self._see_winner, *given, self.select]
+
+    def _see_winner(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """First of TorchRec's callbacks: sees whose plan was rated best."""
+        if not all(isinstance(o, TorchRecOption) for o in options):
+            return options
+        rating = self.torchrec.proposer.rating
+        assert rating is not None, "a plan that is returned was rated"
+        ratings = [p.best_rating for p in self._searches if p.best_rating is not None]
+        against = f"{min(ratings):.4g} ms" if ratings else "none"
+        if not self._searches:
+            against = "of the proposals given no less"
+        self.fallback = (
+            f"it is predicted to take {rating:.4g} ms, the search's {against}"
+        )
+        return options
+
+    def select(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Last of TorchRec's callbacks: sees the plan that is returned."""
+        self.selected, self._selected_at = options, time.monotonic()
+        return options
+
+    def check(self) -> None:
+        """Check the plan that is returned against the caller's constraints.
+
+        Raises:
+            ConfigError: A callback or a plan loader broke them.
+        """
+        if self.selected is not None and (breach := self._breach(self.selected)):
+            raise ConfigError(
+                f"the plan breaks placement_constraints: {breach}. A callback or a "
+                "plan loader made it so"
+            )
+
+    def seconds(self, options: float, chosen: float) -> Mapping[str, float]:
+        """Say what planning took, part by part.
+
+        Args:
+            options: What listing and estimating them took.
+            chosen: When TorchRec's loop was through (`time.monotonic()`).
+        """
+        now = time.monotonic()
+        parts = {
+            "options": options,
+            "search": self.log.seconds,
+            "stock": self.torchrec.seconds,
+            "stats": chosen - self._selected_at,
+            "result": now - chosen,
+        }
+        rest = now - self._started - math.fsum(parts.values())
+        return {**parts, "rest": max(0.0, rest)}

@@ -1,0 +1,411 @@
+"""TorchRec's options of each table as the ways that a search chooses from, and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.planner.constraints import PlacementRules
+from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.kernels import is_estimated, kernel_factors
+from torchrec_neuroshard.planner.plan_conversion import OptionShards
+from torchrec_neuroshard.planner.table_reader import (
+    OFFLOADED_KERNELS,
+    TableReader,
+    device_tier,
+    has_own_optimizer,
+    table_name,
+)
+from torchrec_neuroshard.planner.topologies import node_size
+from torchrec_neuroshard.sharding_types import COLUMN_WISE, SHARDING_TYPES, TABLE_WISE
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["FreeOption", "SearchSpace", "is_placeable", "narrowest_shard"]
+
+_TIERS = ("hbm", "ddr", "ssd")
+
+
+class FreeOption(ShardingOption):
+    """An option that stands for other ways to shard its table, too.
+
+    To parts of TorchRec's it is the option that it was made from.
+
+    Attributes:
+        ways: The options that a search may choose from, itself among them.
+    """
+
+    def __init__(self, option: ShardingOption, ways: Sequence[ShardingOption]) -> None:
+        self.__dict__.update(vars(option))
+        self._option = option
+        self.ways = tuple(ways)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingOption:
+        """Copy the option alone: it stands for nothing else where copies are made."""
+        copied: ShardingOption = copy.deepcopy(self._option, memo)
+        return copied
+
+    @staticmethod
+    def ways_of(option: ShardingOption) -> tuple[ShardingOption, ...]:
+        """Return the ways in which a proposed option's table may be sharded."""
+        return option.ways if isinstance(option, FreeOption) else (option,)
+
+
+def is_placeable(
+    option: ShardingOption, reader: TableReader, topology: Topology
+) -> bool:
+    """Whether a search may choose the option's shards and ranks.
+
+    It may where the cost model has a price and shards are cut as `sharding_types` says.
+    """
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    if kind is None or option.dependency is not None or not reader.is_costed(option):
+        return False
+    if kind.block == "rank":
+        return option.sharding_type in (TABLE_WISE, COLUMN_WISE)
+    size = kind.block_size(int(topology.world_size), node_size(topology))
+    # The first and the last shard tell: TorchRec cuts all others alike.
+    rows, shards = int(option.tensor.shape[0]), option.shards
+    part = kind.part_rows(rows, size)
+    last = min(part, max(0, rows - (size - 1) * part)) if kind.splits_rows else rows
+    return (
+        len(shards) % size == 0
+        and 0 < len(shards) <= int(topology.world_size)
+        and int(shards[0].size[1]) == int(shards[-1].size[1])
+        and (int(shards[0].size[0]), int(shards[-1].size[0])) == (part, last)
+    )
+
+
+def narrowest_shard(
+    option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
+) -> int:
+    """Columns of the narrowest shard that an option's table may be cut to."""
+    if SHARDING_TYPES[option.sharding_type].block != "rank":
+        return int(option.shards[0].size[1])
+    if option.sharding_type != COLUMN_WISE or not option.is_pooled:
+        return int(option.tensor.shape[1])
+    constraint = constraints.get(option.name)
+    asked = (constraint.min_partition if constraint else None) or COLUMN_MULTIPLE
+    width = int(option.tensor.shape[1])
+    return min(width, math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardStorage:
+    """Memory of a table's shards, as TorchRec estimates it: linear in the width."""
+
+    fixed: Mapping[str, float]
+    per_column: Mapping[str, float]
+
+    def at(self, width: int) -> Storage:
+        """Memory of a shard of `width` columns."""
+        return Storage(
+            **{
+                tier: math.ceil(self.fixed[tier] + self.per_column[tier] * width)
+                for tier in _TIERS
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What a search is asked, and how its answer becomes options again."""
+
+    options: tuple[ShardingOption, ...]
+    """Of each index of the task."""
+    task: ShardingTask
+    _storages: tuple[_ShardStorage, ...]
+    _may_be_table_wise: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls,
+        tables: Sequence[Sequence[ShardingOption]],
+        *,
+        reader: TableReader,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints],
+        enumerator: Enumerator | None,
+        memory: Sequence[Storage],
+        rules: PlacementRules,
+    ) -> SearchSpace:
+        """Describe tables and the ways in which each may be sharded.
+
+        Args:
+            tables: The ways of each table, all placeable.
+            reader: Describes them.
+            topology: The devices to plan for.
+            constraints: Table name -> TorchRec's constraints on it.
+            enumerator: Says how much memory a split takes. None: what a table needs
+                beside its weights is counted in full for each of its shards.
+            memory: What each rank has left.
+            rules: Which ranks tables may be on.
+
+        Raises:
+            PlannerError: No rank is left for a table.
+        """
+        whole = _whole_modules(tables)
+        tables = [_useful(ways, whole, rules, topology) for ways in tables]
+        options = [option for ways in tables for option in ways]
+        tier = device_tier(topology)
+        storages = _storages(options, reader, enumerator, tier)
+        kernels = [kernel_factors(o, topology) for o in options]
+        cpu = topology.compute_device == "cpu"
+        task = OptionShards.of(options, reader, topology, kernels).task
+        most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
+        return cls(
+            options=tuple(options),
+            task=dataclasses.replace(
+                task,
+                memory_bytes=tuple(max(0, getattr(m, tier)) for m in memory),
+                fixed_bytes=tuple(math.ceil(s.fixed[tier]) for s in storages),
+                column_bytes=tuple(s.per_column[tier] for s in storages),
+                min_widths=tuple(narrowest_shard(o, constraints) for o in options),
+                max_shards=tuple(most),
+                uneven=cpu,
+                **_placement_fields(options, rules),
+            ),
+            _storages=tuple(storages),
+            _may_be_table_wise=tuple(
+                _may_be_table_wise(constraints.get(o.name)) for o in options
+            ),
+        )
+
+    def placed(self, placement: Placement) -> list[ShardingOption]:
+        """Return the chosen options, with shards and ranks, in the order of tables.
+
+        A module of which some table is split gets all its column-wise options as
+        column-wise shards, so that a rank runs one kernel for them; where none is
+        split, they become table-wise as far as the constraints allow.
+        """
+        held: dict[int, list[ColumnShard]] = {}
+        for shard in placement.shards:
+            held.setdefault(shard.table, []).append(shard)
+        column_wise = {
+            self.options[way].path
+            for way, shards in held.items()
+            if self.options[way].sharding_type == COLUMN_WISE
+            and (len(shards) > 1 or not self._may_be_table_wise[way])
+        }
+        chosen = []
+        for ways in self.task.ways:
+            way = next(w for w in ways if w in held)
+            option = copy.copy(self.options[way])
+            if SHARDING_TYPES[option.sharding_type].block != "rank":
+                option.shards = _with_ranks(option, held[way])
+            else:
+                if option.path not in column_wise:
+                    option.sharding_type = TABLE_WISE
+                rows = int(option.tensor.shape[0])
+                option.shards = [
+                    Shard(
+                        size=[rows, s.width],
+                        offset=[0, s.offset],
+                        storage=self._storages[way].at(s.width),
+                        rank=s.rank,
+                    )
+                    for s in held[way]
+                ]
+            chosen.append(option)
+        return chosen
+
+
+def _with_ranks(option: ShardingOption, held: Sequence[ColumnShard]) -> list[Shard]:
+    """Copies of the option's shards, on the ranks of those held."""
+    ranks = {(s.offset, s.row_offset, i): s.rank for i, s in _numbered(held)}
+    placed = []
+    for number, shard in _numbered(option.shards):
+        row, column = (int(n) for n in shard.offset)
+        placed.append(
+            Shard(
+                size=shard.size,
+                offset=shard.offset,
+                storage=copy.copy(shard.storage),
+                perf=copy.copy(shard.perf),
+                rank=ranks[column, row, number],
+            )
+        )
+    return placed
+
+
+def _numbered(shards: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Number shards of equal offsets: replicas, and parts without rows."""
+    seen: dict[tuple[int, int], int] = {}
+    found = []
+    for shard in shards:
+        if isinstance(shard, ColumnShard):
+            key = shard.row_offset, shard.offset
+        else:
+            key = int(shard.offset[0]), int(shard.offset[1])
+        found.append((seen.get(key, 0), shard))
+        seen[key] = seen.get(key, 0) + 1
+    return found
+
+
+def _may_be_table_wise(constraint: ParameterConstraints | None) -> bool:
+    allowed = constraint.sharding_types if constraint else None
+    return not allowed or TABLE_WISE in allowed
+
+
+def _useful(
+    ways: Sequence[ShardingOption],
+    whole_modules: Collection[str],
+    rules: PlacementRules,
+    topology: Topology,
+) -> list[ShardingOption]:
+    """Leave out ways that others include, and those that rules have no ranks for.
+
+    A table that may be split may stay whole: table-wise shards are of use only where
+    another table of the module can be nothing else, so that both share a kernel.
+    """
+    size = node_size(topology)
+    name = table_name(ways[0])
+    kept = [o for o in ways if rules.permits(o, size)] if rules else list(ways)
+    columns = {o.compute_kernel for o in kept if o.sharding_type == COLUMN_WISE}
+    if not ways[0].is_pooled:
+        # Sequences are not split: table-wise shards are the same.
+        whole = {o.compute_kernel for o in kept if o.sharding_type == TABLE_WISE}
+        kept = [
+            o
+            for o in kept
+            if o.sharding_type != COLUMN_WISE or o.compute_kernel not in whole
+        ]
+    else:
+        kept = [
+            o
+            for o in kept
+            if o.sharding_type != TABLE_WISE
+            or o.compute_kernel not in columns
+            or o.path in whole_modules
+        ]
+    if rules and len(rules.company(name)) > 1:
+        # Those that lie together are moved as one: one way, the fastest.
+        alone = [o for o in kept if SHARDING_TYPES[o.sharding_type].block == "rank"]
+        kept = sorted(alone, key=is_estimated)[:1] or kept
+    return kept
+
+
+def _whole_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
+    """Modules with a table that can lie in column shards only in one piece."""
+    return {
+        ways[0].path
+        for ways in tables
+        if {
+            o.sharding_type
+            for o in ways
+            if SHARDING_TYPES[o.sharding_type].block == "rank"
+        }
+        == {TABLE_WISE}
+    }
+
+
+def _storages(
+    options: Sequence[ShardingOption],
+    reader: TableReader,
+    enumerator: Enumerator | None,
+    tier: str,
+) -> list[_ShardStorage]:
+    """Memory of each option's shards as a function of their width."""
+    found: dict[int, _ShardStorage] = {}
+    probes, probed = [], []
+    for index, option in enumerate(options):
+        if SHARDING_TYPES[option.sharding_type].block != "rank":
+            found[index] = _largest_storage(option)
+        elif enumerator is None:
+            found[index] = _bounded_storage(option)
+        else:
+            rows, width = (int(n) for n in option.tensor.shape)
+            probe = copy.copy(option)
+            probe.sharding_type = COLUMN_WISE
+            # The narrow one first; a table of four columns cannot be split.
+            widths = (COLUMN_MULTIPLE, max(width, 2 * COLUMN_MULTIPLE))
+            probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
+            probes.append(probe)
+            probed.append(index)
+    if enumerator is not None and probes:
+        enumerator.populate_estimates(probes)
+    counts_all = isinstance(enumerator, NeuroShardEnumerator)
+    for index, probe in zip(probed, probes, strict=True):
+        option = options[index]
+        narrow, wide = probe.shards
+        fixed, per_column = {}, {}
+        for name in _TIERS:
+            low, high = getattr(narrow.storage, name), getattr(wide.storage, name)
+            slope = (high - low) / (wide.size[1] - narrow.size[1])
+            per_column[name] = slope
+            fixed[name] = max(0.0, low - slope * narrow.size[1])
+        counted = has_own_optimizer(option) or counts_all
+        if counted and reader.optimizer(option) == "rowwise_adagrad":
+            # TorchRec spreads one value per row over the columns; in truth each
+            # shard keeps its own.
+            where = "ddr" if option.compute_kernel in OFFLOADED_KERNELS else tier
+            rows, width = (int(n) for n in option.tensor.shape)
+            fixed[where] += 4.0 * rows
+            per_column[where] -= 4.0 * rows / width
+        found[index] = _ShardStorage(fixed, per_column)
+    return [found[index] for index in range(len(options))]
+
+
+def _largest_storage(option: ShardingOption) -> _ShardStorage:
+    """Memory of the largest shard, whatever its width."""
+    return _ShardStorage(
+        {t: max(getattr(s.storage, t) for s in option.shards) for t in _TIERS},
+        dict.fromkeys(_TIERS, 0.0),
+    )
+
+
+def _bounded_storage(option: ShardingOption) -> _ShardStorage:
+    """Upper bound on a shard's memory from the storage of the whole table."""
+    rows, width = (int(n) for n in option.tensor.shape)
+    weights = rows * option.tensor.element_size()
+    fixed, per_column = {}, {}
+    for tier in _TIERS:
+        # Equal in all shards; of one whole table it is the table's.
+        total = sum(getattr(s.storage, tier) for s in option.shards)
+        per_column[tier] = min(weights, total / width)
+        fixed[tier] = total - per_column[tier] * width
+    return _ShardStorage(fixed, per_column)
+
+
+def _placement_fields(
+    options: Sequence[ShardingOption], rules: PlacementRules
+) -> dict[str, Any]:
+    """Fields of a task that say which ranks its tables may be on, and with whom."""
+    if not rules:
+        return {}
+    names = [table_name(o) for o in options]
+    ranks_T = tuple(rules.allowed.get(name) for name in names)
+    for name, ranks in zip(names, ranks_T, strict=True):
+        if ranks == ():
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=f"table '{name}': tables that are not searched took the last "
+                "rank that placement constraints left it",
+            )
+    ways: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        ways.setdefault(name, []).append(index)
+    together, apart = (
+        tuple(tuple(i for n in members if n in ways for i in ways[n]) for members in s)
+        for s in (rules.together, rules.apart)
+    )
+    return {
+        "allowed_ranks": tuple(ranks or () for ranks in ranks_T),
+        "together": together,
+        "apart": apart,
+    }
