@@ -39,8 +39,14 @@ from torchrec.modules.mc_modules import (
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.search import SearchConfig, Searcher, SearchResult
+from torchrec_neuroshard.search import (
+    NeuroShardSearcher,
+    SearchConfig,
+    Searcher,
+    SearchResult,
+)
 from torchrec_neuroshard.simulator import PHASES, Simulator
+from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 META = torch.device("meta")
@@ -57,7 +63,94 @@ Triples = Sequence[tuple[int, int, int]]
 """(table, width, rank) of each shard."""
 
 
-# --- cost models and searches ---
+# --- tables, tasks and searches, without TorchRec ---
+
+
+def make_tables(
+    widths: Sequence[int],
+    rows: int | Sequence[int] = 1000,
+    pooling: float | Sequence[float] = 1.0,
+    **fields: Any,
+) -> tuple[TableConfig, ...]:
+    """Tables t0, t1, ... of these widths; one number of rows stands for all."""
+    count = len(widths)
+    all_rows = [rows] * count if isinstance(rows, int) else rows
+    all_pooling = [pooling] * count if isinstance(pooling, int | float) else pooling
+    return tuple(
+        TableConfig(
+            name=f"t{i}",
+            num_embeddings=n,
+            embedding_dim=width,
+            pooling_factor=p,
+            **fields,
+        )
+        for i, (width, n, p) in enumerate(
+            zip(widths, all_rows, all_pooling, strict=True)
+        )
+    )
+
+
+def make_task(
+    tables: Sequence[TableConfig],
+    world_size: int = 2,
+    batch_size: int = 1024,
+    *,
+    memory: int = 0,
+    **fields: Any,
+) -> ShardingTask:
+    """A task whose ranks have as much memory each; 0 is no limit."""
+    if memory:
+        fields["memory_bytes"] = (memory,) * world_size
+    return ShardingTask(
+        tables=tuple(tables), world_size=world_size, batch_size=batch_size, **fields
+    )
+
+
+def draw_tables(
+    rng: np.random.Generator,
+    count: int,
+    widths: Sequence[int],
+    *,
+    most_rows: int = 10**6,
+    spread: float = 1.5,
+) -> tuple[TableConfig, ...]:
+    """Tables of 100 rows and more, most of them read seldom and some a lot."""
+    drawn = [
+        (
+            int(10 ** rng.uniform(2, np.log10(most_rows))),
+            int(rng.choice(widths)),
+            float(rng.lognormal(1.0, spread)),
+        )
+        for _ in range(count)
+    ]
+    rows, dims, pooling = zip(*drawn, strict=True)
+    return make_tables(dims, rows, pooling)
+
+
+def draw_memory(
+    rng: np.random.Generator,
+    tables: Sequence[TableConfig],
+    world_size: int,
+    *,
+    total: float,
+    evenness: float = 40.0,
+) -> tuple[int, ...]:
+    """Ranks of unlike memory, together `total` times what the weights take."""
+    share = rng.dirichlet(np.full(world_size, evenness))
+    size = total * sum(t.weight_bytes for t in tables)
+    return tuple(int(size * s) for s in share)
+
+
+def search(
+    task: ShardingTask,
+    config: SearchConfig | None = None,
+    cost_model: CostModel | None = None,
+    comms_model: CommsModel | None = None,
+) -> SearchResult:
+    """What the default search finds."""
+    return NeuroShardSearcher(config).search(
+        task, cost_model or AnalyticCostModel(), comms_model or AnalyticCommsModel()
+    )
 
 
 def analytic() -> dict[str, Any]:
