@@ -7,7 +7,8 @@ those of `torchrec_neuroshard.testing`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,14 @@ from torchrec.modules.mc_modules import (
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.record_store import CommsStore, RecordStore
+from torchrec_neuroshard.records import (
+    CommsHeader,
+    CommsRecord,
+    CostRecord,
+    Fingerprint,
+    RunHeader,
+)
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
     SearchConfig,
@@ -196,6 +205,77 @@ class FixedSearcher(Searcher):
             num_evaluated=7,
             warnings=("from the search",),
         )
+
+
+# --- records of measurements ---
+
+
+def make_fingerprint(device: str = "test device", **fields: Any) -> Fingerprint:
+    known = {"device_type": "cpu", "num_threads": 1, "torch": "2", "fbgemm": "1"}
+    return Fingerprint(device=device, **{**known, **fields})
+
+
+def make_header(device: str = "test device", **fields: Any) -> RunHeader:
+    """Of a run that measured kernels."""
+    known: dict[str, Any] = {
+        "fingerprint": make_fingerprint(device),
+        "reference_ms": 8.0,
+        "seed": 0,
+        "sampling": {},
+        "command": "neuroshard collect compute",
+        "created": "2026-01-01T00:00:00+00:00",
+    }
+    return RunHeader(**{**known, **fields})
+
+
+def make_comms_header(
+    world_size: int = 2,
+    backend: str = "gloo",
+    device: str = "test device",
+    **fields: Any,
+) -> CommsHeader:
+    """Of a run that measured collectives on one node."""
+    plain = make_header(
+        device, reference_ms=1.0, command="neuroshard collect comms", **fields
+    )
+    return CommsHeader(
+        **{f.name: getattr(plain, f.name) for f in dataclasses.fields(RunHeader)},
+        backend=backend,
+        world_size=world_size,
+        local_world_size=world_size,
+        intra_gb_per_s=2.0,
+        inter_gb_per_s=0.0,
+    )
+
+
+def make_record(
+    tables: Sequence[TableConfig],
+    fwd_ms: float = 1.0,
+    bwd_ms: float = 2.0,
+    **fields: Any,
+) -> CostRecord:
+    """A set of tables that was measured in one pass each way."""
+    known: dict[str, Any] = {
+        "index": 0,
+        "batch_size": 16,
+        "tables": tuple(tables),
+        "fwd_raw_ms": (fwd_ms,),
+        "bwd_raw_ms": (bwd_ms,),
+        "fwd_ms": fwd_ms,
+        "bwd_ms": bwd_ms,
+    }
+    return CostRecord(**{**known, **fields})
+
+
+def write_records(
+    path: Path, header: RunHeader, records: Iterable[CostRecord | CommsRecord]
+) -> Path:
+    """A finished file, of collectives where the header is of them."""
+    kind: Any = CommsStore if isinstance(header, CommsHeader) else RecordStore
+    with kind(path, header) as store:
+        for record in records:
+            store.append(record)
+    return path
 
 
 # --- TorchRec's tables, models and sharders ---
