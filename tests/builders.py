@@ -58,7 +58,7 @@ from torchrec_neuroshard.simulator import PHASES, Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 MIB, GIB = 2**20, 2**30
 QUICK = SearchConfig(
     beam_width=1, num_candidates=4, refine=False, time_budget_seconds=60.0
@@ -296,11 +296,13 @@ def bag_config(
     )
 
 
-def bags(*tables: EmbeddingBagConfig, weighted: bool = False) -> EmbeddingBagCollection:
+def bags(
+    *tables: EmbeddingBagConfig, weighted: bool = False, device: torch.device = META
+) -> EmbeddingBagCollection:
     """The tables given, else three of a kind."""
     return EmbeddingBagCollection(
         tables=list(tables or map(bag_config, range(3))),
-        device=META,
+        device=device,
         is_weighted=weighted,
     )
 
@@ -327,7 +329,7 @@ def make_ebc(
         )
         for i, (rows, dim) in enumerate(sizes)
     ]
-    return EmbeddingBagCollection(tables=tables, device=META, is_weighted=weighted)
+    return bags(*tables, weighted=weighted)
 
 
 def sequences(*dims: int, rows: int = 1000, prefix: str = "s") -> EmbeddingCollection:
@@ -368,7 +370,7 @@ def managed_collisions(
     modules = {
         t.name: MCHManagedCollisionModule(
             zch_size=t.num_embeddings,
-            device=torch.device("cpu"),
+            device=CPU,
             eviction_policy=DistanceLFU_EvictionPolicy(),
             eviction_interval=eviction_interval,
             buckets=buckets,
