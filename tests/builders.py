@@ -7,8 +7,12 @@ those of `torchrec_neuroshard.testing`.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,6 +41,7 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
+from torchrec_neuroshard.collect.timing import PassCounts
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner
@@ -70,6 +75,24 @@ CPU_SIZES = [(1000, 16), (2000, 32), (3000, 64), (4000, 128), (500, 8)]
 
 Triples = Sequence[tuple[int, int, int]]
 """(table, width, rank) of each shard."""
+
+
+ATTACHES_OPTIMIZERS = [
+    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
+    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
+]
+"""Marks of tests that give tables an optimizer as TorchRec's users do; torch warns of
+modules of its own."""
+
+
+def load_script(path: Path) -> ModuleType:
+    """A Python file that is in no package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # its dataclasses look themselves up here
+    spec.loader.exec_module(module)
+    return module
 
 
 # --- tables, tasks and searches, without TorchRec ---
@@ -176,7 +199,7 @@ def result_of(
         placement=placement,
         predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
         lower_bound_ms=0.0,
-        gap=0.0,
+        gap=math.inf,
         search_seconds=0.0,
         num_evaluated=1,
     )
@@ -208,6 +231,12 @@ class FixedSearcher(Searcher):
 
 
 # --- records of measurements ---
+
+
+ONE_PASS = PassCounts(
+    warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
+)
+"""Measures next to nothing."""
 
 
 def make_fingerprint(device: str = "test device", **fields: Any) -> Fingerprint:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
 from tests.builders import (
+    load_script,
     make_fingerprint,
     make_header,
     make_record,
@@ -28,17 +27,9 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 CPU = torch.device("cpu")
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("case", ["uneven", "four ways", "narrow"])
 def test_parts_of_tables_equal_whole_ones(case: str) -> None:
-    columns = load("columns")
+    columns = load_script(FOLDER / "columns.py")
     tables = columns.whole_tables(500, 16, "fp32")
     widths = columns.CASES[case]
     assert [sum(w) for w in widths] == [t.embedding_dim for t in tables]
@@ -47,7 +38,7 @@ def test_parts_of_tables_equal_whole_ones(case: str) -> None:
 
 
 def test_parts_that_read_other_ids_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = load("columns")
+    columns = load_script(FOLDER / "columns.py")
     tables = columns.whole_tables(500, 16, "fp32")
     repeat = columns.repeat_inputs
 
@@ -72,7 +63,7 @@ def record(index: int, fwd_ms: float, bwd_ms: float) -> CostRecord:
 
 
 def test_shares_of_the_bandwidth_by_hand() -> None:
-    bandwidth = load("bandwidth")
+    bandwidth = load_script(FOLDER / "bandwidth.py")
     sets = build_sets([record(0, 1.0, 4.0), record(1, 2.0, 4.0)])
     found = bandwidth.shares(sets, copy_gb_per_s=2.0)
     lookups, width, samples = 1024, 32 * 4, 256

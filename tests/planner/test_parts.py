@@ -22,6 +22,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
+    ATTACHES_OPTIMIZERS,
     QUICK,
     FixedSearcher,
     analytic,
@@ -43,11 +44,7 @@ from torchrec_neuroshard.planner import (
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
-# Attaching an optimizer to a table, as TorchRec's users do.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
-    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
-]
+pytestmark = ATTACHES_OPTIMIZERS
 
 SIZES = [(1000, 16), (2000, 256), (3000, 64), (500, 8)]
 

@@ -13,7 +13,13 @@ from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from tests.builders import bag_sharders, gpus, make_ebc, stock_planner
+from tests.builders import (
+    ATTACHES_OPTIMIZERS,
+    bag_sharders,
+    gpus,
+    make_ebc,
+    stock_planner,
+)
 from torchrec_neuroshard.errors import PlacementError, ProfileError
 from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.plan_conversion import (
@@ -29,11 +35,7 @@ from torchrec_neuroshard.planner.table_reader import (
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 
-# Attaching an optimizer to a table, as TorchRec's users do.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
-    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
-]
+pytestmark = ATTACHES_OPTIMIZERS
 
 Constraints = dict[str, ParameterConstraints]
 
