@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -14,18 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.builders import load_script
 from torchrec_neuroshard.planner.find_comms import GB_PER_S
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up here
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.distributed
@@ -53,7 +44,7 @@ def test_training_plans_first_and_the_loss_falls(num_ranks: int) -> None:
 
 @pytest.fixture(scope="module")
 def plan_on_cpu() -> Iterator[ModuleType]:
-    yield load("plan_on_cpu")
+    yield load_script(EXAMPLES / "plan_on_cpu.py")
 
 
 def test_plan_for_gpus_places_all_columns_and_names_its_sources(
@@ -103,7 +94,7 @@ def test_plan_for_gpus_says_why_there_is_none(
 
 @pytest.fixture(scope="module")
 def profile_my_data() -> Iterator[ModuleType]:
-    yield load("profile_my_data")
+    yield load_script(EXAMPLES / "profile_my_data.py")
 
 
 def test_profiles_survive_the_file(

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.builders import GIB, make_tables, make_task
 from torchrec_neuroshard.errors import (
     ConfigError,
     InfeasibleError,
@@ -21,20 +22,13 @@ from torchrec_neuroshard.placement import (
 )
 from torchrec_neuroshard.tables import TableConfig
 
-GIB = 2**30
+
+def small_tables(*widths: int) -> tuple[TableConfig, ...]:
+    return make_tables(widths, [100 * (i + 1) for i in range(len(widths))])
 
 
-def tables(*widths: int) -> tuple[TableConfig, ...]:
-    return tuple(
-        TableConfig(name=f"t{i}", num_embeddings=100 * (i + 1), embedding_dim=w)
-        for i, w in enumerate(widths)
-    )
-
-
-def make_task(*widths: int, world_size: int = 4, **options: Any) -> ShardingTask:
-    return ShardingTask(
-        tables=tables(*widths), world_size=world_size, batch_size=8, **options
-    )
+def small_task(*widths: int, world_size: int = 4, **options: Any) -> ShardingTask:
+    return make_task(small_tables(*widths), world_size, 8, **options)
 
 
 @st.composite
@@ -48,7 +42,7 @@ def triples(draw: st.DrawFn) -> tuple[ShardingTask, list[tuple[int, int, int]]]:
             piece = 4 * draw(st.integers(1, width // 4))
             pieces.append((i, piece, draw(st.integers(0, world_size - 1))))
             width -= piece
-    return make_task(*widths, world_size=world_size), draw(st.permutations(pieces))
+    return small_task(*widths, world_size=world_size), draw(st.permutations(pieces))
 
 
 @settings(deadline=None, max_examples=60)
@@ -75,20 +69,20 @@ def test_every_column_is_placed_once(
 
 
 def test_fixed_bytes_are_paid_per_shard() -> None:
-    task = make_task(8, 8, fixed_bytes=(1_000, 0), column_bytes=(10.0, 1.0))
+    task = small_task(8, 8, fixed_bytes=(1_000, 0), column_bytes=(10.0, 1.0))
     placement = Placement.from_widths(4, [(0, 4, 0), (0, 4, 2), (1, 8, 2)])
     assert placement.rank_bytes(task) == [1_040, 0, 1_048, 0]
     assert task.shard_bytes(0, 8) == 1_080
 
 
 def test_defaults_are_filled() -> None:
-    task = make_task(8, 16)
+    task = small_task(8, 16)
     assert task.local_world_size == 4
     assert list(task.column_bytes) == [400, 800]
     assert task.min_widths == (4, 4)
     assert task.max_shards == (4, 4)
     assert task.num_groups == 1
-    assert make_task(8, 16, groups=(0, 2)).num_groups == 3
+    assert small_task(8, 16, groups=(0, 2)).num_groups == 3
 
 
 @pytest.mark.parametrize(
@@ -126,12 +120,12 @@ def test_memory_is_shown_in_units_that_fit(num_bytes: float, shown: str) -> None
 )
 def test_bad_tasks_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_task(8, 16, **options)
+        small_task(8, 16, **options)
 
 
 def test_task_needs_tables() -> None:
     with pytest.raises(TableError, match="no tables given"):
-        make_task()
+        small_task()
 
 
 @pytest.mark.parametrize(
@@ -159,24 +153,30 @@ def test_task_needs_tables() -> None:
 def test_broken_placements_are_refused(
     shards: list[tuple[int, int, int, int]], message: str
 ) -> None:
-    task = make_task(8, 16, min_widths=(4, 8), max_shards=(1, 4))
+    task = small_task(8, 16, min_widths=(4, 8), max_shards=(1, 4))
     placement = Placement(4, tuple(ColumnShard(*s) for s in shards))
     with pytest.raises(PlacementError, match=message):
         placement.check(task)
 
 
 def test_a_table_may_be_narrower_than_the_narrowest_shard() -> None:
-    task = make_task(8, min_widths=(32,))
-    Placement.from_widths(4, [(0, 8, 1)]).check(task)
+    task = small_task(8, min_widths=(32,))
+    whole = Placement.from_widths(4, [(0, 8, 1)])
+    whole.check(task)
+    assert whole.shards[0].width < task.min_widths[0]
+    with pytest.raises(
+        PlacementError, match=r"a shard is 4 wide; widths .* at least 32"
+    ):
+        Placement.from_widths(4, [(0, 4, 0), (0, 4, 1)]).check(task)
 
 
 def test_other_world_size_is_refused() -> None:
     with pytest.raises(PlacementError, match="for 2 ranks, the task has 4"):
-        Placement.from_widths(2, [(0, 8, 1)]).check(make_task(8))
+        Placement.from_widths(2, [(0, 8, 1)]).check(small_task(8))
 
 
 def test_full_rank_is_named() -> None:
-    task = make_task(8, 8, column_bytes=(GIB, GIB), memory_bytes=(9 * GIB,) * 4)
+    task = small_task(8, 8, column_bytes=(GIB, GIB), memory_bytes=(9 * GIB,) * 4)
     Placement.from_widths(4, [(0, 8, 1), (1, 8, 2)]).check(task)
     with pytest.raises(InfeasibleError, match=r"rank 1 holds 16\.00 GiB, it has 9\.00"):
         Placement.from_widths(4, [(0, 8, 1), (1, 8, 1)]).check(task)
@@ -198,7 +198,7 @@ def test_bad_json_is_refused(data: Any) -> None:
 
 
 def test_rules_on_company_are_put_in_order() -> None:
-    task = make_task(
+    task = small_task(
         8,
         8,
         8,
@@ -212,10 +212,10 @@ def test_rules_on_company_are_put_in_order() -> None:
     assert task.allowed_ranks == ((1, 3), (), (), (), ())
     assert task.together == ((0, 1, 2),)
     assert task.max_shards == (1, 1, 1, 2, 1)
-    assert make_task(8, 8, allowed_ranks=((), (1, 3))).max_shards == (4, 2)
+    assert small_task(8, 8, allowed_ranks=((), (1, 3))).max_shards == (4, 2)
     assert task.apart == ((1, 3), (3, 4))
     assert task.is_constrained
-    free = make_task(8, 8, allowed_ranks=((), range(4)), together=((1,),))
+    free = small_task(8, 8, allowed_ranks=((), range(4)), together=((1,),))
     assert free.max_shards == (4, 1) and not free.is_constrained
 
 
@@ -235,7 +235,7 @@ def test_impossible_rules_on_company_are_named(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_task(8, 8, **options)
+        small_task(8, 8, **options)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_impossible_rules_on_company_are_named(
 def test_rules_on_company_are_kept(
     pieces: list[tuple[int, int, int]], message: str
 ) -> None:
-    task = make_task(
+    task = small_task(
         8, 8, 8, allowed_ranks=((), (0, 1), ()), together=((0, 1),), apart=((0, 2),)
     )
     fine = [(0, 8, 0), (1, 8, 0), (2, 4, 1), (2, 4, 3)]

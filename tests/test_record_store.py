@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.builders import make_header, make_record, write_records
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.record_store import (
@@ -16,18 +17,11 @@ from torchrec_neuroshard.record_store import (
     read_header,
     read_records,
 )
-from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.records import CostRecord, RunHeader
 from torchrec_neuroshard.tables import TableConfig
 
-HEADER = RunHeader(
-    fingerprint=Fingerprint(
-        device="cpu x", device_type="cpu", num_threads=1, torch="2.13", fbgemm="1.8"
-    ),
-    reference_ms=2.5,
-    seed=3,
-    sampling={"max_shards": 4, "widths": [4, 64]},
-    command="neuroshard collect compute",
-    created="2026-01-01T00:00:00+00:00",
+HEADER = make_header(
+    "cpu x", reference_ms=2.5, seed=3, sampling={"max_shards": 4, "widths": [4, 64]}
 )
 
 
@@ -51,24 +45,21 @@ def record(index: int) -> CostRecord:
         data_type="fp16",
         optimizer="sgd",
     )
-    return CostRecord(
+    return make_record(
+        (table, dataclasses.replace(table, name="other")),
+        1.1,
+        2.2,
         index=index,
         repeat_of=index - 1 if index % 2 else None,
         held_out=index % 3 == 0,
-        batch_size=16,
-        tables=(table, dataclasses.replace(table, name="other")),
         fwd_raw_ms=(1.0, 1.5),
         bwd_raw_ms=(3.0, 2.5),
         ref_raw_ms=(2.0, 2.25),
-        fwd_ms=1.1,
-        bwd_ms=2.2,
     )
 
 
 def write(path: Path, *indices: int, header: RunHeader = HEADER) -> None:
-    with RecordStore(path, header) as store:
-        for index in indices:
-            store.append(record(index))
+    write_records(path, header, map(record, indices))
 
 
 def write_and_be_killed(path: Path, *indices: int) -> None:
@@ -170,7 +161,7 @@ def test_other_runs_are_refused(tmp_path: Path) -> None:
         HEADER, fingerprint=dataclasses.replace(HEADER.fingerprint, torch="9")
     )
     journal_path(path).write_text(json.dumps(foreign.to_json()) + "\n")
-    with pytest.raises(RecordMismatchError, match=r"torch: '2\.13' against '9'"):
+    with pytest.raises(RecordMismatchError, match=r"torch: '2' against '9'"):
         read_records([path])
 
 

@@ -6,26 +6,22 @@ from typing import Any
 
 import pytest
 
+from tests.builders import make_fingerprint, make_header, make_record
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.records import (
     CostRecord,
-    Fingerprint,
     RunHeader,
     steady_records,
 )
 from torchrec_neuroshard.tables import TableConfig
 
-FINGERPRINT = Fingerprint(
-    device="cpu x", device_type="cpu", num_threads=1, torch="2.13.0", fbgemm="1.8.0"
-)
-HEADER = RunHeader(
+FINGERPRINT = make_fingerprint("cpu x", torch="2.13.0", fbgemm="1.8.0")
+HEADER = make_header(
     fingerprint=FINGERPRINT,
     reference_ms=2.5,
     seed=3,
     sampling={"max_shards": 4, "widths": [4, 64]},
-    command="neuroshard collect compute",
-    created="2026-01-01T00:00:00+00:00",
 )
 TABLE = TableConfig(
     name="t",
@@ -39,16 +35,12 @@ TABLE = TableConfig(
 def record(**options: Any) -> CostRecord:
     fields: dict[str, Any] = {
         "index": 7,
-        "batch_size": 16,
-        "tables": (TABLE,),
         "fwd_raw_ms": (1.0, 1.5, 0.5),
         "bwd_raw_ms": (3.0, 2.5, 2.5),
         "ref_raw_ms": (2.0, 2.0, 1.0),
-        "fwd_ms": 1.0,
-        "bwd_ms": 2.5,
         **options,
     }
-    return CostRecord(**fields)
+    return make_record(**{"tables": (TABLE,), "bwd_ms": 2.5, **fields})
 
 
 def test_total_and_spread_by_hand() -> None:

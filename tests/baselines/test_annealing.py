@@ -83,7 +83,9 @@ def test_memory_is_kept_all_along() -> None:
     sizes = [task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)]
     cap = int(1.05 * max(sum(sizes) / 3, *sizes))
     task = dataclasses.replace(task, memory_bytes=(cap,) * 3)
-    AnnealingSearcher(QUICK).search(task, *MODELS).placement.check(task)
+    placement = AnnealingSearcher(QUICK).search(task, *MODELS).placement
+    placement.check(task)
+    assert max(placement.rank_bytes(task)) <= cap
 
 
 def test_seeds_and_budgets() -> None:

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from tests.baselines.common import Tasks, as_searcher, equal_weights
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.baselines.autoshard import (
     AutoShardConfig,
     AutoShardNet,
@@ -17,8 +19,6 @@ from torchrec_neuroshard.baselines.autoshard import (
 from torchrec_neuroshard.baselines.heuristics import RandomSearcher
 from torchrec_neuroshard.baselines.policies import (
     POLICY_FEATURES,
-    Policy,
-    PolicyInfo,
     arrange,
     policy_log_probs,
     roll_out,
@@ -32,17 +32,8 @@ from torchrec_neuroshard.baselines.policy_training import (
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.simulator import PredictedCosts
-from torchrec_neuroshard.tables import TableConfig
 
-Tasks = tuple[tuple[ShardingTask, ...], tuple[ShardingTask, ...]]
 QUICK = AutoShardConfig(iterations=24, steps=240, cost_updates=10, cost_batch=128)
-
-
-def as_searcher(net: AutoShardNet) -> AutoShardSearcher:
-    info = PolicyInfo(
-        method="autoshard", name="test", hardware="none", ranges={}, trained_on={}
-    )
-    return AutoShardSearcher(Policy(net.eval(), info))
 
 
 def steps(
@@ -55,11 +46,6 @@ def steps(
     for iteration in range(count):
         trainer.step(iteration)
     return trainer
-
-
-def equal_weights(a: AutoShardTrainer, b: AutoShardTrainer) -> bool:
-    states = a.net.state_dict(), b.net.state_dict()
-    return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 def test_settings_are_the_papers() -> None:
@@ -142,7 +128,10 @@ def test_trained_policy_beats_random_on_unseen_tables_and_ranks(
     trainer: AutoShardTrainer, policy_tasks: Tasks, policy_costs: SimulatedPlans
 ) -> None:
     (found,) = compare(
-        as_searcher(trainer.net), [RandomSearcher()], policy_tasks[1], policy_costs
+        as_searcher(AutoShardSearcher, trainer.net),
+        [RandomSearcher()],
+        policy_tasks[1],
+        policy_costs,
     )
     assert found.num_pairs >= 15
     assert found.high < -0.05
@@ -197,15 +186,7 @@ def test_buffer_keeps_the_latest(
 
 
 def test_overflow_is_a_negative_reward(policy_costs: SimulatedPlans) -> None:
-    task = ShardingTask(
-        tables=tuple(
-            TableConfig(name=f"t{i}", num_embeddings=600, embedding_dim=4)
-            for i in range(3)
-        ),
-        world_size=2,
-        batch_size=64,
-        memory_bytes=(1000 * 16, 1000 * 16),
-    )
+    task = make_task(make_tables([4] * 3, 600), 2, 64, memory=16_000)
     trainer = AutoShardTrainer((task,), policy_costs, QUICK)
     # Two of three tables share a rank whatever is chosen: 1,200 of 1,000 rows.
     assert trainer.step(0)["reward"] == pytest.approx(-0.2)

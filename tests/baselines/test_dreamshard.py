@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tests.baselines.common import Tasks, as_searcher, equal_weights
 from torchrec_neuroshard.baselines.dreamshard import (
     DreamShardConfig,
     DreamShardNet,
@@ -16,8 +17,6 @@ from torchrec_neuroshard.baselines.dreamshard import (
 )
 from torchrec_neuroshard.baselines.heuristics import RandomSearcher
 from torchrec_neuroshard.baselines.policies import (
-    Policy,
-    PolicyInfo,
     arrange,
     roll_out,
     view_task,
@@ -31,18 +30,10 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.simulator import PredictedCosts
 
-Tasks = tuple[tuple[ShardingTask, ...], tuple[ShardingTask, ...]]
 QUICK = DreamShardConfig(
     iterations=5, cost_updates=60, policy_updates=40, learning_rate=2e-3
 )
 BRIEF = DreamShardConfig(iterations=3, cost_updates=4, policy_updates=2)
-
-
-def as_searcher(net: DreamShardNet) -> DreamShardSearcher:
-    info = PolicyInfo(
-        method="dreamshard", name="test", hardware="none", ranges={}, trained_on={}
-    )
-    return DreamShardSearcher(Policy(net.eval(), info))
 
 
 def trained(
@@ -54,11 +45,6 @@ def trained(
     for iteration in range(config.iterations):
         trainer.step(iteration)
     return trainer
-
-
-def equal_weights(a: DreamShardTrainer, b: DreamShardTrainer) -> bool:
-    states = a.net.state_dict(), b.net.state_dict()
-    return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +106,10 @@ def test_trained_policy_beats_random_on_unseen_tables_and_ranks(
     sizes = [{task.world_size for task in part} for part in policy_tasks]
     assert not sizes[0] & sizes[1]
     (found,) = compare(
-        as_searcher(trainer.net), [RandomSearcher()], policy_tasks[1], policy_costs
+        as_searcher(DreamShardSearcher, trainer.net),
+        [RandomSearcher()],
+        policy_tasks[1],
+        policy_costs,
     )
     assert found.num_pairs >= 15
     assert found.high < -0.05
@@ -175,7 +164,7 @@ def test_plans_are_costed_by_whatever_measures_them(
     for iteration in range(2):
         trainer.step(iteration)
     assert len(measured) == 14
-    as_searcher(trainer.net).search(
+    as_searcher(DreamShardSearcher, trainer.net).search(
         policy_tasks[1][0], policy_costs.cost_model, policy_costs.comms_for(3)
     )
     assert len(measured) == 14

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.baselines.heuristics import (
     GREEDY_KEYS,
     CostGreedySearcher,
@@ -12,25 +13,18 @@ from torchrec_neuroshard.baselines.heuristics import (
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.base import Searcher
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 MODELS = AnalyticCostModel(), AnalyticCommsModel()
 
 
-def task(memory: int = 0, widths: tuple[int, ...] = (64, 32, 32, 16)) -> ShardingTask:
-    return ShardingTask(
-        tables=tuple(
-            TableConfig(name=f"t{i}", num_embeddings=1000, embedding_dim=w)
-            for i, w in enumerate(widths)
-        ),
-        world_size=2,
-        batch_size=512,
-        memory_bytes=(memory, memory) if memory else (),
-    )
+def small_task(
+    memory: int = 0, widths: tuple[int, ...] = (64, 32, 32, 16)
+) -> ShardingTask:
+    return make_task(make_tables(widths), 2, 512, memory=memory)
 
 
-def ranks(searcher: Searcher, problem: ShardingTask) -> list[int]:
+def ranks_of(searcher: Searcher, problem: ShardingTask) -> list[int]:
     placement = searcher.search(problem, *MODELS).placement
     assert len(placement.shards) == len(problem.tables)  # whole tables only
     return [s.rank for s in placement.shards]
@@ -38,24 +32,18 @@ def ranks(searcher: Searcher, problem: ShardingTask) -> list[int]:
 
 def test_largest_first_on_the_emptiest_rank() -> None:
     # 64 | 32 -> 64 | 32 + 32 -> 64 + 16 | 64
-    assert ranks(GreedySearcher("dim"), task()) == [0, 1, 1, 0]
+    assert ranks_of(GreedySearcher("dim"), small_task()) == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("key", GREEDY_KEYS)
 def test_every_key_balances_what_it_names(key: str) -> None:
     rng = np.random.default_rng(1)
-    tables = tuple(
-        TableConfig(
-            name=f"t{i}",
-            num_embeddings=int(rng.integers(10, 10**6)),
-            embedding_dim=4 * int(rng.integers(1, 33)),
-            pooling_factor=float(rng.uniform(0, 30)),
-        )
-        for i in range(40)
-    )
-    problem = ShardingTask(tables=tables, world_size=4, batch_size=512)
+    rows, widths = rng.integers(10, 10**6, 40), 4 * rng.integers(1, 33, 40)
+    pooling = rng.uniform(0, 30, 40)
+    tables = make_tables(widths.tolist(), rows.tolist(), pooling.tolist())
+    problem = make_task(tables, 4, 512)
     held = np.zeros(4)
-    for table, rank in zip(tables, ranks(GreedySearcher(key), problem), strict=True):
+    for table, rank in zip(tables, ranks_of(GreedySearcher(key), problem), strict=True):
         held[rank] += GREEDY_KEYS[key](table)
     # Who goes on the emptiest rank ends at most (1 - 1 / W) of itself above the mean.
     largest = max(GREEDY_KEYS[key](t) for t in tables)
@@ -65,19 +53,23 @@ def test_every_key_balances_what_it_names(key: str) -> None:
 def test_a_full_rank_is_not_offered() -> None:
     # By columns rank 0 would be next, but it holds the 64 columns and is full.
     memory = 64 * 4000
-    assert ranks(GreedySearcher("dim"), task(memory, (64, 32, 32))) == [0, 1, 1]
+    assert ranks_of(GreedySearcher("dim"), small_task(memory, (64, 32, 32))) == [
+        0,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("searcher", [GreedySearcher("size"), RandomSearcher()])
 def test_a_table_that_fits_nowhere_is_named(searcher: Searcher) -> None:
     with pytest.raises(InfeasibleError, match=r"table 't\d' needs .* KiB; the freest"):
-        searcher.search(task(32 * 4000), *MODELS)
+        searcher.search(small_task(32 * 4000), *MODELS)
 
 
 def test_random_follows_its_seed() -> None:
-    problem = task(widths=(16,) * 30)
-    assert ranks(RandomSearcher(3), problem) == ranks(RandomSearcher(3), problem)
-    assert ranks(RandomSearcher(3), problem) != ranks(RandomSearcher(4), problem)
+    problem = small_task(widths=(16,) * 30)
+    assert ranks_of(RandomSearcher(3), problem) == ranks_of(RandomSearcher(3), problem)
+    assert ranks_of(RandomSearcher(3), problem) != ranks_of(RandomSearcher(4), problem)
 
 
 def test_unknown_key_lists_the_known_ones() -> None:
@@ -100,27 +92,12 @@ def test_unknown_key_lists_the_known_ones() -> None:
 )
 def test_greedies_by_hand(key: str, expected: list[int]) -> None:
     rows, widths, pooling = (250, 100, 50, 25), (4, 8, 12, 16), (1.0, 3.0, 1.0, 2.0)
-    tables = tuple(
-        TableConfig(name=f"t{i}", num_embeddings=r, embedding_dim=w, pooling_factor=p)
-        for i, (r, w, p) in enumerate(zip(rows, widths, pooling, strict=True))
-    )
-    problem = ShardingTask(tables=tables, world_size=2, batch_size=256)
-    assert ranks(GreedySearcher(key), problem) == expected
+    problem = make_task(make_tables(widths, rows, pooling), 2, 256)
+    assert ranks_of(GreedySearcher(key), problem) == expected
 
 
 def test_cost_greedy_balances_predicted_costs() -> None:
-    problem = ShardingTask(
-        tables=tuple(
-            TableConfig(
-                name=name,
-                num_embeddings=10**4,
-                embedding_dim=16,
-                pooling_factor=lookups,
-            )
-            for name, lookups in zip("abcde", (1.0, 8.0, 5.0, 4.0, 2.0), strict=True)
-        ),
-        world_size=2,
-        batch_size=512,
-    )
+    tables = make_tables([16] * 5, 10**4, [1.0, 8.0, 5.0, 4.0, 2.0])
+    problem = make_task(tables, 2, 512)
     # 8 | 5 -> 8 | 5 + 4 -> 8 + 2 | 9 -> 10 | 9 + 1
-    assert ranks(CostGreedySearcher(), problem) == [1, 0, 1, 1, 0]
+    assert ranks_of(CostGreedySearcher(), problem) == [1, 0, 1, 1, 0]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.cases import sample_task
 
@@ -21,17 +21,7 @@ EXACT = MilpConfig(relative_gap=0.0)
 
 
 def alike(count: int, world_size: int, width: int = 16, **kwargs: Any) -> ShardingTask:
-    return ShardingTask(
-        tables=tuple(
-            TableConfig(
-                name=f"t{i}", num_embeddings=1000, embedding_dim=width, pooling_factor=9
-            )
-            for i in range(count)
-        ),
-        world_size=world_size,
-        batch_size=1024,
-        **kwargs,
-    )
+    return make_task(make_tables([width] * count, pooling=9), world_size, **kwargs)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,11 +7,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.builders import make_fingerprint, make_tables, make_task
 from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.baselines.neuroshard import (
     NeuroShardConfig,
@@ -31,43 +33,35 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
 )
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.records import Fingerprint
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchResult
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 COMPUTE, COMMS = AnalyticCostModel(), AnalyticCommsModel(gb_per_s=1.0)
 QUICK = NeuroShardConfig(max_rounds=3, costs="shared")
 
 
-def make_task(
+def drawn_task(
     widths: tuple[int, ...],
     world_size: int = 2,
     seed: int = 0,
     *,
     rows: tuple[int, ...] = (),
     pooling: tuple[int, ...] = (),
-    **rest: object,
+    **rest: Any,
 ) -> ShardingTask:
     """Rows and pooling factors are drawn where they are not given."""
     rng = np.random.default_rng(seed)
     drawn_rows = rng.integers(100, 100_000, len(widths)).tolist()
     drawn_pooling = rng.integers(1, 40, len(widths)).tolist()
-    tables = tuple(
-        TableConfig(name=f"t{i}", num_embeddings=r, embedding_dim=w, pooling_factor=p)
-        for i, (w, r, p) in enumerate(
-            zip(widths, rows or drawn_rows, pooling or drawn_pooling, strict=True)
-        )
-    )
-    fields = {"world_size": world_size, "batch_size": 1024, **rest}
-    return ShardingTask(tables=tables, **fields)  # type: ignore[arg-type]
+    tables = make_tables(widths, rows or drawn_rows, pooling or drawn_pooling)
+    return make_task(tables, world_size, **rest)
 
 
 def random_task(seed: int, world_size: int = 3) -> ShardingTask:
     rng = np.random.default_rng(seed)
     widths = tuple(int(w) for w in rng.choice((4, 8, 12, 32, 64, 128), 9))
-    return make_task(widths, world_size, seed)
+    return drawn_task(widths, world_size, seed)
 
 
 def make_loops(
@@ -77,7 +71,7 @@ def make_loops(
     return NeuroShardLoops(task, costs, config or NeuroShardConfig())
 
 
-def search(task: ShardingTask, config: NeuroShardConfig = QUICK) -> SearchResult:
+def paper_search(task: ShardingTask, config: NeuroShardConfig = QUICK) -> SearchResult:
     return PaperSearcher(config).search(task, COMPUTE, COMMS)
 
 
@@ -140,7 +134,7 @@ def test_greedy_is_the_rule_worked_out_anew() -> None:
 def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
     # By cost: a, b, c. After a | b, c goes to b's rank though both then cost more
     # than a's; and with a cap of 1.0 columns decide: 8 + 8 | 16.
-    task = make_task((16, 8, 8), pooling=(5, 9, 8))
+    task = drawn_task((16, 8, 8), pooling=(5, 9, 8))
     # Lookups x (1 + 0.4 x width): 37.0, 37.8, 33.6.
     loops = make_loops(task)
     assert loops.greedy(whole(task), math.inf) == [[(1, 8)], [(0, 16), (2, 8)]]
@@ -149,7 +143,7 @@ def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
 
 
 def test_objective_is_the_largest_sum_with_waiting() -> None:
-    task = make_task((16, 8, 8))
+    task = drawn_task((16, 8, 8))
     ranks = [[(0, 16), (1, 8)], [(2, 8)]]
     kernels = np.array([kernel_ms(task, shards) for shards in ranks])
     # Bytes to or from the other rank at 1 GB/s; what rank 1 receives is rank 0's
@@ -175,7 +169,7 @@ def all_states(task: ShardingTask, rounds: int) -> list[list[Shard]]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_beam_that_keeps_all_finds_the_best_of_all_states(seed: int) -> None:
-    task = make_task((32, 12, 16), 2, seed)
+    task = drawn_task((32, 12, 16), 2, seed)
     config = NeuroShardConfig(beam_width=1_000, max_rounds=2, faithful=bool(seed % 2))
     loops = make_loops(task, config)
     best = min(loops.best_of_caps(s)[0] for s in all_states(task, 2))
@@ -187,7 +181,7 @@ def test_a_beam_that_keeps_all_finds_the_best_of_all_states(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_splits_never_make_it_worse_and_help_at_times(seed: int) -> None:
-    task = make_task((128, 64, 8, 8), 4, seed)
+    task = drawn_task((128, 64, 8, 8), 4, seed)
     loops = make_loops(task, NeuroShardConfig(faithful=False))
     cost, _ = loops.run()
     assert cost < loops.best_of_caps(whole(task))[0]
@@ -198,7 +192,7 @@ def test_splits_never_make_it_worse_and_help_at_times(seed: int) -> None:
 
 def test_candidates_are_the_largest_and_the_costliest() -> None:
     rows, pooling = (900, 800, 100, 100, 100, 700), (1, 1, 9, 1, 8, 7)
-    task = make_task((64,) * 6, rows=rows, pooling=pooling)
+    task = drawn_task((64,) * 6, rows=rows, pooling=pooling)
     loops = make_loops(task, NeuroShardConfig(num_candidates=2))
     split = [state[-1] for state in loops.candidates(whole(task))]
     assert split == [(0, 32), (1, 32), (2, 32), (4, 32)]
@@ -206,7 +200,7 @@ def test_candidates_are_the_largest_and_the_costliest() -> None:
 
 @pytest.mark.parametrize("width", [4, 12, 20])
 def test_widths_that_do_not_halve_to_multiples_of_4_stay(width: int) -> None:
-    task = make_task((width, width))
+    task = drawn_task((width, width))
     assert not list(make_loops(task).candidates(whole(task)))
 
 
@@ -215,7 +209,7 @@ def test_widths_that_do_not_halve_to_multiples_of_4_stay(width: int) -> None:
 @pytest.mark.parametrize("uneven", [True, False])
 def test_plan_keeps_every_rule(seed: int, faithful: bool, uneven: bool) -> None:
     widths = (128, 64, 64, 32, 32, 12, 8, 8, 4)
-    task = make_task(
+    task = drawn_task(
         widths,
         4,
         seed,
@@ -227,43 +221,43 @@ def test_plan_keeps_every_rule(seed: int, faithful: bool, uneven: bool) -> None:
     memory = max(*sizes, int(0.4 * sum(sizes)))
     task = dataclasses.replace(task, memory_bytes=(memory,) * 4)
     config = dataclasses.replace(QUICK, faithful=faithful)
-    result = search(task, config)
+    result = paper_search(task, config)
     result.placement.check(task)  # all columns once, widths, shards, memory
     shards = [result.placement.table_shards(i) for i in range(9)]
     assert max(map(len, shards)) > 1
     if not uneven:
         assert all(len({s.width for s in of_table}) == 1 for of_table in shards)
-    assert search(task, config).placement == result.placement
+    assert paper_search(task, config).placement == result.placement
     assert result.num_evaluated > 0 and result.gap == math.inf
 
 
 def test_the_caps_can_leave_no_plan() -> None:
-    task = make_task((12, 4, 4, 4), 4)  # 12 columns, at most 1.5 x 6 on a rank
+    task = drawn_task((12, 4, 4, 4), 4)  # 12 columns, at most 1.5 x 6 on a rank
     with pytest.raises(
         InfeasibleError,
         match=r"4 tables on 4 ranks: .* 1\.5 times the mean of 6\.0 columns a rank "
         r"\(the widest table, 't0', has 12\)\. Use search='default', faithful=False",
     ):
-        search(task)
-    result = search(task, dataclasses.replace(QUICK, faithful=False))
+        paper_search(task)
+    result = paper_search(task, dataclasses.replace(QUICK, faithful=False))
     result.placement.check(task)
 
 
 def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
     # The first table takes 64 x 4 x 1000 bytes, the others an eighth of that.
-    task = make_task(
+    task = drawn_task(
         (64, 32, 32), 4, rows=(1000, 250, 250), memory_bytes=(150_000,) * 4
     )
     loops = make_loops(task)
     assert loops.best_of_caps(whole(task)) == (math.inf, None)
-    assert len(search(task).placement.table_shards(0)) > 1
+    assert len(paper_search(task).placement.table_shards(0)) > 1
     with pytest.raises(InfeasibleError, match=r"table 't0' .*cannot be split"):
-        search(dataclasses.replace(task, min_widths=(64, 4, 4)))
+        paper_search(dataclasses.replace(task, min_widths=(64, 4, 4)))
 
 
 def test_memory_is_masked_unless_counted_as_the_paper_does() -> None:
     # By cost t0 stands alone; but t1 and t2 need more than a rank has beside weights.
-    task = make_task(
+    task = drawn_task(
         (8, 8, 8),
         rows=(1000,) * 3,  # 32,000 bytes each
         pooling=(20, 9, 8),
@@ -271,15 +265,15 @@ def test_memory_is_masked_unless_counted_as_the_paper_does() -> None:
         memory_bytes=(120_000,) * 2,
         max_shards=(1,) * 3,
     )
-    search(task).placement.check(task)
+    paper_search(task).placement.check(task)
     counted = dataclasses.replace(QUICK, faithful_memory=True)
-    result = search(task, counted)
+    result = paper_search(task, counted)
     with pytest.raises(InfeasibleError, match="rank 1 holds"):
         result.placement.check(task)
     assert len(result.warnings) == 1 and "rank 1 holds 1" in result.warnings[0]
     # The paper's own count is kept to all the same.
     with pytest.raises(InfeasibleError, match="keeps to the memory"):
-        search(dataclasses.replace(task, memory_bytes=(31_000, 31_000)), counted)
+        paper_search(dataclasses.replace(task, memory_bytes=(31_000, 31_000)), counted)
 
 
 class CountedLoops(NeuroShardLoops):
@@ -293,7 +287,7 @@ class CountedLoops(NeuroShardLoops):
 
 
 def test_the_same_splits_in_another_order_are_tried_again_or_not() -> None:
-    task = make_task((64, 32, 8))
+    task = drawn_task((64, 32, 8))
     for faithful in (True, False):
         config = NeuroShardConfig(max_rounds=2, costs="shared", faithful=faithful)
         loops = CountedLoops(task, SharedCosts(task, COMPUTE, COMMS), config)
@@ -304,7 +298,7 @@ def test_the_same_splits_in_another_order_are_tried_again_or_not() -> None:
 
 
 def test_joined_halves_are_one_shard_only_without_the_faults() -> None:
-    task = make_task((32, 8))
+    task = drawn_task((32, 8))
     halves = [(0, 16), (1, 8), (0, 16)]
     for faithful in (True, False):
         config = NeuroShardConfig(costs="shared", faithful=faithful)
@@ -318,7 +312,7 @@ def test_joined_halves_are_one_shard_only_without_the_faults() -> None:
 
 
 def test_cache_is_by_order_or_by_set() -> None:
-    task = make_task((32, 8, 8))
+    task = drawn_task((32, 8, 8))
     shards = whole(task)
     for faithful, expected in ((True, 6), (False, 1)):
         loops = make_loops(task, NeuroShardConfig(faithful=faithful))
@@ -329,13 +323,13 @@ def test_cache_is_by_order_or_by_set() -> None:
 
 
 def test_fusion_groups_are_kernels_of_their_own() -> None:
-    task = make_task((32, 8, 8), groups=(0, 1, 1))
+    task = drawn_task((32, 8, 8), groups=(0, 1, 1))
     expected = kernel_ms(task, [(0, 32)]) + kernel_ms(task, [(1, 8), (2, 8)])
     assert make_loops(task).compute_ms(whole(task)) == pytest.approx(expected)
 
 
 def test_columns_count_once_per_feature() -> None:
-    task = make_task((32, 8))
+    task = drawn_task((32, 8))
     tables = (dataclasses.replace(task.tables[0], num_features=3), task.tables[1])
     loops = make_loops(dataclasses.replace(task, tables=tables))
     assert [loops.columns(s) for s in whole(task)] == [96, 8]
@@ -343,7 +337,7 @@ def test_columns_count_once_per_feature() -> None:
 
 def test_a_spent_budget_gives_the_plan_until_then() -> None:
     task = random_task(1)
-    result = search(task, dataclasses.replace(QUICK, time_budget_seconds=1e-9))
+    result = paper_search(task, dataclasses.replace(QUICK, time_budget_seconds=1e-9))
     result.placement.check(task)
     assert len(result.placement.shards) == len(task.tables)  # nothing was split yet
     assert "the time budget of 1e-09 s was spent" in result.warnings[0]
@@ -377,9 +371,7 @@ def models() -> NeuroShardModels:
         compute = ComputeNet()
         compute.std_F.fill_(1e3)
         return NeuroShardModels(
-            fingerprint=Fingerprint(
-                device="x", device_type="cpu", num_threads=1, torch="2", fbgemm="1"
-            ),
+            fingerprint=make_fingerprint("x"),
             compute=compute,
             comms={3: CommsNets.fresh(3)},
             trained_on={},
@@ -458,5 +450,5 @@ def test_without_nets_of_the_device_the_costs_given_are_searched() -> None:
     result = PaperSearcher(NeuroShardConfig(max_rounds=1)).search(task, COMPUTE, COMMS)
     (warning,) = result.warnings
     assert "no nets of NeuroShard's own come with this package for none" in warning
-    shared = search(task, NeuroShardConfig(max_rounds=1, costs="shared"))
+    shared = paper_search(task, NeuroShardConfig(max_rounds=1, costs="shared"))
     assert result.placement == shared.placement

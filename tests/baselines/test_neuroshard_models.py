@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.builders import make_fingerprint
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
     CommsNets,
@@ -31,7 +32,6 @@ from torchrec_neuroshard.errors import (
     FeatureSchemaError,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.records import Fingerprint
 from torchrec_neuroshard.tables import TableConfig
 
 
@@ -111,9 +111,7 @@ def test_a_set_is_the_sum_of_its_shards() -> None:
 
 # On disk.
 
-HERE = Fingerprint(
-    device="some cpu", device_type="cpu", num_threads=1, torch="2.13", fbgemm="1.8"
-)
+HERE = make_fingerprint("some cpu")
 
 
 def some_models() -> NeuroShardModels:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.baselines.common import Tasks
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.baselines.autoshard import AutoShardNet, AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardNet, DreamShardSearcher
 from torchrec_neuroshard.baselines.policies import (
@@ -41,7 +43,6 @@ from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
-Tasks = tuple[tuple[ShardingTask, ...], tuple[ShardingTask, ...]]
 SEARCHERS: dict[str, type[PolicySearcher]] = {
     "dreamshard": DreamShardSearcher,
     "autoshard": AutoShardSearcher,
@@ -211,44 +212,37 @@ class FirstRankSearcher(PolicySearcher):
         return [0.0] * len(task.tables), [0.0] * task.world_size
 
 
-def sized_task(sizes: Sequence[int], cap: int) -> ShardingTask:
-    return ShardingTask(
-        tables=tuple(
-            TableConfig(name=f"t{i}", num_embeddings=s, embedding_dim=4)
-            for i, s in enumerate(sizes)
-        ),
-        world_size=2,
-        batch_size=512,
-        memory_bytes=(cap * 16, cap * 16),
-    )
+def paper_task(rows: Sequence[int], cap: int) -> ShardingTask:
+    """Ranks with memory for `cap` rows of the tables' four columns."""
+    return make_task(make_tables([4] * len(rows), rows), 2, 512, memory=cap * 16)
 
 
 def test_largest_first_where_the_costliest_first_leave_no_room() -> None:
     searcher = FirstRankSearcher(Policy(FirstRankNet(), info("first-rank")))
     # 400 + 400 | 600, and 600 has room nowhere; but 600 + 400 | 600 + 400.
-    result = searcher.search(sized_task([400, 600, 400, 600], 1000), *MODELS)
+    result = searcher.search(paper_task([400, 600, 400, 600], 1000), *MODELS)
     assert [s.rank for s in result.placement.shards] == [0, 0, 1, 1]
     assert any("the largest were placed first" in w for w in result.warnings)
-    roomy = searcher.search(sized_task([400, 600, 400, 600], 2000), *MODELS)
+    roomy = searcher.search(paper_task([400, 600, 400, 600], 2000), *MODELS)
     assert not any("the largest were placed first" in w for w in roomy.warnings)
 
 
 def test_infeasible_names_the_table() -> None:
     searcher = FirstRankSearcher(Policy(FirstRankNet(), info("first-rank")))
     with pytest.raises(InfeasibleError, match=r"table 't2' needs .* fits on no rank"):
-        searcher.search(sized_task([600, 600, 500, 300], 1000), *MODELS)
+        searcher.search(paper_task([600, 600, 500, 300], 1000), *MODELS)
 
 
 def test_stuck_episodes_end_on_the_freest_rank() -> None:
     net = FirstRankNet()
-    episodes = arrange(net, [view_task(sized_task([400, 600, 400, 601], 1000))])
+    episodes = arrange(net, [view_task(paper_task([400, 600, 400, 601], 1000))])
     rollout = roll_out(net, episodes)
     assert rollout.stuck_ET.tolist() == [[False, False, False, True]]
     assert episodes.ranks(rollout.actions_ET, 0).tolist() == [0, 1, 0, 1]
 
 
 def test_faithful_memory_is_the_released_codes() -> None:
-    tasks = [sized_task([600] * 4, 1000)]  # as fp32, no rank holds two
+    tasks = [paper_task([600] * 4, 1000)]  # as fp32, no rank holds two
     for method, searcher_type in SEARCHERS.items():
         searcher = untrained(method, tasks)
         with pytest.raises(InfeasibleError):

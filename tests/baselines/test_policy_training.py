@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.baselines.common import Tasks
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.baselines.dreamshard import DreamShardNet
 from torchrec_neuroshard.baselines.heuristics import GreedySearcher, RandomSearcher
 from torchrec_neuroshard.baselines.policy_training import (
@@ -33,7 +35,6 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 COMMS = AnalyticCommsModel()
-Tasks = tuple[tuple[ShardingTask, ...], tuple[ShardingTask, ...]]
 
 
 def test_halves_share_no_table(policy_tables: tuple[TableConfig, ...]) -> None:
@@ -117,15 +118,7 @@ def test_infeasible_tasks_are_counted_and_not_compared(
     policy_costs: SimulatedPlans,
 ) -> None:
     def task(rows: tuple[int, ...]) -> ShardingTask:
-        return ShardingTask(
-            tables=tuple(
-                TableConfig(name=f"t{i}", num_embeddings=r, embedding_dim=4)
-                for i, r in enumerate(rows)
-            ),
-            world_size=2,
-            batch_size=64,
-            memory_bytes=(1000 * 16, 1000 * 16),
-        )
+        return make_task(make_tables([4] * len(rows), rows), 2, 64, memory=16_000)
 
     # By width all are equal: tables go to the two ranks in turn.
     both_fit = [(400, 400, 600, 600), (400, 500, 600, 500)]

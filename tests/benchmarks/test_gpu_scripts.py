@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
+from tests.builders import (
+    load_script,
+    make_fingerprint,
+    make_header,
+    make_record,
+    make_tables,
+    write_records,
+)
 from torchrec_neuroshard.profiles import uniform_profile
-from torchrec_neuroshard.record_store import RecordStore
-from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.training.compute import build_sets
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 CPU = torch.device("cpu")
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("case", ["uneven", "four ways", "narrow"])
 def test_parts_of_tables_equal_whole_ones(case: str) -> None:
-    columns = load("columns")
+    columns = load_script(FOLDER / "columns.py")
     tables = columns.whole_tables(500, 16, "fp32")
     widths = columns.CASES[case]
     assert [sum(w) for w in widths] == [t.embedding_dim for t in tables]
@@ -42,7 +38,7 @@ def test_parts_of_tables_equal_whole_ones(case: str) -> None:
 
 
 def test_parts_that_read_other_ids_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = load("columns")
+    columns = load_script(FOLDER / "columns.py")
     tables = columns.whole_tables(500, 16, "fp32")
     repeat = columns.repeat_inputs
 
@@ -59,28 +55,15 @@ def test_parts_that_read_other_ids_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def record(index: int, fwd_ms: float, bwd_ms: float) -> CostRecord:
-    table = TableConfig(
-        name="t",
-        num_embeddings=100_000,
-        embedding_dim=32,
-        pooling_factor=4.0,
-        profile=uniform_profile(
-            batch_size=256, pooling_factor=4.0, num_embeddings=100_000
-        ),
+    profile = uniform_profile(
+        batch_size=256, pooling_factor=4.0, num_embeddings=100_000
     )
-    return CostRecord(
-        index=index,
-        batch_size=256,
-        tables=(table,),
-        fwd_raw_ms=(fwd_ms,),
-        bwd_raw_ms=(bwd_ms,),
-        fwd_ms=fwd_ms,
-        bwd_ms=bwd_ms,
-    )
+    tables = make_tables([32], 100_000, 4.0, profile=profile)
+    return make_record(tables, fwd_ms, bwd_ms, index=index, batch_size=256)
 
 
 def test_shares_of_the_bandwidth_by_hand() -> None:
-    bandwidth = load("bandwidth")
+    bandwidth = load_script(FOLDER / "bandwidth.py")
     sets = build_sets([record(0, 1.0, 4.0), record(1, 2.0, 4.0)])
     found = bandwidth.shares(sets, copy_gb_per_s=2.0)
     lookups, width, samples = 1024, 32 * 4, 256
@@ -93,20 +76,9 @@ def test_shares_of_the_bandwidth_by_hand() -> None:
 
 
 def test_bandwidth_of_another_device_is_refused(tmp_path: Path) -> None:
-    fingerprint = Fingerprint(
-        device="this one", device_type="cuda", num_threads=1, torch="2", fbgemm="1"
-    )
-    header = RunHeader(
-        fingerprint=fingerprint,
-        reference_ms=0.0,
-        seed=0,
-        sampling={},
-        command="neuroshard collect compute",
-        created="2026-01-01T00:00:00+00:00",
-    )
+    here = make_fingerprint("this one", device_type="cuda")
     path = tmp_path / "r.parquet"
-    with RecordStore(path, header) as store:
-        store.append(record(0, 1.0, 2.0))
+    write_records(path, make_header(fingerprint=here), [record(0, 1.0, 2.0)])
     smoke = tmp_path / "smoke.json"
     smoke.write_text(json.dumps({"hardware": {"device": "another"}}))
     command = [sys.executable, str(FOLDER / "bandwidth.py"), str(path)]

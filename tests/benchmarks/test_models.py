@@ -19,13 +19,11 @@ from harness.models import (
     fill_tables,
     local_tables,
 )
+from tests.builders import ATTACHES_OPTIMIZERS
 from torchrec_neuroshard.planner.table_reader import TableReader
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
-    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
-]
+pytestmark = ATTACHES_OPTIMIZERS
 
 CPU = torch.device("cpu")
 TABLES = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,18 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builders import ATTACHES_OPTIMIZERS, result_of
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
-from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCostModel
 
-pytestmark = [  # of torch's own modules, when torchrec first imports them
-    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
-    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
-]
+pytestmark = ATTACHES_OPTIMIZERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RANKS = 4
@@ -80,15 +76,7 @@ class Halves(Searcher):
             if half:
                 triples.append((i, half, i % task.world_size))
             triples.append((i, table.embedding_dim - half, (i + 1) % task.world_size))
-        placement = Placement.from_widths(task.world_size, triples)
-        return SearchResult(
-            placement=placement,
-            predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
-            lower_bound_ms=0.0,
-            gap=math.inf,
-            search_seconds=0.0,
-            num_evaluated=1,
-        )
+        return result_of(task, triples, cost_model, comms_model)
 
 
 def comms_model() -> BandwidthCommsModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.builders import load_script
 
 pytestmark = pytest.mark.distributed
 
@@ -118,11 +119,7 @@ class OneRank:
 
 
 def test_results_of_another_run_are_refused(out: Path) -> None:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[SCRIPT.stem] = script  # its dataclasses look themselves up here
-    spec.loader.exec_module(script)
+    script = load_script(SCRIPT)
     before = out.with_suffix(".json").read_bytes()
     config = script.RunConfig(out=str(out))
     data = read(out)

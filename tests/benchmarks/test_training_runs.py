@@ -49,7 +49,8 @@ QUICK = TrialConfig(warm_up=1, iterations=3, phase_iterations=2, learning_rate=0
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
     store = tmp_path_factory.mktemp("alone") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield dist.distributed_c10d._get_default_group()
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
     dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.builders import make_comms_header, make_header, write_records
 from torchrec_neuroshard.collect.comms import CommsConfig
 from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
@@ -21,7 +22,6 @@ from torchrec_neuroshard.errors import (
 )
 from torchrec_neuroshard.record_store import (
     CommsStore,
-    RecordStore,
     journal_path,
     read_comms_header,
     read_comms_records,
@@ -32,33 +32,11 @@ from torchrec_neuroshard.records import (
     COLLECTIVES,
     CommsHeader,
     CommsRecord,
-    Fingerprint,
-    RunHeader,
     repeatability,
 )
 
 SAMPLING = CommsSamplingConfig(bytes_per_rank=(1024, 2**20))
 WORLD_4 = {"world": 4}
-
-
-def header(
-    backend: str = "gloo", world_size: int = 2, device: str = "test device"
-) -> CommsHeader:
-    return CommsHeader(
-        fingerprint=Fingerprint(
-            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
-        ),
-        reference_ms=1.0,
-        seed=0,
-        sampling={"bytes_per_rank": [1024, 2048]},
-        command="neuroshard collect comms",
-        created="2026-01-01T00:00:00+00:00",
-        backend=backend,
-        world_size=world_size,
-        local_world_size=world_size,
-        intra_gb_per_s=2.0,
-        inter_gb_per_s=0.0,
-    )
 
 
 def record(
@@ -190,19 +168,19 @@ def test_total_is_the_slowest_rank_and_repeats_are_compared() -> None:
 
 def test_store_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "c.parquet"
-    with CommsStore(path, header()) as store:
+    with CommsStore(path, make_comms_header()) as store:
         store.append(record(0))
         store.append(record(1))
         written = journal_path(path).read_text()
     path.unlink()
     # As if the process had died in the third write.
     journal_path(path).write_text(written + '{"index": 2, "coll')
-    with CommsStore(path, header()) as again:
+    with CommsStore(path, make_comms_header()) as again:
         assert again.done == {0, 1}
         again.append(record(2))
     assert not journal_path(path).exists()
     [(kept, records)] = read_comms_records([path])
-    assert kept == header()
+    assert kept == make_comms_header()
     assert [r.index for r in records] == [0, 1, 2]
     assert records[2].bytes_per_peer == record().bytes_per_peer
     np.testing.assert_allclose(records[2].done_raw_ms, record().done_raw_ms)
@@ -211,16 +189,22 @@ def test_store_goes_on_after_a_torn_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (header(world_size=4), "holds records of world_size 2, 4 was asked for"),
-        (header(backend="nccl"), "holds records of backend 'gloo', 'nccl' was asked"),
-        (header(device="other"), "device: 'test device' against 'other'"),
+        (
+            make_comms_header(world_size=4),
+            "holds records of world_size 2, 4 was asked for",
+        ),
+        (
+            make_comms_header(backend="nccl"),
+            "holds records of backend 'gloo', 'nccl' was asked",
+        ),
+        (make_comms_header(device="other"), "device: 'test device' against 'other'"),
     ],
 )
 def test_store_refuses_another_run(
     tmp_path: Path, asked: CommsHeader, message: str
 ) -> None:
     path = tmp_path / "c.parquet"
-    with CommsStore(path, header()) as store:
+    with CommsStore(path, make_comms_header()) as store:
         store.append(record())
     with pytest.raises(RecordMismatchError, match=message):
         CommsStore(path, asked)
@@ -228,7 +212,7 @@ def test_store_refuses_another_run(
 
 def test_backends_are_not_mixed(tmp_path: Path) -> None:
     for name in ("gloo", "nccl"):
-        with CommsStore(tmp_path / name, header(backend=name)) as store:
+        with CommsStore(tmp_path / name, make_comms_header(backend=name)) as store:
             store.append(record())
     with pytest.raises(RecordMismatchError, match="different backends: gloo, nccl"):
         read_comms_records([tmp_path / "gloo", tmp_path / "nccl"])
@@ -236,13 +220,11 @@ def test_backends_are_not_mixed(tmp_path: Path) -> None:
 
 def test_kinds_of_records_are_told_apart(tmp_path: Path) -> None:
     comms, compute = tmp_path / "comms", tmp_path / "compute"
-    with CommsStore(comms, header()) as store:
+    with CommsStore(comms, make_comms_header()) as store:
         store.append(record())
         assert record_kind(comms) == "comms"  # a run under way
     assert record_kind(comms) == "comms"
-    plain = {f.name: getattr(header(), f.name) for f in dataclasses.fields(RunHeader)}
-    with RecordStore(compute, RunHeader(**plain)):
-        pass
+    write_records(compute, make_header(), [])
     assert record_kind(compute) == "compute"
     with pytest.raises(RecordError, match="of 'neuroshard collect comms', not of"):
         read_records([comms])

@@ -18,6 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.builders import ONE_PASS
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.compute import (
     MAX_ATTEMPTS,
@@ -33,7 +34,7 @@ from torchrec_neuroshard.collect.compute import (
 )
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.timing import PassCounts, SetTimer
+from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.errors import (
     ConfigError,
@@ -52,9 +53,6 @@ SAMPLING = SamplingConfig(
     max_lookups=3_000,
     max_weight_bytes=int(0.001 * 2**30),
     batch_sizes=(64, 128),
-)
-QUICK_PASSES = PassCounts(
-    warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
 )
 
 
@@ -266,7 +264,7 @@ def watched(
 ) -> Callable[[Iterator[int], int], tuple[list[CostRecord], str]]:
     """Collect sets on a device that is, after each measurement, in a given state."""
     monkeypatch.setattr("torchrec_neuroshard.collect.compute._COOL_DOWN_S", 0.0)
-    monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", QUICK_PASSES)
+    monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
 
     def run(reasons: Iterator[int], num_sets: int) -> tuple[list[CostRecord], str]:
         monitor = GpuMonitor(lambda: state(next(reasons)), source="a list")

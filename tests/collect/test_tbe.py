@@ -10,7 +10,6 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from torchrec_neuroshard.access import AccessDistribution, draw_lengths
-from torchrec_neuroshard.collect.sampling import _STATE_BYTES
 from torchrec_neuroshard.collect.tbe import (
     Arena,
     FusedTables,
@@ -27,6 +26,8 @@ from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 
 CPU = torch.device("cpu")
 BATCH = 32
+STATE_BYTES = {"adam": 8, "adagrad": 4}
+"""Per weight."""
 LEARNING_RATE = 1e-6
 """The fused step's; small, so that timed passes leave the weights as they are."""
 
@@ -268,11 +269,25 @@ def test_kernels_that_do_not_exist_are_refused(change: dict[str, str]) -> None:
         FusedTables(variants(**change), CPU)
 
 
-def test_adagrad_runs() -> None:
+def test_adagrad_takes_steps_of_the_learning_rate_at_first() -> None:
+    """The gradient over its own root mean square, which starts from nothing."""
     tables = variants(optimizer="adagrad")
-    kernel = FusedTables(tables, CPU, arena())
-    output = kernel.forward(draw_inputs(tables, ACCESS, BATCH, (1,), CPU))
+    kernel = FusedTables(tables, CPU)
+    batch = draw_inputs(tables, ACCESS, BATCH, (1,), CPU)
+    before = [w.detach().clone().zero_() for w in kernel.split_weights()]
+    for weights in kernel.split_weights():
+        weights.data.zero_()
+    output = kernel.forward(batch)
     torch.autograd.backward(output, torch.ones_like(output))
+    for table, (indices, *_) in zip(FEATURES, bags(batch), strict=True):
+        after = kernel.split_weights()[table].detach()
+        read = torch.unique(indices)
+        expected = torch.full_like(after[read], -LEARNING_RATE)
+        torch.testing.assert_close(after[read], expected, rtol=1e-2, atol=0.0)
+        rest = torch.ones(len(after), dtype=torch.bool)
+        rest[read] = False
+        if FEATURES.count(table) == 1:
+            assert torch.equal(after[rest], before[table][rest])
 
 
 def test_version_is_reported() -> None:
@@ -382,7 +397,7 @@ def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
         if name in ("momentum1_dev", "momentum2_dev") and buffer.numel() > 1
     )
     per_row = 4 * 300 if optimizer == "rowwise_adagrad" else 0
-    assert state == _STATE_BYTES.get(optimizer, 0) * weights + per_row
+    assert state == STATE_BYTES.get(optimizer, 0) * weights + per_row
     # fp16 weights are rounded as TorchRec's are.
     assert module.stochastic_rounding
     released = weakref.ref(module)

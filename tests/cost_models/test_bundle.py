@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.builders import make_fingerprint
 from torchrec_neuroshard.cost_models import load_bundle, load_cost_model
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel, PhysicalCostModel
@@ -19,7 +20,6 @@ from torchrec_neuroshard.errors import (
     ConfigError,
 )
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
-from torchrec_neuroshard.records import Fingerprint
 from torchrec_neuroshard.tables import TableConfig
 
 SIZES = {"num_members": 2, "hidden": 8, "latent": 2, "head_hidden": 4}
@@ -32,9 +32,7 @@ def write_bundle(folder: Path, device: str = "test device") -> SetCostNetwork:
     network.launch_2.fill_(0.1)
     info = BundleInfo(
         name="test",
-        fingerprint=Fingerprint(
-            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
-        ),
+        fingerprint=make_fingerprint(device),
         reference_ms=8.0,
         network=SIZES,
         ranges={name: (0.0, 1.0) for name in FEATURE_NAMES},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import Results, run_ranks
+from tests.distributed.ranks import ONE_NODE, OfJob, Results, run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +36,18 @@ def ranks(
         return found
 
     return read
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, ranks: Results) -> OfJob:
+    """What each rank returned for a job of the test's own module.
+
+    It ran on one node, unless the module's case of that name says otherwise.
+    """
+
+    def of_job(job: str) -> list[dict[str, Any]]:
+        case = getattr(request.module, "CASES", {}).get(job)
+        num_nodes = getattr(case, "num_nodes", ONE_NODE)
+        return ranks(request.module.__name__, num_nodes, job)
+
+    return of_job

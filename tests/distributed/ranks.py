@@ -23,7 +23,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-__all__ = ["NODE_SIZE", "ONE_NODE", "TWO_NODES", "Jobs", "Results", "run_ranks"]
+__all__ = [
+    "NODE_SIZE",
+    "ONE_NODE",
+    "TWO_NODES",
+    "Jobs",
+    "OfJob",
+    "Results",
+    "run_ranks",
+]
 
 NODE_SIZE = 2
 ONE_NODE, TWO_NODES = 1, 2
@@ -35,6 +43,9 @@ the same on all ranks, return what JSON can hold, and leave the ranks in step.""
 
 Results = Callable[[str, int, str], list[dict[str, Any]]]
 """Module, number of nodes, job -> what each rank returned."""
+
+OfJob = Callable[[str], list[dict[str, Any]]]
+"""Job -> what each rank returned."""
 
 END_SECONDS = 400
 """A group must have run all jobs by then, not counting time that it stood still."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,87 +10,48 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import (
     ParameterConstraints,
-    Topology,
-    storage_reservations,
 )
 
-from tests.distributed.ranks import ONE_NODE, Jobs, Results
+from tests.builders import CPU, bag_config, bags, make_planner
+from tests.distributed.ranks import ONE_NODE, Jobs, OfJob
+from tests.distributed.unsharded import draw_batch, whole_weights
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
 
-OfCase = Callable[[str], list[dict[str, Any]]]
 Constraints = Mapping[str, ParameterConstraints]
 
 WORLD_SIZE = 2
 LOCAL_BATCH = 4
 
 
-def make_planner(constraints: Constraints) -> NeuroShardPlanner:
-    return NeuroShardPlanner(
-        topology=Topology(WORLD_SIZE, "cpu"),
-        batch_size=LOCAL_BATCH,
-        constraints=constraints,
-        cost_model=AnalyticCostModel(),
-        comms_model=AnalyticCommsModel(),
-        storage_reservation=storage_reservations.FixedPercentageStorageReservation(
-            percentage=0.0
-        ),
-        stats=[],
-        debug=False,
+def plain_planner(constraints: Constraints) -> NeuroShardPlanner:
+    return make_planner(
+        WORLD_SIZE, search_only=False, batch_size=LOCAL_BATCH, constraints=constraints
     )
 
 
 def small_model() -> EmbeddingBagCollection:
     torch.manual_seed(1)
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{i}",
-                num_embeddings=9,
-                embedding_dim=dim,
-                feature_names=[f"f{i}"],
-            )
-            for i, dim in enumerate((32, 16))
-        ]
-    )
+    return bags(bag_config(0, 9, 32), bag_config(1, 9, 16), device=CPU)
 
 
 def batch_of(rank: int, step: int) -> Any:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    lengths = torch.randint(0, 4, (2 * LOCAL_BATCH,), generator=generator)
-    values = torch.randint(0, 9, (int(lengths.sum()),), generator=generator)
-    return KeyedJaggedTensor(keys=["f0", "f1"], values=values, lengths=lengths)
+    return draw_batch(["f0", "f1"], LOCAL_BATCH, 9, generator)
 
 
 def sharded_model(sharders: list[Any], constraints: Constraints) -> Any:
     model = small_model()
-    plan = make_planner(constraints).collective_plan(model, sharders, dist.group.WORLD)
+    plan = plain_planner(constraints).collective_plan(model, sharders, dist.group.WORLD)
     return DistributedModelParallel(
         model, device=torch.device("cpu"), plan=plan, sharders=sharders
     ), plan
-
-
-def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Gather every table; the same on all ranks."""
-    found = {}
-    for key, value in model.state_dict().items():
-        full = torch.zeros(value.size())
-        for shard in value.local_shards():
-            (row, column), (rows, width) = (
-                shard.metadata.shard_offsets,
-                shard.metadata.shard_sizes,
-            )
-            full[row : row + rows, column : column + width] = shard.tensor.detach()
-        dist.all_reduce(full)
-        found[key] = full
-    return found
 
 
 HALVES = {
@@ -170,7 +130,7 @@ def run_pipeline(rank: int) -> dict[str, Any]:
 
     model = Ranked(small_model())
     sharders = [EmbeddingBagCollectionSharder()]
-    plan = make_planner(HALVES).collective_plan(model, sharders, dist.group.WORLD)
+    plan = plain_planner(HALVES).collective_plan(model, sharders, dist.group.WORLD)
     sharded = DistributedModelParallel(
         model, device=torch.device("cpu"), plan=plan, sharders=sharders
     )
@@ -197,23 +157,18 @@ def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
     }
 
 
-@pytest.fixture
-def results(ranks: Results) -> OfCase:
-    return functools.partial(ranks, __name__, ONE_NODE)
-
-
-def test_optimizer_of_fused_params_trains_as_unsharded(results: OfCase) -> None:
+def test_optimizer_of_fused_params_trains_as_unsharded(results: OfJob) -> None:
     for found in results("fused params"):
         assert found["forward"] < 1e-6 and found["weights"] < 1e-5
         assert found["moved"] > 1e-2
 
 
-def test_checkpoint_moves_from_one_plan_to_another(results: OfCase) -> None:
+def test_checkpoint_moves_from_one_plan_to_another(results: OfJob) -> None:
     for found in results("checkpoint"):
         assert found["plans differ"] and found["unlike"] > 1e-3
         assert found["gap"] == 0.0
 
 
-def test_pipelined_batches_give_what_the_bare_model_gives(results: OfCase) -> None:
+def test_pipelined_batches_give_what_the_bare_model_gives(results: OfJob) -> None:
     for found in results("pipeline"):
         assert max(found["gaps"]) < 1e-6

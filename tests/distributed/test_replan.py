@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.planner import ParameterConstraints
 
-from tests.distributed.ranks import ONE_NODE, Jobs, Results
+from tests.builders import bag_config, bags, make_planner
+from tests.distributed.ranks import ONE_NODE, Jobs, OfJob
+from tests.distributed.unsharded import draw_batch, whole_weights
+from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
 
-OfCase = Callable[[str], list[dict[str, Any]]]
 
 WORLD_SIZE = 2
 LOCAL_BATCH = 6
@@ -44,6 +47,10 @@ class Case:
     """Learning rate from the second step on."""
     by_hand: Sequence[tuple[int, int, int]] = ()
     """The plan to go to in place of what the search finds."""
+
+    def names(self, table: int) -> list[str]:
+        """Features that read a table."""
+        return list(self.features[table]) if self.features else [f"f{table}"]
 
 
 CASES = {
@@ -96,7 +103,6 @@ CASES = {
 
 class Model(nn.Module):
     def __init__(self, case: Case, device: str) -> None:
-        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
         from torchrec.optim import RowWiseAdagrad
         from torchrec.optim.apply_optimizer_in_backward import (
             apply_optimizer_in_backward,
@@ -106,19 +112,12 @@ class Model(nn.Module):
         torch.manual_seed(1)
         self.sparse = nn.ModuleDict(
             {
-                "ebc": EmbeddingBagCollection(
-                    tables=[
-                        EmbeddingBagConfig(
-                            name=f"t{i}",
-                            num_embeddings=NUM_ROWS,
-                            embedding_dim=dim,
-                            feature_names=list(
-                                case.features[i] if case.features else [f"f{i}"]
-                            ),
-                        )
+                "ebc": bags(
+                    *(
+                        bag_config(i, NUM_ROWS, dim, feature_names=case.names(i))
                         for i, dim in enumerate(case.dims)
-                    ],
-                    is_weighted=case.weighted,
+                    ),
+                    weighted=case.weighted,
                     device=torch.device(device),
                 )
             }
@@ -129,10 +128,7 @@ class Model(nn.Module):
             self.sparse.parameters(),
             {"lr": 0.3},
         )
-        columns = sum(
-            dim * (len(case.features[i]) if case.features else 1)
-            for i, dim in enumerate(case.dims)
-        )
+        columns = sum(dim * len(case.names(i)) for i, dim in enumerate(case.dims))
         torch.manual_seed(2)
         self.dense = nn.Linear(columns, 1)
 
@@ -145,43 +141,22 @@ class Model(nn.Module):
 
 
 def batch_of(case: Case, step: int, rank: int) -> Any:
-    from torchrec import KeyedJaggedTensor
-
     generator = torch.Generator().manual_seed(10 * step + rank)
-    names = case.features or [[f"f{i}"] for i in range(len(case.dims))]
-    keys = sorted({f for features in names for f in features})
-    lengths = torch.randint(
-        0, 4, (len(keys) * LOCAL_BATCH,), generator=generator, dtype=torch.int32
-    )
-    total = int(lengths.sum())
-    return KeyedJaggedTensor(
-        keys=keys,
-        values=torch.randint(0, NUM_ROWS, (total,), generator=generator),
-        lengths=lengths,
-        weights=torch.rand(total, generator=generator) if case.weighted else None,
-    )
+    keys = sorted({f for i in range(len(case.dims)) for f in case.names(i)})
+    return draw_batch(keys, LOCAL_BATCH, NUM_ROWS, generator, weighted=case.weighted)
 
 
 def planner_of(case: Case) -> Any:
-    from torchrec.distributed.planner import ParameterConstraints, Topology
-    from torchrec.distributed.planner.storage_reservations import (
-        FixedPercentageStorageReservation,
-    )
-
-    from torchrec_neuroshard.planner import NeuroShardPlanner
-    from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-
-    return NeuroShardPlanner(
-        topology=Topology(world_size=WORLD_SIZE, compute_device="cpu"),
+    return make_planner(
+        WORLD_SIZE,
+        search_only=False,
         batch_size=LOCAL_BATCH,
         constraints={
             f"t{i}": ParameterConstraints(sharding_types=[case.kind])
             for i in range(len(case.dims))
         },
         cost_model=AnalyticCostModel(launch_ms=0.0),
-        comms_model=AnalyticCommsModel(),
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=[],
+        search="default",
     )
 
 
@@ -238,21 +213,6 @@ def shard(case: Case) -> tuple[Any, Any]:
                 whole = start[key.removeprefix("sparse.")]
                 part.tensor.copy_(whole[:, offset : offset + width])
     return sharded, planner_of(case)
-
-
-def whole_weights(sharded: Any) -> dict[str, torch.Tensor]:
-    """All columns of every table, on every rank."""
-    found = {}
-    for key, value in sharded.state_dict().items():
-        if not hasattr(value, "local_shards"):
-            continue
-        table = torch.zeros(value.size())
-        for part in value.local_shards():
-            offset, width = part.metadata.shard_offsets[1], part.tensor.shape[1]
-            table[:, offset : offset + width] = part.tensor.detach()
-        dist.all_reduce(table)
-        found[key] = table
-    return found
 
 
 def widths_here(sharded: Any) -> list[list[int]]:
@@ -436,13 +396,8 @@ def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
     return jobs
 
 
-@pytest.fixture
-def results(ranks: Results) -> OfCase:
-    return functools.partial(ranks, __name__, ONE_NODE)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_training_goes_on_as_without_the_move(results: OfCase, name: str) -> None:
+def test_training_goes_on_as_without_the_move(results: OfJob, name: str) -> None:
     for result in results(name):
         assert result["num_moves"] > 0 and result["executable"]
         assert result["loss_gap"] < 1e-5
@@ -451,7 +406,7 @@ def test_training_goes_on_as_without_the_move(results: OfCase, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shards_are_where_the_new_plan_says(results: OfCase, name: str) -> None:
+def test_shards_are_where_the_new_plan_says(results: OfJob, name: str) -> None:
     first, second = results(name)
     assert first["plan_is_at_work"] and second["plan_is_at_work"]
     assert first["widths"][0] != first["widths"][1] or CASES[name].by_hand
@@ -461,7 +416,7 @@ def test_shards_are_where_the_new_plan_says(results: OfCase, name: str) -> None:
         assert sum(held) == total
 
 
-def test_random_state_is_left_alone(results: OfCase) -> None:
+def test_random_state_is_left_alone(results: OfJob) -> None:
     assert all(r["same_dice"] for r in results("sgd"))
 
 
@@ -477,12 +432,12 @@ def test_random_state_is_left_alone(results: OfCase) -> None:
         ("still", "True"),
     ],
 )
-def test_refusals_reach_all_ranks(results: OfCase, name: str, message: str) -> None:
+def test_refusals_reach_all_ranks(results: OfJob, name: str, message: str) -> None:
     for seen in results("refusals"):
         assert seen[name].startswith(message)
 
 
-def test_stored_plan_is_used_again(results: OfCase) -> None:
+def test_stored_plan_is_used_again(results: OfJob) -> None:
     first, second = results("stored plan")
     assert first["by_loader"] and second["by_loader"]
     assert first["by_load_plan"] and second["by_load_plan"]

@@ -22,9 +22,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.planner import ParameterConstraints
 
+from tests.builders import (
+    CPU,
+    FixedSearcher,
+    Triples,
+    bags,
+    fused_bags,
+    make_planner,
+    managed_collisions,
+)
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results
 from tests.distributed.unsharded import local_parts, loss_of
+from torchrec_neuroshard.placement import ShardingTask
 
 pytestmark = pytest.mark.distributed
 
@@ -74,29 +86,18 @@ def tables_of(part: str, types: Sequence[str], pooled: bool) -> list[Table]:
     ]
 
 
-def bags(tables: Sequence[Table], weighted: bool = False) -> Any:
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-
-    return EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(**t) for t in tables], is_weighted=weighted
-    )
+def bags_of(tables: Sequence[Table], weighted: bool = False) -> Any:
+    configs = [EmbeddingBagConfig(**t) for t in tables]
+    return bags(*configs, weighted=weighted, device=CPU)
 
 
-def sequences(tables: Sequence[Table]) -> Any:
-    from torchrec import EmbeddingCollection, EmbeddingConfig
-
+def sequences_of(tables: Sequence[Table]) -> Any:
     return EmbeddingCollection(tables=[EmbeddingConfig(**t) for t in tables])
 
 
-def fused_bags(tables: Sequence[Table]) -> Any:
-    from torchrec import EmbeddingBagConfig
-    from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-
-    return FusedEmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(**t) for t in tables],
-        optimizer_type=torch.optim.SGD,
-        optimizer_kwargs={"lr": LEARNING_RATE},
-    )
+def own_optimizer_bags(tables: Sequence[Table]) -> Any:
+    configs = [EmbeddingBagConfig(**t) for t in tables]
+    return fused_bags(*configs, device=CPU, rate=LEARNING_RATE)
 
 
 def processed_bags(tables: Sequence[Table]) -> Any:
@@ -109,11 +110,10 @@ def processed_bags(tables: Sequence[Table]) -> Any:
     processor = PositionWeightedModuleCollection(lengths)
     for parameter in processor.parameters():
         parameter.data.copy_(torch.linspace(0.5, 1.5, MAX_LENGTH))
-    return FeatureProcessedEmbeddingBagCollection(bags(tables, True), processor)
+    return FeatureProcessedEmbeddingBagCollection(bags_of(tables, True), processor)
 
 
 def quantised_bags(tables: Sequence[Table]) -> Any:
-    from torchrec import EmbeddingBagConfig
     from torchrec.modules.embedding_configs import DataType
     from torchrec.quant.embedding_modules import EmbeddingBagCollection
 
@@ -124,35 +124,22 @@ def quantised_bags(tables: Sequence[Table]) -> Any:
     )
 
 
-def managed(inner: Any, configs: Sequence[Any]) -> Any:
-    from torchrec.modules import mc_embedding_modules, mc_modules
+def remapped(inner: Any, configs: Sequence[Any]) -> Any:
+    from torchrec.modules import mc_embedding_modules
 
-    modules = {
-        c.name: mc_modules.MCHManagedCollisionModule(
-            zch_size=NUM_ROWS,
-            device=torch.device("cpu"),
-            eviction_policy=mc_modules.DistanceLFU_EvictionPolicy(),
-            eviction_interval=NUM_STEPS + 1,
-            buckets=WORLD_SIZE,
-        )
-        for c in configs
-    }
     outer = getattr(mc_embedding_modules, f"ManagedCollision{type(inner).__name__}")
-    return outer(
-        inner,
-        mc_modules.ManagedCollisionCollection(modules, embedding_configs=configs),
-        return_remapped_features=True,
-    )
+    modules = managed_collisions(configs, WORLD_SIZE, NUM_STEPS + 1)
+    return outer(inner, modules, return_remapped_features=True)
 
 
 def managed_bags(tables: Sequence[Table]) -> Any:
-    inner = bags(tables)
-    return managed(inner, inner.embedding_bag_configs())
+    inner = bags_of(tables)
+    return remapped(inner, inner.embedding_bag_configs())
 
 
 def managed_sequences(tables: Sequence[Table]) -> Any:
-    inner = sequences(tables)
-    return managed(inner, inner.embedding_configs())
+    inner = sequences_of(tables)
+    return remapped(inner, inner.embedding_configs())
 
 
 @dataclass(frozen=True)
@@ -171,13 +158,13 @@ class Part:
     """Whether the module brings its optimizer."""
 
 
-EBC = Part(bags, "EmbeddingBagCollectionSharder")
+EBC = Part(bags_of, "EmbeddingBagCollectionSharder")
 WEIGHTED = Part(
-    functools.partial(bags, weighted=True),
+    functools.partial(bags_of, weighted=True),
     "EmbeddingBagCollectionSharder",
     weighted=True,
 )
-EC = Part(sequences, "EmbeddingCollectionSharder", pooled=False)
+EC = Part(sequences_of, "EmbeddingCollectionSharder", pooled=False)
 
 MODELS: dict[str, dict[str, Part]] = {
     "EmbeddingBagCollection": {"bags": EBC},
@@ -188,9 +175,9 @@ MODELS: dict[str, dict[str, Part]] = {
     },
     "FusedEmbeddingBagCollection": {
         "bags": Part(
-            fused_bags,
+            own_optimizer_bags,
             "FusedEmbeddingBagCollectionSharder",
-            unsharded=bags,
+            unsharded=bags_of,
             own_optimizer=True,
         )
     },
@@ -199,7 +186,7 @@ MODELS: dict[str, dict[str, Part]] = {
         "bags": Part(
             managed_bags,
             "ManagedCollisionEmbeddingBagCollectionSharder",
-            unsharded=bags,
+            unsharded=bags_of,
             renumbers=True,
         )
     },
@@ -207,14 +194,14 @@ MODELS: dict[str, dict[str, Part]] = {
         "sequences": Part(
             managed_sequences,
             "ManagedCollisionEmbeddingCollectionSharder",
-            unsharded=sequences,
+            unsharded=sequences_of,
             pooled=False,
             renumbers=True,
         )
     },
     "EmbeddingBagCollection, quantised": {
         "bags": Part(
-            quantised_bags, "QuantEmbeddingBagCollectionSharder", unsharded=bags
+            quantised_bags, "QuantEmbeddingBagCollectionSharder", unsharded=bags_of
         )
     },
     "three collections in one model": {"bags": EBC, "more": WEIGHTED, "sequences": EC},
@@ -280,46 +267,23 @@ def offering(name: str) -> Any:
     return Sharder()
 
 
-def build_planner(names: Sequence[str], kernel: str) -> Any:
-    from torchrec.distributed.planner import ParameterConstraints, Topology
-    from torchrec.distributed.planner.storage_reservations import (
-        FixedPercentageStorageReservation,
-    )
+def in_turn(task: ShardingTask) -> Triples:
+    """Whole tables, and halves of those that may be split, on one rank each."""
+    triples = []
+    for i, table in enumerate(task.tables):
+        width, first = table.embedding_dim, int(table.name.split("/")[-1])
+        halves = 2 if task.min_widths[i] <= width // 2 else 1
+        for half in range(halves):
+            triples.append((i, width // halves, (first + half) % task.world_size))
+    return triples
 
-    from torchrec_neuroshard.placement import Placement
-    from torchrec_neuroshard.planner import NeuroShardPlanner
-    from torchrec_neuroshard.search import Searcher, SearchResult
-    from torchrec_neuroshard.simulator import Simulator
-    from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
-    class InTurn(Searcher):
-        """Whole tables, and halves of those that may be split, on one rank each."""
-
-        def search(self, task: Any, cost_model: Any, comms_model: Any) -> SearchResult:
-            triples = []
-            for i, table in enumerate(task.tables):
-                width, first = table.embedding_dim, int(table.name.split("/")[-1])
-                halves = 2 if task.min_widths[i] <= width // 2 else 1
-                for half in range(halves):
-                    rank = (first + half) % task.world_size
-                    triples.append((i, width // halves, rank))
-            placement = Placement.from_widths(task.world_size, triples)
-            return SearchResult(
-                placement=placement,
-                predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
-                lower_bound_ms=0.0,
-                gap=0.0,
-                search_seconds=0.0,
-                num_evaluated=1,
-            )
-
-    return NeuroShardPlanner(
-        topology=Topology(
-            world_size=WORLD_SIZE,
-            local_world_size=NODE_SIZE,
-            # TorchRec knows no such kernels for CPUs.
-            compute_device="cuda" if kernel in OFFLOADED else "cpu",
-        ),
+def planner_of(names: Sequence[str], kernel: str) -> Any:
+    return make_planner(
+        WORLD_SIZE,
+        # TorchRec knows no such kernels for CPUs.
+        "cuda" if kernel in OFFLOADED else "cpu",
+        topology_arguments={"local_world_size": NODE_SIZE},
         batch_size=LOCAL_BATCH,
         constraints={
             name: ParameterConstraints(
@@ -329,12 +293,7 @@ def build_planner(names: Sequence[str], kernel: str) -> Any:
             )
             for name in names
         },
-        cost_model=AnalyticCostModel(),
-        comms_model=AnalyticCommsModel(),
-        search=InTurn(),
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=[],
-        consider_stock=False,
+        search=FixedSearcher(in_turn),
     )
 
 
@@ -439,7 +398,7 @@ def train(
             for name, part in parts.items()
         }
 
-    planner = build_planner(names, kernel)
+    planner = planner_of(names, kernel)
     plan = on_cpu(planner.collective_plan(original, list(sharders.values())))
     done.append("planned")
     sharded = DistributedModelParallel(

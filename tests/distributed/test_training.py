@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
 
-from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, Results
-from tests.distributed.unsharded import local_parts, loss_of
+from tests.builders import Chosen, FixedSearcher, Triples, make_planner
+from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, OfJob
+from tests.distributed.unsharded import draw_batch, local_parts, loss_of
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.planner import PlacementConstraints
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
 
 LOCAL_BATCH = 6
 LEARNING_RATE = 0.3
 NUM_STEPS = 3
-
-OfCase = Callable[[str], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -214,20 +220,21 @@ CASES = {
 }
 
 
-def sharders() -> list[Any]:
-    """TorchRec's sharders, but offering on CPUs what they offer on GPUs."""
-    from torchrec.distributed.embedding import EmbeddingCollectionSharder
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+class BagSharder(EmbeddingBagCollectionSharder):
+    """TorchRec's, but offering on CPUs what it offers on GPUs."""
 
-    class BagSharder(EmbeddingBagCollectionSharder):
-        def sharding_types(self, compute_device_type: str) -> list[str]:
-            return list(super().sharding_types("cuda"))
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(super().sharding_types("cuda"))
 
-    class SequenceSharder(EmbeddingCollectionSharder):
-        def sharding_types(self, compute_device_type: str) -> list[str]:
-            return list(super().sharding_types("cuda"))
 
-    return [BagSharder(), SequenceSharder()]
+class SequenceSharder(EmbeddingCollectionSharder):
+    """The same of sequences."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return list(super().sharding_types("cuda"))
+
+
+SHARDERS: list[Any] = [BagSharder(), SequenceSharder()]
 
 
 def build_model(case: Case) -> Any:
@@ -262,35 +269,14 @@ def build_model(case: Case) -> Any:
     )
 
 
-def build_planner(case: Case) -> Any:
-    from torchrec.distributed.planner import ParameterConstraints, Topology
-    from torchrec.distributed.planner.storage_reservations import (
-        FixedPercentageStorageReservation,
-    )
-
-    from torchrec_neuroshard.errors import InfeasibleError, PlacementError
-    from torchrec_neuroshard.placement import Placement
-    from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
-    from torchrec_neuroshard.search import Searcher, SearchResult
-    from torchrec_neuroshard.simulator import Simulator
-    from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-
-    class FixedSearcher(Searcher):
-        def search(self, task: Any, cost_model: Any, comms_model: Any) -> SearchResult:
-            placement = Placement.from_widths(task.world_size, case.triples or ())
-            try:
-                placement.check(task)
-            except PlacementError as error:
-                raise InfeasibleError(str(error)) from error
-            predicted = Simulator(task, cost_model, comms_model).evaluate(placement)
-            return SearchResult(
-                placement=placement,
-                predicted=predicted,
-                lower_bound_ms=0.0,
-                gap=0.0,
-                search_seconds=0.0,
-                num_evaluated=1,
-            )
+def build_planner(case: Case, **arguments: Any) -> Any:
+    def given(task: ShardingTask) -> Triples:
+        triples = case.triples or ()
+        try:
+            Placement.from_widths(task.world_size, triples).check(task)
+        except PlacementError as error:
+            raise InfeasibleError(str(error)) from error
+        return triples
 
     constraints = {
         f"t{i}": ParameterConstraints(
@@ -305,46 +291,30 @@ def build_planner(case: Case) -> Any:
         )
         for i in {*case.whole, *case.other}
     }
-    searched = "default" if case.triples is None else FixedSearcher()
-    world_size = dist.get_world_size()
-    return NeuroShardPlanner(
-        topology=Topology(
-            world_size=world_size, local_world_size=NODE_SIZE, compute_device="cpu"
-        ),
+    return make_planner(
+        dist.get_world_size(),
+        topology_arguments={"local_world_size": NODE_SIZE},
         batch_size=LOCAL_BATCH,
         constraints=constraints,
         cost_model=AnalyticCostModel(launch_ms=0.0),
         comms_model=AnalyticCommsModel(1e6 if case.chosen else 100.0),
-        search=searched,
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=[],
+        search="default" if case.triples is None else FixedSearcher(given),
         consider_stock=case.consider_stock,
         placement_constraints=PlacementConstraints(**case.placement),
+        **arguments,
     )
 
 
 def global_batch(case: Case, step: int) -> list[Any]:
     """One KeyedJaggedTensor per rank."""
-    from torchrec import KeyedJaggedTensor
-
     generator = torch.Generator().manual_seed(100 + step)
     keys = sorted(
         {f for i in range(len(case.dims)) for f in case.features.get(i, [f"f{i}"])}
     )
-    batches = []
-    for _ in range(dist.get_world_size()):
-        lengths = torch.randint(
-            0, 4, (len(keys) * LOCAL_BATCH,), generator=generator, dtype=torch.int32
-        )
-        total = int(lengths.sum())
-        values = torch.randint(0, 11, (total,), generator=generator)
-        weights = torch.rand(total, generator=generator) if case.weighted else None
-        batches.append(
-            KeyedJaggedTensor(
-                keys=keys, values=values, lengths=lengths, weights=weights
-            )
-        )
-    return batches
+    return [
+        draw_batch(keys, LOCAL_BATCH, 11, generator, weighted=case.weighted)
+        for _ in range(dist.get_world_size())
+    ]
 
 
 def outputs_of(model: nn.Module, batch: Any, case: Case) -> dict[str, torch.Tensor]:
@@ -367,9 +337,9 @@ def kernels_of(sharded: Any) -> list[list[list[int]]]:
     return sorted(found)
 
 
-def expected_kernels(planner: Any) -> dict[str, Any]:
+def expected_kernels(planner: Any, plan: Sequence[Any]) -> dict[str, Any]:
     """What the costs take for kernels and collectives, by rank; on the first one."""
-    options = [o for o in planner._selected if planner.costs.reader.is_costed(o)]
+    options = [o for o in plan if planner.costs.reader.is_costed(o)]
     priced = planner.costs.price(options)
     fused = [o.compute_kernel != "dense" for o in options]
     kernels: list[dict[int, list[list[int]]]] = [
@@ -418,10 +388,11 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     for i, parameter in enumerate(model.parameters()):
         rate = case.rates.get(i, LEARNING_RATE)
         apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": rate})
-    planner = build_planner(case)
-    plan = planner.collective_plan(model, sharders())
+    chosen = Chosen()
+    planner = build_planner(case, callbacks=[chosen])
+    plan = planner.collective_plan(model, SHARDERS)
     sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=sharders()
+        model, device=torch.device("cpu"), plan=plan, sharders=SHARDERS
     )
     # TorchRec starts from weights of its own.
     start = {k: v.detach().clone() for k, v in whole.state_dict().items()}
@@ -467,7 +438,8 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     )
     digest = [None] * dist.get_world_size()
     dist.all_gather_object(digest, (str(plan), repr(planner.last_result)))
-    sent: list[Any] = [expected_kernels(planner) if rank == 0 else None]
+    layout = expected_kernels(planner, chosen.options) if rank == 0 else None
+    sent: list[Any] = [layout]
     dist.broadcast_object_list(sent, 0)
     (layout,) = sent
     return {
@@ -490,8 +462,6 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
 
 def run_failure(rank: int) -> dict[str, Any]:
     """Rank 0 cannot plan; what does each rank see?"""
-    from torchrec_neuroshard.errors import ConfigError
-    from torchrec_neuroshard.testing import AnalyticCostModel
 
     class Refusing(AnalyticCostModel):
         def encode(self, features_NF: Any) -> Any:
@@ -543,17 +513,8 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     return jobs
 
 
-@pytest.fixture
-def results(ranks: Results) -> OfCase:
-    def of_case(name: str) -> list[dict[str, Any]]:
-        num_nodes = CASES[name].num_nodes if name in CASES else ONE_NODE
-        return ranks(__name__, num_nodes, name)
-
-    return of_case
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_training_equals_unsharded_training(results: OfCase, name: str) -> None:
+def test_training_equals_unsharded_training(results: OfJob, name: str) -> None:
     for result in results(name):
         assert result["forward"] < 1e-5
         assert result["weights"] < 1e-5
@@ -561,7 +522,7 @@ def test_training_equals_unsharded_training(results: OfCase, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_simulated_kernels_are_the_real_ones(results: OfCase, name: str) -> None:
+def test_simulated_kernels_are_the_real_ones(results: OfJob, name: str) -> None:
     for result in results(name):
         assert result["kernels"] == result["expected_kernels"]
         assert result["num_collectives"] == result["num_stages"]
@@ -571,41 +532,41 @@ def test_simulated_kernels_are_the_real_ones(results: OfCase, name: str) -> None
 
 @pytest.mark.parametrize(("name", "kind"), [("k-way", COLUMN), ("grid", GRID)])
 def test_outputs_of_split_tables_are_put_in_order(
-    results: OfCase, name: str, kind: str
+    results: OfJob, name: str, kind: str
 ) -> None:
     for result in results(name):
         assert result["reordered"] == result["expected_reordered"] == [kind]
 
 
-def test_stock_plan_is_trained(results: OfCase) -> None:
+def test_stock_plan_is_trained(results: OfJob) -> None:
     for result in results("stock plan"):
         assert result["fallback"] is not None
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_has_the_same_plan(results: OfCase, name: str) -> None:
+def test_every_rank_has_the_same_plan(results: OfJob, name: str) -> None:
     assert all(r["same_everywhere"] for r in results(name))
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.types])
-def test_sharding_types(results: OfCase, name: str) -> None:
+def test_sharding_types(results: OfJob, name: str) -> None:
     for result in results(name):
         assert result["types"] == list(CASES[name].types)
 
 
-def test_tables_are_where_constraints_want_them(results: OfCase) -> None:
+def test_tables_are_where_constraints_want_them(results: OfJob) -> None:
     for result in results("placed by constraints"):
         held = list(map(set, result["ranks"]))
         assert held[0] == held[1] == held[4] == {1} and held[5] == {0}
         assert held[2].isdisjoint(held[3])
 
 
-def test_search_splits_a_table(results: OfCase) -> None:
+def test_search_splits_a_table(results: OfJob) -> None:
     # Otherwise its case would train nothing that "table-wise" does not.
     assert max(results("search")[0]["num_shards"].values()) == 2
 
 
-def test_an_error_on_rank_0_reaches_all_ranks(results: OfCase) -> None:
+def test_an_error_on_rank_0_reaches_all_ranks(results: OfJob) -> None:
     first, second = results("failure")
     assert first["known"] == second["known"] == "ConfigError: refused on rank 0"
     assert first["local"] == "LocalError: local trouble"
@@ -614,7 +575,7 @@ def test_an_error_on_rank_0_reaches_all_ranks(results: OfCase) -> None:
     )
 
 
-def test_group_with_another_first_rank(results: OfCase) -> None:
+def test_group_with_another_first_rank(results: OfJob) -> None:
     assert results("subgroup")[1]["tables"] == [
         f"t{i}" for i in range(len(CASES["search"].dims))
     ]

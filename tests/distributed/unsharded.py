@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
 
-__all__ = ["local_parts", "loss_of"]
+__all__ = ["draw_batch", "local_parts", "loss_of", "whole_weights"]
 
 
 def local_parts(
@@ -38,3 +40,38 @@ def loss_of(outputs: Mapping[str, torch.Tensor], num_samples: int) -> torch.Tens
         scale = torch.linspace(0.5, 1.5, value.shape[1])
         total = total + (value.sin() * scale).sum()
     return total / num_samples
+
+
+def whole_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Every sharded table whole, the same on all ranks."""
+    found = {}
+    for key, value in model.state_dict().items():
+        if not hasattr(value, "local_shards"):
+            continue
+        whole = torch.zeros(value.size())
+        for _, shard, part in local_parts({key: value}, {key: whole}):
+            part.copy_(shard.detach())
+        dist.all_reduce(whole)
+        found[key] = whole
+    return found
+
+
+def draw_batch(
+    keys: Sequence[str],
+    batch_size: int,
+    num_rows: int,
+    generator: torch.Generator,
+    *,
+    weighted: bool = False,
+) -> KeyedJaggedTensor:
+    """Bags of none to three ids."""
+    lengths = torch.randint(
+        0, 4, (len(keys) * batch_size,), generator=generator, dtype=torch.int32
+    )
+    total = int(lengths.sum())
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.randint(0, num_rows, (total,), generator=generator),
+        lengths=lengths,
+        weights=torch.rand(total, generator=generator) if weighted else None,
+    )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pytest
-from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.planner import ParameterConstraints
 
-from torchrec_neuroshard import NeuroShardPlanner
+from tests.builders import (
+    Chosen,
+    FixedSearcher,
+    bag_sharders,
+    cost_of,
+    gpus,
+    make_ebc,
+    make_planner,
+)
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -30,13 +34,11 @@ class SlowOrder(AnalyticCommsModel):
     ("kind", "columns"),
     [("grid_shard", 48), ("table_row_wise", 0), ("row_wise", 0)],
 )
-def test_columns_of_a_grid_are_put_in_order(
-    make_ebc: Any, kind: str, columns: int
-) -> None:
+def test_columns_of_a_grid_are_put_in_order(kind: str, columns: int) -> None:
     path_ms = []
     for comms in (AnalyticCommsModel(), SlowOrder()):
-        planner = NeuroShardPlanner(
-            topology=Topology(world_size=4, compute_device="cuda", local_world_size=2),
+        planner = make_planner(
+            topology=gpus(4, 2),
             batch_size=4,
             constraints={
                 f"t{i}": ParameterConstraints(
@@ -44,14 +46,11 @@ def test_columns_of_a_grid_are_put_in_order(
                 )
                 for i, least in enumerate((16, None))
             },
-            cost_model=AnalyticCostModel(),
             comms_model=comms,
-            consider_stock=False,
         )
         # One table in two column shards over both nodes, one in a single node.
-        planner.plan(make_ebc([(100, 32), (100, 16)]), get_default_sharders())
-        assert planner.last_result is not None
-        path_ms.append(planner.last_result.predicted.critical_path_ms)
+        planner.plan(make_ebc([(100, 32), (100, 16)]), bag_sharders())
+        path_ms.append(cost_of(planner))
     # Sixteen samples over all ranks.
     assert path_ms[1] - path_ms[0] == pytest.approx(columns * 16 * 3e-3, abs=1e-9)
 
@@ -62,30 +61,18 @@ def test_columns_of_a_grid_are_put_in_order(
     ids=["whole", "split"],
 )
 def test_simulator_and_plan_agree(
-    make_ebc: Any,
-    sharders: Any,
-    fixed_searcher: Any,
-    triples: list[tuple[int, int, int]],
-    columns: int,
+    triples: list[tuple[int, int, int]], columns: int
 ) -> None:
     costs = {}
     for name, comms in (("free", AnalyticCommsModel()), ("slow", SlowOrder())):
-        chosen: list[ShardingOption] = []
-
-        def remember(plan: list[ShardingOption], into: Any = chosen) -> Any:
-            into[:] = plan
-            return plan
-
-        planner = NeuroShardPlanner(
-            topology=Topology(world_size=2, compute_device="cpu"),
+        chosen = Chosen()
+        planner = make_planner(
             batch_size=8,
-            cost_model=AnalyticCostModel(),
             comms_model=comms,
-            search=fixed_searcher(triples),
-            callbacks=[remember],
-            consider_stock=False,
+            search=FixedSearcher(triples),
+            callbacks=[chosen],
         )
-        planner.plan(make_ebc([(100, 16), (100, 32)]), sharders)
+        planner.plan(make_ebc([(100, 16), (100, 32)]), bag_sharders())
         assert planner.last_result is not None and planner.last_task is not None
         simulated = Simulator(planner.last_task, AnalyticCostModel(), comms).evaluate(
             planner.last_result.placement
@@ -93,7 +80,7 @@ def test_simulator_and_plan_agree(
         predicted = planner.last_result.predicted
         assert predicted.critical_path_ms == pytest.approx(simulated.critical_path_ms)
         shared = [0.0, 0.0]
-        for option in chosen:
+        for option in chosen.options:
             for shard in option.shards:
                 assert shard.rank is not None and shard.perf is not None
                 shared[shard.rank] += shard.perf.total

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torchrec import EmbeddingBagCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import BoundsCheckMode
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+from torchrec.modules.embedding_configs import DataType
 
-from torchrec_neuroshard.planner import NeuroShardPlanner
-
-MakePlanner = Callable[..., NeuroShardPlanner]
+from tests.builders import Chosen, bag_sharders, make_ebc, make_planner
 
 IN_PLAN: dict[str, Any] = {
     "enforce_hbm": True,
@@ -26,6 +19,8 @@ IN_PLAN: dict[str, Any] = {
     "output_dtype": DataType.FP16,
 }
 """Fields that `DistributedModelParallel` reads off the plan."""
+
+SIZES = [(1000, 64)] * 2
 
 TESTED_ELSEWHERE = {
     "sharding_types",
@@ -42,26 +37,6 @@ TESTED_ELSEWHERE = {
 """In the tests of edge cases: what they change is more than one value."""
 
 
-def tables(**arguments: Any) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{i}",
-                num_embeddings=1000,
-                embedding_dim=64,
-                feature_names=[f"f{i}"],
-                **arguments,
-            )
-            for i in range(2)
-        ],
-        device=torch.device("meta"),
-    )
-
-
-def plan_of(model: nn.Module, planner: NeuroShardPlanner) -> Any:
-    return planner.plan(model, [EmbeddingBagCollectionSharder()]).plan[""]
-
-
 def test_no_field_is_left_out() -> None:
     known = {f.name for f in dataclasses.fields(ParameterConstraints)}
     here = {"feature_names", "use_virtual_table", *IN_PLAN}
@@ -72,15 +47,13 @@ def test_no_field_is_left_out() -> None:
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("name", IN_PLAN)
-def test_settings_reach_the_plan(
-    name: str, kind: str, make_planner: MakePlanner
-) -> None:
+def test_settings_reach_the_plan(name: str, kind: str) -> None:
     constraints = {
         "t0": ParameterConstraints(sharding_types=[kind], **{name: IN_PLAN[name]}),
         "t1": ParameterConstraints(sharding_types=[kind]),
     }
     planner = make_planner(2, "cuda", constraints=constraints)
-    entries = plan_of(tables(), planner)
+    entries = planner.plan(make_ebc(SIZES), bag_sharders()).plan[""]
     assert getattr(entries["t0"], name) == IN_PLAN[name]
     assert getattr(entries["t1"], name) is None
     assert planner.last_result is not None
@@ -89,27 +62,22 @@ def test_settings_reach_the_plan(
         assert planner.last_task is not None and planner.last_task.num_groups == 2
 
 
-def test_feature_names_are_those_of_the_collection(make_planner: MakePlanner) -> None:
+def test_feature_names_are_those_of_the_collection() -> None:
     """The constraint's are for TorchRec's own records of where ids come from."""
     constraints = {"t0": ParameterConstraints(feature_names=["f0"])}
-    seen: list[Any] = []
-
-    def remember(options: list[Any]) -> list[Any]:
-        seen[:] = options
-        return options
-
-    planner = make_planner(2, "cuda", constraints=constraints, callbacks=[remember])
-    plan_of(tables(), planner)
-    assert {o.name: o.feature_names for o in seen}["t0"] == ["f0"]
+    chosen = Chosen()
+    planner = make_planner(2, "cuda", constraints=constraints, callbacks=[chosen])
+    planner.plan(make_ebc(SIZES), bag_sharders()).plan[""]
+    assert {o.name: o.feature_names for o in chosen.options}["t0"] == ["f0"]
     assert planner.last_task is not None
     assert [t.num_features for t in planner.last_task.tables] == [1, 1]
 
 
-def test_virtual_tables_go_through_torchrecs_path(make_planner: MakePlanner) -> None:
+def test_virtual_tables_go_through_torchrecs_path() -> None:
     if "use_virtual_table" not in {
         f.name for f in dataclasses.fields(ParameterConstraints)
     }:
         pytest.skip("this TorchRec has no virtual tables")
     constraints = {"t0": ParameterConstraints(use_virtual_table=True)}
     planner = make_planner(2, "cuda", constraints=constraints)
-    assert set(plan_of(tables(), planner)) == {"t0", "t1"}
+    assert set(planner.plan(make_ebc(SIZES), bag_sharders()).plan[""]) == {"t0", "t1"}

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
-)
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.modules.embedding_configs import DataType
@@ -22,35 +19,29 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import (
     FeatureProcessedEmbeddingBagCollection,
 )
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.quant.embedding_modules import (
     EmbeddingBagCollection as QuantEmbeddingBagCollection,
 )
 
-from torchrec_neuroshard.planner import NeuroShardPlanner
+from tests.builders import (
+    META,
+    bag_config,
+    bags,
+    fused_bags,
+    make_planner,
+    stock_planner,
+)
 
-MakePlanner = Callable[..., NeuroShardPlanner]
-
-META = torch.device("meta")
 NUM_TABLES = 3
 
 
-def configs(dim: int = 32, **arguments: Any) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(
-            name=f"t{i}",
-            num_embeddings=1000,
-            embedding_dim=dim,
-            feature_names=[f"f{i}"],
-            **arguments,
-        )
-        for i in range(NUM_TABLES)
-    ]
+def configs(**arguments: Any) -> list[EmbeddingBagConfig]:
+    return [bag_config(i, **arguments) for i in range(NUM_TABLES)]
 
 
 def feature_processed() -> Any:
     return FeatureProcessedEmbeddingBagCollection(
-        EmbeddingBagCollection(tables=configs(), device=META, is_weighted=True),
+        bags(weighted=True),
         PositionWeightedModuleCollection(
             {f"f{i}": 10 for i in range(NUM_TABLES)}, device=torch.device("cpu")
         ),
@@ -63,24 +54,12 @@ def quantised() -> Any:
     )
 
 
-def fused() -> Any:
-    return FusedEmbeddingBagCollection(
-        tables=configs(),
-        optimizer_type=torch.optim.SGD,
-        optimizer_kwargs={"lr": 0.1},
-        device=META,
-    )
-
-
 def tower() -> Any:
-    return EmbeddingTower(
-        embedding_module=EmbeddingBagCollection(tables=configs(), device=META),
-        interaction_module=nn.Linear(3, 3),
-    )
+    return EmbeddingTower(embedding_module=bags(), interaction_module=nn.Linear(3, 3))
 
 
 def tied() -> Any:
-    shared = EmbeddingBagCollection(tables=configs(), device=META)
+    shared = bags()
     return nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
 
 
@@ -89,27 +68,21 @@ def empty() -> Any:
 
 
 def odd_widths() -> Any:
-    return EmbeddingBagCollection(tables=configs(dim=10), device=META)
+    return bags(*configs(dim=10))
 
 
 def half_precision() -> Any:
-    tables = configs()
-    for table, kind in zip(
-        tables, (DataType.FP32, DataType.FP16, DataType.BF16), strict=True
-    ):
-        table.data_type = kind
-    return EmbeddingBagCollection(tables=tables, device=META)
+    kinds = (DataType.FP32, DataType.FP16, DataType.BF16)
+    return bags(*(bag_config(i, data_type=kind) for i, kind in enumerate(kinds)))
 
 
 def without_features() -> Any:
-    tables = configs()
-    tables[0].feature_names = []
-    return EmbeddingBagCollection(tables=tables, device=META)
+    return bags(bag_config(0, feature_names=[]), *configs()[1:])
 
 
 KINDS: dict[str, tuple[Callable[[], Any], int]] = {
     "feature processed": (feature_processed, NUM_TABLES),
-    "fused": (fused, NUM_TABLES),
+    "fused": (fused_bags, NUM_TABLES),
     "half precision": (half_precision, NUM_TABLES),
     "without features": (without_features, NUM_TABLES),
     "tied": (tied, 2 * NUM_TABLES),
@@ -131,17 +104,12 @@ def sharders_of(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_stock_plans(
-    make_planner: MakePlanner, kind: str, compute_device: str
-) -> None:
+def test_whatever_stock_plans(kind: str, compute_device: str) -> None:
     build, num_searched = KINDS[kind]
     module, sharders = build(), sharders_of(kind)
-    planner = make_planner(2, compute_device)
-    stock = EmbeddingShardingPlanner(
-        topology=planner._topology,
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=[],
-    ).plan(module, sharders)
+    topology = Topology(2, compute_device)
+    planner = make_planner(topology=topology)
+    stock = stock_planner(topology).plan(module, sharders)
     plan = planner.plan(module, sharders)
     assert {p: set(m) for p, m in plan.plan.items()} == {
         p: set(m) for p, m in stock.plan.items()
@@ -155,22 +123,14 @@ def test_whatever_stock_plans(
         assert result.predicted.critical_path_ms > 0
 
 
-def test_feature_processed_tables_count_as_weighted(make_planner: MakePlanner) -> None:
+def test_feature_processed_tables_count_as_weighted() -> None:
     planner = make_planner()
     planner.plan(feature_processed(), sharders_of("feature processed"))
     assert planner.last_task is not None
     assert all(t.weighted for t in planner.last_task.tables)
 
 
-def test_weight_types_run_in_kernels_of_their_own(make_planner: MakePlanner) -> None:
-    planner = make_planner()
-    planner.plan(half_precision(), sharders_of("half precision"))
-    assert planner.last_task is not None
-    assert planner.last_task.num_groups == 3
-    assert [t.data_type for t in planner.last_task.tables] == ["fp32", "fp16", "bf16"]
-
-
-def test_modules_with_sharders_of_their_own(make_planner: MakePlanner) -> None:
+def test_modules_with_sharders_of_their_own() -> None:
     class Unheard(nn.Module):
         """No TorchRec module: no configurations, sharded table-wise only."""
 
@@ -200,7 +160,7 @@ def test_modules_with_sharders_of_their_own(make_planner: MakePlanner) -> None:
     model = nn.ModuleDict(
         {
             "own": Unheard(),
-            "plain": EmbeddingBagCollection(tables=configs(), device=META),
+            "plain": bags(),
         }
     )
     planner = make_planner(2, "cuda")

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from torchrec import EmbeddingBagCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
-)
-from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
 )
 from torchrec.distributed.planner.types import (
     PlannerError,
@@ -28,6 +21,16 @@ from torchrec.distributed.planner.types import (
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from tests.builders import (
+    ATTACHES_OPTIMIZERS,
+    QUICK,
+    FixedSearcher,
+    analytic,
+    bag_sharders,
+    gpus,
+    make_ebc,
+    stock_planner,
+)
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
@@ -38,37 +41,21 @@ from torchrec_neuroshard.planner import (
     PlacementConstraints,
     PlanCosts,
 )
-from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
-# Attaching an optimizer to a table, as TorchRec's users do.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
-    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
-]
+pytestmark = ATTACHES_OPTIMIZERS
 
-MakeEbc = Callable[..., EmbeddingBagCollection]
-Sharders = list[EmbeddingBagCollectionSharder]
 SIZES = [(1000, 16), (2000, 256), (3000, 64), (500, 8)]
-QUICK = SearchConfig(beam_width=1, num_candidates=4, refine=False)
-
-
-def models() -> dict[str, Any]:
-    return {"cost_model": AnalyticCostModel(), "comms_model": AnalyticCommsModel()}
-
-
-def gpus(world_size: int = 2, **arguments: Any) -> Topology:
-    return Topology(world_size=world_size, compute_device="cuda", **arguments)
 
 
 def searchable(
-    enumerator: EmbeddingEnumerator, module: Any, sharders: Sharders, kind: str
+    enumerator: EmbeddingEnumerator, module: Any, kind: str
 ) -> list[ShardingOption]:
     """The fused option of one sharding type of each table."""
     return [
         o
-        for o in enumerator.enumerate(module, sharders)
+        for o in enumerator.enumerate(module, bag_sharders())
         if o.sharding_type == kind and o.compute_kernel == "fused"
     ]
 
@@ -77,46 +64,41 @@ def searchable(
     "part", ["enumerator", "estimator", "proposer", "partitioner", "performance_model"]
 )
 @pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
-def test_each_part_works_in_the_stock_planner(
-    make_ebc: MakeEbc, sharders: Sharders, part: str, compute_device: str
-) -> None:
+def test_each_part_works_in_the_stock_planner(part: str, compute_device: str) -> None:
     topology = Topology(world_size=2, compute_device=compute_device)
     constraints = {"t1": ParameterConstraints(min_partition=32)}
     if part == "enumerator":
         arguments: dict[str, Any] = {
-            "enumerator": NeuroShardEnumerator(topology, 64, constraints, **models())
+            "enumerator": NeuroShardEnumerator(topology, 64, constraints, **analytic())
         }
     elif part == "estimator":
         estimators = [
-            NeuroShardEstimator(topology, constraints, **models()),
+            NeuroShardEstimator(topology, constraints, **analytic()),
             EmbeddingStorageEstimator(topology, constraints),
         ]
         arguments = {
             "enumerator": EmbeddingEnumerator(topology, 64, constraints, estimators)
         }
     elif part == "proposer":
-        arguments = {"proposer": NeuroShardProposer(topology, constraints, **models())}
+        arguments = {
+            "proposer": NeuroShardProposer(topology, constraints, **analytic())
+        }
     elif part == "partitioner":
         arguments = {
             "partitioner": NeuroShardPartitioner(
-                topology, constraints, search=QUICK, **models()
+                topology, constraints, search=QUICK, **analytic()
             ),
             # One proposal: each of the stock ones' would be searched.
-            "proposer": NeuroShardProposer(topology, constraints, **models()),
+            "proposer": NeuroShardProposer(topology, constraints, **analytic()),
         }
     else:
         arguments = {
-            "performance_model": NeuroShardPerfModel(topology, constraints, **models())
+            "performance_model": NeuroShardPerfModel(
+                topology, constraints, **analytic()
+            )
         }
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=64,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=[],
-        **arguments,
-    )
-    plan = planner.plan(make_ebc(SIZES), sharders)
+    planner = stock_planner(topology, constraints=constraints, **arguments)
+    plan = planner.plan(make_ebc(SIZES), bag_sharders())
     assert set(plan.plan[""]) == {"t0", "t1", "t2", "t3"}
 
 
@@ -132,17 +114,15 @@ def kinds_of(options: list[ShardingOption]) -> dict[str, list[tuple[str, str]]]:
     return kinds
 
 
-def test_enumerator_keeps_one_option_of_each_use(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_enumerator_keeps_one_option_of_each_use() -> None:
     constraints = {
         "t1": ParameterConstraints(sharding_types=["row_wise", "data_parallel"]),
         "t2": ParameterConstraints(sharding_types=["table_row_wise", "table_wise"]),
         "t3": ParameterConstraints(compute_kernels=["fused_uvm"]),
     }
     topology = gpus(4, local_world_size=2)
-    enumerator = NeuroShardEnumerator(topology, 64, constraints, **models())
-    kinds = kinds_of(enumerator.enumerate(make_ebc(SIZES), sharders))
+    enumerator = NeuroShardEnumerator(topology, 64, constraints, **analytic())
+    kinds = kinds_of(enumerator.enumerate(make_ebc(SIZES), bag_sharders()))
     assert kinds["t0"] == [
         ("column_wise", "fused"),
         ("data_parallel", "dense"),
@@ -156,36 +136,32 @@ def test_enumerator_keeps_one_option_of_each_use(
     assert len({k for k, _ in kinds["t3"]}) > 2
 
 
-def test_row_wise_is_not_listed_twice_on_one_node(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_row_wise_is_not_listed_twice_on_one_node() -> None:
     constraints = {"t1": ParameterConstraints(sharding_types=["table_row_wise"])}
-    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **models())
-    kinds = kinds_of(enumerator.enumerate(make_ebc(SIZES), sharders))
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **analytic())
+    kinds = kinds_of(enumerator.enumerate(make_ebc(SIZES), bag_sharders()))
     assert "table_row_wise" not in {k for k, _ in kinds["t0"]}
     assert {k for k, _ in kinds["t1"]} == {"table_row_wise"}
 
 
-def test_host_memory_is_offered_where_device_memory_is_scarce(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_host_memory_is_offered_where_device_memory_is_scarce() -> None:
     def kernels(hbm_cap: int, **constraint: Any) -> set[tuple[str, str]]:
         constraints = {"t0": ParameterConstraints(**constraint)}
         enumerator = NeuroShardEnumerator(
-            gpus(hbm_cap=hbm_cap), 64, constraints, **models()
+            gpus(hbm_cap=hbm_cap), 64, constraints, **analytic()
         )
-        found = kinds_of(enumerator.enumerate(make_ebc([(1000, 64)]), sharders))
+        found = kinds_of(enumerator.enumerate(make_ebc([(1000, 64)]), bag_sharders()))
         return {(t, k) for t, k in found["t0"] if k not in ("fused", "dense")}
 
     size = 1000 * 64 * 4
     assert not kernels(hbm_cap=2 * size)
     assert kernels(hbm_cap=2 * size - 1) == {
         (kind, kernel)
-        for kind in ("row_wise", "table_wise", "column_wise")
+        for kind in ("row_wise", "table_wise")
         for kernel in ("fused_uvm", "fused_uvm_caching")
     }
     assert kernels(hbm_cap=100 * size, compute_kernels=["fused", "fused_uvm"]) == {
-        (kind, "fused_uvm") for kind in ("row_wise", "table_wise", "column_wise")
+        (kind, "fused_uvm") for kind in ("row_wise", "table_wise")
     }
 
 
@@ -203,23 +179,19 @@ def test_host_memory_is_offered_where_device_memory_is_scarce(
 def test_host_memory_is_offered_where_tables_are_crowded(
     placement: PlacementConstraints | None,
     offered: bool,
-    make_ebc: MakeEbc,
-    sharders: Sharders,
 ) -> None:
     size = 1000 * 64 * 4
     enumerator = NeuroShardEnumerator(
-        gpus(4, hbm_cap=3 * size), 64, placement=placement, **models()
+        gpus(4, hbm_cap=3 * size), 64, placement=placement, **analytic()
     )
-    options = enumerator.enumerate(make_ebc([(1000, 64)] * 2), sharders)
+    options = enumerator.enumerate(make_ebc([(1000, 64)] * 2), bag_sharders())
     assert any(o.compute_kernel == "fused_uvm" for o in options) == offered
 
 
-def test_enumerator_leaves_unknown_tables_alone(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_enumerator_leaves_unknown_tables_alone() -> None:
     ebc = make_ebc([(1000, 16), (1000, 10)])
-    ours = NeuroShardEnumerator(gpus(), 64, **models()).enumerate(ebc, sharders)
-    stock = EmbeddingEnumerator(gpus(), 64).enumerate(ebc, sharders)
+    ours = NeuroShardEnumerator(gpus(), 64, **analytic()).enumerate(ebc, bag_sharders())
+    stock = EmbeddingEnumerator(gpus(), 64).enumerate(ebc, bag_sharders())
 
     def kinds(options: list[ShardingOption]) -> set[tuple[str, str]]:
         return {(o.sharding_type, o.compute_kernel) for o in options if o.name == "t1"}
@@ -230,19 +202,17 @@ def test_enumerator_leaves_unknown_tables_alone(
 # --- estimator ------------------------------------------------------------------
 
 
-def test_estimates_are_those_of_single_shards(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_estimates_are_those_of_single_shards() -> None:
     constraints = {"t1": ParameterConstraints(pooling_factors=[7.0], min_partition=64)}
     topology = gpus()
-    estimator = NeuroShardEstimator(topology, constraints, **models())
+    estimator = NeuroShardEstimator(topology, constraints, **analytic())
     enumerator = EmbeddingEnumerator(
         topology,
         64,
         constraints,
         [estimator, EmbeddingStorageEstimator(topology, constraints)],
     )
-    options = enumerator.enumerate(make_ebc(SIZES), sharders)
+    options = enumerator.enumerate(make_ebc(SIZES), bag_sharders())
     checked = 0
     for option in options:
         if not estimator.costs.reader.is_described(option):
@@ -268,9 +238,7 @@ def test_estimates_are_those_of_single_shards(
     assert "table_column_wise" in kinds and checked > 12
 
 
-def test_other_options_keep_stock_costs_plus_a_launch(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_other_options_keep_stock_costs_plus_a_launch() -> None:
     topology = gpus()
     ebc = make_ebc([(1000, 10)])  # no fused kernel takes ten columns
     storage = EmbeddingStorageEstimator(topology)
@@ -279,7 +247,7 @@ def test_other_options_keep_stock_costs_plus_a_launch(
         enumerator = EmbeddingEnumerator(topology, 64, None, [estimator, storage])
         return {
             (o.sharding_type, o.compute_kernel): o.shards[0].perf
-            for o in enumerator.enumerate(ebc, sharders)
+            for o in enumerator.enumerate(ebc, bag_sharders())
         }
 
     ours = perfs(
@@ -301,16 +269,14 @@ def test_other_options_keep_stock_costs_plus_a_launch(
     assert ours[dense] == stock[dense]
 
 
-def test_launches_of_fused_stock_tables_count_once(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_launches_of_fused_stock_tables_count_once() -> None:
     constraints = {
         f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(3)
     }
     model = AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0)
     costs = PlanCosts(gpus(), constraints, cost_model=model)
     enumerator = NeuroShardEnumerator(gpus(), 64, constraints, costs=costs)
-    proposal = enumerator.enumerate(make_ebc([(1000, 10)] * 3), sharders)
+    proposal = enumerator.enumerate(make_ebc([(1000, 10)] * 3), bag_sharders())
     proposal = [o for o in proposal if o.compute_kernel == "fused"]
     plan = NeuroShardPartitioner(gpus(), constraints, costs=costs).partition(
         proposal, gpus()
@@ -338,66 +304,93 @@ def proposals(
     return found
 
 
-def test_one_proposal_where_every_table_may_be_split(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
-    options = NeuroShardEnumerator(gpus(), 64, **models()).enumerate(
-        make_ebc(SIZES), sharders
+def test_one_proposal_where_every_table_may_be_split() -> None:
+    options = NeuroShardEnumerator(gpus(), 64, **analytic()).enumerate(
+        make_ebc(SIZES), bag_sharders()
     )
-    proposer = NeuroShardProposer(gpus(), **models())
+    proposer = NeuroShardProposer(gpus(), **analytic())
     assert proposals(proposer, options, True) == [
         {f"t{i}": "column_wise fused" for i in range(4)}
     ]
 
 
-def test_least_memory_follows_when_the_fastest_does_not_fit(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_tables_go_row_wise_one_after_another_until_all_fit() -> None:
+    sizes = [(1000 * 2**i, 16) for i in range(4)]
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=["table_wise", "row_wise"])
+        for i in range(4)
+    }
+    options = NeuroShardEnumerator(gpus(), 64, constraints, **analytic()).enumerate(
+        make_ebc(sizes), bag_sharders()
+    )
+    found = proposals(NeuroShardProposer(gpus(), **analytic()), options, False)
+    by_rows = [
+        sorted(name for name, kind in p.items() if kind == "row_wise fused")
+        for p in found
+    ]
+    # The largest first, then two more at once, then the rest.
+    assert by_rows == [[], ["t3"], ["t1", "t2", "t3"], ["t0", "t1", "t2", "t3"]]
+
+
+def test_mixed_modules_are_proposed_whole_as_well() -> None:
+    constraints = {
+        "t0": ParameterConstraints(sharding_types=["table_wise"]),
+        "t1": ParameterConstraints(sharding_types=["column_wise"]),
+    }
+    options = NeuroShardEnumerator(gpus(), 64, constraints, **analytic()).enumerate(
+        make_ebc([(100, 16)] * 3), bag_sharders()
+    )
+    table, column = "table_wise fused", "column_wise fused"
+    assert proposals(
+        NeuroShardProposer(gpus(), constraints, **analytic()), options, True
+    ) == [
+        {"t0": table, "t1": column, "t2": column},
+        {"t0": table, "t1": column, "t2": table},
+    ]
+
+
+def test_least_memory_follows_when_the_fastest_does_not_fit() -> None:
     constraints = {
         "t0": ParameterConstraints(sharding_types=["row_wise", "data_parallel"])
     }
-    options = NeuroShardEnumerator(gpus(), 64, constraints, **models()).enumerate(
-        make_ebc([(1_000_000, 16), (100, 16)]), sharders
+    options = NeuroShardEnumerator(gpus(), 64, constraints, **analytic()).enumerate(
+        make_ebc([(1_000_000, 16), (100, 16)]), bag_sharders()
     )
     for option in options:
         if option.sharding_type == "data_parallel":
             for shard in option.shards:
                 shard.perf.fwd_compute = shard.perf.bwd_compute = 0.0
                 shard.perf.bwd_comms = 0.0
-    proposer = NeuroShardProposer(gpus(), constraints, **models())
+    proposer = NeuroShardProposer(gpus(), constraints, **analytic())
     fitting = proposals(proposer, options, True)
     assert [p["t0"] for p in fitting] == ["data_parallel dense"]
     tight = proposals(proposer, options, False)
     assert tight[0] == fitting[0]
-    assert tight[1]["t0"] == "row_wise fused" and len(tight) == 2
-    assert tight[0]["t1"] == "column_wise fused"
+    assert tight[1]["t0"] == "row_wise fused"
+    assert [p["t1"] for p in tight[:2]] == ["column_wise fused"] * 2
 
 
-def test_widths_that_no_fused_kernel_takes_go_elsewhere(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
-    options = NeuroShardEnumerator(gpus(), 64, **models()).enumerate(
-        make_ebc([(1000, 10)]), sharders
+def test_widths_that_no_fused_kernel_takes_go_elsewhere() -> None:
+    options = NeuroShardEnumerator(gpus(), 64, **analytic()).enumerate(
+        make_ebc([(1000, 10)]), bag_sharders()
     )
-    found = proposals(NeuroShardProposer(gpus(), **models()), options, True)
+    found = proposals(NeuroShardProposer(gpus(), **analytic()), options, True)
     assert found == [{"t0": "data_parallel dense"}]
 
 
 # --- partitioner ----------------------------------------------------------------
 
 
-def test_partitioner_leaves_the_proposal_as_it_was(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_partitioner_leaves_the_proposal_as_it_was() -> None:
     constraints = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
-    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **models())
-    options = enumerator.enumerate(make_ebc([(1000, 64)] * 3), sharders)
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **analytic())
+    options = enumerator.enumerate(make_ebc([(1000, 64)] * 3), bag_sharders())
     proposal = [o for o in options if o.sharding_type != "table_wise"][:1] + [
         o for o in options if o.sharding_type == "column_wise"
     ]
     assert [o.name for o in proposal] == ["t0", "t1", "t2"]
     before = [str(o) for o in proposal]
-    partitioner = NeuroShardPartitioner(gpus(), constraints, search=QUICK, **models())
+    partitioner = NeuroShardPartitioner(gpus(), constraints, search=QUICK, **analytic())
     plan = partitioner.partition(proposal, gpus())
     assert [str(o) for o in proposal] == before
     assert [o.name for o in plan] == ["t0", "t1", "t2"]
@@ -408,27 +401,23 @@ def test_partitioner_leaves_the_proposal_as_it_was(
 @pytest.mark.parametrize("optimizer", [None, RowWiseAdagrad])
 @pytest.mark.parametrize("compute_device", ["cpu", "cuda"])
 def test_memory_of_splits_is_that_of_torchrec(
-    make_ebc: MakeEbc,
-    sharders: Sharders,
-    fixed_searcher: Any,
-    compute_device: str,
-    optimizer: Any,
+    compute_device: str, optimizer: Any
 ) -> None:
     rows, width = 100_000, 64
     ebc = make_ebc([(rows, width)])
     if optimizer is not None:
         apply_optimizer_in_backward(optimizer, ebc.parameters(), {"lr": 0.1})
     topology = Topology(world_size=2, compute_device=compute_device)
-    enumerator = NeuroShardEnumerator(topology, 64, **models())
-    proposal = searchable(enumerator, ebc, sharders, "column_wise")
+    enumerator = NeuroShardEnumerator(topology, 64, **analytic())
+    proposal = searchable(enumerator, ebc, "column_wise")
     partitioner = NeuroShardPartitioner(
         topology,
-        search=fixed_searcher([(0, 32, 0), (0, 32, 1)]),
+        search=FixedSearcher([(0, 32, 0), (0, 32, 1)]),
         enumerator=enumerator,
-        **models(),
+        **analytic(),
     )
     (split,) = partitioner.partition(proposal, topology)
-    (again,) = searchable(enumerator, ebc, sharders, "column_wise")
+    (again,) = searchable(enumerator, ebc, "column_wise")
     again.shards = [Shard(size=s.size, offset=s.offset) for s in split.shards]
     enumerator.populate_estimates([again])
     tier = "ddr" if compute_device == "cpu" else "hbm"
@@ -440,18 +429,16 @@ def test_memory_of_splits_is_that_of_torchrec(
         )
 
 
-def test_memory_without_an_enumerator_is_an_upper_bound(
-    make_ebc: MakeEbc, sharders: Sharders, fixed_searcher: Any
-) -> None:
-    enumerator = NeuroShardEnumerator(gpus(), 64, **models())
+def test_memory_without_an_enumerator_is_an_upper_bound() -> None:
+    enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
     constraints = {"t0": ParameterConstraints(pooling_factors=[30.0])}
     ebc = make_ebc([(10_000, 64)])
-    proposal = searchable(enumerator, ebc, sharders, "column_wise")
-    searcher = fixed_searcher([(0, 48, 0), (0, 16, 1)])
+    proposal = searchable(enumerator, ebc, "column_wise")
+    searcher = FixedSearcher([(0, 48, 0), (0, 16, 1)])
     searcher.triples = [(0, 32, 0), (0, 32, 1)]
     exact, bound = (
         NeuroShardPartitioner(
-            gpus(), constraints, search=searcher, enumerator=e, **models()
+            gpus(), constraints, search=searcher, enumerator=e, **analytic()
         ).partition(proposal, gpus())[0]
         for e in (enumerator, None)
     )
@@ -460,29 +447,27 @@ def test_memory_without_an_enumerator_is_an_upper_bound(
         assert a.storage.hbm <= b.storage.hbm < whole
 
 
-def test_infeasible_proposals_are_partition_errors(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
-    enumerator = NeuroShardEnumerator(gpus(), 64, **models())
-    proposal = searchable(enumerator, make_ebc([(10**6, 64)]), sharders, "table_wise")
-    partitioner = NeuroShardPartitioner(gpus(), **models())
+def test_infeasible_proposals_are_partition_errors() -> None:
+    enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
+    proposal = searchable(enumerator, make_ebc([(10**6, 64)]), "table_wise")
+    partitioner = NeuroShardPartitioner(gpus(), **analytic())
     with pytest.raises(PlannerError, match=r"table 't0'.*GiB") as caught:
         partitioner.partition(proposal, gpus(hbm_cap=10**8))
     assert caught.value.error_type == PlannerErrorType.PARTITION
-    assert partitioner.log.infeasible == str(caught.value)
+    assert partitioner.infeasible == str(caught.value)
+    partitioner.reset()
+    assert partitioner.infeasible is None
 
 
-def test_task_of_a_proposal(
-    make_ebc: MakeEbc, sharders: Sharders, fixed_searcher: Any
-) -> None:
+def test_task_of_a_proposal() -> None:
     constraints = {"t1": ParameterConstraints(min_partition=30)}
-    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **models())
-    options = enumerator.enumerate(make_ebc([(100, 64)] * 3), sharders)
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **analytic())
+    options = enumerator.enumerate(make_ebc([(100, 64)] * 3), bag_sharders())
     kinds = {"t0": "table_wise", "t1": "column_wise", "t2": "column_wise"}
     proposal = [o for o in options if kinds[o.name] == o.sharding_type]
-    searcher = fixed_searcher([(i, 64, i % 2) for i in range(3)])
+    searcher = FixedSearcher([(i, 64, i % 2) for i in range(3)])
     NeuroShardPartitioner(
-        gpus(), constraints, search=searcher, enumerator=enumerator, **models()
+        gpus(), constraints, search=searcher, enumerator=enumerator, **analytic()
     ).partition(proposal, gpus(hbm_cap=10**9))
     (task,) = searcher.tasks
     assert task.min_widths == (64, 32, 4)
@@ -499,10 +484,10 @@ def test_task_of_a_proposal(
 # --- performance model ----------------------------------------------------------
 
 
-def test_rating_is_the_critical_path(make_ebc: MakeEbc, sharders: Sharders) -> None:
+def test_rating_is_the_critical_path() -> None:
     topology = Topology(world_size=2, compute_device="cpu")
     enumerator = EmbeddingEnumerator(topology, 64)
-    plan = searchable(enumerator, make_ebc([(100, 16)] * 3), sharders, "table_wise")
+    plan = searchable(enumerator, make_ebc([(100, 16)] * 3), "table_wise")
     model = AnalyticCostModel(launch_ms=1.0, lookup_ns=0.0, byte_ns=1000.0)
     rating = NeuroShardPerfModel(
         topology, cost_model=model, comms_model=AnalyticCommsModel(gb_per_s=0.001)
@@ -522,10 +507,10 @@ def test_rating_is_the_critical_path(make_ebc: MakeEbc, sharders: Sharders) -> N
     assert rate(1, 0, 1) == rate(0, 1, 0)
 
 
-def test_rating_counts_stock_tables(make_ebc: MakeEbc, sharders: Sharders) -> None:
+def test_rating_counts_stock_tables() -> None:
     topology = gpus()
     options = EmbeddingEnumerator(topology, 64).enumerate(
-        make_ebc([(100, 16), (100, 10)]), sharders
+        make_ebc([(100, 16), (100, 10)]), bag_sharders()
     )
     by_kind = {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
     whole = by_kind[("t0", "table_wise", "fused")]
@@ -536,16 +521,14 @@ def test_rating_counts_stock_tables(make_ebc: MakeEbc, sharders: Sharders) -> No
         shard.perf.fwd_compute = 10.0
         shard.perf.fwd_comms = shard.perf.bwd_comms = shard.perf.bwd_compute = 0.0
         shard.perf.prefetch_compute = 5.0
-    rating = NeuroShardPerfModel(topology, **models())
+    rating = NeuroShardPerfModel(topology, **analytic())
     assert rating.rate([whole, rows]) == pytest.approx(rating.rate([whole]) + 15.0)
 
 
 # --- costs ----------------------------------------------------------------------
 
 
-def test_encodings_are_kept_between_plans(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_encodings_are_kept_between_plans() -> None:
     class Counting(AnalyticCostModel):
         num_encoded = 0
 
@@ -556,7 +539,7 @@ def test_encodings_are_kept_between_plans(
     topology, model = gpus(), Counting()
     costs = PlanCosts(topology, cost_model=model)
     enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
-    plan = searchable(enumerator, make_ebc(SIZES), sharders, "table_wise")
+    plan = searchable(enumerator, make_ebc(SIZES), "table_wise")
     encoded = model.num_encoded
     assert encoded >= 4
     rating = NeuroShardPerfModel(topology, costs=costs)
@@ -583,29 +566,25 @@ def test_bandwidths_come_from_the_topology() -> None:
     assert default == "TorchRec default bandwidths, not measured"
 
 
-def test_memory_bandwidth_comes_from_the_topology(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_memory_bandwidth_comes_from_the_topology() -> None:
     def forward_ms(bandwidth: float) -> float:
         with pytest.warns(UserWarning, match="no cost model was measured on"):
             rating = NeuroShardPerfModel(gpus(hbm_mem_bw=bandwidth))
         enumerator = EmbeddingEnumerator(gpus(), 100_000)
-        (option,) = searchable(
-            enumerator, make_ebc([(10**6, 256)]), sharders, "table_wise"
-        )
+        (option,) = searchable(enumerator, make_ebc([(10**6, 256)]), "table_wise")
         option.shards[0].rank = 0
         return rating.costs.evaluate(rating.costs.lower([option])).ranks[0].fwd_compute
 
     assert forward_ms(1e9) > 1.5 * forward_ms(2e9)
 
 
-def test_attribution_of_a_free_model(make_ebc: MakeEbc, sharders: Sharders) -> None:
+def test_attribution_of_a_free_model() -> None:
     # Nothing to share in proportion to: shares are equal.
     topology = gpus()
     free = AnalyticCostModel(launch_ms=3.0, lookup_ns=0.0, byte_ns=0.0)
     costs = PlanCosts(topology, cost_model=free, comms_model=AnalyticCommsModel())
     enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
-    plan = searchable(enumerator, make_ebc([(100, 16)] * 3), sharders, "table_wise")
+    plan = searchable(enumerator, make_ebc([(100, 16)] * 3), "table_wise")
     for option in plan:
         option.shards[0].rank = 0
     costs.attribute(plan)

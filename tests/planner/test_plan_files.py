@@ -12,14 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
-)
 from torchrec.distributed.types import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -30,6 +25,16 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import PoolingType
 
+from tests.builders import (
+    Chosen,
+    FixedSearcher,
+    Nested,
+    bag_sharders,
+    make_ebc,
+    make_planner,
+    sequences,
+    stock_planner,
+)
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import (
     NeuroShardPlanLoader,
@@ -45,10 +50,6 @@ from torchrec_neuroshard.planner.plan_files import PLAN_SCHEMA_VERSION
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 
-MakeEbc = Callable[..., EmbeddingBagCollection]
-MakePlanner = Callable[..., NeuroShardPlanner]
-ReadShards = Callable[[ShardingPlan], dict[str, list[tuple[int, int, int]]]]
-
 SIZES = [(100, 32), (50, 16), (30, 8)]
 TYPES = [
     "table_wise",
@@ -59,57 +60,33 @@ TYPES = [
     "grid_shard",
     "data_parallel",
 ]
+CPUS = Topology(world_size=2, compute_device="cpu")
 TRIPLES = [(0, 20, 0), (0, 12, 1), (1, 16, 1), (2, 8, 0)]
 
 
-class Model(nn.Module):
-    """Tables below a path, beside a dense part."""
-
-    def __init__(self, ebc: nn.Module) -> None:
-        super().__init__()
-        self.sparse = nn.ModuleDict({"ebc": ebc})
-        self.dense = nn.Linear(4, 1)
-
-
-def stock_planner(topology: Topology, **kwargs: Any) -> EmbeddingShardingPlanner:
-    arguments: dict[str, Any] = {
-        "batch_size": 64,
-        "storage_reservation": FixedPercentageStorageReservation(percentage=0.0),
-        "stats": [],
-        "debug": False,
-    }
-    return EmbeddingShardingPlanner(topology=topology, **(arguments | kwargs))
-
-
-def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
 
 
 @pytest.fixture
-def stored(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: list[Any],
-    fixed_searcher: Any,
-    tmp_path: Path,
-) -> tuple[Path, Model, NeuroShardPlanner, ShardingPlan]:
+def stored(tmp_path: Path) -> tuple[Path, Nested, NeuroShardPlanner, ShardingPlan]:
     """A file with an unevenly split plan, and what it was made from."""
-    model = Model(make_ebc(SIZES))
-    planner = make_planner(search=fixed_searcher(TRIPLES))
-    plan = planner.plan(model, sharders)
+    model = Nested(make_ebc(SIZES))
+    planner = make_planner(topology=CPUS, search=FixedSearcher(TRIPLES))
+    plan = planner.plan(model, bag_sharders())
     path = tmp_path / "plan.json"
     save_plan(plan, path, model=model, planner=planner)
     return path, model, planner, plan
 
 
-Stored = tuple[Path, Model, NeuroShardPlanner, ShardingPlan]
+Stored = tuple[Path, Nested, NeuroShardPlanner, ShardingPlan]
 
 
 @pytest.mark.parametrize("sharding_type", TYPES)
 def test_every_sharding_type_comes_back_as_it_was(
-    make_ebc: MakeEbc, sharders: list[Any], tmp_path: Path, sharding_type: str
+    tmp_path: Path, sharding_type: str
 ) -> None:
     topology = Topology(world_size=4, local_world_size=2, compute_device="cuda")
     names = [f"t{i}" for i in range(3)]
@@ -120,8 +97,8 @@ def test_every_sharding_type_comes_back_as_it_was(
             for n in names
         },
     )
-    model = Model(make_ebc(SIZES))
-    plan = planner.plan(model, sharders)
+    model = Nested(make_ebc(SIZES))
+    plan = planner.plan(model, bag_sharders())
     assert {s.sharding_type for s in plan.plan["sparse.ebc"].values()} == {
         sharding_type
     }
@@ -170,22 +147,13 @@ def test_a_setting_of_unknown_type_is_refused(stored: Stored) -> None:
         save_plan(plan, path, model=model, planner=planner)
 
 
-def test_sequence_tables_and_a_model_that_is_one_module(
-    tmp_path: Path, make_planner: MakePlanner
-) -> None:
-    model = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name="t", num_embeddings=40, embedding_dim=8, feature_names=["f"]
-            )
-        ],
-        device=torch.device("meta"),
-    )
+def test_sequence_tables_and_a_model_that_is_one_module(tmp_path: Path) -> None:
+    model = sequences(8)
     planner = make_planner()
     plan = planner.plan(model, [EmbeddingCollectionSharder()])
     save_plan(plan, tmp_path / "plan.json", model=model, planner=planner)
     [table] = read_plan(tmp_path / "plan.json").fingerprint.tables
-    assert (table.full_name, table.pooling, table.data_type) == ("t", "none", "fp32")
+    assert (table.full_name, table.pooling, table.data_type) == ("s0", "none", "fp32")
     assert load_plan(tmp_path / "plan.json", model=model, planner=planner) == plan
 
 
@@ -201,8 +169,7 @@ def test_predicted_costs_are_kept(stored: Stored) -> None:
     save_plan(plan, path, model=model, planner=planner, result=unbounded)
     predicted = read_plan(path).predicted
     assert predicted is not None and predicted["gap"] is None
-    topology = planner._topology
-    save_plan(plan, path, model=model, topology=topology)
+    save_plan(plan, path, model=model, topology=CPUS)
     assert read_plan(path).predicted is None
 
 
@@ -213,7 +180,7 @@ def test_planner_and_its_parts_say_the_same(stored: Stored) -> None:
         plan,
         path,
         model=model,
-        topology=planner._topology,
+        topology=CPUS,
         batch_size=64,
         cost_model=planner.costs.cost_model,
     )
@@ -269,20 +236,18 @@ def test_planner_or_topology_is_asked_for(stored: Stored) -> None:
     ],
 )
 def test_other_tables_are_refused(
-    stored: Stored, make_ebc: MakeEbc, change: dict[str, Any], message: str
+    stored: Stored, change: dict[str, Any], message: str
 ) -> None:
     path, _, planner, _ = stored
     change = {"sizes": SIZES, **change}
-    other = Model(make_ebc(change.pop("sizes"), **change))
+    other = Nested(make_ebc(change.pop("sizes"), **change))
     with pytest.raises(PlanMismatchError, match="another job") as caught:
         load_plan(path, model=other, planner=planner)
     assert [str(m) for m in caught.value.mismatches] == [message]
     assert message in str(caught.value)
 
 
-def test_a_model_without_the_planned_module_is_refused(
-    stored: Stored, make_ebc: MakeEbc
-) -> None:
+def test_a_model_without_the_planned_module_is_refused(stored: Stored) -> None:
     path, _, planner, _ = stored
     with pytest.raises(
         PlanMismatchError, match=r"table 'sparse\.ebc\.t0': expected no"
@@ -290,9 +255,7 @@ def test_a_model_without_the_planned_module_is_refused(
         load_plan(path, model=make_ebc(SIZES), planner=planner)
 
 
-def test_tables_outside_the_plan_count(
-    stored: Stored, make_ebc: MakeEbc, make_planner: MakePlanner
-) -> None:
+def test_tables_outside_the_plan_count(stored: Stored) -> None:
     path, model, planner, plan = stored
     more = copy.copy(model)
     more.sparse = nn.ModuleDict(
@@ -356,9 +319,7 @@ def test_other_circumstances_are_warned_of(
 
 
 @pytest.mark.parametrize("way", ["constraints", "profiles", "torchrec"])
-def test_other_lookups_are_warned_of(
-    stored: Stored, make_planner: MakePlanner, way: str
-) -> None:
+def test_other_lookups_are_warned_of(stored: Stored, way: str) -> None:
     path, model, _, plan = stored
     constraints = {
         name: ParameterConstraints(pooling_factors=[4.0]) for name in ("t0", "t2")
@@ -381,9 +342,7 @@ def test_other_lookups_are_warned_of(
     assert "t1'" not in text
 
 
-def test_lookups_that_are_much_the_same_are_not_warned_of(
-    stored: Stored, make_planner: MakePlanner
-) -> None:
+def test_lookups_that_are_much_the_same_are_not_warned_of(stored: Stored) -> None:
     path, model, _, plan = stored
     nearly = ParameterConstraints(pooling_factors=[1.05])
     planner = make_planner(constraints={"t0": nearly})
@@ -396,7 +355,7 @@ def test_files_without_lookups_and_bandwidths_are_read(stored: Stored) -> None:
     def change(data: dict[str, Any]) -> None:
         del data["fingerprint"]["gb_per_s"], data["fingerprint"]["pooling_factors"]
 
-    edit(path, change)
+    edit_json(path, change)
     assert load_plan(path, model=model, planner=planner) == plan
 
 
@@ -408,7 +367,7 @@ def test_other_hardware_and_versions_are_warned_of(stored: Stored) -> None:
         data["fingerprint"]["versions"]["torchrec"] = "1.2.3"
         del data["fingerprint"]["versions"]["torch"]
 
-    edit(path, change)
+    edit_json(path, change)
     with pytest.warns(
         StalePlanWarning, match="hardware: expected .*, found anoth"
     ) as w:
@@ -421,8 +380,8 @@ def test_other_hardware_and_versions_are_warned_of(stored: Stored) -> None:
 
 
 def test_what_the_caller_does_not_say_is_not_compared(stored: Stored) -> None:
-    path, model, planner, plan = stored
-    assert load_plan(path, model=model, topology=planner._topology) == plan
+    path, model, _, plan = stored
+    assert load_plan(path, model=model, topology=CPUS) == plan
 
 
 def test_missing_file(stored: Stored, tmp_path: Path) -> None:
@@ -433,12 +392,12 @@ def test_missing_file(stored: Stored, tmp_path: Path) -> None:
 
 def test_later_schema_is_refused(stored: Stored) -> None:
     path = stored[0]
-    edit(path, lambda d: d.update(schema=PLAN_SCHEMA_VERSION + 1))
+    edit_json(path, lambda d: d.update(schema=PLAN_SCHEMA_VERSION + 1))
     with pytest.raises(PlanFileError, match=r"has schema 2, this version reads 1"):
         read_plan(path)
 
 
-def entry(data: dict[str, Any]) -> dict[str, Any]:
+def stored_entry(data: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = data["plan"]["sparse.ebc"]["t0"]
     return found
 
@@ -452,19 +411,24 @@ def entry(data: dict[str, Any]) -> dict[str, Any]:
         (lambda d: d["fingerprint"].pop("tables"), "not a fingerprint"),
         (lambda d: d["plan"]["sparse.ebc"].pop("t1"), "'t1' .* in the model alone"),
         (lambda d: d["fingerprint"]["tables"].pop(), "in the plan alone"),
-        (lambda d: entry(d).pop("shards"), "KeyError"),
-        (lambda d: entry(d)["shards"].pop(), "exactly once"),
-        (lambda d: entry(d)["shards"][1].update(offset=[0, 16]), "overlap"),
-        (lambda d: entry(d)["shards"][1].update(offset=[1, 20]), "exactly once"),
-        (lambda d: entry(d)["shards"][1].update(size=[100, 16]), "exactly once"),
-        (lambda d: entry(d).update(ranks=[0, 2]), "rank 2 is not in 0 to 1"),
+        (lambda d: stored_entry(d).pop("shards"), "KeyError"),
+        (lambda d: stored_entry(d)["shards"].pop(), "exactly once"),
+        (lambda d: stored_entry(d)["shards"][1].update(offset=[0, 16]), "overlap"),
+        (lambda d: stored_entry(d)["shards"][1].update(offset=[1, 20]), "exactly once"),
+        (lambda d: stored_entry(d)["shards"][1].update(size=[100, 16]), "exactly once"),
+        (lambda d: stored_entry(d).update(ranks=[0, 2]), "rank 2 is not in 0 to 1"),
         (
-            lambda d: entry(d)["shards"][0].update(placement="here"),
+            lambda d: stored_entry(d)["shards"][0].update(placement="here"),
             r"placed on ranks \[None, 1\]",
         ),
-        (lambda d: entry(d).update(new_setting=3), "knows no setting 'new_setting'"),
         (
-            lambda d: entry(d).update(cache_params={"record": "os", "fields": {}}),
+            lambda d: stored_entry(d).update(new_setting=3),
+            "knows no setting 'new_setting'",
+        ),
+        (
+            lambda d: stored_entry(d).update(
+                cache_params={"record": "os", "fields": {}}
+            ),
             "knows no setting of type 'os'",
         ),
     ],
@@ -473,7 +437,7 @@ def test_damaged_contents_are_refused(
     stored: Stored, change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     path = stored[0]
-    edit(path, change)
+    edit_json(path, change)
     with pytest.raises(PlanFileError, match=message) as caught:
         read_plan(path)
     assert str(path) in str(caught.value)
@@ -488,17 +452,15 @@ def test_a_cut_file_is_refused(stored: Stored) -> None:
 
 def test_a_setting_left_at_none_by_a_newer_torchrec_is_ignored(stored: Stored) -> None:
     path, _, _, plan = stored
-    edit(path, lambda d: entry(d).update(new_setting=None))
+    edit_json(path, lambda d: stored_entry(d).update(new_setting=None))
     assert read_plan(path).plan == plan
 
 
-def test_plan_of_another_model_is_not_stored(
-    stored: Stored, make_ebc: MakeEbc, tmp_path: Path
-) -> None:
+def test_plan_of_another_model_is_not_stored(stored: Stored, tmp_path: Path) -> None:
     _, _, planner, plan = stored
     with pytest.raises(PlanFileError, match=r"'t2' of module 'sparse.ebc' is in the p"):
         save_plan(
-            plan, tmp_path / "x", model=Model(make_ebc(SIZES[:2])), planner=planner
+            plan, tmp_path / "x", model=Nested(make_ebc(SIZES[:2])), planner=planner
         )
     assert list(tmp_path.glob("x*")) == []
 
@@ -516,90 +478,74 @@ def test_only_listed_shards_are_stored(stored: Stored) -> None:
 
 def test_our_planner_returns_the_stored_plan(
     stored: Stored,
-    make_planner: MakePlanner,
-    sharders: list[Any],
-    fixed_searcher: Any,
 ) -> None:
     path, model, first, plan = stored
-    searcher = fixed_searcher([])
+    searcher = FixedSearcher([])
     planner = make_planner(search=searcher)
     planner.plan_loader = NeuroShardPlanLoader(path, planner)
-    assert planner.plan(model, sharders) == plan
+    assert planner.plan(model, bag_sharders()) == plan
     assert searcher.tasks == []  # nothing was searched
     assert planner.last_result is not None and first.last_result is not None
     assert planner.last_result.predicted == first.last_result.predicted
 
 
-def test_torchrecs_planner_returns_the_stored_plan(
-    stored: Stored, sharders: list[Any]
-) -> None:
+def test_torchrecs_planner_returns_the_stored_plan(stored: Stored) -> None:
     path, model, _, plan = stored
     topology = Topology(world_size=2, compute_device="cpu")
     enumerator = EmbeddingEnumerator(topology, 64)
     loader = NeuroShardPlanLoader(
         path, enumerator=enumerator, topology=topology, batch_size=64
     )
-    seen: list[Any] = []
-
-    def remember(options: list[Any]) -> list[Any]:
-        seen.extend(options)
-        return options
-
+    chosen = Chosen()
     planner = stock_planner(
         topology,
         enumerator=enumerator,
         plan_loader=loader,
-        callbacks=[remember],
+        callbacks=[chosen],
     )
-    assert planner.plan(model, sharders) == plan
+    assert planner.plan(model, bag_sharders()) == plan
     assert planner._num_proposals == 0
     # The stats and validators need both.
-    assert len(seen) == len(SIZES)
-    assert all(s.perf.total > 0 and s.storage.ddr > 0 for o in seen for s in o.shards)
-    assert stock_planner(topology).plan(model, sharders) != plan
+    assert len(chosen.options) == len(SIZES)
+    for shard in (s for o in chosen.options for s in o.shards):
+        assert shard.perf is not None and shard.perf.total > 0
+        assert shard.storage is not None and shard.storage.ddr > 0
+    assert stock_planner(topology).plan(model, bag_sharders()) != plan
 
 
 @pytest.mark.parametrize("sharding_type", TYPES)
-def test_loader_handles_every_sharding_type(
-    make_ebc: MakeEbc, sharders: list[Any], tmp_path: Path, sharding_type: str
-) -> None:
+def test_loader_handles_every_sharding_type(tmp_path: Path, sharding_type: str) -> None:
     constraints = {
         f"t{i}": ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
         for i in range(3)
     }
     topology = Topology(world_size=4, local_world_size=2, compute_device="cuda")
     first = stock_planner(topology, constraints=constraints)
-    model = Model(make_ebc(SIZES))
-    plan = first.plan(model, sharders)
+    model = Nested(make_ebc(SIZES))
+    plan = first.plan(model, bag_sharders())
     save_plan(plan, tmp_path / "plan.json", model=model, planner=first)
     second = stock_planner(topology, constraints=constraints)
     second.plan_loader = NeuroShardPlanLoader(tmp_path / "plan.json", second)
-    assert second.plan(model, sharders) == plan
+    assert second.plan(model, bag_sharders()) == plan
     assert second._num_proposals == 0
 
 
-def test_loader_refuses_another_model(
-    stored: Stored, make_ebc: MakeEbc, make_planner: MakePlanner, sharders: list[Any]
-) -> None:
+def test_loader_refuses_another_model(stored: Stored) -> None:
     planner = make_planner()
     planner.plan_loader = NeuroShardPlanLoader(stored[0], planner)
     with pytest.raises(PlanMismatchError, match=r"'sparse\.ebc\.t3': expected a table"):
-        planner.plan(Model(make_ebc([*SIZES, (9, 8)])), sharders)
+        planner.plan(Nested(make_ebc([*SIZES, (9, 8)])), bag_sharders())
 
 
-def test_loader_warns_where_load_plan_does(
-    stored: Stored, make_planner: MakePlanner, sharders: list[Any]
-) -> None:
+def test_loader_warns_where_load_plan_does(stored: Stored) -> None:
     path, model, _, plan = stored
     planner = make_planner(batch_size=32)
     planner.plan_loader = NeuroShardPlanLoader(path, planner)
     with pytest.warns(StalePlanWarning, match="batch_size: expected 32, found 64"):
-        assert planner.plan(model, sharders) == plan
+        assert planner.plan(model, bag_sharders()) == plan
 
 
-def test_loader_refuses_what_constraints_forbid(
-    stored: Stored, make_planner: MakePlanner, sharders: list[Any]
-) -> None:
+def test_loader_refuses_what_constraints_forbid(stored: Stored) -> None:
     path, model, _, _ = stored
     planner = make_planner(
         constraints={"t1": ParameterConstraints(sharding_types=["table_wise"])}
@@ -609,21 +555,23 @@ def test_loader_refuses_what_constraints_forbid(
         PlanMismatchError,
         match=r"'sparse\.ebc\.t1': expected table_wise/fused, found column_wise/fused",
     ):
-        planner.plan(model, sharders)
+        planner.plan(model, bag_sharders())
 
 
-def test_loader_without_a_file(
-    stored: Stored, make_planner: MakePlanner, sharders: list[Any], tmp_path: Path
-) -> None:
+def test_loader_without_a_file(stored: Stored, tmp_path: Path) -> None:
     _, model, _, _ = stored
     planner = make_planner()
     planner.plan_loader = NeuroShardPlanLoader(tmp_path / "none", planner)
     with pytest.raises(PlanFileError, match="cannot read"):
-        planner.plan(model, sharders)
+        planner.plan(model, bag_sharders())
     planner.plan_loader = NeuroShardPlanLoader(
         tmp_path / "none", planner, missing_ok=True
     )
-    assert planner.plan(model, sharders).plan["sparse.ebc"].keys() == {"t0", "t1", "t2"}
+    assert planner.plan(model, bag_sharders()).plan["sparse.ebc"].keys() == {
+        "t0",
+        "t1",
+        "t2",
+    }
 
 
 def test_file_replaces_an_older_one_whole(stored: Stored) -> None:
@@ -635,10 +583,10 @@ def test_file_replaces_an_older_one_whole(stored: Stored) -> None:
 
 
 def test_no_warning_on_the_way_back(stored: Stored) -> None:
-    path, model, planner, _ = stored
+    path, model, planner, plan = stored
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_plan(path, model=model, planner=planner)
+        assert load_plan(path, model=model, planner=planner) == plan
 
 
 def test_placements_name_devices(stored: Stored) -> None:
@@ -647,7 +595,7 @@ def test_placements_name_devices(stored: Stored) -> None:
     assert [str(m.placement) for m in spec.shards] == ["rank:0/cpu", "rank:1/cpu"]
 
 
-def test_other_cost_model_is_named(stored: Stored, make_planner: MakePlanner) -> None:
+def test_other_cost_model_is_named(stored: Stored) -> None:
     path, model, _, _ = stored
 
     class Renamed(AnalyticCostModel):

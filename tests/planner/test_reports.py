@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-from torchrec import EmbeddingBagCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 
+from tests.builders import bag_sharders, make_ebc, make_planner, shards_of
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import NeuroShardPlanner
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
-MakePlanner = Callable[..., NeuroShardPlanner]
-Sharders = list[EmbeddingBagCollectionSharder]
 
 
-def test_the_report_shows_the_plan_that_is_returned(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders, read_shards: Any
-) -> None:
+def test_the_report_shows_the_plan_that_is_returned() -> None:
     planner = make_planner(4)
-    plan = planner.plan(make_ebc([(3000, 64), (4000, 128), (500, 8)]), sharders)
+    plan = planner.plan(make_ebc([(3000, 64), (4000, 128), (500, 8)]), bag_sharders())
     report = planner.report()
     result = planner.last_result
     assert result is not None
     assert report.critical_path_ms == result.predicted.critical_path_ms
-    shards = read_shards(plan)
+    shards = shards_of(plan)
     assert report.num_split == sum(len(s) > 1 for s in shards.values())
     assert sum(r.num_shards for r in report.ranks) == sum(map(len, shards.values()))
     for split in report.splits:
@@ -40,9 +29,7 @@ def test_the_report_shows_the_plan_that_is_returned(
     )
 
 
-def test_tables_in_rows_are_told_apart(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_tables_in_rows_are_told_apart() -> None:
     planner = make_planner(
         2,
         "cuda",
@@ -51,7 +38,7 @@ def test_tables_in_rows_are_told_apart(
             "t1": ParameterConstraints(sharding_types=["table_wise"]),
         },
     )
-    planner.plan(make_ebc([(4000, 32), (3000, 64)]), sharders)
+    planner.plan(make_ebc([(4000, 32), (3000, 64)]), bag_sharders())
     report = planner.report()
     [other] = report.others
     assert other.table.endswith("t0")
@@ -60,6 +47,6 @@ def test_tables_in_rows_are_told_apart(
     assert f"{other.table}: row_wise, fused" in str(report)
 
 
-def test_without_a_plan_there_is_nothing_to_report(make_planner: MakePlanner) -> None:
+def test_without_a_plan_there_is_nothing_to_report() -> None:
     with pytest.raises(ConfigError, match=r"call plan\(\) or collective_plan\(\)"):
         make_planner(2).report()

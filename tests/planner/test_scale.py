@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from torchrec import EmbeddingBagCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
+from tests.builders import bag_sharders, make_ebc, make_planner
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
-    NeuroShardPlanner,
     PlanCosts,
 )
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
-Sharders = list[EmbeddingBagCollectionSharder]
 
 
 class CountingCostModel(AnalyticCostModel):
@@ -47,19 +41,17 @@ def topology() -> Topology:
 
 
 def list_options(
-    topology: Topology, model: Any, make_ebc: MakeEbc, sharders: Sharders
+    topology: Topology, model: Any
 ) -> tuple[NeuroShardEnumerator, list[ShardingOption]]:
     costs = PlanCosts(topology, cost_model=model, comms_model=AnalyticCommsModel())
     enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
     ebc = make_ebc([(1001, 64), (500, 32)])
-    return enumerator, enumerator.enumerate(ebc, sharders)
+    return enumerator, enumerator.enumerate(ebc, bag_sharders())
 
 
-def test_shards_that_are_alike_are_asked_about_once(
-    topology: Topology, make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_shards_that_are_alike_are_asked_about_once(topology: Topology) -> None:
     model = CountingCostModel()
-    _, options = list_options(topology, model, make_ebc, sharders)
+    _, options = list_options(topology, model)
     assert sum(len(o.shards) for o in options) > 256  # row-wise and replicas
     distinct = {
         (o.name, o.sharding_type == "data_parallel", *s.size)
@@ -69,13 +61,9 @@ def test_shards_that_are_alike_are_asked_about_once(
     assert len(distinct) <= model.encoded <= len(distinct) + 2  # launch, bandwidth
 
 
-def test_copies_of_options_can_be_changed(
-    topology: Topology, make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_copies_of_options_can_be_changed(topology: Topology) -> None:
     """TorchRec and this package change options, shards and perfs in place."""
-    enumerator, options = list_options(
-        topology, AnalyticCostModel(), make_ebc, sharders
-    )
+    enumerator, options = list_options(topology, AnalyticCostModel())
     kept = enumerator.last_stored_search_space
     assert kept is not None
     assert list(map(hash, kept)) == list(map(hash, options))
@@ -92,13 +80,11 @@ def test_copies_of_options_can_be_changed(
     assert [o.input_lengths for o in options] == [[1.0]] * len(options)
 
 
-def test_what_planning_took_is_told(
-    make_ebc: MakeEbc, make_planner: Callable[..., NeuroShardPlanner], sharders: Any
-) -> None:
+def test_what_planning_took_is_told() -> None:
     planner = make_planner(2, consider_stock=True)
     assert planner.last_seconds == {}
     start = time.monotonic()
-    planner.plan(make_ebc([(1001, 64), (500, 32)]), sharders)
+    planner.plan(make_ebc([(1001, 64), (500, 32)]), bag_sharders())
     passed = time.monotonic() - start
     parts = planner.last_seconds
     assert list(parts) == ["options", "search", "stock", "stats", "result", "rest"]

@@ -33,6 +33,8 @@ MakePlanner = Callable[..., NeuroShardPlanner]
 Sharders = list[EmbeddingBagCollectionSharder]
 ReadTypes = Callable[[Any], dict[str, str]]
 
+pytestmark = pytest.mark.usefixtures("patience")
+
 TABLE, COLUMN = "table_wise", "column_wise"
 ROW, REPLICAS = "row_wise", "data_parallel"
 
@@ -47,12 +49,6 @@ def compute_bound() -> dict[str, Any]:
         "cost_model": AnalyticCostModel(launch_ms=0.001, lookup_ns=1000, byte_ns=0),
         "comms_model": AnalyticCommsModel(gb_per_s=1e6),
     }
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine, TorchRec's planner is asked."""
-    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 15.0)
 
 
 @pytest.mark.parametrize("kinds", [(TABLE,), (TABLE, ROW)])

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec import EmbeddingBagCollection
 from torchrec.distributed.planner import Topology
 
+from tests.builders import GIB, bag_sharders, make_ebc
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
-MakeEbc = Callable[..., EmbeddingBagCollection]
-GIB = 2**30
 CARD = 139 * GIB
 
 
@@ -42,9 +39,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def plan_notes(
-    topology: Topology | None, make_ebc: MakeEbc, sharders: list[Any]
-) -> tuple[NeuroShardPlanner, list[str]]:
+def plan_notes(topology: Topology | None) -> tuple[NeuroShardPlanner, list[str]]:
     planner = NeuroShardPlanner(
         topology,
         64,
@@ -53,35 +48,29 @@ def plan_notes(
         stats=[],
         consider_stock=False,
     )
-    planner.plan(make_ebc([(1000, 64)]), sharders)
+    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     assert planner.last_result is not None
     return planner, [w for w in planner.last_result.warnings if "memory of a rank" in w]
 
 
-def test_the_card_is_as_large_as_it_is(
-    group: None, card: None, make_ebc: MakeEbc, sharders: list[Any]
-) -> None:
-    planner, [note] = plan_notes(None, make_ebc, sharders)
+def test_the_card_is_as_large_as_it_is(group: None, card: None) -> None:
+    planner, [note] = plan_notes(None)
     assert [d.storage.hbm for d in planner._topology.devices] == [CARD]
     assert "the Big GPU here has 139.0 GiB; for other cards pass a topology" in note
 
 
-def test_a_given_topology_stays_as_it_is(
-    card: None, make_ebc: MakeEbc, sharders: list[Any]
-) -> None:
+def test_a_given_topology_stays_as_it_is(card: None) -> None:
     default = Topology(2, "cuda")
-    _, [note] = plan_notes(default, make_ebc, sharders)
+    _, [note] = plan_notes(default)
     assert [d.storage.hbm for d in default.devices] == [32 * GIB] * 2
     assert "32 GiB, as TorchRec takes any card" in note
     assert f"pass Topology(hbm_cap={CARD})" in note
-    assert plan_notes(Topology(2, "cuda", hbm_cap=CARD), make_ebc, sharders)[1] == []
-    assert plan_notes(Topology(2, "cpu"), make_ebc, sharders)[1] == []
+    assert plan_notes(Topology(2, "cuda", hbm_cap=CARD))[1] == []
+    assert plan_notes(Topology(2, "cpu"))[1] == []
 
 
-def test_without_a_card_nothing_is_said(
-    group: None, make_ebc: MakeEbc, sharders: list[Any]
-) -> None:
-    planner, notes = plan_notes(None, make_ebc, sharders)
+def test_without_a_card_nothing_is_said(group: None) -> None:
+    planner, notes = plan_notes(None)
     assert planner._topology.compute_device == "cpu"
     assert notes == []
-    assert plan_notes(Topology(2, "cuda"), make_ebc, sharders)[1] == []
+    assert plan_notes(Topology(2, "cuda"))[1] == []

@@ -4,67 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torchrec import EmbeddingBagCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner import utils as torchrec_utils
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
-from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
+from torchrec.distributed.types import CacheParams, CacheStatistics
+
+from tests.builders import (
+    Chosen,
+    bag_sharders,
+    cost_of,
+    make_ebc,
+    make_planner,
+    stock_planner,
+    types_of,
 )
-from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import CacheParams, CacheStatistics, ShardingPlan
+from torchrec_neuroshard.planner import NeuroShardPlanner
 
-from torchrec_neuroshard.planner import NeuroShardPlanner, torchrec_plan
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
-MakePlanner = Callable[..., NeuroShardPlanner]
-Sharders = list[EmbeddingBagCollectionSharder]
-ReadTypes = Callable[[ShardingPlan], dict[str, str]]
+pytestmark = pytest.mark.usefixtures("patience")
 
 MOST_DRAWS = 100_000
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine, TorchRec's planner is asked."""
-    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 30.0)
-
-
-def stock_planner(topology: Topology, **arguments: Any) -> EmbeddingShardingPlanner:
-    """TorchRec's planner with what `make_planner` gives ours."""
-    defaults: dict[str, Any] = {
-        "batch_size": 64,
-        "storage_reservation": FixedPercentageStorageReservation(percentage=0.0),
-        "stats": [],
-        "debug": False,
-    }
-    return EmbeddingShardingPlanner(topology=topology, **(defaults | arguments))
-
-
-def cost_of(planner: NeuroShardPlanner) -> float:
-    assert planner.last_result is not None
-    return planner.last_result.predicted.critical_path_ms
-
-
 def stock_cost(
-    planner: NeuroShardPlanner, module: Any, sharders: Any, **arguments: Any
+    planner: NeuroShardPlanner, topology: Topology, module: Any, **arguments: Any
 ) -> float:
     """What TorchRec's plan costs by our planner's estimates."""
-    chosen: list[ShardingOption] = []
-
-    def remember(options: list[ShardingOption]) -> list[ShardingOption]:
-        chosen[:] = options
-        return options
-
-    own = stock_planner(planner._topology, callbacks=[remember], **arguments)
-    own.plan(module, sharders)
-    return planner.costs.evaluate(planner.costs.lower(chosen)).critical_path_ms
+    chosen = Chosen()
+    own = stock_planner(topology, callbacks=[chosen], **arguments)
+    own.plan(module, bag_sharders())
+    return planner.costs.evaluate(planner.costs.lower(chosen.options)).critical_path_ms
 
 
 class Cacheable(CacheStatistics):
@@ -100,12 +71,7 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stats", [None, Cacheable()])
 @pytest.mark.usefixtures("few_draws")
 def test_torchrecs_scaling_of_caches_ends(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    read_types: ReadTypes,
-    stats: CacheStatistics | None,
-    virtual: bool,
+    stats: CacheStatistics | None, virtual: bool
 ) -> None:
     """Without statistics there is nothing to scale, and its budget is zero."""
     params = CacheParams(load_factor=0.1, stats=stats)
@@ -131,26 +97,24 @@ def test_torchrecs_scaling_of_caches_ends(
     }
     ebc = make_ebc([(100_000, 64)] * 3)
     topology = Topology(2, "cuda")
-    plan = stock_planner(topology, **arguments).plan(ebc, sharders)
+    plan = stock_planner(topology, **arguments).plan(ebc, bag_sharders())
     arguments["proposer"] = EmbeddingOffloadScaleupProposer()
     planner = make_planner(topology=topology, consider_stock=True, **arguments)
     for _ in range(2):
-        found = planner.plan(ebc, sharders)
-        assert read_types(found) == read_types(plan)
+        found = planner.plan(ebc, bag_sharders())
+        assert types_of(found) == types_of(plan)
         kernels, stock_kernels = (
             {n: e.compute_kernel for n, e in p.plan[""].items()} for p in (found, plan)
         )
         assert kernels == stock_kernels
 
 
-def test_widths_that_no_fused_kernel_takes_are_no_candidate(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_widths_that_no_fused_kernel_takes_are_no_candidate() -> None:
     ebc = make_ebc([(1000, 30)])
     searched = make_planner(2, "cuda")
-    searched.plan(ebc, sharders)
+    searched.plan(ebc, bag_sharders())
     planner = make_planner(2, "cuda", consider_stock=True)
-    (entry,) = planner.plan(ebc, sharders).plan[""].values()
+    (entry,) = planner.plan(ebc, bag_sharders()).plan[""].values()
     # FBGEMM wants multiples of four columns; PyTorch's own kernel does not.
     assert entry.compute_kernel == "dense"
     assert cost_of(planner) == pytest.approx(cost_of(searched))
@@ -180,22 +144,16 @@ def test_widths_that_no_fused_kernel_takes_are_no_candidate(
     ],
 )
 @pytest.mark.parametrize("cost_model", ["analytic", "auto"])
-def test_no_worse_than_torchrecs_plan(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    case: dict[str, Any],
-    cost_model: str,
-) -> None:
+def test_no_worse_than_torchrecs_plan(case: dict[str, Any], cost_model: str) -> None:
     arguments = {k: v for k, v in case.items() if k not in ("sizes", "world")}
     if cost_model == "auto":
         arguments |= {"cost_model": "auto", "comms_model": None}
+    topology = Topology(*case["world"], **arguments.pop("topology_arguments", {}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        planner = make_planner(*case["world"], consider_stock=True, **arguments)
+        planner = make_planner(topology=topology, consider_stock=True, **arguments)
     ebc = make_ebc(case["sizes"])
-    planner.plan(ebc, sharders)
-    theirs = stock_cost(
-        planner, ebc, sharders, constraints=arguments.get("constraints")
-    )
+    planner.plan(ebc, bag_sharders())
+    constraints = arguments.get("constraints")
+    theirs = stock_cost(planner, topology, ebc, constraints=constraints)
     assert cost_of(planner) <= theirs * (1 + 1e-9)

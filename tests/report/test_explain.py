@@ -6,26 +6,21 @@ import json
 import numpy as np
 import pytest
 
+from tests.builders import make_tables, make_task, search
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.report import OtherTable, explain
-from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
+from torchrec_neuroshard.search import SearchConfig, SearchResult
 from torchrec_neuroshard.simulator import Simulator
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 
-def make_task(num_ranks: int = 3, memory: tuple[int, ...] = ()) -> ShardingTask:
-    tables = [
-        TableConfig(
-            name=f"t{i}", num_embeddings=1000, embedding_dim=64, pooling_factor=p
-        )
-        for i, p in enumerate((40.0, 9.0, 8.0, 7.0, 3.0, 2.0))
-    ]
-    return ShardingTask(
-        tables=tuple(tables),
-        world_size=num_ranks,
-        batch_size=512,
+def staged_task(num_ranks: int = 3, memory: tuple[int, ...] = ()) -> ShardingTask:
+    tables = make_tables([64] * 6, pooling=[40.0, 9.0, 8.0, 7.0, 3.0, 2.0])
+    return make_task(
+        tables,
+        num_ranks,
+        512,
         groups=(0, 0, 0, 1, 1, 1),
         stages=(0, 1),
         memory_bytes=memory,
@@ -42,10 +37,9 @@ def make_simulator(task: ShardingTask) -> Simulator:
     return Simulator(task, AnalyticCostModel(), comms)
 
 
-def search(simulator: Simulator) -> SearchResult:
-    return NeuroShardSearcher(SearchConfig(exhaustive_limit=0)).search(
-        simulator.task, simulator.cost_model, simulator.comms_model
-    )
+def searched(simulator: Simulator) -> SearchResult:
+    config = SearchConfig(exhaustive_limit=0)
+    return search(simulator.task, config, simulator.cost_model, simulator.comms_model)
 
 
 def as_result(simulator: Simulator, placement: Placement) -> SearchResult:
@@ -63,7 +57,7 @@ def as_result(simulator: Simulator, placement: Placement) -> SearchResult:
 
 def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
     """Brute force: the same placement, the table whole on each rank in turn."""
-    simulator = make_simulator(make_task())
+    simulator = make_simulator(staged_task())
     placement = Placement.from_widths(
         3,
         [
@@ -103,8 +97,8 @@ def test_a_split_is_told_by_what_the_table_would_cost_in_one_piece() -> None:
 
 def test_ranks_hold_what_the_placement_says() -> None:
     memory = (2_000_000, 1_500_000, 1_500_000)
-    simulator = make_simulator(make_task(memory=memory))
-    result = search(simulator)
+    simulator = make_simulator(staged_task(memory=memory))
+    result = searched(simulator)
     report = explain(result, simulator)
     assert sum(r.columns for r in report.ranks) == 6 * 64
     assert sum(r.num_shards for r in report.ranks) == len(result.placement.shards)
@@ -118,7 +112,7 @@ def test_a_table_stays_off_ranks_without_memory(
     memory: int, room: tuple[int, ...]
 ) -> None:
     """Tables have 256,000 bytes; ranks 0 and 1 would get half of one back."""
-    simulator = make_simulator(make_task(memory=(memory,) * 3))
+    simulator = make_simulator(staged_task(memory=(memory,) * 3))
     halves = [(t, 32, r) for t in (0, 5) for r in (0, 1)]
     placement = Placement.from_widths(
         3, [*halves, (1, 64, 0), (2, 64, 1), (3, 64, 2), (4, 64, 2)]
@@ -134,8 +128,8 @@ def test_a_table_stays_off_ranks_without_memory(
 
 
 def test_text_and_json_hold_the_figures() -> None:
-    simulator = make_simulator(make_task())
-    result = dataclasses.replace(search(simulator), warnings=("one thing",))
+    simulator = make_simulator(staged_task())
+    result = dataclasses.replace(searched(simulator), warnings=("one thing",))
     others = [OtherTable(table="m.r", sharding_type="row_wise", compute_kernel="fused")]
     report = explain(result, simulator, others)
     text = str(report)
@@ -152,7 +146,7 @@ def test_text_and_json_hold_the_figures() -> None:
 
 
 def test_every_slowest_rank_has_its_star() -> None:
-    simulator = make_simulator(make_task())
+    simulator = make_simulator(staged_task())
     placement = Placement.from_widths(3, [(t, 64, t % 3) for t in range(6)])
     lines = str(explain(as_result(simulator, placement), simulator)).splitlines()
     start = next(i for i, line in enumerate(lines) if "fwd_compute" in line)
@@ -163,7 +157,7 @@ def test_every_slowest_rank_has_its_star() -> None:
 
 
 def test_of_many_ranks_the_slowest_and_the_least_loaded_are_shown() -> None:
-    task = make_task(num_ranks=64)
+    task = staged_task(num_ranks=64)
     simulator = make_simulator(task)
     placement = Placement.from_widths(64, [(t, 64, 9 * t + 3) for t in range(6)])
     report = explain(as_result(simulator, placement), simulator)
@@ -174,7 +168,7 @@ def test_of_many_ranks_the_slowest_and_the_least_loaded_are_shown() -> None:
 
 
 def test_a_split_that_does_not_pay_is_called_that() -> None:
-    simulator = make_simulator(make_task())
+    simulator = make_simulator(staged_task())
     placement = Placement.from_widths(
         3, [(0, 64, 0), (5, 4, 0), (5, 60, 1), *((t, 64, 1) for t in range(1, 5))]
     )
@@ -185,7 +179,7 @@ def test_a_split_that_does_not_pay_is_called_that() -> None:
 
 
 def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
-    simulator = make_simulator(make_task())
+    simulator = make_simulator(staged_task())
     placement = Placement.from_widths(3, [(t, 64, t % 3) for t in range(6)])
     result = as_result(simulator, placement)
     alone = dataclasses.replace(result, placement=Placement(3, ()))

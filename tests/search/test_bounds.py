@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from tests.builders import draw_memory, draw_tables, make_task
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.cost_models.base import CostModel
 from torchrec_neuroshard.errors import InfeasibleError
@@ -24,24 +25,15 @@ def tiny_task(seed: int) -> ShardingTask:
     """Few tables on three ranks, of all shapes that the rules allow."""
     rng = np.random.default_rng([7, seed])
     count = int(rng.integers(2, 6))
-    tables = tuple(
-        TableConfig(
-            name=f"t{i}",
-            num_embeddings=int(10 ** rng.uniform(2, 6)),
-            embedding_dim=int(rng.choice([4, 8, 12, 16][: 4 if count < 5 else 3])),
-            pooling_factor=float(rng.lognormal(1.0, 1.5)),
-        )
-        for i in range(count)
-    )
+    tables = draw_tables(rng, count, [4, 8, 12, 16][: 4 if count < 5 else 3])
     memory: tuple[int, ...] = ()
     if seed % 2:
-        total = 1.3 * sum(t.weight_bytes for t in tables)
-        memory = tuple(int(total * s) for s in rng.dirichlet([40, 40, 40]))
+        memory = draw_memory(rng, tables, 3, total=1.3)
     groups = tuple(int(g) for g in np.arange(count) % 2) if seed % 7 == 0 else ()
-    return ShardingTask(
-        tables=tables,
-        world_size=3,
-        batch_size=4096,
+    return make_task(
+        tables,
+        3,
+        4096,
         memory_bytes=memory,
         min_widths=(8,) * count if seed % 5 == 0 else (),
         groups=groups,

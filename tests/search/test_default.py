@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.builders import draw_memory, draw_tables, make_task, search
 from torchrec_neuroshard.cost_models.base import RangeWarning
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.features import FEATURE_NAMES
@@ -18,7 +20,6 @@ from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,
     SearchConfig,
-    SearchResult,
     make_searcher,
 )
 from torchrec_neuroshard.tables import TableConfig
@@ -33,41 +34,15 @@ def random_task(
     *,
     seed: int = 0,
     memory_share: float | None = 1.3,
-    min_widths: tuple[int, ...] = (),
-    max_shards: tuple[int, ...] = (),
-    groups: tuple[int, ...] = (),
-    uneven: bool = True,
+    **fields: Any,
 ) -> ShardingTask:
     rng = np.random.default_rng(seed)
-    tables = tuple(
-        TableConfig(
-            name=f"t{i}",
-            num_embeddings=int(10 ** rng.uniform(2, 7)),
-            embedding_dim=int(rng.choice(WIDTHS)),
-            pooling_factor=float(rng.lognormal(1.0, 1.2)),
-        )
-        for i in range(num_tables)
-    )
-    memory: tuple[int, ...] = ()
+    tables = draw_tables(rng, num_tables, WIDTHS, most_rows=10**7, spread=1.2)
     if memory_share is not None:
-        share = rng.dirichlet(np.full(world_size, 50.0))
-        total = sum(t.weight_bytes for t in tables)
-        memory = tuple(int(total * memory_share * s) for s in share)
-    return ShardingTask(
-        tables=tables,
-        world_size=world_size,
-        batch_size=4096,
-        memory_bytes=memory,
-        min_widths=min_widths,
-        max_shards=max_shards,
-        groups=groups,
-        uneven=uneven,
-    )
-
-
-def search(task: ShardingTask, config: SearchConfig | None = None) -> SearchResult:
-    searcher = NeuroShardSearcher(config)
-    return searcher.search(task, AnalyticCostModel(), AnalyticCommsModel())
+        fields["memory_bytes"] = draw_memory(
+            rng, tables, world_size, total=memory_share, evenness=50.0
+        )
+    return make_task(tables, world_size, 4096, **fields)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -128,7 +103,8 @@ def test_order_of_tables_does_not_matter() -> None:
 SCRIPT = """
 import json, sys
 sys.path[:0] = sys.argv[1:]
-from test_default import random_task, search
+from test_default import random_task
+from tests.builders import search
 result = search(random_task(25, 4))
 print(json.dumps([result.placement.to_json(), result.lower_bound_ms]))
 """
@@ -154,6 +130,7 @@ def test_a_spent_budget_still_gives_a_valid_plan() -> None:
     task = random_task(60, 8)
     result = search(task, SearchConfig(time_budget_seconds=1e-6))
     result.placement.check(task)
+    assert 0 < result.lower_bound_ms <= result.predicted.critical_path_ms
 
 
 def test_refinement_does_not_make_it_worse() -> None:
@@ -171,7 +148,9 @@ def test_one_rank_takes_everything() -> None:
 
 def test_more_ranks_than_columns() -> None:
     task = random_task(2, 64, memory_share=None, min_widths=(128, 128))
-    search(task).placement.check(task)
+    placement = search(task).placement
+    placement.check(task)
+    assert len(placement.shards) == len({s.rank for s in placement.shards}) == 2
 
 
 def test_fusion_groups_are_costed_apart() -> None:
@@ -245,12 +224,8 @@ def test_warnings_name_table_and_feature_once(limit: int) -> None:
         TableConfig(name=n, num_embeddings=100, embedding_dim=w)
         for n, w in (("wide", 128), ("slim", 16))
     )
-    task = ShardingTask(
-        tables=tables, world_size=2, batch_size=64, min_widths=(128, 16)
-    )
-    result = NeuroShardSearcher(SearchConfig(exhaustive_limit=limit)).search(
-        task, NarrowModel(), AnalyticCommsModel()
-    )
+    task = make_task(tables, batch_size=64, min_widths=(128, 16))
+    result = search(task, SearchConfig(exhaustive_limit=limit), NarrowModel())
     assert result.warnings == (
         "table 'wide': log2_width 7 is outside the cost model's range 2 to 6",
     )

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.feasibility import check_memory, pack
@@ -13,7 +14,6 @@ from torchrec_neuroshard.search.shards import (
     placement_from_widths,
     split_widths,
 )
-from torchrec_neuroshard.tables import TableConfig
 
 
 def sized_task(
@@ -25,16 +25,10 @@ def sized_task(
     fixed: int = 0,
 ) -> ShardingTask:
     """Tables of `size` bytes per column (int8 rows), `width` wide."""
-    tables = tuple(
-        TableConfig(
-            name=f"t{i}", num_embeddings=s, embedding_dim=width, data_type="int8"
-        )
-        for i, s in enumerate(sizes)
-    )
-    return ShardingTask(
-        tables=tables,
-        world_size=len(memory),
-        batch_size=8,
+    return make_task(
+        make_tables([width] * len(sizes), sizes, data_type="int8"),
+        len(memory),
+        8,
         memory_bytes=memory,
         fixed_bytes=(fixed,) * len(sizes),
         uneven=uneven,
@@ -93,27 +87,19 @@ def test_fixed_bytes_count_for_every_shard() -> None:
 
 
 def test_a_table_wider_than_its_shards_may_hold() -> None:
-    tables = (
-        TableConfig(name="wide", num_embeddings=10, embedding_dim=64, data_type="int8"),
-    )
-    task = ShardingTask(
-        tables=tables,
-        world_size=4,
-        batch_size=8,
-        memory_bytes=(200,) * 4,
-        max_shards=(2,),
-    )
+    tables = make_tables([64], 10, data_type="int8")
+    task = make_task(tables, 4, 8, memory=200, max_shards=(2,))
     with pytest.raises(InfeasibleError, match=r"40 of its 64 columns in 2 shards"):
         check_memory(task)
 
 
 def test_unlimited_memory_always_fits() -> None:
-    task = ShardingTask(
-        tables=(TableConfig(name="t", num_embeddings=10**9, embedding_dim=256),),
-        world_size=1,
-        batch_size=8,
-    )
-    check_memory(task)
+    tables = make_tables([256], 10**9)
+    with pytest.raises(InfeasibleError, match="table 't0'"):
+        check_memory(make_task(tables, 1, 8, memory=2**30))
+    unlimited = make_task(tables, 1, 8)
+    check_memory(unlimited)
+    assert pack(unlimited).tolist() == [[256]]
 
 
 def test_split_widths() -> None:

@@ -6,13 +6,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.builders import draw_memory, draw_tables, make_tables, make_task
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 LOCAL_SEARCH = SearchConfig(exhaustive_limit=0, time_budget_seconds=60.0)
@@ -71,23 +71,14 @@ def tiny_task(seed: int) -> ShardingTask:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(3, 9))
     widths = [4, 8, 12, 16] if count <= 5 else [4, 8, 12] if count < 7 else [4, 4, 8]
-    tables = tuple(
-        TableConfig(
-            name=f"t{i}",
-            num_embeddings=int(10 ** rng.uniform(2, 6)),
-            embedding_dim=int(rng.choice(widths)),
-            pooling_factor=float(rng.lognormal(1.0, 1.0)),
-        )
-        for i in range(count)
-    )
+    tables = draw_tables(rng, count, widths, spread=1.0)
     memory: tuple[int, ...] = ()
     if seed % 2:
-        total = 1.25 * sum(t.weight_bytes for t in tables)
-        memory = tuple(int(total * s) for s in rng.dirichlet([40, 40, 40]))
-    return ShardingTask(
-        tables=tables,
-        world_size=3,
-        batch_size=4096,
+        memory = draw_memory(rng, tables, 3, total=1.25)
+    return make_task(
+        tables,
+        3,
+        4096,
         memory_bytes=memory,
         min_widths=() if seed % 3 else (8,) * count,
         uneven=seed % 5 != 0,
@@ -149,13 +140,7 @@ def test_tiny_tasks_are_solved_exactly() -> None:
 
 def test_exhaustive_search_by_hand() -> None:
     # Lookups 100, 60, 40 per sample at width 4: {100} against {60, 40}.
-    tables = tuple(
-        TableConfig(
-            name=f"t{i}", num_embeddings=1000, embedding_dim=4, pooling_factor=p
-        )
-        for i, p in enumerate((100.0, 60.0, 40.0))
-    )
-    task = ShardingTask(tables=tables, world_size=2, batch_size=1000)
+    task = make_task(make_tables([4] * 3, pooling=[100.0, 60.0, 40.0]), 2, 1000)
     result = ExhaustiveSearcher().search(
         task, AnalyticCostModel(), AnalyticCommsModel()
     )

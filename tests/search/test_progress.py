@@ -7,41 +7,27 @@ import itertools
 import pytest
 from rich.console import Console
 
+from tests.builders import make_tables, make_task, search
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
+from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.search import progress as module
 from torchrec_neuroshard.search.progress import ProgressLine, SearchProgress
-from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 HALFWAY = SearchProgress(
     phase="refining", seconds=3.0, seconds_left=17.0, best_ms=12.5, bound_ms=12.0
 )
 
 
-def task(memory: int = 10**9) -> ShardingTask:
-    tables = tuple(
-        TableConfig(
-            name=f"t{i}", num_embeddings=1000, embedding_dim=32, pooling_factor=1.0 + i
-        )
-        for i in range(30)
-    )
-    return ShardingTask(
-        tables=tables, world_size=4, batch_size=1024, memory_bytes=(memory,) * 4
-    )
-
-
-def search(config: SearchConfig, memory: int = 10**9) -> float:
-    searcher = NeuroShardSearcher(config)
-    result = searcher.search(task(memory), AnalyticCostModel(), AnalyticCommsModel())
-    return result.predicted.critical_path_ms
+def best_ms(config: SearchConfig, memory: int = 10**9) -> float:
+    tables = make_tables([32] * 30, pooling=[1.0 + i for i in range(30)])
+    task = make_task(tables, 4, memory=memory)
+    return search(task, config).predicted.critical_path_ms
 
 
 def test_an_observer_sees_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REPORT_SECONDS", 0.0)
     seen: list[SearchProgress] = []
-    found_ms = search(SearchConfig(progress=seen.append))
+    found_ms = best_ms(SearchConfig(progress=seen.append))
     phases = list(dict.fromkeys(p.phase for p in seen))
     assert phases == ["splits", "refining", "bounding", "done"]
     best = [p.best_ms for p in seen]
@@ -55,14 +41,14 @@ def test_an_observer_sees_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_observer_changes_nothing_and_reports_are_few() -> None:
     seen: list[SearchProgress] = []
-    assert search(SearchConfig(progress=seen.append)) == search(SearchConfig())
+    assert best_ms(SearchConfig(progress=seen.append)) == best_ms(SearchConfig())
     assert len(seen) < 60
 
 
 def test_a_search_that_fails_is_done() -> None:
     seen: list[SearchProgress] = []
     with pytest.raises(InfeasibleError):
-        search(SearchConfig(progress=seen.append), memory=1000)
+        best_ms(SearchConfig(progress=seen.append), memory=1000)
     assert seen[-1].phase == "done"
     assert seen[-1].gap == float("inf")
 

@@ -5,12 +5,11 @@ import time
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.placement import ShardingTask
+from tests.builders import make_tables, make_task
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.shards import ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
@@ -23,21 +22,12 @@ def bank_of(
     memory: int = 0,
 ) -> ShardBank:
     rng = np.random.default_rng(0)
-    tables = tuple(
-        TableConfig(
-            name=f"t{i}",
-            num_embeddings=1000,
-            embedding_dim=32,
-            pooling_factor=float(rng.uniform(1, 20)),
-        )
-        for i in range(num_tables)
-    )
-    task = ShardingTask(
-        tables=tables,
-        world_size=world_size,
-        batch_size=1024,
+    pooling = [float(rng.uniform(1, 20)) for _ in range(num_tables)]
+    task = make_task(
+        make_tables([32] * num_tables, pooling=pooling),
+        world_size,
         groups=tuple(i % num_groups for i in range(num_tables)),
-        memory_bytes=(memory,) * world_size if memory else (),
+        memory=memory,
     )
     model = AnalyticCostModel(lookup_ns=lookup_ns)
     return ShardBank(Simulator(task, model, AnalyticCommsModel()))
@@ -116,11 +106,7 @@ def test_splits_that_do_not_pay_are_joined() -> None:
 
 def test_uneven_widths_even_out_two_ranks() -> None:
     # One table on two ranks with a small one beside it: 20 + 12 columns are best.
-    tables = tuple(
-        TableConfig(name=n, num_embeddings=1000, embedding_dim=w, pooling_factor=10.0)
-        for n, w in (("big", 32), ("small", 8))
-    )
-    task = ShardingTask(tables=tables, world_size=2, batch_size=1024)
+    task = make_task(make_tables([32, 8], pooling=10.0))
     model = AnalyticCostModel(launch_ms=0.0, lookup_ns=1e-6)
     bank = ShardBank(Simulator(task, model, AnalyticCommsModel()))
     widths = np.array([[32, 0], [8, 0]])

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builders import draw_memory, draw_tables, make_tables, make_task, search
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.search.feasibility import pack
-from torchrec_neuroshard.search.refine import Plan, _Candidates
+from torchrec_neuroshard.search.refine import Plan
 from torchrec_neuroshard.search.rules import (
     Rules,
     check_constraints,
@@ -35,17 +36,9 @@ COMMS = AnalyticCommsModel(gb_per_s=10.0)
 COMPUTE = AnalyticCostModel(launch_ms=0.05)
 
 
-def tables(count: int, seed: int = 0, most: int = 12) -> tuple[TableConfig, ...]:
+def some_tables(count: int, seed: int = 0, most: int = 12) -> tuple[TableConfig, ...]:
     rng = np.random.default_rng([11, seed, count])
-    return tuple(
-        TableConfig(
-            name=f"t{i}",
-            num_embeddings=int(10 ** rng.uniform(2, 6)),
-            embedding_dim=int(rng.choice([4, 8, 12, 64][: 3 + (most > 12)])),
-            pooling_factor=float(rng.lognormal(1.0, 1.5)),
-        )
-        for i in range(count)
-    )
+    return draw_tables(rng, count, [4, 8, 12, 64][: 3 + (most > 12)])
 
 
 def draw_rules(
@@ -76,17 +69,16 @@ def tiny_task(seed: int) -> ShardingTask:
     """Few tables on three ranks, with rules of all kinds."""
     rng = np.random.default_rng([13, seed])
     count = int(rng.integers(3, 5))
-    found = tables(count, seed)
+    found = some_tables(count, seed)
     memory: tuple[int, ...] = ()
     if seed % 2:
-        total = 1.6 * sum(t.weight_bytes for t in found)
-        memory = tuple(int(total * s) for s in rng.dirichlet([20, 20, 20]))
+        memory = draw_memory(rng, found, 3, total=1.6, evenness=20.0)
     groups = tuple(int(g) for g in rng.integers(0, 2, count)) if seed % 3 else ()
     groups = groups if max(groups, default=0) else ()
-    return ShardingTask(
-        tables=found,
-        world_size=3,
-        batch_size=4096,
+    return make_task(
+        found,
+        3,
+        4096,
         memory_bytes=memory,
         groups=groups,
         stages=(0, 1) if groups and seed % 2 == 0 else (),
@@ -95,9 +87,8 @@ def tiny_task(seed: int) -> ShardingTask:
     )
 
 
-def search(task: ShardingTask, **options: Any) -> SearchResult:
-    config = SearchConfig(exhaustive_limit=0, **options)
-    return NeuroShardSearcher(config).search(task, COMPUTE, COMMS)
+def refined(task: ShardingTask, **options: Any) -> SearchResult:
+    return search(task, SearchConfig(exhaustive_limit=0, **options), COMPUTE, COMMS)
 
 
 def test_a_plan_is_found_exactly_where_there_is_one() -> None:
@@ -109,11 +100,11 @@ def test_a_plan_is_found_exactly_where_there_is_one() -> None:
             best = ExhaustiveSearcher().search(task, COMPUTE, COMMS)
         except (InfeasibleError, ConfigError):
             with pytest.raises((InfeasibleError, ConfigError)):
-                search(task)
+                refined(task)
             outcomes.append(False)
             continue
         best.placement.check(task)
-        result = search(task, restarts=3)
+        result = refined(task, restarts=3)
         result.placement.check(task)
         optimum = best.predicted.critical_path_ms
         ratios.append(result.predicted.critical_path_ms / optimum)
@@ -152,7 +143,7 @@ def test_exhaustive_search_drops_what_rules_forbid_and_nothing_else() -> None:
 def wide_task(seed: int = 0, **options: Any) -> ShardingTask:
     """Thirty tables on eight ranks."""
     return ShardingTask(
-        tables=tables(30, seed, most=64), world_size=8, batch_size=4096, **options
+        tables=some_tables(30, seed, most=64), world_size=8, batch_size=4096, **options
     )
 
 
@@ -173,9 +164,9 @@ RULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", sorted(RULES))
 def test_rules_are_kept_and_not_more_than_they_cost(kind: str) -> None:
-    free = search(wide_task(), effort=0.5)
+    free = refined(wide_task(), effort=0.5)
     task = wide_task(**RULES[kind])
-    result = search(task, effort=0.5)
+    result = refined(task, effort=0.5)
     result.placement.check(task)
     assert 0 < result.lower_bound_ms <= result.predicted.critical_path_ms
     # Without rules nothing is lost: the free plan is at least nearly as good.
@@ -188,7 +179,7 @@ def test_rules_that_ask_for_nothing_change_nothing() -> None:
     every = tuple(range(8))
     same = wide_task(allowed_ranks=(every,) * 30, together=((3,),), apart=((4,), ()))
     same = dataclasses.replace(same, max_shards=task.max_shards)
-    assert search(same, effort=0.2).placement == search(task, effort=0.2).placement
+    assert refined(same, effort=0.2).placement == refined(task, effort=0.2).placement
 
 
 @pytest.mark.parametrize("groups", [(0,), (0, 1), (0, 1, 2)])
@@ -220,38 +211,40 @@ def test_leaders_stand_for_their_sets(groups: tuple[int, ...], staged: bool) -> 
     for _ in range(8):
         assert plan.critical_ms == pytest.approx(true_cost(plan.width_TW), rel=1e-9)
         ranks = np.array(plan.critical_ranks())
-        found = _Candidates.join([plan.transfers(ranks), plan.swaps(ranks)])
-        moves = np.flatnonzero(np.isin(found.table_K, (0, 6, 10)))
-        pick = np.unique(
-            np.concatenate([moves[:6], rng.choice(len(found), 6, replace=False)])
-        )
-        some = found.pick(pick)
-        outcomes = plan.evaluate(some)
-        for k in range(len(some)):
-            trial = Plan(bank, plan.width_TW)
-            trial.apply(some, k, outcomes)
-            fresh = Plan(bank, trial.width_TW)
-            assert fresh.score == pytest.approx(outcomes.score_K[k], rel=1e-6)
-            np.testing.assert_allclose(trial.sums_WGE, fresh.sums_WGE, atol=1e-9)
+        tried = []
+        for found in (plan.transfers(ranks), plan.swaps(ranks)):
+            moves = np.flatnonzero(np.isin(found.table_K, (0, 6, 10)))[:6]
+            drawn = rng.choice(len(found), min(len(found), 6), replace=False)
+            some = found.pick(np.unique(np.concatenate([moves, drawn])))
+            if not len(some):
+                continue
+            outcomes = plan.evaluate(some)
+            for k in range(len(some)):
+                trial = Plan(bank, plan.width_TW)
+                trial.apply(some, k, outcomes)
+                fresh = Plan(bank, trial.width_TW)
+                assert fresh.score == pytest.approx(outcomes.score_K[k], rel=1e-6)
+                np.testing.assert_allclose(trial.sums_WGE, fresh.sums_WGE, atol=1e-9)
+            tried.append((float(outcomes.score_K.min()), some, outcomes))
+        _, some, outcomes = min(tried, key=lambda t: t[0])
         plan.apply(some, int(outcomes.score_K.argmin()), outcomes)
 
 
 def test_packing_finds_what_greed_does_not() -> None:
     """Two of the tables fill their only common rank unless one of them leaves it."""
-    found = tuple(
-        TableConfig(name=f"t{i}", num_embeddings=n, embedding_dim=4)
-        for i, n in enumerate([1000, 1000, 600, 400])
-    )
-    task = ShardingTask(
-        tables=found,
-        world_size=3,
-        batch_size=64,
-        memory_bytes=(16_000, 16_000, 16_000),
+    task = make_task(
+        make_tables([4] * 4, [1000, 1000, 600, 400]),
+        3,
+        64,
+        memory=16_000,
         allowed_ranks=((0, 1), (0, 1), (1, 2), ()),
         apart=((0, 3), (1, 3)),
     )
-    width_TW = pack(task)
-    placement_from_widths(width_TW).check(task)
+    placement = placement_from_widths(pack(task))
+    placement.check(task)
+    # The first two fill a rank each; the third goes where the last one may not be.
+    ranks = [s.rank for s in sorted(placement.shards, key=lambda s: s.table)]
+    assert sorted(ranks[:2]) == [0, 1] and ranks[2:] == [2, 2]
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -288,15 +281,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_contradictions_are_named_before_the_search(
     rules: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
-    task = ShardingTask(
-        tables=tuple(
-            TableConfig(name=f"t{i}", num_embeddings=1000, embedding_dim=8)
-            for i in range(4)
-        ),
-        world_size=3,
-        batch_size=64,
-        **rules,
-    )
+    task = make_task(make_tables([8] * 4), 3, 64, **rules)
     with pytest.raises(kind, match=message):
         check_constraints(task)
     with pytest.raises(kind, match=message):
@@ -306,20 +291,20 @@ def test_contradictions_are_named_before_the_search(
 def test_more_apart_tables_than_ranks() -> None:
     task = wide_task(apart=(tuple(range(9)),))
     with pytest.raises(InfeasibleError, match=r"9 tables .* and 1 more .* on 8 ranks"):
-        search(task)
+        refined(task)
 
 
 def test_infeasible_rules_are_proven_by_packing() -> None:
     """Nothing contradicts anything until all rules are taken at once."""
     task = ShardingTask(
-        tables=tables(4),
+        tables=some_tables(4),
         world_size=3,
         batch_size=64,
         apart=((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)),
     )
     check_constraints(task)
     with pytest.raises(InfeasibleError, match=r"proven by exact packing.*more ranks"):
-        search(task)
+        refined(task)
 
 
 def test_merged_bytes_and_rules_are_the_sets() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchrec_neuroshard
+from tests.builders import result_of
 from torchrec_neuroshard.baselines.annealing import (
     AnnealingConfig,
     AnnealingSearcher,
@@ -583,15 +584,8 @@ class BrokenSearcher(GreedySearcher):
     def placed(
         simulator: Simulator, triples: Sequence[tuple[int, int, int]]
     ) -> SearchResult:
-        placement = Placement.from_widths(simulator.task.world_size, triples)
-        return SearchResult(
-            placement=placement,
-            predicted=simulator.evaluate(placement),
-            lower_bound_ms=0.0,
-            gap=0.0,
-            search_seconds=0.0,
-            num_evaluated=1,
-        )
+        models = simulator.cost_model, simulator.comms_model
+        return result_of(simulator.task, triples, *models)
 
 
 class LosesColumns(BrokenSearcher):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builders import ONE_PASS
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.collect.timing import PassCounts
 from torchrec_neuroshard.cost_models import load_bundle, load_comms_model
 from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.devices import cpu_name
@@ -35,9 +35,6 @@ from torchrec_neuroshard.training.comms import CommsTrainConfig
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
 COMMS_DATA = DATA.with_name("comms_gloo_epyc.parquet")
-QUICK_PASSES = PassCounts(
-    warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
-)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +81,7 @@ def test_measures_trains_and_goes_on(
     """Tiny sets, so that two runs of the whole command take seconds."""
     monkeypatch.setattr(
         "torchrec_neuroshard.collect.timing.CPU_PASSES",
-        QUICK_PASSES,
+        ONE_PASS,
     )
     out = tmp_path / "mine"
     core = str(min(os.sched_getaffinity(0)))
@@ -119,7 +116,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("measured")
     path = out / RECORDS_NAME
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", QUICK_PASSES)
+        patch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
         collect = ["collect", "compute", "--out", str(path), "--max-gib", "0.001"]
         assert main([*collect, "--num-sets", "90", "--seed", "3"]) == 0
     return path

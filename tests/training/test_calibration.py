@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.builders import make_fingerprint, make_header, write_records
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.record_store import RecordStore
-from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle, source_folder
 from torchrec_neuroshard.training.calibration import (
@@ -239,28 +239,12 @@ def test_the_same_seed_gives_the_same_ensemble(source: NeuralCostModel) -> None:
 # Bundles
 
 
-def header(device: str = "here") -> RunHeader:
-    return RunHeader(
-        fingerprint=Fingerprint(
-            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
-        ),
-        reference_ms=6.0,
-        seed=0,
-        sampling={},
-        command="neuroshard collect compute",
-        created="2026-02-01T00:00:00+00:00",
-    )
-
-
 def write(path: Path, records: list[CostRecord], device: str = "here") -> Path:
-    with RecordStore(path, header(device)) as store:
-        for record in records:
-            store.append(record)
-    return path
+    return write_records(path, make_header(device, reference_ms=6.0), records)
 
 
 def save_source(folder: Path, source: NeuralCostModel) -> Path:
-    there = dataclasses.replace(header().fingerprint, device="there")
+    there = make_fingerprint("there")
     info = BundleInfo(
         name="old",
         fingerprint=there,

@@ -18,6 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.builders import make_comms_header, write_records
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
@@ -39,12 +40,9 @@ from torchrec_neuroshard.errors import (
     RecordError,
     RecordMismatchError,
 )
-from torchrec_neuroshard.record_store import CommsStore
 from torchrec_neuroshard.records import (
     COLLECTIVES,
-    CommsHeader,
     CommsRecord,
-    Fingerprint,
 )
 from torchrec_neuroshard.training.comms import (
     CommsData,
@@ -190,32 +188,15 @@ def test_too_little_to_train_on() -> None:
 # Bundles and the command
 
 
-def header(world: int, backend: str = "gloo", device: str = "a CPU") -> CommsHeader:
-    return CommsHeader(
-        fingerprint=Fingerprint(
-            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
-        ),
-        reference_ms=1.0,
-        seed=0,
-        sampling={"cores": 2},
-        command="neuroshard collect comms",
-        created="2026-01-01T00:00:00+00:00",
-        backend=backend,
-        world_size=world,
-        local_world_size=world,
-        intra_gb_per_s=GB_PER_S,
-        inter_gb_per_s=0.0,
-    )
-
-
 def write(folder: Path, worlds: Sequence[int], backend: str = "gloo") -> list[Path]:
-    paths = []
-    for world in worlds:
-        paths.append(folder / f"{backend}_{world}.parquet")
-        with CommsStore(paths[-1], header(world, backend)) as store:
-            for record in measure(world, 60, world):
-                store.append(record)
-    return paths
+    return [
+        write_records(
+            folder / f"{backend}_{world}.parquet",
+            make_comms_header(world, backend, "a CPU", sampling={"cores": 2}),
+            measure(world, 60, world),
+        )
+        for world in worlds
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from torchrec_neuroshard.cost_models.compute import StockCostModel
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.profiles import zipf_profile
@@ -122,10 +123,12 @@ def test_stock_fit_takes_the_best_factor() -> None:
     data = exact_sets(2)
     best = fit_stock(data)
     error = evaluate("stock", best, data).total_mape
-    for factor in (0.9, 1.1):
-        other = fit_stock(data)
-        other._ms_per_byte *= factor
-        assert evaluate("off", other, data).total_mape >= error
+    arguments = data.features_NF, data.set_ids_N, data.num_sets
+    scale = best.predict_sets(*arguments)[0, 0]
+    scale /= StockCostModel().predict_sets(*arguments)[0, 0]
+    for factor in (0.9, 1.0, 1.1):
+        other = evaluate("other", StockCostModel(scale=scale * factor), data).total_mape
+        assert other > error if factor != 1.0 else other == pytest.approx(error)
 
 
 def test_evaluation_of_a_perfect_model_is_perfect() -> None:

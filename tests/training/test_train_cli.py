@@ -6,31 +6,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.builders import make_header, make_record, write_records
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.record_store import RecordStore
-from torchrec_neuroshard.records import CostRecord, Fingerprint, RunHeader
+from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.training.compute import TrainConfig
 from torchrec_neuroshard.training.train_cli import train_bundle
 
 BATCH_SIZE = 1024
-
-
-def header(device: str = "test device") -> RunHeader:
-    return RunHeader(
-        fingerprint=Fingerprint(
-            device=device, device_type="cpu", num_threads=1, torch="2", fbgemm="1"
-        ),
-        reference_ms=8.0,
-        seed=0,
-        sampling={},
-        command="neuroshard collect compute",
-        created="2026-01-01T00:00:00+00:00",
-    )
 
 
 def record(index: int, *, held_out: bool, scale: float = 1.0) -> CostRecord:
@@ -47,25 +35,21 @@ def record(index: int, *, held_out: bool, scale: float = 1.0) -> CostRecord:
         ),
     )
     cost = scale * (0.1 + 0.01 * pooling * table.embedding_dim)
-    return CostRecord(
+    return make_record(
+        (table,),
+        cost,
+        2 * cost,
         index=index,
         held_out=held_out,
         batch_size=BATCH_SIZE,
-        tables=(table,),
-        fwd_raw_ms=(cost,),
-        bwd_raw_ms=(2 * cost,),
-        fwd_ms=cost,
-        bwd_ms=2 * cost,
     )
 
 
 def write(path: Path, num_held_out: int = 20, device: str = "test device") -> Path:
-    with RecordStore(path, header(device)) as store:
-        for index in range(80):
-            store.append(record(index, held_out=index < num_held_out))
-        again = record(3, held_out=True, scale=1.1)
-        store.append(dataclasses.replace(again, index=80, repeat_of=3))
-    return path
+    records = [record(i, held_out=i < num_held_out) for i in range(80)]
+    again = record(3, held_out=True, scale=1.1)
+    records.append(dataclasses.replace(again, index=80, repeat_of=3))
+    return write_records(path, make_header(device), records)
 
 
 def test_command_prints_epochs_and_writes_a_bundle(
@@ -101,7 +85,7 @@ def test_disturbed_records_take_no_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "r.parquet")
-    with RecordStore(path, header()) as store:
+    with RecordStore(path, make_header()) as store:
         passes = (1.0, 9.0)
         steady = record(81, held_out=False)
         store.append(dataclasses.replace(steady, fwd_raw_ms=passes, bwd_raw_ms=passes))

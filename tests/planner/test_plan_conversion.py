@@ -1,24 +1,25 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
-)
 from torchrec.distributed.planner.types import Shard, ShardingOption
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+from tests.builders import (
+    ATTACHES_OPTIMIZERS,
+    bag_sharders,
+    gpus,
+    make_ebc,
+    stock_planner,
+)
 from torchrec_neuroshard.errors import PlacementError, ProfileError
 from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.plan_conversion import (
@@ -34,14 +35,8 @@ from torchrec_neuroshard.planner.table_reader import (
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 
-# Attaching an optimizer to a table, as TorchRec's users do.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
-    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
-]
+pytestmark = ATTACHES_OPTIMIZERS
 
-MakeEbc = Callable[..., EmbeddingBagCollection]
-Sharders = list[EmbeddingBagCollectionSharder]
 Constraints = dict[str, ParameterConstraints]
 
 
@@ -61,7 +56,7 @@ def options_of(
     return reader, {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
 
 
-def fused(
+def whole(
     options: dict[tuple[str, str, str], ShardingOption], name: str
 ) -> ShardingOption:
     return options[(name, "table_wise", "fused")]
@@ -72,10 +67,10 @@ def test_device_tier() -> None:
     assert device_tier(Topology(world_size=1, compute_device="cuda")) == "hbm"
 
 
-def test_table_of_an_option(make_ebc: MakeEbc) -> None:
+def test_table_of_an_option() -> None:
     ebc = make_ebc([(100, 16), (50, 8)], weighted=True, data_types={1: DataType.FP16})
     reader, options = options_of(nn.ModuleDict({"e": ebc}))
-    table = reader.table(fused(options, "t1"))
+    table = reader.table(whole(options, "t1"))
     assert (table.name, table.num_embeddings, table.embedding_dim) == ("e.t1", 50, 8)
     assert (table.data_type, table.weighted) == ("fp16", True)
     # Shards do not change what the table is.
@@ -92,23 +87,21 @@ def test_table_of_an_option(make_ebc: MakeEbc) -> None:
         (torch.optim.RMSprop, "adam"),
     ],
 )
-def test_optimizer_of_the_parameter(
-    make_ebc: MakeEbc, kind: Any, expected: str
-) -> None:
+def test_optimizer_of_the_parameter(kind: Any, expected: str) -> None:
     ebc = make_ebc([(100, 16)])
     apply_optimizer_in_backward(kind, ebc.parameters(), {"lr": 0.1})
     reader, options = options_of(ebc)
-    assert reader.table(fused(options, "t0")).optimizer == expected
+    assert reader.table(whole(options, "t0")).optimizer == expected
 
 
-def test_optimizer_of_the_sharder(make_ebc: MakeEbc) -> None:
+def test_optimizer_of_the_sharder() -> None:
     class Optim:
         name = "EXACT_ROWWISE_ADAGRAD"
 
     reader, options = options_of(make_ebc([(100, 16)]), optimizer=Optim())
-    assert reader.table(fused(options, "t0")).optimizer == "rowwise_adagrad"
+    assert reader.table(whole(options, "t0")).optimizer == "rowwise_adagrad"
     reader, options = options_of(make_ebc([(100, 16)]))
-    assert reader.table(fused(options, "t0")).optimizer == "sgd"
+    assert reader.table(whole(options, "t0")).optimizer == "sgd"
 
 
 @pytest.mark.parametrize(
@@ -124,17 +117,15 @@ def test_optimizer_of_the_sharder(make_ebc: MakeEbc) -> None:
         (ParameterConstraints(pooling_factors=[1.0, 2.0, 6.0]), 6.0),
     ],
 )
-def test_pooling_factor(
-    make_ebc: MakeEbc, constraint: ParameterConstraints, expected: float
-) -> None:
+def test_pooling_factor(constraint: ParameterConstraints, expected: float) -> None:
     ebc = make_ebc([(100, 16)], features={0: ["a", "b"]})
     reader, options = options_of(ebc, {"t0": constraint})
-    table = reader.table(fused(options, "t0"))
+    table = reader.table(whole(options, "t0"))
     assert table.pooling_factor == pytest.approx(expected)
     assert table.num_features == 2
 
 
-def test_what_is_searched_and_described(make_ebc: MakeEbc) -> None:
+def test_what_is_searched_and_described() -> None:
     ebc = make_ebc([(100, 256), (100, 10)])
     reader, options = options_of(ebc)
     described = {k for k, o in options.items() if reader.is_described(o)}
@@ -146,12 +137,12 @@ def test_what_is_searched_and_described(make_ebc: MakeEbc) -> None:
     assert described - searched == {("t0", "table_column_wise", "fused")}
 
 
-def test_unknown_data_types_are_not_described(make_ebc: MakeEbc) -> None:
+def test_unknown_data_types_are_not_described() -> None:
     reader, options = options_of(make_ebc([(9, 16)], data_types={0: DataType.INT4}))
     assert not any(reader.is_described(o) for o in options.values())
 
 
-def test_fusion_key_separates_what_torchrec_separates(make_ebc: MakeEbc) -> None:
+def test_fusion_key_separates_what_torchrec_separates() -> None:
     ebc = make_ebc(
         [(100, 16)] * 5,
         data_types={1: DataType.FP16},
@@ -161,14 +152,14 @@ def test_fusion_key_separates_what_torchrec_separates(make_ebc: MakeEbc) -> None
         torch.optim.SGD, [ebc.embedding_bags["t3"].weight], {"lr": 0.5}
     )
     reader, options = options_of(ebc)
-    keys = [fusion_key(fused(options, f"t{i}"), reader, "table_wise") for i in range(5)]
+    keys = [fusion_key(whole(options, f"t{i}"), reader, "table_wise") for i in range(5)]
     assert len({repr(k) for k in keys}) == 4
     assert keys[0] == keys[4]
-    column = fusion_key(fused(options, "t0"), reader, "column_wise")
+    column = fusion_key(whole(options, "t0"), reader, "column_wise")
     assert column != keys[0]
 
 
-def test_lower_plan_keeps_shards_of_one_rank_apart(make_ebc: MakeEbc) -> None:
+def test_lower_plan_keeps_shards_of_one_rank_apart() -> None:
     # TorchRec's own plans may put two shards of a table on one rank; it runs both.
     reader, options = options_of(make_ebc([(100, 32), (50, 16)]))
     split, other = (
@@ -181,8 +172,7 @@ def test_lower_plan_keeps_shards_of_one_rank_apart(make_ebc: MakeEbc) -> None:
     ]
     for rank, shard in enumerate(other.shards):
         shard.rank = rank
-    topology = Topology(world_size=2, compute_device="cuda")
-    lowered = lower_plan([other, split], reader, topology)
+    lowered = lower_plan([other, split], reader, gpus())
     assert lowered.placement.shards == (
         ColumnShard(0, 0, 16, 1),
         ColumnShard(0, 16, 16, 1),
@@ -192,7 +182,7 @@ def test_lower_plan_keeps_shards_of_one_rank_apart(make_ebc: MakeEbc) -> None:
     assert (lowered.task.batch_size, lowered.task.num_groups) == (64, 1)
 
 
-def test_check_profiles(make_ebc: MakeEbc) -> None:
+def test_check_profiles() -> None:
     profile = FeatureProfile(batch_size=1, num_lookups=1.0)
     model = nn.ModuleDict({"a": make_ebc([(10, 8)]), "b": nn.Linear(1, 1)})
     check_profiles(model, {"f0": profile})
@@ -203,7 +193,7 @@ def test_check_profiles(make_ebc: MakeEbc) -> None:
         check_profiles(nn.Linear(1, 1), {"x": profile})
 
 
-def test_table_configs_ignores_modules_of_other_kinds(make_ebc: MakeEbc) -> None:
+def test_table_configs_ignores_modules_of_other_kinds() -> None:
     class Lookalike(nn.Module):
         def embedding_bag_configs(self, required: int) -> int:
             return required
@@ -213,17 +203,11 @@ def test_table_configs_ignores_modules_of_other_kinds(make_ebc: MakeEbc) -> None
 
 
 def stock_plan(ebc: nn.Module, constraints: Constraints) -> Any:
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size=2, compute_device="cuda"),
-        batch_size=32,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=[],
-    )
-    return planner.plan(ebc, [EmbeddingBagCollectionSharder()])
+    planner = stock_planner(gpus(), batch_size=32, constraints=constraints)
+    return planner.plan(ebc, bag_sharders())
 
 
-def test_placement_from_a_stock_plan(make_ebc: MakeEbc) -> None:
+def test_placement_from_a_stock_plan() -> None:
     model = nn.ModuleDict({"e": make_ebc([(100, 32)] * 4)})
     kinds = ["row_wise", "table_wise", "column_wise", "data_parallel"]
     constraints = {
@@ -234,8 +218,8 @@ def test_placement_from_a_stock_plan(make_ebc: MakeEbc) -> None:
     read = placement_from_plan(plan, 2)
     assert read.not_described == {"e.t0": "row_wise", "e.t3": "data_parallel"}
     assert sorted(read.table_names) == ["e.t1", "e.t2"]
-    whole, split = (read.table_names.index(f"e.t{i}") for i in (1, 2))
-    assert [s.width for s in read.placement.table_shards(whole)] == [32]
+    first, split = (read.table_names.index(f"e.t{i}") for i in (1, 2))
+    assert [s.width for s in read.placement.table_shards(first)] == [32]
     assert [
         (s.offset, s.width, s.rank) for s in read.placement.table_shards(split)
     ] == [
@@ -248,7 +232,7 @@ def test_placement_from_a_stock_plan(make_ebc: MakeEbc) -> None:
     ]
 
 
-def test_placement_from_plan_in_a_given_order(make_ebc: MakeEbc) -> None:
+def test_placement_from_plan_in_a_given_order() -> None:
     model = nn.ModuleDict({"e": make_ebc([(100, 32)] * 3)})
     constraints = {
         "t0": ParameterConstraints(sharding_types=["row_wise"]),
@@ -263,7 +247,7 @@ def test_placement_from_plan_in_a_given_order(make_ebc: MakeEbc) -> None:
     assert read.not_described == {"t0": "row_wise"}
 
 
-def test_placement_from_plan_needs_unambiguous_names(make_ebc: MakeEbc) -> None:
+def test_placement_from_plan_needs_unambiguous_names() -> None:
     model = nn.ModuleDict({"a": make_ebc([(9, 8)]), "b": make_ebc([(9, 8)])})
     plan = stock_plan(
         model, {"t0": ParameterConstraints(sharding_types=["table_wise"])}
@@ -275,7 +259,7 @@ def test_placement_from_plan_needs_unambiguous_names(make_ebc: MakeEbc) -> None:
     assert placement_from_plan(plan, 2, ["b.t0"]).table_names == ("b.t0",)
 
 
-def test_offloaded_tables_are_not_described(make_ebc: MakeEbc) -> None:
+def test_offloaded_tables_are_not_described() -> None:
     constraint = ParameterConstraints(
         sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
     )

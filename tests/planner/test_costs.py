@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -16,6 +13,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import CacheParams
 
+from tests.builders import gpus, make_ebc, sequences
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
 from torchrec_neuroshard.planner.plan_conversion import fusion_key
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
@@ -24,7 +22,6 @@ from torchrec_neuroshard.simulator import PHASES, Simulator
 from torchrec_neuroshard.tables import TableConfig, row_shard
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
-MakeEbc = Callable[..., EmbeddingBagCollection]
 BATCH = 100
 LAUNCH, LOOKUP, BYTE = 0.5, 1e-3, 1e-6  # ms, ms per lookup, ms per byte
 PROBED_LAUNCH = LAUNCH + LOOKUP + 16 * BYTE  # the probe reads a row of 16 bytes
@@ -37,14 +34,7 @@ def costs_of(topology: Topology, constraints: Any = None) -> PlanCosts:
 
 
 def topology_of(world_size: int, node: int | None = None, **arguments: Any) -> Topology:
-    return Topology(
-        world_size=world_size,
-        local_world_size=node,
-        compute_device="cuda",
-        intra_host_bw=INTRA,
-        inter_host_bw=INTER,
-        **arguments,
-    )
+    return gpus(world_size, node, intra_host_bw=INTRA, inter_host_bw=INTER, **arguments)
 
 
 def placed(
@@ -127,7 +117,7 @@ def test_row_shard_without_rows() -> None:
 # --- sharding types -------------------------------------------------------------
 
 
-def test_row_wise_tables_share_a_kernel_and_its_collectives(make_ebc: MakeEbc) -> None:
+def test_row_wise_tables_share_a_kernel_and_its_collectives() -> None:
     ebc = make_ebc([(1000, 16), (2000, 8)])
     kinds = {f"t{i}": ("row_wise", "fused") for i in range(2)}
     costs, plan = placed(ebc, topology_of(4), kinds, pooling_factors=[6.0])
@@ -144,7 +134,7 @@ def test_row_wise_tables_share_a_kernel_and_its_collectives(make_ebc: MakeEbc) -
 
 
 @pytest.mark.parametrize("kind", ["table_row_wise", "grid_shard"])
-def test_tables_in_nodes(make_ebc: MakeEbc, kind: str) -> None:
+def test_tables_in_nodes(kind: str) -> None:
     # Two nodes of two ranks; the grid's table has a column shard on each.
     width, sizes = 16, [(1000, 32)] if kind == "grid_shard" else [(1000, 16)] * 2
     kinds = {f"t{i}": (kind, "fused") for i in range(len(sizes))}
@@ -169,7 +159,7 @@ def test_tables_in_nodes(make_ebc: MakeEbc, kind: str) -> None:
         assert rank == pytest.approx([index, forward, pooled, pooled, 2 * forward])
 
 
-def test_node_without_tables(make_ebc: MakeEbc) -> None:
+def test_node_without_tables() -> None:
     costs, plan = placed(
         make_ebc([(1000, 16)]), topology_of(4, 2), {"t0": ("table_row_wise", "fused")}
     )
@@ -190,11 +180,7 @@ def test_node_without_tables(make_ebc: MakeEbc) -> None:
     ],
 )
 def test_replicas(
-    make_ebc: MakeEbc,
-    device: str,
-    forward_factor: float,
-    backward_factor: float,
-    passes: float,
+    device: str, forward_factor: float, backward_factor: float, passes: float
 ) -> None:
     sizes = [(1000, 16), (500, 8)]
     kinds = {f"t{i}": ("data_parallel", "dense") for i in range(2)}
@@ -220,7 +206,7 @@ def test_replicas(
         assert rank == pytest.approx([0, forward, 0, reduced, backward])
 
 
-def test_offloaded_tables_run_in_the_kernel_of_the_others(make_ebc: MakeEbc) -> None:
+def test_offloaded_tables_run_in_the_kernel_of_the_others() -> None:
     topology = topology_of(1, hbm_mem_bw=64e6, hbm_to_ddr_mem_bw=32e6)
     kinds = {"t0": ("table_wise", "fused"), "t1": ("table_wise", "fused_uvm_caching")}
     cache = CacheParams(load_factor=0.5)
@@ -243,17 +229,8 @@ def test_offloaded_tables_run_in_the_kernel_of_the_others(make_ebc: MakeEbc) -> 
 
 
 def test_row_wise_tables_of_sequences() -> None:
-    module = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name="t0", num_embeddings=1000, embedding_dim=16, feature_names=["f"]
-            )
-        ],
-        device=torch.device("meta"),
-    )
-    costs, plan = placed(
-        module, topology_of(4), {"t0": ("row_wise", "fused")}, pooling_factors=[8.0]
-    )
+    kinds = {"s0": ("row_wise", "fused")}
+    costs, plan = placed(sequences(16), topology_of(4), kinds, pooling_factors=[8.0])
     ((_, ranks),) = phases_of(costs, plan).items()
     # Each rank returns the rows that it holds: a quarter of eight per sample.
     rows = 4 * BATCH * 2 * 16 * 4 * 3 / 4 / INTRA
@@ -261,7 +238,7 @@ def test_row_wise_tables_of_sequences() -> None:
         assert rank[2:4] == pytest.approx([rows, rows])
 
 
-def test_column_shards_cost_what_the_simulator_says(make_ebc: MakeEbc) -> None:
+def test_column_shards_cost_what_the_simulator_says() -> None:
     kinds = {f"t{i}": ("column_wise", "fused") for i in range(3)}
     costs, plan = placed(
         make_ebc([(100, 32), (200, 16), (50, 64)]), topology_of(2), kinds
@@ -294,9 +271,7 @@ MIXED = {
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_sums_over_shards_agree_with_the_stages(
-    make_ebc: MakeEbc, everywhere: bool
-) -> None:
+def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
     uniform = {"t0": MIXED["t0"], "t1": MIXED["t1"], "t2": MIXED["t4"]}
     kinds = uniform if everywhere else MIXED
     sizes = [(1000, 32), (500, 16), *[(100, 32)] * (len(kinds) - 2)]
@@ -324,14 +299,14 @@ def test_sums_over_shards_agree_with_the_stages(
                 assert sums[name] == pytest.approx(expected)
 
 
-def test_attribution_does_not_change_the_cost(make_ebc: MakeEbc) -> None:
+def test_attribution_does_not_change_the_cost() -> None:
     costs, plan = placed(make_ebc([(1000, 32)] * len(MIXED)), topology_of(4, 2), MIXED)
     before = costs.evaluate(costs.lower(plan))
     costs.attribute(plan)
     assert costs.evaluate(costs.lower(plan)) == before
 
 
-def test_estimates_are_named(make_ebc: MakeEbc) -> None:
+def test_estimates_are_named() -> None:
     sizes = [(1000, 32)] * len(MIXED) + [(1000, 10)]
     kinds = MIXED | {"t8": ("data_parallel", "dense")}
     costs, plan = placed(make_ebc(sizes), topology_of(4, 2), kinds)
@@ -345,7 +320,7 @@ def test_estimates_are_named(make_ebc: MakeEbc) -> None:
     assert source == "analytic; estimated for 3 of 9 tables"
 
 
-def test_only_row_wise_and_replicas_have_one_placement(make_ebc: MakeEbc) -> None:
+def test_only_row_wise_and_replicas_have_one_placement() -> None:
     costs, plan = placed(make_ebc([(1000, 32)] * len(MIXED)), topology_of(4, 2), MIXED)
     lowered = costs.lower(plan)
     stages = {s.name: s.critical_path_ms for s in costs.evaluate(lowered).stages}
@@ -354,7 +329,7 @@ def test_only_row_wise_and_replicas_have_one_placement(make_ebc: MakeEbc) -> Non
     )
 
 
-def test_cache_settings_and_fusion(make_ebc: MakeEbc) -> None:
+def test_cache_settings_and_fusion() -> None:
     topology = topology_of(1)
     params = [
         None,
@@ -378,7 +353,7 @@ def test_cache_settings_and_fusion(make_ebc: MakeEbc) -> None:
     assert keys[0] == keys[1] == keys[2] != keys[3]
 
 
-def test_explicit_collectives_are_those_of_all_ranks(make_ebc: MakeEbc) -> None:
+def test_explicit_collectives_are_those_of_all_ranks() -> None:
     topology = topology_of(2)
     given = PlanCosts(
         topology,

@@ -1,0 +1,580 @@
+"""What the tests build and read: tables, models, planners, tasks and plans.
+
+Costs can be worked out by hand unless a caller passes other models: the defaults are
+those of `torchrec_neuroshard.testing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+)
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
+from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+
+from torchrec_neuroshard.collect.timing import PassCounts
+from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.record_store import CommsStore, RecordStore
+from torchrec_neuroshard.records import (
+    CommsHeader,
+    CommsRecord,
+    CostRecord,
+    Fingerprint,
+    RunHeader,
+)
+from torchrec_neuroshard.search import (
+    NeuroShardSearcher,
+    SearchConfig,
+    Searcher,
+    SearchResult,
+)
+from torchrec_neuroshard.simulator import PHASES, Simulator
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+MIB, GIB = 2**20, 2**30
+QUICK = SearchConfig(
+    beam_width=1, num_candidates=4, refine=False, time_budget_seconds=60.0
+)
+"""Finds a plan, not a good one, however slow the machine."""
+
+CPU_SIZES = [(1000, 16), (2000, 32), (3000, 64), (4000, 128), (500, 8)]
+"""Rows and widths of tables that any machine has room for."""
+
+Triples = Sequence[tuple[int, int, int]]
+"""(table, width, rank) of each shard."""
+
+
+ATTACHES_OPTIMIZERS = [
+    pytest.mark.filterwarnings(f"ignore:{text}:DeprecationWarning")
+    for text in (r"`torch\.jit\.\w+` is deprecated", "This API is deprecated")
+]
+"""Marks of tests that give tables an optimizer as TorchRec's users do; torch warns of
+modules of its own."""
+
+
+def load_script(path: Path) -> ModuleType:
+    """A Python file that is in no package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # its dataclasses look themselves up here
+    spec.loader.exec_module(module)
+    return module
+
+
+# --- tables, tasks and searches, without TorchRec ---
+
+
+def make_tables(
+    widths: Sequence[int],
+    rows: int | Sequence[int] = 1000,
+    pooling: float | Sequence[float] = 1.0,
+    **fields: Any,
+) -> tuple[TableConfig, ...]:
+    """Tables t0, t1, ... of these widths; one number of rows stands for all."""
+    count = len(widths)
+    all_rows = [rows] * count if isinstance(rows, int) else rows
+    all_pooling = [pooling] * count if isinstance(pooling, int | float) else pooling
+    return tuple(
+        TableConfig(
+            name=f"t{i}",
+            num_embeddings=n,
+            embedding_dim=width,
+            pooling_factor=p,
+            **fields,
+        )
+        for i, (width, n, p) in enumerate(
+            zip(widths, all_rows, all_pooling, strict=True)
+        )
+    )
+
+
+def make_task(
+    tables: Sequence[TableConfig],
+    world_size: int = 2,
+    batch_size: int = 1024,
+    *,
+    memory: int = 0,
+    **fields: Any,
+) -> ShardingTask:
+    """A task whose ranks have as much memory each; 0 is no limit."""
+    if memory:
+        fields["memory_bytes"] = (memory,) * world_size
+    return ShardingTask(
+        tables=tuple(tables), world_size=world_size, batch_size=batch_size, **fields
+    )
+
+
+def draw_tables(
+    rng: np.random.Generator,
+    count: int,
+    widths: Sequence[int],
+    *,
+    most_rows: int = 10**6,
+    spread: float = 1.5,
+) -> tuple[TableConfig, ...]:
+    """Tables of 100 rows and more, most of them read seldom and some a lot."""
+    drawn = [
+        (
+            int(10 ** rng.uniform(2, np.log10(most_rows))),
+            int(rng.choice(widths)),
+            float(rng.lognormal(1.0, spread)),
+        )
+        for _ in range(count)
+    ]
+    rows, dims, pooling = zip(*drawn, strict=True)
+    return make_tables(dims, rows, pooling)
+
+
+def draw_memory(
+    rng: np.random.Generator,
+    tables: Sequence[TableConfig],
+    world_size: int,
+    *,
+    total: float,
+    evenness: float = 40.0,
+) -> tuple[int, ...]:
+    """Ranks of unlike memory, together `total` times what the weights take."""
+    share = rng.dirichlet(np.full(world_size, evenness))
+    size = total * sum(t.weight_bytes for t in tables)
+    return tuple(int(size * s) for s in share)
+
+
+def search(
+    task: ShardingTask,
+    config: SearchConfig | None = None,
+    cost_model: CostModel | None = None,
+    comms_model: CommsModel | None = None,
+) -> SearchResult:
+    """What the default search finds."""
+    return NeuroShardSearcher(config).search(
+        task, cost_model or AnalyticCostModel(), comms_model or AnalyticCommsModel()
+    )
+
+
+def analytic() -> dict[str, Any]:
+    """Both models, as planners and their parts take them."""
+    return {"cost_model": AnalyticCostModel(), "comms_model": AnalyticCommsModel()}
+
+
+def result_of(
+    task: ShardingTask, triples: Triples, cost_model: CostModel, comms_model: CommsModel
+) -> SearchResult:
+    """What a search returns that knows this placement alone."""
+    placement = Placement.from_widths(task.world_size, triples)
+    return SearchResult(
+        placement=placement,
+        predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
+        lower_bound_ms=0.0,
+        gap=math.inf,
+        search_seconds=0.0,
+        num_evaluated=1,
+    )
+
+
+class FixedSearcher(Searcher):
+    """Places shards given beforehand, or found for each task; keeps the tasks."""
+
+    name = "fixed"
+
+    def __init__(self, triples: Triples | Callable[[ShardingTask], Triples]) -> None:
+        self.triples = triples
+        self.tasks: list[ShardingTask] = []
+
+    def search(
+        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
+    ) -> SearchResult:
+        self.tasks.append(task)
+        triples = self.triples(task) if callable(self.triples) else self.triples
+        found = result_of(task, triples, cost_model, comms_model)
+        return dataclasses.replace(
+            found,
+            lower_bound_ms=0.5 * found.predicted.critical_path_ms,
+            gap=1.0,
+            search_seconds=0.25,
+            num_evaluated=7,
+            warnings=("from the search",),
+        )
+
+
+# --- records of measurements ---
+
+
+ONE_PASS = PassCounts(
+    warm_up=0, min_passes=1, max_passes=1, budget_seconds=0.0, num_batches=1
+)
+"""Measures next to nothing."""
+
+
+def make_fingerprint(device: str = "test device", **fields: Any) -> Fingerprint:
+    known = {"device_type": "cpu", "num_threads": 1, "torch": "2", "fbgemm": "1"}
+    return Fingerprint(device=device, **{**known, **fields})
+
+
+def make_header(device: str = "test device", **fields: Any) -> RunHeader:
+    """Of a run that measured kernels."""
+    known: dict[str, Any] = {
+        "fingerprint": make_fingerprint(device),
+        "reference_ms": 8.0,
+        "seed": 0,
+        "sampling": {},
+        "command": "neuroshard collect compute",
+        "created": "2026-01-01T00:00:00+00:00",
+    }
+    return RunHeader(**{**known, **fields})
+
+
+def make_comms_header(
+    world_size: int = 2,
+    backend: str = "gloo",
+    device: str = "test device",
+    **fields: Any,
+) -> CommsHeader:
+    """Of a run that measured collectives on one node."""
+    plain = make_header(
+        device, reference_ms=1.0, command="neuroshard collect comms", **fields
+    )
+    return CommsHeader(
+        **{f.name: getattr(plain, f.name) for f in dataclasses.fields(RunHeader)},
+        backend=backend,
+        world_size=world_size,
+        local_world_size=world_size,
+        intra_gb_per_s=2.0,
+        inter_gb_per_s=0.0,
+    )
+
+
+def make_record(
+    tables: Sequence[TableConfig],
+    fwd_ms: float = 1.0,
+    bwd_ms: float = 2.0,
+    **fields: Any,
+) -> CostRecord:
+    """A set of tables that was measured in one pass each way."""
+    known: dict[str, Any] = {
+        "index": 0,
+        "batch_size": 16,
+        "tables": tuple(tables),
+        "fwd_raw_ms": (fwd_ms,),
+        "bwd_raw_ms": (bwd_ms,),
+        "fwd_ms": fwd_ms,
+        "bwd_ms": bwd_ms,
+    }
+    return CostRecord(**{**known, **fields})
+
+
+def write_records(
+    path: Path, header: RunHeader, records: Iterable[CostRecord | CommsRecord]
+) -> Path:
+    """A finished file, of collectives where the header is of them."""
+    kind: Any = CommsStore if isinstance(header, CommsHeader) else RecordStore
+    with kind(path, header) as store:
+        for record in records:
+            store.append(record)
+    return path
+
+
+# --- TorchRec's tables, models and sharders ---
+
+
+def bag_config(
+    number: int = 0, rows: int = 1000, dim: int = 32, **arguments: Any
+) -> EmbeddingBagConfig:
+    """Table t0, t1, ... of feature f0, f1, ..."""
+    return EmbeddingBagConfig(
+        **{
+            "name": f"t{number}",
+            "num_embeddings": rows,
+            "embedding_dim": dim,
+            "feature_names": [f"f{number}"],
+            **arguments,
+        }
+    )
+
+
+def bags(
+    *tables: EmbeddingBagConfig, weighted: bool = False, device: torch.device = META
+) -> EmbeddingBagCollection:
+    """The tables given, else three of a kind."""
+    return EmbeddingBagCollection(
+        tables=list(tables or map(bag_config, range(3))),
+        device=device,
+        is_weighted=weighted,
+    )
+
+
+def make_ebc(
+    sizes: Sequence[tuple[int, int]],
+    *,
+    weighted: bool = False,
+    prefix: str = "",
+    features: dict[int, list[str]] | None = None,
+    data_types: dict[int, DataType] | None = None,
+    poolings: dict[int, PoolingType] | None = None,
+) -> EmbeddingBagCollection:
+    """Bags of tables of these rows and widths; the rest is by a table's number."""
+    tables = [
+        bag_config(
+            i,
+            rows,
+            dim,
+            name=f"{prefix}t{i}",
+            feature_names=(features or {}).get(i, [f"{prefix}f{i}"]),
+            data_type=(data_types or {}).get(i, DataType.FP32),
+            pooling=(poolings or {}).get(i, PoolingType.SUM),
+        )
+        for i, (rows, dim) in enumerate(sizes)
+    ]
+    return bags(*tables, weighted=weighted)
+
+
+def sequences(*dims: int, rows: int = 1000, prefix: str = "s") -> EmbeddingCollection:
+    """Tables s0, s1, ... of these widths."""
+    return EmbeddingCollection(
+        tables=[
+            EmbeddingConfig(
+                name=f"{prefix}{i}",
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=[f"{prefix}f{i}"],
+            )
+            for i, dim in enumerate(dims)
+        ],
+        device=META,
+    )
+
+
+def fused_bags(
+    *tables: EmbeddingBagConfig,
+    optimizer: Any = torch.optim.SGD,
+    device: torch.device = META,
+    rate: float = 0.1,
+) -> FusedEmbeddingBagCollection:
+    """Bags that bring their optimizer; three tables unless others are given."""
+    return FusedEmbeddingBagCollection(
+        tables=list(tables or map(bag_config, range(3))),
+        optimizer_type=optimizer,
+        optimizer_kwargs={"lr": rate},
+        device=device,
+    )
+
+
+def managed_collisions(
+    tables: Sequence[Any], buckets: int, eviction_interval: int = 2
+) -> ManagedCollisionCollection:
+    """What remaps ids to the rows of these tables."""
+    modules = {
+        t.name: MCHManagedCollisionModule(
+            zch_size=t.num_embeddings,
+            device=CPU,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            eviction_interval=eviction_interval,
+            buckets=buckets,
+        )
+        for t in tables
+    }
+    return ManagedCollisionCollection(modules, embedding_configs=list(tables))
+
+
+class Nested(nn.Module):
+    """Bags at `sparse.ebc`, beside a dense part."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.sparse = nn.ModuleDict({"ebc": ebc})
+        self.dense = nn.Linear(4, 1)
+
+
+def bag_sharders() -> list[EmbeddingBagCollectionSharder]:
+    return [EmbeddingBagCollectionSharder()]
+
+
+def only(name: str = "t0", **arguments: Any) -> dict[str, ParameterConstraints]:
+    """Constraints on one table."""
+    return {name: ParameterConstraints(**arguments)}
+
+
+# --- planners ---
+
+
+def gpus(
+    world_size: int = 2, local_world_size: int | None = None, **settings: Any
+) -> Topology:
+    return Topology(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        compute_device="cuda",
+        **settings,
+    )
+
+
+def keep_nothing_back() -> FixedPercentageStorageReservation:
+    return FixedPercentageStorageReservation(percentage=0.0)
+
+
+def make_planner(
+    world_size: int = 2,
+    compute_device: str = "cpu",
+    *,
+    search_only: bool = True,
+    **arguments: Any,
+) -> NeuroShardPlanner:
+    """A planner whose search is short, and whose plan is what the search placed.
+
+    Unless `search_only` is false: then other sharding types and TorchRec's own plan
+    are looked at, as by default. `topology_arguments` are those of the topology;
+    `topology` stands in for it.
+    """
+    topology = arguments.pop("topology", None) or Topology(
+        world_size=world_size,
+        compute_device=compute_device,
+        **arguments.pop("topology_arguments", {}),
+    )
+    defaults: dict[str, Any] = {
+        "batch_size": 64,
+        **analytic(),
+        "search": QUICK,
+        "storage_reservation": keep_nothing_back(),
+        "stats": [],
+        "debug": False,
+        **({"consider_stock": False} if search_only else {}),
+    }
+    return NeuroShardPlanner(topology=topology, **(defaults | arguments))
+
+
+def stock_planner(topology: Topology, **arguments: Any) -> EmbeddingShardingPlanner:
+    """TorchRec's planner with what `make_planner` gives ours."""
+    defaults: dict[str, Any] = {
+        "batch_size": 64,
+        "storage_reservation": keep_nothing_back(),
+        "stats": [],
+        "debug": False,
+    }
+    return EmbeddingShardingPlanner(topology=topology, **(defaults | arguments))
+
+
+class Chosen:
+    """A planner's callback that keeps the options of the plan that is returned."""
+
+    def __init__(self) -> None:
+        self.options: list[ShardingOption] = []
+
+    def __call__(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        self.options = options
+        return options
+
+
+# --- what is read of a plan ---
+
+
+def entries_of(plan: ShardingPlan) -> dict[str, Any]:
+    """Full name of a table -> how it is sharded."""
+    return {
+        f"{path}.{name}" if path else name: sharding
+        for path, module_plan in plan.plan.items()
+        for name, sharding in module_plan.items()
+    }
+
+
+def entry_of(plan: ShardingPlan, name: str = "t0") -> Any:
+    """The first table of this name, in whatever module."""
+    return next(m[name] for m in plan.plan.values() if name in m)
+
+
+def shards_of(plan: ShardingPlan) -> dict[str, list[tuple[int, int, int]]]:
+    """Table -> (offset, width, rank) of each shard, by offset."""
+    return {
+        name: sorted(
+            (m.shard_offsets[1], m.shard_sizes[1], r)
+            for m, r in zip(sharding.sharding_spec.shards, sharding.ranks, strict=True)
+        )
+        for name, sharding in entries_of(plan).items()
+    }
+
+
+def types_of(plan: ShardingPlan) -> dict[str, str]:
+    """Table -> sharding type."""
+    return {name: s.sharding_type for name, s in entries_of(plan).items()}
+
+
+def cost_of(planner: NeuroShardPlanner) -> float:
+    """Critical path of the last plan [ms]."""
+    assert planner.last_result is not None
+    return planner.last_result.predicted.critical_path_ms
+
+
+def check_result(planner: NeuroShardPlanner) -> None:
+    """The result is a full placement and its sums are those of its ranks."""
+    result, task = planner.last_result, planner.last_task
+    assert result is not None and task is not None
+    result.placement.check(task)
+    assert cost_of(planner) == pytest.approx(
+        sum(
+            max(getattr(r, phase) for r in stage.ranks)
+            for stage in result.predicted.stages
+            for phase in PHASES
+        )
+    )
+    assert result.lower_bound_ms <= cost_of(planner)
+
+
+def check_plan(plan: ShardingPlan, module: nn.Module, world_size: int) -> None:
+    """Every value of every planned table has its place, on a rank that there is."""
+    for path, module_plan in plan.plan.items():
+        sizes = _table_sizes(module.get_submodule(path))
+        for name, sharding in module_plan.items():
+            assert all(0 <= r < world_size for r in sharding.ranks)
+            if sharding.sharding_type == "data_parallel":
+                assert sorted(sharding.ranks) == list(range(world_size))
+                continue
+            held = np.zeros(sizes[name], dtype=np.int8)
+            shards = sharding.sharding_spec.shards
+            assert len(shards) == len(sharding.ranks)
+            for meta, rank in zip(shards, sharding.ranks, strict=True):
+                (row, column), (rows, width) = meta.shard_offsets, meta.shard_sizes
+                held[row : row + rows, column : column + width] += 1
+                assert meta.placement.rank() == rank
+            assert (held == 1).all(), f"{path}.{name}"
+
+
+def _table_sizes(module: nn.Module) -> dict[str, tuple[int, int]]:
+    sizes = {}
+    for child in module.modules():
+        for read in ("embedding_bag_configs", "embedding_configs"):
+            if hasattr(child, read):
+                for c in getattr(child, read)():
+                    sizes[c.name] = (c.num_embeddings, c.embedding_dim)
+    return sizes
