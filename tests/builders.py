@@ -45,6 +45,7 @@ from torchrec_neuroshard.collect.timing import PassCounts
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.table_reader import table_configs
 from torchrec_neuroshard.record_store import CommsStore, RecordStore
 from torchrec_neuroshard.records import (
     CommsHeader,
@@ -425,6 +426,18 @@ def bag_sharders() -> list[EmbeddingBagCollectionSharder]:
 def only(name: str = "t0", **arguments: Any) -> dict[str, ParameterConstraints]:
     """Constraints on one table."""
     return {name: ParameterConstraints(**arguments)}
+
+
+def columns_only(
+    module: nn.Module, constraints: dict[str, ParameterConstraints] | None = None
+) -> dict[str, ParameterConstraints]:
+    """The constraints, and column shards for tables that they allow any type."""
+    found = dict(constraints or {})
+    for name in (c.name for c in table_configs(module)):
+        asked = found.get(name) or ParameterConstraints()
+        kinds = asked.sharding_types or ["table_wise", "column_wise"]
+        found[name] = dataclasses.replace(asked, sharding_types=kinds)
+    return found
 
 
 # --- planners ---

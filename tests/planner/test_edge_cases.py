@@ -60,6 +60,7 @@ from tests.builders import (
     bags,
     check_plan,
     check_result,
+    columns_only,
     cost_of,
     entry_of,
     fused_bags,
@@ -113,7 +114,8 @@ def plan_of(
 def searched(
     module: nn.Module, *args: Any, **arguments: Any
 ) -> tuple[ShardingPlan, NeuroShardPlanner]:
-    """`plan_of`, but what is not searched stays out, however cheap it looks."""
+    """`plan_of`, of column shards alone, however cheap other types look."""
+    arguments["constraints"] = columns_only(module, arguments.get("constraints"))
     return plan_of(module, *args, search_only=True, **arguments)
 
 
@@ -499,9 +501,7 @@ def test_a_table_larger_than_the_memory_is_split(free: bool) -> None:
         bags(bag_config(0, rows=100_000, dim=64)),  # 24.4 MiB
         search_only=free,
         topology_arguments={"hbm_cap": 16 * MIB},
-        constraints=None
-        if free
-        else only(sharding_types=["table_wise", "column_wise"]),
+        constraints=only(sharding_types=["table_wise", "column_wise"]),
     )
     assert [w for _, w, _ in shards_of(plan)["t0"]] == [32, 32]
     result = planner.last_result

@@ -133,9 +133,15 @@ def _check_ways(task: ShardingTask) -> None:
                 f"kernels for it, lower its min_partition ({task.min_widths[ways[0]]}) "
                 f"or raise world_size ({task.world_size})."
             )
+    largest = max((w[0] for w in task.ways), key=lambda t: least[t])
+    if least[largest] > caps_W.sum():
+        raise InfeasibleError(
+            f"{_describe(task, largest)} needs {format_bytes(least[largest])}; all "
+            f"{task.world_size} ranks together have {format_bytes(caps_W.sum())}. "
+            f"Allow offloading for it or raise world_size ({task.world_size})."
+        )
     if total > caps_W.sum():
         ranks_needed = int(np.ceil(total / caps_W.mean()))
-        largest = max((w[0] for w in task.ways), key=lambda t: least[t])
         raise InfeasibleError(
             f"the tables need {format_bytes(total)} in all, the {task.world_size} "
             f"ranks have {format_bytes(caps_W.sum())}; the largest is "
