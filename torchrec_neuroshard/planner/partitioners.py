@@ -308,6 +308,21 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             searcher = NeuroShardSearcher(dataclasses.replace(config, **less))
         return limited(searcher, max(left, QUICK_SECONDS))
 
+    def task(
+        self,
+        options: Sequence[ShardingOption],
+        memory: Sequence[Storage],
+        rules: PlacementRules,
+    ) -> ShardingTask:
+        """Say what a search is asked to place.
+
+        Args:
+            options: Options that are searched, with estimates.
+            memory: What each rank has left for them.
+            rules: Which ranks they may be on.
+        """
+        return self._task(options, self._storages(options), memory, rules)
+
     def _task(
         self,
         options: Sequence[ShardingOption],
