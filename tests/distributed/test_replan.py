@@ -237,12 +237,15 @@ def new_plan(case: Case, planner: Any, plan: Any) -> Any:
     # As if the search had found it.
     module: Any = sys.modules["torchrec_neuroshard.planner.replan"]
     goal = state_of(case.by_hand)
-    original = module._Search.run
-    module._Search.run = lambda self: goal
+    original = module._improve
+    module._improve = lambda job, *_: (
+        {t: shards for t, shards in goal.items() if shards != job.state[t]},
+        0,
+    )
     try:
         return replan(plan, **arguments)
     finally:
-        module._Search.run = original
+        module._improve = original
 
 
 def state_of(

@@ -348,19 +348,20 @@ def test_neighbouring_columns_are_shared_out_again(
 
 
 @pytest.mark.parametrize(
-    ("compute_device", "widths"), [("cpu", [20, 28]), ("cuda", [40, 8])]
+    ("compute_device", "widths"), [("cpu", [20, 24]), ("cuda", [36, 8])]
 )
 def test_unequal_widths_only_on_cpu(
     make_job: MakeJob, read_shards: ReadShards, compute_device: str, widths: list[int]
 ) -> None:
+    # Half of 44 columns is no multiple of 4.
     job = make_job(
-        [(0, 40, 0), (0, 8, 1)],
-        sizes=[(4000, 48)],
+        [(0, 36, 0), (0, 8, 1)],
+        sizes=[(4000, 44)],
         kind=COLUMN,
         compute_device=compute_device,
     )
     plan = job.replan(executable_only=False).plan
-    assert [w for _, w, _ in read_shards(plan)["t0"]] == widths
+    assert sorted(w for _, w, _ in read_shards(plan)["t0"]) == sorted(widths)
 
 
 @pytest.mark.parametrize(

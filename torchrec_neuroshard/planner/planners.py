@@ -380,6 +380,38 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         return plan
 
     @property
+    def topology(self) -> Topology:
+        """The devices to plan for."""
+        return self._topology
+
+    @property
+    def enumerator(self) -> Enumerator:
+        """What lists and estimates sharding options."""
+        return self._enumerator
+
+    @property
+    def constraints(self) -> Mapping[str, ParameterConstraints]:
+        """Table name -> TorchRec's constraints on it."""
+        return self._constraints or {}
+
+    @property
+    def profiles(self) -> Mapping[str, FeatureProfile]:
+        """Feature name -> its profile."""
+        return self._profiles
+
+    def reserve(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> Topology:
+        """Return the devices with the memory that is left for shards."""
+        return self._storage_reservation.reserve(
+            topology=self._topology,
+            batch_size=self._batch_size,
+            module=module,
+            sharders=sharders,
+            constraints=self._constraints,
+        )
+
+    @property
     def last_result(self) -> SearchResult | None:
         """What is known of the plan last returned."""
         return self._known.result if self._known else None

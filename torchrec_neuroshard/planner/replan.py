@@ -1,8 +1,9 @@
 """A better plan for a job that is running, within a budget of bytes to move.
 
 Ids drift, and with them what tables cost. `replan` starts from the plan at work and
-looks for moves of shards between ranks that pay: it takes the one that saves the most
-per byte moved, again and again, until the budget is used up or nothing helps.
+looks for moves of shards between ranks that pay, with the search that plans are made
+by: among plans within the budget that are about as good as the best one, it takes one
+that moves few bytes.
 `apply_moves` carries them out by TorchRec's dynamic resharding, without a restart:
 
     result = replan(plan, planner=planner, model=model, budget_bytes=2 * 2**30)
@@ -15,7 +16,6 @@ TorchRec can move less than a plan can say; what it cannot move is not proposed 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,7 +52,11 @@ from torchrec_neuroshard.planner.plan_files import (
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
 from torchrec_neuroshard.planner.ways import SearchSpace
-from torchrec_neuroshard.simulator import PredictedCosts, critical_path
+from torchrec_neuroshard.search.base import SearchConfig
+from torchrec_neuroshard.search.budget import MoveBudget, Shards
+from torchrec_neuroshard.search.refine import refine_within
+from torchrec_neuroshard.search.shards import ShardBank
+from torchrec_neuroshard.simulator import PredictedCosts
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["Move", "ReplanConfig", "ReplanResult", "apply_moves", "replan"]
@@ -68,30 +72,17 @@ _STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
 _MOVED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 """Optimizers whose whole state TorchRec moves: at most one tensor per table."""
 
-_ROUNDING = 1e-9
-"""Relative difference of two predicted iterations that are equally long."""
-
-_BATCH = 128
-"""Placements costed at once; time is looked at in between."""
-
-_POWER = 8
-"""Of the mean that says how loaded ranks are: high, since a launch on a rank that was
-idle adds little to the iteration."""
-
-Shards = tuple[tuple[int, int, int], ...]
-"""(offset, width, rank) of the shards of one table, by offset."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplanConfig:
     """How hard to look for moves."""
 
     max_candidates: int = 500
-    """Moves compared per step; of more, light and heavy ones alike are left out."""
+    """Most moves compared exactly per step; of more, those that promise the most."""
     time_budget_seconds: float = 20.0
     """The best plan so far is returned after this."""
     min_gain: float = 1e-3
-    """A step must save this part of the predicted iteration."""
+    """Moves must save this part of the predicted iteration."""
 
     def __post_init__(self) -> None:
         if self.max_candidates < 1 or not self.time_budget_seconds > 0:
@@ -139,7 +130,7 @@ class ReplanResult:
     replaced: Mapping[str, EmbeddingModuleShardingPlan]
     """Module -> the same tables as they are now."""
     num_evaluated: int
-    """Plans that were costed."""
+    """Sets of shards on a rank that were costed."""
     search_seconds: float
 
     @property
@@ -160,9 +151,9 @@ def replan(
 ) -> ReplanResult:
     """Improve a plan by moving few bytes; call it on one rank.
 
-    Whole shards move or change places; column-wise tables are also split further, and
-    neighbouring shards of one exchange columns. Sharding types and kernels stay, and so
-    do all tables but fused table-wise and column-wise ones.
+    Whole shards move or change places; column-wise tables are also split otherwise, and
+    their shards exchange columns. What stays on a rank is not moved. Sharding types and
+    kernels stay, and so do all tables but fused table-wise and column-wise ones.
 
     Args:
         current_plan: The plan at work.
@@ -188,25 +179,19 @@ def replan(
         raise ConfigError(f"budget_bytes must be at least 0, got {budget_bytes}")
     started = time.perf_counter()
     job = _Job(current_plan, planner, model, list(sharders or get_default_sharders()))
-    state, num_evaluated = job.state, 0
-    if job.task is not None:
-        search = _Search(
-            job,
-            job.task,
-            budget_bytes=budget_bytes,
-            executable_only=executable_only,
-            config=config or ReplanConfig(),
+    before, num_evaluated = job.predict(current_plan), 0
+    changed: dict[int, Shards] = {}
+    if job.options:
+        changed, num_evaluated = _improve(
+            job, budget_bytes, executable_only, config or ReplanConfig()
         )
-        state = search.run()
-        num_evaluated = search.num_evaluated
-    changed = {t: s for t, s in state.items() if s != job.state[t]}
     plan = job.plan_with(changed)
     return ReplanResult(
         plan=plan,
         moves=tuple(sorted(m for t in changed for m in job.moves(t, changed[t]))),
         budget_bytes=budget_bytes,
-        before=job.predict(current_plan),
-        after=job.predict(plan),
+        before=before,
+        after=job.predict(plan) if changed else before,
         obstacles={table_name(job.options[t]): why for t, why in job.obstacles.items()},
         executable=all(job.is_executable(t, s) for t, s in changed.items()),
         changed=job.subset(plan, changed),
@@ -227,22 +212,16 @@ class _Job:
         sharders: list[ModuleSharder[Any]],
     ) -> None:
         self.costs: PlanCosts = planner.costs
-        self.topology: Topology = planner._topology
+        self.topology = planner.topology
         self._plan = plan
-        self._enumerator = planner._enumerator
+        self._planner = planner
         tables, _ = model_tables(plan.plan, model)
         check_plan(plan, tables, self.topology.world_size)
-        check_profiles(model, planner._profiles)
+        check_profiles(model, planner.profiles)
         self.costs.reader.note_sharders(sharders)
-        reserved = planner._storage_reservation.reserve(
-            topology=self.topology,
-            batch_size=planner._batch_size,
-            module=model,
-            sharders=sharders,
-            constraints=planner._constraints,
-        )
+        reserved = planner.reserve(model, sharders)
         self._space: dict[tuple[str, str], list[ShardingOption]] = {}
-        for option in self._enumerator.enumerate(model, sharders):
+        for option in planner.enumerator.enumerate(model, sharders):
             self._space.setdefault((option.path, option.name), []).append(option)
         is_searched = self.costs.reader.is_searched
         options = self._options(plan)
@@ -251,33 +230,73 @@ class _Job:
         self.state: dict[int, Shards] = {
             i: _shards_of(plan.plan[o.path][o.name]) for i, o in enumerate(self.options)
         }
-        self.rules = planner.placement_constraints.rules(
-            map(table_name, options), int(self.topology.world_size)
-        )
-        self._fixed_ranks = ranks_by_table(self._fixed)
-        self._index = {table_name(o): i for i, o in enumerate(self.options)}
-        self._ruled = self.rules.concerned()
-        self.task = self._task(planner, reserved) if self.options else None
+        self._rules = self._rules_left(map(table_name, options))
+        if self.options:
+            self.task = self._task(reserved)
         resharded = {s.module_type for s in sharders if hasattr(s, "reshard")}
         self.obstacles = dict(self._find_obstacles(resharded))
 
-    def _task(self, planner: NeuroShardPlanner, reserved: Topology) -> ShardingTask:
+    def _rules_left(self, tables: Iterable[str]) -> PlacementRules:
+        """What placement constraints ask of the tables that may move."""
+        rules = self._planner.placement_constraints.rules(
+            tables, int(self.topology.world_size)
+        )
+        return rules.narrowed(ranks_by_table(self._fixed)) if rules else rules
+
+    def _task(self, reserved: Topology) -> ShardingTask:
         """What the search would be asked to place, with its limits."""
         memory = [device.storage for device in reserved.devices]
         for option in self._fixed:
             for shard in option.shards:
                 memory[shard.rank] = memory[shard.rank] - shard.storage
-        # Steps are held to the placement rules one by one: a plan at work may break
-        # them, as it may be too full.
+        # A plan at work may break the rules: tables that the rules leave no rank stay,
+        # and sets that belong together move as one (see `budget`).
+        rules = dataclasses.replace(
+            self._rules,
+            allowed={t: ranks for t, ranks in self._rules.allowed.items() if ranks},
+            together=(),
+        )
         return SearchSpace.of(
             [[option] for option in self.options],
             reader=self.costs.reader,
             topology=self.topology,
-            constraints=planner._constraints or {},
-            enumerator=self._enumerator,
+            constraints=self._planner.constraints or {},
+            enumerator=self._planner.enumerator,
             memory=memory,
-            rules=PlacementRules(int(self.topology.world_size)),
+            rules=rules,
         ).task
+
+    def budget(
+        self, limit_bytes: int, executable_only: bool, config: ReplanConfig
+    ) -> MoveBudget:
+        """What may be moved."""
+        index = {table_name(o): t for t, o in enumerate(self.options)}
+        stuck = {t for name, t in index.items() if not self._rules.ranks(name)}
+        odd = {
+            t
+            for t, shards in self.state.items()
+            if any(width % COLUMN_MULTIPLE for _, width, _ in shards)
+        }
+        sets = [
+            [index[n] for n in names if n in index] for names in self._rules.together
+        ]
+        sizes = [self._bytes(t) for t in self.state]
+        return MoveBudget(
+            self.task,
+            list(self.state.values()),
+            limit_bytes=limit_bytes,
+            column_bytes=[column for column, _ in sizes],
+            shard_bytes=[shard for _, shard in sizes],
+            stay=stuck | odd | (self.obstacles.keys() if executable_only else set()),
+            together=[tables for tables in sets if len(tables) > 1],
+            equal_widths=executable_only,
+            keep_cuts=[
+                t for t in self.state if executable_only and not self._state_is_cut(t)
+            ],
+            all_leave=executable_only and self._over_gloo,
+            min_gain=config.min_gain,
+            max_candidates=config.max_candidates,
+        )
 
     def _options(self, plan: ShardingPlan) -> list[ShardingOption]:
         """Return TorchRec's options with the plan's shards, costed."""
@@ -290,38 +309,28 @@ class _Job:
             # What the constraints no longer allow may still be at work.
             option.sharding_type, option.compute_kernel = wanted
             options.append(option)
-        self._enumerator.populate_estimates(options)
+        self._planner.enumerator.populate_estimates(options)
         self.costs.share_launches(
             [o for o in options if not self.costs.reader.is_described(o)]
         )
         return options
 
-    def company(self, table: int) -> list[int]:
-        """The tables that must lie where this one lies, itself among them."""
-        names = self.rules.company(table_name(self.options[table]))
-        return [self._index[n] for n in names if n in self._index]
-
-    def keeps_rules(
-        self, state: Mapping[int, Shards], step: Mapping[int, Shards]
-    ) -> bool:
-        """Whether the tables of a step are where placement constraints allow them."""
-        changed = {
-            n for n in (table_name(self.options[t]) for t in step) if n in self._ruled
-        }
-        if not changed:
-            return True
-        held: dict[str, set[int]] = {}
-        for name in set().union(*(self._ruled[n] for n in changed)):
-            if name in self._fixed_ranks:
-                held[name] = self._fixed_ranks[name]
-            else:
-                table = self._index[name]
-                held[name] = {rank for *_, rank in step.get(table, state[table])}
-        return self.rules.breach(held, changed) is None
+    def placement(self) -> Placement:
+        """The shards at work."""
+        shards = [
+            ColumnShard(t, *s) for t, shards in self.state.items() for s in shards
+        ]
+        return Placement(int(self.topology.world_size), tuple(shards))
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:
         """Cost of one iteration under a plan."""
         return self.costs.evaluate(self.costs.lower(self._options(plan)))
+
+    def is_shorter(self, changed: Mapping[int, Shards]) -> bool:
+        """Whether these changes make the iteration shorter."""
+        plans = self._plan, self.plan_with(changed)
+        before, after = (self.predict(plan).critical_path_ms for plan in plans)
+        return after < before
 
     def _find_obstacles(self, resharded: set[Any]) -> Iterator[tuple[int, str]]:
         """Find the tables that TorchRec cannot move at all, and why."""
@@ -345,28 +354,34 @@ class _Job:
             return False
         if len({rank for *_, rank in shards}) < len(shards):
             return False
-        optimizer = self.costs.reader.optimizer(self.options[table])
-        if optimizer != "sgd" and _cuts(old) != _cuts(shards):
-            return False  # TorchRec moves the state of whole shards only
-        # Over gloo a rank cannot send to itself.
+        if not self._state_is_cut(table) and _cuts(old) != _cuts(shards):
+            return False
         stays = any(a == b for *_, a, b in _overlaps(old, shards))
-        return not (stays and self.topology.compute_device == "cpu")
+        return not (stays and self._over_gloo)
 
-    def num_bytes(self, table: int, shards: Shards) -> int:
-        """Bytes to send for a table to get to these shards."""
-        return sum(move.num_bytes for move in self.moves(table, shards))
+    @property
+    def _over_gloo(self) -> bool:
+        """Whether a rank cannot send to itself."""
+        return bool(self.topology.compute_device == "cpu")
 
-    def moves(self, table: int, shards: Shards) -> list[Move]:
-        """Moves that take a table to these shards."""
-        if shards == self.state[table]:
-            return []
+    def _state_is_cut(self, table: int) -> bool:
+        """Whether TorchRec moves the optimizer's state of parts of shards."""
+        return self.costs.reader.optimizer(self.options[table]) == "sgd"
+
+    def _bytes(self, table: int) -> tuple[int, int]:
+        """Bytes that move with a column, and with every shard or part of one."""
         option = self.options[table]
         rows = int(option.tensor.shape[0])
         optimizer = self.costs.reader.optimizer(option)
         per_value = option.tensor.element_size() + _STATE_BYTES_PER_VALUE.get(
             optimizer, 0
         )
-        per_row = _STATE_BYTES_PER_ROW.get(optimizer, 0)
+        return rows * per_value, rows * _STATE_BYTES_PER_ROW.get(optimizer, 0)
+
+    def moves(self, table: int, shards: Shards) -> list[Move]:
+        """Moves that take a table to these shards."""
+        option = self.options[table]
+        column_bytes, shard_bytes = self._bytes(table)
         return [
             Move(
                 path=option.path,
@@ -375,7 +390,7 @@ class _Job:
                 width=width,
                 from_rank=old,
                 to_rank=new,
-                num_bytes=rows * (width * per_value + per_row),
+                num_bytes=width * column_bytes + shard_bytes,
             )
             for offset, width, old, new in _overlaps(self.state[table], shards)
             if old != new
@@ -422,258 +437,27 @@ class _Job:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Rating:
-    """What placements are compared by."""
-
-    path_ms: float
-    """The iteration."""
-    load_ms: float
-    """Power mean over the ranks, of all phases."""
-    slowest: frozenset[int]
-    """Ranks that one of the phases waits for."""
-
-
-class _Search:
-    """Steepest descent per byte moved."""
-
-    def __init__(
-        self,
-        job: _Job,
-        task: ShardingTask,
-        *,
-        budget_bytes: int,
-        executable_only: bool,
-        config: ReplanConfig,
-    ) -> None:
-        self._job = job
-        self._task = task
-        self._budget = budget_bytes
-        self._executable_only = executable_only
-        self._config = config
-        self._simulator = job.costs.simulator(task)
-        self._splittable = {
-            i for i, o in enumerate(job.options) if o.sharding_type == _COLUMN_WISE
-        }
-        used = self._placement(job.state).rank_bytes(task)
-        # A rank that holds too much already may stay as full as it is.
-        caps = task.memory_bytes or (math.inf,) * task.world_size
-        self._caps = [max(u, c) for u, c in zip(used, caps, strict=True)]
-        self.num_evaluated = 0
-
-    def run(self) -> dict[int, Shards]:
-        """Return the best shards of each table that were found."""
-        deadline = time.perf_counter() + self._config.time_budget_seconds
-        state = best = dict(self._job.state)
-        [rating] = self._rate([state])
-        best_rating = rating
-        while time.perf_counter() < deadline:
-            step = self._best_step(state, rating, deadline)
-            if step is None:
-                break
-            state = {**state, **step}
-            [rating] = self._rate([state])
-            if rating.path_ms < best_rating.path_ms * (1 - self._config.min_gain):
-                best, best_rating = state, rating
-        return self._pruned(best, best_rating)
-
-    def _best_step(
-        self, state: Mapping[int, Shards], rating: _Rating, deadline: float
-    ) -> dict[int, Shards] | None:
-        """Return the change that saves the most per byte.
-
-        Where none makes the iteration shorter, as when two ranks are equally slow: the
-        one that relieves the ranks the most.
-        """
-        faster: list[tuple[float, dict[int, Shards]]] = []
-        relieving: list[tuple[float, dict[int, Shards]]] = []
-        affordable = self._affordable(state, rating.slowest)
-        for start in range(0, len(affordable), _BATCH):
-            if time.perf_counter() > deadline:
-                break
-            batch = affordable[start : start + _BATCH]
-            ratings = self._rate([{**state, **step} for _, step in batch])
-            for (added, step), new in zip(batch, ratings, strict=True):
-                gain = rating.path_ms - new.path_ms
-                relief = rating.load_ms - new.load_ms
-                if gain > self._config.min_gain * rating.path_ms:
-                    faster.append((gain / max(added, 1), step))
-                elif gain > -_ROUNDING * rating.path_ms:
-                    if relief > self._config.min_gain * rating.load_ms:
-                        relieving.append((relief, step))
-        candidates = faster or relieving
-        if not candidates:
-            return None
-        return max(candidates, key=lambda entry: entry[0])[1]
-
-    def _affordable(
-        self, state: Mapping[int, Shards], sources: frozenset[int]
-    ) -> list[tuple[int, dict[int, Shards]]]:
-        """Return steps within budget and memory, with their bytes, by bytes."""
-        spent = sum(self._job.num_bytes(t, s) for t, s in state.items())
-        used = self._placement(state).rank_bytes(self._task)
-        found = []
-        for step in self._steps(state, sources):
-            added = sum(
-                self._job.num_bytes(t, s) - self._job.num_bytes(t, state[t])
-                for t, s in step.items()
-            )
-            if (
-                spent + added <= self._budget
-                and self._fits(used, state, step)
-                and self._job.keeps_rules(state, step)
-            ):
-                found.append((added, step))
-        found.sort(key=lambda entry: entry[0])
-        return found[:: math.ceil(len(found) / self._config.max_candidates) or 1]
-
-    def _pruned(self, state: dict[int, Shards], rating: _Rating) -> dict[int, Shards]:
-        """Take back what turned out not to help."""
-        for table in [t for t, s in state.items() if s != self._job.state[t]]:
-            step = {table: self._job.state[table]}
-            used = self._placement(state).rank_bytes(self._task)
-            if self._fits(used, state, step) and self._job.keeps_rules(state, step):
-                back = {**state, **step}
-                [shorter] = self._rate([back])
-                if shorter.path_ms <= rating.path_ms:
-                    state = back
-        return state
-
-    def _rate(self, states: Sequence[Mapping[int, Shards]]) -> list[_Rating]:
-        """Rate placements in one batch, as `Simulator.evaluate` costs them."""
-        self.num_evaluated += len(states)
-        loads = [self._simulator.rank_loads(self._placement(s)) for s in states]
-        compute = self._simulator.compute_costs(np.stack([x.sums_CWGE for x in loads]))
-        phases_CWSP = self._simulator.phases(
-            self._simulator.stage_compute(compute),
-            np.stack([x.loads_CWS3 for x in loads]),
-        )
-        powers = (phases_CWSP**_POWER).mean(axis=1) ** (1 / _POWER)
-        slowest_CSP = phases_CWSP.argmax(axis=1)
-        return [
-            _Rating(
-                float(path_ms), float(power.sum()), frozenset(ranks.ravel().tolist())
-            )
-            for path_ms, power, ranks in zip(
-                critical_path(phases_CWSP), powers, slowest_CSP, strict=True
-            )
-        ]
-
-    def _placement(self, state: Mapping[int, Shards]) -> Placement:
-        return Placement(
-            self._task.world_size,
-            tuple(
-                ColumnShard(table, *shard)
-                for table, shards in sorted(state.items())
-                for shard in shards
-            ),
-        )
-
-    def _fits(
-        self,
-        used: Sequence[float],
-        state: Mapping[int, Shards],
-        step: Mapping[int, Shards],
-    ) -> bool:
-        """Whether all ranks, holding `used` bytes now, can take the step."""
-        left = [cap - u for cap, u in zip(self._caps, used, strict=True)]
-        for table, shards in step.items():
-            for _, width, rank in state[table]:
-                left[rank] += self._task.shard_bytes(table, width)
-            for _, width, rank in shards:
-                left[rank] -= self._task.shard_bytes(table, width)
-        return min(left) >= 0
-
-    def _is_allowed(self, table: int, shards: Shards) -> bool:
-        if shards == self._job.state[table]:
-            return True
-        if len({rank for *_, rank in shards}) < len(shards):
-            return False
-        widths = {w for _, w, _ in shards}
-        if len(shards) > 1 and _cuts(shards) != _cuts(self._job.state[table]):
-            if min(widths) < self._task.min_widths[table]:
-                return False
-            if len(widths) > 1 and not self._task.uneven:
-                return False
-            if len(shards) > self._task.max_shards[table]:
-                return False
-        return not self._executable_only or self._job.is_executable(table, shards)
-
-    def _steps(
-        self, state: Mapping[int, Shards], sources: frozenset[int]
-    ) -> Iterator[dict[int, Shards]]:
-        """Changes that take something off the slowest ranks."""
-        on_sources = [
-            (table, index)
-            for table, shards in sorted(state.items())
-            for index, (*_, rank) in enumerate(shards)
-            if rank in sources
-        ]
-        everywhere = [(t, i) for t, s in sorted(state.items()) for i in range(len(s))]
-        for table, index in on_sources:
-            for shards in self._changes(table, state[table], index):
-                if self._is_allowed(table, shards):
-                    yield {table: shards}
-        yield from self._joint_steps(state, {table for table, _ in on_sources})
-        for first in on_sources:
-            for second in everywhere:
-                swapped = _swap(state, first, second)
-                if swapped and all(self._is_allowed(t, s) for t, s in swapped.items()):
-                    yield swapped
-
-    def _joint_steps(
-        self, state: Mapping[int, Shards], tables: Iterable[int]
-    ) -> Iterator[dict[int, Shards]]:
-        """Tables that belong together, moved to another rank as one."""
-        for company in sorted({tuple(self._job.company(t)) for t in tables}):
-            if len(company) < 2 or any(len(state[t]) > 1 for t in company):
-                continue
-            for rank in range(self._task.world_size):
-                step = {t: ((*state[t][0][:2], rank),) for t in company}
-                if all(self._is_allowed(t, s) for t, s in step.items()):
-                    yield {t: s for t, s in step.items() if s != state[t]}
-
-    def _changes(self, table: int, shards: Shards, index: int) -> Iterator[Shards]:
-        """One shard moved, split, or shared with its neighbour."""
-        offset, width, rank = shards[index]
-        before, after = shards[:index], shards[index + 1 :]
-        elsewhere = [r for r in range(self._task.world_size) if r != rank]
-        for other in elsewhere:
-            yield (*before, (offset, width, other), *after)
-        if table not in self._splittable:
-            return
-        half = width // 2 // COLUMN_MULTIPLE * COLUMN_MULTIPLE
-        for other in elsewhere if half else ():
-            left, right = (offset, width - half), (offset + width - half, half)
-            yield (*before, (*left, rank), (*right, other), *after)
-            yield (*before, (*left, other), (*right, rank), *after)
-        for taken in sorted({half, width} - {0}):
-            if after:
-                start, their_width, other = after[0]
-                wider = (start - taken, their_width + taken, other)
-                kept = ((offset, width - taken, rank),) if taken < width else ()
-                yield (*before, *kept, wider, *after[1:])
-            if before:
-                start, their_width, other = before[-1]
-                wider = (start, their_width + taken, other)
-                kept = ((offset + taken, width - taken, rank),) if taken < width else ()
-                yield (*before[:-1], wider, *kept, *after)
-
-
-def _swap(
-    state: Mapping[int, Shards], first: tuple[int, int], second: tuple[int, int]
-) -> dict[int, Shards] | None:
-    """Exchange the ranks of two shards; None where they are on the same."""
-    (table_a, a), (table_b, b) = first, second
-    rank_a, rank_b = state[table_a][a][2], state[table_b][b][2]
-    if rank_a == rank_b:
-        return None
-    changed = dict(state)
-    for table, index, rank in ((table_a, a, rank_b), (table_b, b, rank_a)):
-        shards = list(changed[table])
-        shards[index] = (*shards[index][:2], rank)
-        changed[table] = tuple(shards)
-    return {t: changed[t] for t in (table_a, table_b)}
+def _improve(
+    job: _Job, budget_bytes: int, executable_only: bool, config: ReplanConfig
+) -> tuple[dict[int, Shards], int]:
+    """Return the tables that change, their new shards, and what that took."""
+    budget = job.budget(budget_bytes, executable_only, config)
+    bank = ShardBank(job.costs.simulator(job.task))
+    for shared in budget.doubled():
+        bank.price_as(*shared)
+    # A rank that holds too much already may stay as full as it is.
+    used_W = np.array(job.placement().rank_bytes(job.task))
+    table, rank = np.nonzero(budget.width_TW)
+    size = bank.bytes(table, budget.width_TW[table, rank])
+    counted_W = np.bincount(rank, size, len(used_W))
+    bank.caps_W = np.maximum(bank.caps_W, used_W) + counted_W - used_W
+    deadline = time.monotonic() + config.time_budget_seconds
+    width_TW = refine_within(bank, budget, SearchConfig(restarts=5), deadline)
+    state = {t: budget.shards(t, width_W) for t, width_W in enumerate(width_TW)}
+    changed = {t: shards for t, shards in state.items() if shards != job.state[t]}
+    if not job.is_shorter(changed):
+        changed = {}
+    return changed, bank.num_evaluated
 
 
 def _shards_of(sharding: ParameterSharding) -> Shards:

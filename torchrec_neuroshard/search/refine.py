@@ -3,12 +3,14 @@
 A placement is a `T x W` matrix of widths. One step transfers columns of a table from
 one rank to another: all of a shard's columns (a move; a join, that is an un-split,
 where the other rank already holds the table) or some (a split or an uneven re-split).
-A swap is two such transfers. Shapes: `K` candidates, `T` tables, `W` ranks, `G` fusion
+A swap is two such transfers. A budget (see `budget`) keeps the steps to what may be
+moved from a plan at work. Shapes: `K` candidates, `T` tables, `W` ranks, `G` fusion
 groups, `S` stages, `P` approximate phases (see `shards`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.search.base import SearchConfig
+from torchrec_neuroshard.search.budget import MoveBudget
 from torchrec_neuroshard.search.choices import Choices, block_widths, take_room
 from torchrec_neuroshard.search.feasibility import spread_columns
 from torchrec_neuroshard.search.progress import UNWATCHED, Watch
@@ -31,7 +34,7 @@ from torchrec_neuroshard.search.shards import (
 from torchrec_neuroshard.simulator import critical_path
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["Outcomes", "Plan", "refine"]
+__all__ = ["Outcomes", "Plan", "refine", "refine_within"]
 
 NUM_TARGETS = 8
 """Ranks tried as the other side of a transfer: the least loaded ones."""
@@ -70,10 +73,14 @@ KICK_HOT = 0.5
 """Share of the disturbances that split a costly table of a critical rank anew."""
 KICK_WAYS, KICK_RETYPE = 0.3, 0.5
 """Share of the disturbances that shard tables in another way, and of their tables."""
+KICK_BACK = 0.5
+"""Share of the disturbances within a budget that take changes back."""
 KICK_RESPLIT = 0.4
 """Share of the tables of a disturbance that are split differently."""
 NUM_LAST_STEPS = 10
 """Steps at the end, without regard to the spread."""
+NUM_LAST_PLANS = 4
+"""Of equally good plans within a budget, those of fewest bytes that get these steps."""
 MAX_RANK_SETS = 8
 """Sets of ranks that tables of a critical rank may be on, of which some are tried."""
 STEPS_PER_REFRESH = 64
@@ -95,16 +102,11 @@ class _Candidates:
     back_table_K: Ints
     """-1 where nothing comes back."""
     back_columns_K: Ints
+    bytes_K: Floats
+    """What they move beyond what the plan does; 0 without a budget."""
 
     def pick(self, index: Ints) -> _Candidates:
-        return _Candidates(
-            self.source_K[index],
-            self.target_K[index],
-            self.table_K[index],
-            self.columns_K[index],
-            self.back_table_K[index],
-            self.back_columns_K[index],
-        )
+        return _Candidates(*(getattr(self, name)[index] for name in self.__slots__))
 
     def __len__(self) -> int:
         return len(self.source_K)
@@ -152,7 +154,13 @@ class Plan:
     """A placement with its running sums and costs."""
 
     def __init__(
-        self, bank: ShardBank, width_TW: Ints, spread: float = SPREAD_WEIGHT
+        self,
+        bank: ShardBank,
+        width_TW: Ints,
+        spread: float = SPREAD_WEIGHT,
+        budget: MoveBudget | None = None,
+        *,
+        per_byte: bool = False,
     ) -> None:
         """Evaluate a placement.
 
@@ -160,9 +168,16 @@ class Plan:
             bank: The task's shards.
             width_TW: Columns of each table on each rank.
             spread: Weight of the spread in the score, beside the critical path.
+            budget: Keeps candidates to what may be moved. None: anything.
+            per_byte: Whether steps are compared by what they gain for each byte.
         """
         self.bank = bank
         self.width_TW = width_TW.copy()
+        self.budget = budget
+        self.per_byte = per_byte
+        self.movable_T = bank.moves_T & (True if budget is None else budget.movable_T)
+        self._bytes_T: Floats = np.zeros(len(width_TW))
+        self._count_bytes(np.arange(len(width_TW)))
         task = bank.task
         num_ranks, num_groups = task.world_size, task.num_groups
         narrowest = -(-np.asarray(task.min_widths) // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
@@ -243,7 +258,13 @@ class Plan:
             changed |= width_W != self.width_TW[table]
             self.width_TW[table] = width_W
             self.shards_T[table] = (width_W > 0).sum()
+        self._count_bytes(np.array(list(widths)))
         self._refresh(np.flatnonzero(changed))
+
+    def _count_bytes(self, tables: Ints) -> None:
+        """Count what some tables move."""
+        if self.budget is not None:
+            self._bytes_T[tables] = self.budget.bytes(tables, self.width_TW[tables])
 
     def _refresh(self, ranks: Ints) -> None:
         """Recompute some ranks from their shards."""
@@ -286,7 +307,7 @@ class Plan:
 
     def _moving(self, ranks: Ints) -> tuple[Ints, Ints]:
         """Shards that may leave their ranks alone: tables, places in `ranks`."""
-        held = (self.width_TW[:, ranks] > 0) & self.bank.moves_T[:, None]
+        held = (self.width_TW[:, ranks] > 0) & self.movable_T[:, None]
         table, place = np.nonzero(held)
         return table, place
 
@@ -324,11 +345,13 @@ class Plan:
         narrowest = self._narrowest_T[table]
         legal = (columns > 0) & (source != target)
         legal &= (after == 0) | (after >= narrowest)
-        legal &= (grown >= narrowest) | (grown == bank.dims_T[table])
-        legal &= (shards <= self._most_T[table]) | (shards <= 1)
+        whole = (after == 0) & (other == 0)
+        # What is at work may be cut otherwise than the rules want it.
+        legal &= (grown >= narrowest) | (grown == bank.dims_T[table]) | whole
+        legal &= (shards <= self._most_T[table]) | (shards <= 1) | whole
         if not task.uneven:
             # All shards of a table keep one width: only moves to a rank without it.
-            legal &= (other == 0) & (after == 0)
+            legal &= whole
         legal &= (
             self.bytes_W[target] - bank.bytes(table, other) + bank.bytes(table, grown)
             <= bank.caps_W[target]
@@ -337,14 +360,16 @@ class Plan:
             legal &= bank.rules.admit(self.width_TW, table, target)
         index = np.flatnonzero(legal)
         none = np.full(len(index), -1, dtype=np.int64)
-        return _Candidates(
+        found = _Candidates(
             source[index],
             target[index],
             table[index],
             columns[index],
             none,
             np.zeros_like(none),
+            np.zeros(len(none)),
         )
+        return self._within_budget(found)
 
     def swaps(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
         """List exchanges of whole shards between some ranks and less loaded ones."""
@@ -380,22 +405,106 @@ class Plan:
             table, source, back, target, columns, back_columns = (
                 a[fits] for a in (table, source, back, target, columns, back_columns)
             )
-        return _Candidates(source, target, table, columns, back, back_columns)
+        nothing = np.zeros(len(table))
+        return self._within_budget(
+            _Candidates(source, target, table, columns, back, back_columns, nothing)
+        )
+
+    def _within_budget(self, c: _Candidates) -> _Candidates:
+        """Keep the candidates that the budget pays for."""
+        if self.budget is None or not len(c):
+            return c
+        k = np.flatnonzero(c.back_table_K >= 0)
+        line = np.concatenate([np.arange(len(c)), k])
+        table = np.concatenate([c.table_K, c.back_table_K[k]])
+        moved = np.concatenate([c.columns_K, c.back_columns_K[k]])
+        giver = np.concatenate([c.source_K, c.target_K[k]])
+        taker = np.concatenate([c.target_K, c.source_K[k]])
+        row_NW, part = self.width_TW[table], np.arange(len(line))
+        row_NW[part, giver] -= moved
+        row_NW[part, taker] += moved
+        bytes_K = self._more_bytes(line, table, row_NW, len(c))
+        paid = bytes_K <= self.budget.limit_bytes - self.moved_bytes
+        if self.bank.rules:
+            # What moves keeps to the rules then, also where the plan at work does not.
+            held, rank = np.nonzero(self.width_TW)
+            breach_TW = np.zeros(self.width_TW.shape, dtype=bool)
+            breach_TW[held, rank] = ~self.bank.rules.admit(self.width_TW, held, rank)
+            left = breach_TW[table].sum(axis=1) - (
+                breach_TW[table, giver] & (row_NW[part, giver] == 0)
+            )
+            paid &= np.bincount(line, left, len(c)) == 0
+        c = dataclasses.replace(c, bytes_K=bytes_K)
+        return c.pick(np.flatnonzero(paid))
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that the plan moves."""
+        return float(self._bytes_T.sum())
+
+    def _more_bytes(
+        self, line_N: Ints, table_N: Ints, row_NW: Ints, num: int
+    ) -> Floats:
+        """Bytes that `num` changes move beyond what the plan does."""
+        assert self.budget is not None
+        more = self.budget.bytes(table_N, row_NW) - self._bytes_T[table_N]
+        total: Floats = np.bincount(line_N, more, num).astype(np.float64)
+        return total
+
+    def changes(
+        self, layouts: Sequence[Mapping[int, Ints]]
+    ) -> tuple[list[Mapping[int, Ints]], Floats]:
+        """Keep the layouts within memory, rules and budget; their bytes.
+
+        Args:
+            layouts: Table -> `W` widths, each of a few tables.
+        """
+        if self.budget is None or not layouts:
+            return list(layouts), np.zeros(len(layouts))
+        bank = self.bank
+        line, table = np.array(
+            [(k, t) for k, rows in enumerate(layouts) for t in rows]
+        ).T
+        new = np.stack([row_W for rows in layouts for row_W in rows.values()])
+        old, of = self.width_TW[table], table[:, None]
+        bytes_K = self._more_bytes(line, table, new, len(layouts))
+        fine = bytes_K <= self.budget.limit_bytes - self.moved_bytes
+        more_KW = np.zeros((len(layouts), len(self.bytes_W)))
+        np.add.at(more_KW, line, bank.bytes(of, new) - bank.bytes(of, old))
+        fine &= ((self.bytes_W + more_KW <= bank.caps_W) | (more_KW <= 0)).all(axis=1)
+        for k in np.flatnonzero(fine).tolist() if bank.rules else ():
+            width_TW = self.width_TW.copy()
+            for t, row_W in layouts[k].items():
+                width_TW[t] = row_W
+            held, rank = np.nonzero(width_TW[list(layouts[k])])
+            held = np.array(list(layouts[k]))[held]
+            fine[k] = bank.rules.admit(width_TW, held, rank).all()
+        kept = np.flatnonzero(fine)
+        return [layouts[k] for k in kept.tolist()], bytes_K[kept]
 
     # Scores.
+
+    def merit(self, score_K: Floats, bytes_K: Floats) -> Floats:
+        """What candidates are compared by: lower is better, inf where none is won."""
+        merit = score_K
+        if self.per_byte:
+            merit = (score_K - self.score) / np.maximum(bytes_K, 1.0)
+        return np.where(score_K < self.score * (1 - MIN_GAIN), merit, np.inf)
 
     def approximate(self, candidates: _Candidates) -> Floats:
         """Score candidates by the additive approximation: lower is better.
 
-        Phases of stages that none of them touches are left out; they are the same for
-        all.
+        Phases of stages that none of them touches stay as they are.
         """
         c, (offset_PT, slope_PT) = candidates, self.bank.affine
         rows = self._touched(c)
         offset_PT, slope_PT = offset_PT[rows], slope_PT[rows]
         phases_PW, powers_W = self.phases_PW[rows], self.powers_W
+        rest = 0.0
         if len(phases_PW) < len(self.phases_PW):
             powers_W = self._powers(phases_PW, rows)
+            rest = self.approximate_score() - float(powers_W.mean())
+            rest -= float(phases_PW.max(axis=1).sum())
         offset = offset_PT.take(c.table_K, axis=1)
         change = slope_PT.take(c.table_K, axis=1) * c.columns_K
         source = phases_PW.take(c.source_K, axis=1) - change
@@ -411,7 +520,7 @@ class Plan:
             source[:, swapped] += change
             target[:, swapped] -= change
         worst: Floats = self._worst(c, phases_PW, source, target)
-        return worst + self._spread(c, source, target, powers_W, rows)
+        return worst + (self._spread(c, source, target, powers_W, rows) + rest)
 
     def _touched(self, c: _Candidates) -> Ints | slice:
         """Phases of the stages whose tables some candidates move."""
@@ -423,6 +532,10 @@ class Plan:
         moved[stage_T[c.back_table_K[c.back_table_K >= 0]]] = True
         rows: Ints = np.flatnonzero(np.repeat(moved, len(self.phases_PW) // num_stages))
         return rows
+
+    def approximate_score(self) -> float:
+        """Score the plan as `approximate` scores candidates."""
+        return float(self.phases_PW.max(axis=1).sum() + self.powers_W.mean())
 
     @staticmethod
     def _worst(
@@ -657,6 +770,7 @@ class Plan:
                 self.bytes_W[pair] += bank.bytes(both, new) - bank.bytes(both, old)
                 self.width_TW[table, pair] = new
                 self.shards_T[table] = np.count_nonzero(self.width_TW[table])
+                self._count_bytes(both[:1])
         self.num_applied += 1
         if self.num_applied % STEPS_PER_REFRESH == 0:
             self._refresh(np.arange(len(self.loads_W)))
@@ -712,21 +826,20 @@ def _insert(
     return width_W
 
 
-def _resplit(plan: Plan) -> bool:
-    """Split the costliest tables of the critical ranks anew, in more or fewer shards.
-
-    Returns whether that paid; the plan has then changed.
-    """
+def _splits_anew(plan: Plan) -> list[Mapping[int, Ints]]:
+    """Split the costliest tables of the critical ranks in more or fewer shards."""
     bank = plan.bank
     tables = list[int]()
     for rank in plan.critical_ranks():
         held = np.flatnonzero(plan.width_TW[:, rank])
         cost = bank.total_ms(held, plan.width_TW[held, rank])
         tables += held[np.argsort(-cost, kind="stable")[:NUM_RESPLIT]].tolist()
-    found: list[tuple[int, Ints]] = []
+    found: list[Mapping[int, Ints]] = []
     for table in dict.fromkeys(tables):
-        if not bank.moves_T[table] or len(bank.riders(np.array([table]))[0]):
+        if not plan.movable_T[table] or len(bank.riders(np.array([table]))[0]):
             continue
+        if plan.budget is not None:
+            found += _near_splits(plan, table)
         splits = bank.splits(table)
         place = sum(k < plan.shards_T[table] for k in splits)
         row = plan.width_TW[table]
@@ -742,15 +855,64 @@ def _resplit(plan: Plan) -> bool:
                     bank, table, widths, loads.copy(), free.copy(), plan.width_TW
                 )
                 if width_W is not None and (width_W != row).any():
-                    found.append((table, width_W))
-    if not found:
-        return False
-    score = plan.evaluate_layouts([{table: width_W} for table, width_W in found])
-    best = int(score.argmin())
-    if score[best] >= plan.score * (1 - MIN_GAIN):
-        return False
-    plan.set_rows(dict([found[best]]))
-    return True
+                    found.append({table: width_W})
+    return found
+
+
+def _best_layout(
+    plan: Plan, layouts: Sequence[Mapping[int, Ints]]
+) -> tuple[float, Mapping[int, Ints]]:
+    """Return the best of some layouts and its merit, inf where none pays."""
+    layouts, bytes_K = plan.changes(layouts)
+    if not layouts:
+        return math.inf, {}
+    merit = plan.merit(plan.evaluate_layouts(layouts), bytes_K)
+    best = int(merit.argmin())
+    return float(merit[best]), layouts[best]
+
+
+def _lay_out(plan: Plan, layouts: Sequence[Mapping[int, Ints]]) -> bool:
+    """Take the best of some layouts; False where none pays."""
+    merit, layout = _best_layout(plan, layouts)
+    if math.isfinite(merit):
+        plan.set_rows(layout)
+    return math.isfinite(merit)
+
+
+def _near_splits(plan: Plan, table: int) -> list[Mapping[int, Ints]]:
+    """Split a table evenly over its ranks, or one more or fewer of them."""
+    row = plan.width_TW[table]
+    held = np.flatnonzero(row)
+    light = [r for r in np.argsort(plan.loads_W, kind="stable") if not row[r]]
+    found: list[Mapping[int, Ints]] = []
+    for ranks in (
+        held,
+        *(np.append(held, rank) for rank in light[:NUM_TARGETS]),
+        *(np.delete(held, place) for place in range(len(held))),
+    ):
+        if len(ranks) in plan.bank.splits(table):
+            width_W = np.zeros_like(row)
+            width_W[ranks[np.argsort(plan.loads_W[ranks], kind="stable")]] = (
+                split_widths(plan.bank.task, table, len(ranks))
+            )
+            if (width_W != row).any():
+                found.append({table: width_W})
+    return found
+
+
+def _joint_moves(plan: Plan, budget: MoveBudget) -> list[Mapping[int, Ints]]:
+    """Take sets of tables that move as one off the critical ranks."""
+    critical = np.array(plan.critical_ranks())
+    ranks = plan._targets(critical, NUM_TARGETS).tolist()
+    layouts: list[Mapping[int, Ints]] = []
+    for tables in budget.together:
+        held_W = plan.width_TW[tables].sum(axis=0) > 0
+        if held_W[critical].any():
+            for rank in dict.fromkeys([*ranks, *np.flatnonzero(held_W).tolist()]):
+                rows = np.zeros((len(tables), len(held_W)), dtype=np.int64)
+                rows[:, rank] = plan.bank.dims_T[tables]
+                layouts.append(dict(zip(tables, rows, strict=True)))
+    return layouts
 
 
 def _retype(plan: Plan) -> bool:
@@ -766,20 +928,13 @@ def _retype(plan: Plan) -> bool:
         held = np.flatnonzero(plan.width_TW[:, rank])
         cost = bank.total_ms(held, plan.width_TW[held, rank])
         tables += held[np.argsort(-cost, kind="stable")[:NUM_RETYPED]].tolist()
-    found: list[dict[int, Ints]] = []
+    found: list[Mapping[int, Ints]] = []
     for table in dict.fromkeys(tables):
         none = np.zeros_like(plan.width_TW[table])
         for other in bank.others.get(table, ()):
             for width_W in _ways_in(plan, table, other):
                 found.append({table: none, other: width_W})
-    if not found:
-        return False
-    score = plan.evaluate_layouts(found)
-    best = int(score.argmin())
-    if score[best] >= plan.score * (1 - MIN_GAIN):
-        return False
-    plan.set_rows(found[best])
-    return True
+    return _lay_out(plan, found)
 
 
 def _ways(plan: Plan) -> bytes:
@@ -859,6 +1014,20 @@ def _ways_in(plan: Plan, table: int, other: int) -> list[Ints]:
     return found
 
 
+def _num_steps(num_tables: int, config: SearchConfig) -> int:
+    """Steps of all descents.
+
+    Few tables make a rugged landscape and cheap steps; many tables need many steps.
+    """
+    steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + SMALL_TASK_STEPS / num_tables
+    return math.ceil(config.effort * steps)
+
+
+def _patience(num_tables: int, config: SearchConfig) -> int:
+    """Restarts without a gain after which it is enough."""
+    return math.ceil(config.restarts * min(10.0, max(1.0, SMALL_TASK / num_tables)))
+
+
 class _Effort:
     """Steps left, and time."""
 
@@ -878,29 +1047,45 @@ class _Effort:
 def _descend(plan: Plan, effort: _Effort) -> None:
     """Take the best step off the critical ranks until none pays."""
     while effort.spend():
-        if not _step(plan) and not _resplit(plan) and not _retype(plan):
+        if not (_step(plan) or _lay_out(plan, _splits_anew(plan)) or _retype(plan)):
             return
         effort.watch.report("refining", best_ms=plan.critical_ms)
 
 
 def _step(plan: Plan) -> bool:
-    """Take the best transfer or swap off the critical ranks; False where none pays."""
+    """Take the best transfer or swap off the critical ranks; False where none pays.
+
+    Within a budget all changes compete for it: new splits and sets of tables, too.
+    """
+    layout: Mapping[int, Ints] = {}
+    rival, most = math.inf, NUM_EXACT
+    if plan.budget is not None:
+        joint = _joint_moves(plan, plan.budget)
+        rival, layout = _best_layout(plan, [*_splits_anew(plan), *joint])
+        most = min(NUM_EXACT, plan.budget.max_candidates)
     ranks = np.array(plan.critical_ranks())
     found = _Candidates.join([plan.transfers(ranks), plan.swaps(ranks)])
-    if not len(found):
-        return False
-    order = _first(plan.approximate(found), NUM_EXACT)
-    for tier in (order[:NUM_FIRST], order[NUM_FIRST:NUM_EXACT]):
+    about = plan.approximate(found) if len(found) else np.zeros(0)
+    order = _first(about, most)
+    tiers = [order[:NUM_FIRST], order[NUM_FIRST:]]
+    if plan.per_byte:
+        gain = plan.approximate_score() - about
+        cheap = _first(-gain / np.maximum(found.bytes_K, 1.0), -(-most // 2))
+        tiers = [np.unique(np.concatenate([order[: most - len(cheap)], cheap]))]
+    for tier in tiers:
         if not len(tier):
             break
         some = found.pick(tier)
         outcomes = plan.evaluate(some)
-        k = int(outcomes.score_K.argmin())
-        if outcomes.score_K[k] < plan.score * (1 - MIN_GAIN):
+        merit = plan.merit(outcomes.score_K, some.bytes_K)
+        k = int(merit.argmin())
+        if merit[k] < rival:
             before = plan.score
             plan.apply(some, k, outcomes)
             return plan.score < before
-    return False
+    if math.isfinite(rival):
+        plan.set_rows(layout)
+    return math.isfinite(rival)
 
 
 def _first(values: Floats, count: int) -> Ints:
@@ -992,6 +1177,59 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     return Plan(bank, width_TW)
 
 
+def _kick_within(
+    plan: Plan, budget: MoveBudget, rng: np.random.Generator
+) -> Plan | None:
+    """Take some changes back, or disturb the plan, within the budget.
+
+    Returns:
+        The disturbed plan, or None where that does not work out.
+    """
+    width_TW = budget.width_TW
+    taken_back = bool(rng.random() < KICK_BACK)
+    if not taken_back:
+        kicked = _kick(plan, rng)
+        if kicked is None:
+            return None
+        width_TW = kicked.width_TW
+    changed = np.flatnonzero((width_TW != plan.width_TW).any(axis=1))
+    if taken_back:
+        some = changed[rng.random(len(changed)) < 0.5].tolist()
+        tables = sorted({t for table in some for t in budget.company(table)})
+    else:
+        # As many as the budget pays for, in any order.
+        order = rng.permutation(changed[plan.movable_T[changed]])
+        more = budget.bytes(order, width_TW[order]) - plan._bytes_T[order]
+        order = order[np.isfinite(more)]
+        total = plan.moved_bytes + more[np.isfinite(more)].cumsum()
+        paid = np.maximum.accumulate(total) <= budget.limit_bytes
+        tables = order[paid].tolist()
+    layouts, _ = plan.changes([{t: width_TW[t] for t in tables}] if tables else [])
+    if not layouts:
+        return None
+    kicked = Plan(
+        plan.bank, plan.width_TW, budget=budget, per_byte=bool(rng.random() < 0.5)
+    )
+    kicked.set_rows(layouts[0])
+    return kicked
+
+
+def _take_back(plan: Plan, budget: MoveBudget, most_ms: float) -> None:
+    """Take back what is not needed to stay below so much, the most bytes first."""
+    while True:
+        changed = np.flatnonzero((plan.width_TW != budget.width_TW).any(axis=1))
+        sets = {tuple(budget.company(table)) for table in changed.tolist()}
+        layouts, bytes_K = plan.changes(
+            [{t: budget.width_TW[t] for t in tables} for tables in sorted(sets)]
+        )
+        if not layouts:
+            return
+        late = plan.evaluate_layouts(layouts) > most_ms
+        if late.all():
+            return
+        plan.set_rows(layouts[int(np.where(late, np.inf, bytes_K).argmin())])
+
+
 def refine(
     bank: ShardBank,
     starts: Sequence[Ints],
@@ -1019,9 +1257,7 @@ def refine(
         return best, best_ms
     starts = starts[: max(1, MAX_START_TABLES // len(bank.dims_T))]
     num_tables = len(bank.task.ways)
-    # Few tables make a rugged landscape and cheap steps; many tables need many steps.
-    steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + SMALL_TASK_STEPS / num_tables
-    effort = _Effort(math.ceil(config.effort * steps), deadline, watch)
+    effort = _Effort(_num_steps(num_tables, config), deadline, watch)
     pool = {_ways(base): base}
     for width_TW in starts:
         trial = Plan(bank, width_TW)
@@ -1049,8 +1285,7 @@ def refine(
     # Plans whose tables are sharded in other ways are gone on from side by side.
     bases = sorted(pool.values(), key=lambda p: p.score)[:MAX_BASES]
     bases = [p for p in bases if p.score <= bases[0].score * (1 + FAR_BASE)]
-    scale = min(10.0, max(1.0, SMALL_TASK / num_tables))
-    patience = math.ceil(config.restarts * scale) * len(bases)
+    patience = _patience(num_tables, config) * len(bases)
     rng = np.random.default_rng(config.seed)
     misses = 0
     while misses < patience and effort.spend():
@@ -1070,3 +1305,61 @@ def refine(
     last = Plan(bank, best, spread=0.0)
     _descend(last, _Effort(NUM_LAST_STEPS, deadline, watch))
     return last.width_TW, last.critical_ms
+
+
+def refine_within(
+    bank: ShardBank, budget: MoveBudget, config: SearchConfig, deadline: float
+) -> Ints:
+    """Improve the plan at work by moves that a budget pays for.
+
+    Args:
+        bank: The task's shards, not merged: sets that lie together are the budget's.
+        budget: What is at work, and what may be moved.
+        config: Restarts, effort and seed.
+        deadline: `time.monotonic()` after which the best so far is returned.
+
+    Returns:
+        The widths: of placements about as good as the best one, to `budget.min_gain`,
+        one that moves few bytes.
+    """
+    base = Plan(bank, budget.width_TW, budget=budget)
+    first_ms = best_ms = base.critical_ms
+    found: list[tuple[float, float, Ints]] = []
+    num_tables = len(bank.dims_T)
+    effort = _Effort(_num_steps(num_tables, config), deadline)
+    rng = np.random.default_rng(config.seed)
+    # The cheapest steps make the most of a small budget, the longest of a large one.
+    starts = [(0.0, True), (SPREAD_WEIGHT, True), (SPREAD_WEIGHT, False)]
+    misses, patience = -len(starts), _patience(num_tables, config)
+    while misses < patience and effort.spend():
+        misses += 1
+        trial: Plan | None
+        if starts:
+            spread, per_byte = starts.pop(0)
+            trial = Plan(bank, budget.width_TW, spread, budget, per_byte=per_byte)
+        else:
+            spread, trial = SPREAD_WEIGHT, _kick_within(base, budget, rng)
+        if trial is None:
+            continue
+        _descend(trial, effort)
+        found.append((trial.critical_ms, trial.moved_bytes, trial.width_TW.copy()))
+        if trial.critical_ms < best_ms * (1 - RESTART_GAIN):
+            misses = min(misses, 0)
+        best_ms = min(best_ms, trial.critical_ms)
+        if spread and trial.score <= base.score * (1 + rng.exponential(ACCEPT_WORSE)):
+            base = trial
+    lasts = []
+    near = [f for f in found if f[0] <= best_ms * (1 + budget.min_gain)]
+    for *_, width_TW in sorted(near, key=lambda f: f[1::-1])[:NUM_LAST_PLANS]:
+        last = Plan(bank, width_TW, 0.0, budget, per_byte=True)
+        _descend(last, _Effort(NUM_LAST_STEPS, deadline))
+        lasts.append(last)
+    most_ms = min([first_ms, best_ms, *(p.critical_ms for p in lasts)])
+    most_ms *= 1 + budget.min_gain
+    good = [p for p in lasts if p.critical_ms <= most_ms]
+    if first_ms <= most_ms or not good:
+        return budget.width_TW
+    for last in good:
+        _take_back(last, budget, most_ms)
+    even = [Plan(bank, last.width_TW, budget=budget) for last in good]
+    return min(even, key=lambda p: (p.moved_bytes, p.score)).width_TW

@@ -416,6 +416,15 @@ class ShardBank:
         )
         self._used = end
 
+    def price_as(self, table: int, width: int, parts: Sequence[int]) -> None:
+        """Let a width cost as much as several shards of a table on one rank."""
+        [row] = self.rows([table], [width])
+        rows = self.rows([table] * len(parts), parts)
+        total = self.encoding(rows).sum(axis=0, keepdims=True)
+        [self._slot_R[row]] = self.simulator.encoder.add(total)
+        self._extra_R2[row] = self.extra(rows).sum(axis=0)
+        self._loads_R3[row] = self.loads_of(rows).sum(axis=0)
+
     def added(self, rows_N: Ints) -> Floats:
         """What each shard adds to an average rank by the model, `N x 2` [ms].
 

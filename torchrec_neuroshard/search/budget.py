@@ -1,0 +1,247 @@
+"""Moves within a budget of bytes, for a search that starts from a plan at work.
+
+A placement here says how many columns of a table a rank holds, not which. The columns
+of a table are dealt out to its ranks, one contiguous shard each, so that the fewest
+bytes leave where they are. Shapes: `N` layouts of one table each, `T` tables, `W`
+ranks, `K` ranks of one table, `U` units of 4 columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["MoveBudget", "Shards"]
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+MAX_ORDERED = 8
+"""Shards of a table of which all orders are compared. More keep the order at work, and
+ranks that are new to the table follow in the places of those that leave it."""
+
+Shards = tuple[tuple[int, int, int], ...]
+"""(offset, width, rank) of the shards of one table, by offset."""
+
+
+class MoveBudget:
+    """Where columns are, what moving them costs, and how much may be spent.
+
+    Attributes:
+        width_TW: Columns at work.
+        movable_T: False for tables that stay, or move only in company.
+    """
+
+    def __init__(
+        self,
+        task: ShardingTask,
+        at_work: Sequence[Shards],
+        *,
+        limit_bytes: float,
+        column_bytes: Sequence[int],
+        shard_bytes: Sequence[int],
+        stay: Collection[int] = (),
+        together: Sequence[Sequence[int]] = (),
+        equal_widths: bool = False,
+        keep_cuts: Collection[int] = (),
+        all_leave: bool = False,
+        min_gain: float = 0.0,
+        max_candidates: int = 500,
+    ) -> None:
+        """Note where everything is.
+
+        Args:
+            task: What is placed.
+            at_work: Shards of each table; several may be on one rank.
+            limit_bytes: What may be moved.
+            column_bytes: Per table: bytes that move with a column.
+            shard_bytes: Per table: bytes that move with every shard, or part of one.
+            stay: Tables that must not change.
+            together: Sets of tables that move as one.
+            equal_widths: Whether all shards of a table must be equally wide.
+            keep_cuts: Of these tables, those that also stay cut as they are.
+            all_leave: Whether no column of a table that changes may stay on its rank.
+            min_gain: Part of the iteration for which nothing is moved.
+            max_candidates: Most candidates of a step that are evaluated exactly.
+        """
+        num_ranks, every = task.world_size, np.arange(len(task.tables))
+        num_tables = len(every)
+        self.limit_bytes = limit_bytes
+        self.together = [list(tables) for tables in together]
+        self.min_gain = min_gain
+        self.max_candidates = max_candidates
+        self._at_work = list(at_work)
+        self._equal_widths = equal_widths
+        self._all_leave = all_leave
+        self._uneven = task.uneven
+        self._known: dict[tuple[int, bytes], float] = {}
+        self._unit_bytes_T = np.array(column_bytes, dtype=np.float64) * COLUMN_MULTIPLE
+        self._shard_bytes_T = np.array(shard_bytes, dtype=np.float64)
+        self._stays_T = np.isin(every, list(stay))
+        self._keeps_T = np.isin(every, list(keep_cuts))
+        self.movable_T: Bools = ~self._stays_T
+        self.movable_T[[t for tables in self.together for t in tables]] = False
+        units = max(t.embedding_dim for t in task.tables) // COLUMN_MULTIPLE
+        self._rank_TU: Ints = np.full((num_tables, units), -1)
+        self._first_TU: Bools = np.zeros((num_tables, units), dtype=bool)
+        self.width_TW: Ints = np.zeros((num_tables, num_ranks), dtype=np.int64)
+        self._count_T: Ints = np.array([len(shards) for shards in at_work])
+        self._cuts_TW: Ints = np.zeros((num_tables, num_ranks), dtype=np.int64)
+        for table, shards in enumerate(at_work):
+            for offset, width, rank in shards:
+                start, end = offset // COLUMN_MULTIPLE, offset + width
+                self._rank_TU[table, start : end // COLUMN_MULTIPLE] = rank
+                self._first_TU[table, start] = True
+                self.width_TW[table, rank] += width
+            widths = sorted(width for _, width, _ in shards)[-num_ranks:]
+            self._cuts_TW[table, num_ranks - len(widths) :] = widths
+
+    def company(self, table: int) -> list[int]:
+        """The tables that move with this one, itself among them."""
+        return next((s for s in self.together if table in s), [table])
+
+    def bytes(self, table_N: Ints, row_NW: Ints) -> Floats:
+        """Least bytes to send for tables to get from where they are to these widths.
+
+        Returns:
+            `N`; inf where that cannot be carried out.
+        """
+        total = np.zeros(len(table_N))
+        changed = (row_NW != self.width_TW[table_N]).any(axis=1)
+        allowed = self._allows(table_N, row_NW)
+        total[changed & ~allowed] = np.inf
+        lines = np.flatnonzero(changed & allowed)
+        count = np.count_nonzero(row_NW[lines], axis=1)
+        for k in np.unique(count).tolist():
+            part = lines[count == k]
+            keys = [
+                (t, row_NW[n].tobytes())
+                for n, t in zip(part, table_N[part], strict=True)
+            ]
+            new = [i for i, key in enumerate(keys) if key not in self._known]
+            if new:
+                fresh = self._arrange(table_N[part[new]], row_NW[part[new]])[0]
+                self._known.update(zip((keys[i] for i in new), fresh, strict=True))
+            total[part] = [self._known[key] for key in keys]
+        return total
+
+    def shards(self, table: int, row_W: Ints) -> Shards:
+        """Return the shards that these widths stand for.
+
+        A table that does not change has those at work; only where several of them lie
+        side by side on a rank, and one will do there, they are joined.
+        """
+        tables, row_NW, at_work = np.array([table]), row_W[None], self._at_work[table]
+        stays = bool((row_W == self.width_TW[table]).all())
+        joins = len(at_work) > np.count_nonzero(row_W)
+        if stays and not (joins and self._allows(tables, row_NW)[0]):
+            return at_work
+        best_N, order = self._arrange(tables, row_NW)
+        if stays and best_N[0] > 0:
+            return at_work
+        ends = np.cumsum(row_W[order])
+        return tuple(
+            (int(end - row_W[rank]), int(row_W[rank]), rank)
+            for end, rank in zip(ends, order, strict=True)
+        )
+
+    def doubled(self) -> list[tuple[int, int, list[int]]]:
+        """Shards at work that share a rank: table, their columns, and each one's.
+
+        Of tables that keep their cuts or stay: nothing else of them is as wide.
+        """
+        return [
+            (table, sum(widths), widths)
+            for table in np.flatnonzero(self._keeps_T | self._stays_T).tolist()
+            for rank in {rank for *_, rank in self._at_work[table]}
+            for widths in [[w for _, w, r in self._at_work[table] if r == rank]]
+            if len(widths) > 1
+        ]
+
+    def _allows(self, table_N: Ints, row_NW: Ints) -> Bools:
+        """Whether tables may be so wide on their ranks, wherever they are now."""
+        count = np.count_nonzero(row_NW, axis=1)
+        fine: Bools = ~self._stays_T[table_N]
+        even = count * row_NW.max(axis=1) == row_NW.sum(axis=1)
+        if self._equal_widths:
+            fine &= even & (~self._keeps_T[table_N] | (count == self._count_T[table_N]))
+        elif not self._uneven:
+            cut = count == self._count_T[table_N]
+            cut &= (np.sort(row_NW, axis=1) == self._cuts_TW[table_N]).all(axis=1)
+            fine &= even | cut
+        return fine
+
+    def _arrange(self, table_N: Ints, row_NW: Ints) -> tuple[Floats, list[int]]:
+        """Put shards in the order that moves the fewest bytes.
+
+        Args:
+            table_N: Tables.
+            row_NW: Their widths, on equally many ranks each.
+
+        Returns:
+            `N` bytes, and the ranks of the first table by offset.
+        """
+        lines = np.arange(len(table_N))
+        rank_NK = np.nonzero(row_NW)[1].reshape(len(table_N), -1)
+        num = rank_NK.shape[1]
+        if num <= MAX_ORDERED:
+            # Sets of ranks that come first, as bits: one rank more makes another set.
+            steps = [
+                (after ^ (1 << k), k, after)
+                for after in range(1, 1 << num)
+                for k in range(num)
+                if after >> k & 1
+            ]
+        else:
+            steps = [((1 << k) - 1, k, (2 << k) - 1) for k in range(num)]
+            for line, table in enumerate(table_N.tolist()):
+                rank_NK[line] = self._as_at_work(table, rank_NK[line].tolist())
+        units_NK = row_NW[lines[:, None], rank_NK] // COLUMN_MULTIPLE
+        away_NKU = self._rank_TU[table_N][:, None] != rank_NK[:, :, None]
+        pad = ((0, 0), (0, 0), (1, 0))
+        moved_NKU = np.pad(away_NKU.cumsum(axis=2), pad)
+        cut_NKU = (away_NKU & self._first_TU[table_N][:, None]).cumsum(axis=2)
+        unit_bytes, shard_bytes = (
+            b[table_N] for b in (self._unit_bytes_T, self._shard_bytes_T)
+        )
+        place: dict[int, Ints] = {0: np.zeros(len(lines), dtype=np.int64)}
+        best: dict[int, Floats] = {0: np.zeros(len(lines))}
+        last: dict[int, Ints] = {}
+        for before, k, after in steps:
+            start, end = place[before], place[before] + units_NK[:, k]
+            moved = moved_NKU[lines, k, end] - moved_NKU[lines, k, start]
+            parts = cut_NKU[lines, k, end - 1] - cut_NKU[lines, k, start]
+            parts += away_NKU[lines, k, start]
+            cost = best[before] + unit_bytes * moved + shard_bytes * parts
+            if self._all_leave:
+                cost[moved < end - start] = np.inf
+            known = best.get(after)
+            better = cost < known if known is not None else np.ones_like(cost, bool)
+            place[after] = end
+            best[after] = cost if known is None else np.minimum(known, cost)
+            last[after] = np.where(better, k, last.get(after, 0))
+        order: list[int] = []
+        left = (1 << num) - 1
+        while left:
+            k = int(last[left][0])
+            order.insert(0, int(rank_NK[0, k]))
+            left ^= 1 << k
+        return best[(1 << num) - 1], order
+
+    def _as_at_work(self, table: int, ranks: Sequence[int]) -> list[int]:
+        """Put ranks in the order that they hold the table's columns in at work."""
+        own = dict.fromkeys(rank for *_, rank in self._at_work[table])
+        new = [rank for rank in ranks if rank not in own]
+        order = list[int]()
+        for rank in own:
+            if rank in ranks:
+                order.append(rank)
+            elif new:
+                order.append(new.pop(0))
+        return order + new
