@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-from torchrec.distributed.planner import ParameterConstraints
+import math
 
-from tests.builders import bag_sharders, make_ebc, make_planner, shards_of
+import pytest
+from torchrec.distributed.planner import ParameterConstraints, Topology
+
+from tests.builders import (
+    bag_sharders,
+    make_ebc,
+    make_planner,
+    shards_of,
+    stock_planner,
+)
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import PlanFileError
 
 
 def test_the_report_shows_the_plan_that_is_returned() -> None:
@@ -50,3 +59,27 @@ def test_tables_in_rows_are_told_apart() -> None:
 def test_without_a_plan_there_is_nothing_to_report() -> None:
     with pytest.raises(ConfigError, match=r"call plan\(\) or collective_plan\(\)"):
         make_planner(2).report()
+
+
+def test_any_plan_is_evaluated_as_planned() -> None:
+    """The planner's own plan costs what it said; TorchRec's, what it is rated."""
+    ebc = make_ebc([(4000, 32), (3000, 64), (50, 16)])
+    planner = make_planner(2, "cuda")
+    plan = planner.plan(ebc, bag_sharders())
+    planned = planner.report()
+    found = planner.evaluate(plan, ebc, bag_sharders())
+    assert found.critical_path_ms == pytest.approx(planned.critical_path_ms)
+    assert [r.costs for r in found.ranks] == [r.costs for r in planned.ranks]
+    assert (found.lower_bound_ms, found.gap) == (0.0, math.inf)
+    # What the planner said of its own plan is not forgotten by that.
+    assert planner.report() == planned
+    topology = Topology(world_size=2, compute_device="cuda")
+    stock = stock_planner(topology).plan(ebc, bag_sharders())
+    assert planner.evaluate(stock, ebc).critical_path_ms >= planned.critical_path_ms
+
+
+def test_plans_of_other_models_are_not_evaluated() -> None:
+    planner = make_planner(2)
+    plan = planner.plan(make_ebc([(100, 16)] * 2), bag_sharders())
+    with pytest.raises(PlanFileError, match="table 't1' of module '' is in the plan"):
+        planner.evaluate(plan, make_ebc([(100, 16)]), bag_sharders())

@@ -6,6 +6,7 @@ Beside it only `phase_timer` imports torchrec.
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.given_plans import PlanFileError
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.plan_conversion import (
@@ -14,7 +15,6 @@ from torchrec_neuroshard.planner.plan_conversion import (
 )
 from torchrec_neuroshard.planner.plan_files import (
     NeuroShardPlanLoader,
-    PlanFileError,
     PlanFingerprint,
     PlanMismatch,
     PlanMismatchError,

@@ -13,7 +13,6 @@ therefore take its stored plan instead of planning again:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib.metadata
 import json
@@ -26,14 +25,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import (
     Enumerator,
     PlanLoader,
-    Shard,
     ShardingOption,
     Topology,
 )
@@ -44,41 +41,39 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
-)
 
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.find_comms import GB_PER_S
+from torchrec_neuroshard.planner.given_plans import (
+    PlanFileError,
+    PlanTable,
+    check_plan,
+    model_tables,
+    plan_entries,
+    tables_of,
+    with_shards,
+)
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     device_tier,
-    table_configs,
 )
 from torchrec_neuroshard.search.base import SearchResult
 
 __all__ = [
     "PLAN_SCHEMA_VERSION",
     "NeuroShardPlanLoader",
-    "PlanFileError",
     "PlanFingerprint",
     "PlanMismatch",
     "PlanMismatchError",
-    "PlanTable",
     "StalePlanWarning",
     "StoredPlan",
-    "check_plan",
     "load_plan",
-    "model_tables",
-    "plan_entries",
     "read_plan",
     "save_plan",
-    "with_shards",
 ]
 
 logger = logging.getLogger(__name__)
@@ -100,8 +95,6 @@ _MOST_NAMED = 3
 _FORMAT = "torchrec_neuroshard.plan"
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
-_TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
-
 _KNOWN_TYPES: Mapping[str, Any] = {
     name: getattr(torchrec_types, name)
     for name in (
@@ -118,10 +111,6 @@ _KNOWN_TYPES: Mapping[str, Any] = {
     if hasattr(torchrec_types, name)
 }
 """Types of settings that a table's sharding may carry."""
-
-
-class PlanFileError(NeuroShardError, ValueError):
-    """A plan cannot be written, or a plan file cannot be used."""
 
 
 class PlanMismatchError(PlanFileError):
@@ -152,26 +141,6 @@ class PlanMismatch:
 
     def __str__(self) -> str:
         return f"{self.field}: expected {self.expected}, found {self.found}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, order=True)
-class PlanTable:
-    """What a plan takes for granted of one table."""
-
-    path: str
-    """Module that the plan names; "" is the model itself."""
-    name: str
-    num_embeddings: int
-    embedding_dim: int
-    data_type: str
-    pooling: str
-    """"sum", "mean", or "none" for sequences."""
-    feature_names: tuple[str, ...]
-
-    @property
-    def full_name(self) -> str:
-        """Path and name, unique in a model."""
-        return f"{self.path}.{self.name}" if self.path else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -599,7 +568,7 @@ class NeuroShardPlanLoader(PlanLoader):
         space: list[ShardingOption] = self._enumerator.last_stored_search_space
         modules = {option.path: option.module[1] for option in space}
         current = self._job.fingerprint(
-            _tables_of(modules.items()), stored.fingerprint.unsharded
+            tables_of(modules.items()), stored.fingerprint.unsharded
         )
         _check_fits(stored.fingerprint, current, self._path, stacklevel=4)
         self._job.check_placement(stored, self._path)
@@ -638,73 +607,6 @@ class NeuroShardPlanLoader(PlanLoader):
             "planner",
             [mismatch],
         )
-
-
-def with_shards(option: ShardingOption, sharding: ParameterSharding) -> ShardingOption:
-    """Return a copy of the option with the shards and ranks of a plan."""
-    new = copy.copy(option)
-    if sharding.sharding_spec is None:  # replicas
-        boxes = [(s.size, s.offset) for s in option.shards]
-    else:
-        boxes = [
-            (m.shard_sizes, m.shard_offsets) for m in sharding.sharding_spec.shards
-        ]
-    new.shards = [
-        Shard(size=list(size), offset=list(offset), rank=rank)
-        for (size, offset), rank in zip(boxes, sharding.ranks, strict=True)
-    ]
-    return new
-
-
-def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterSharding]]:
-    """Return path, table and sharding of everything in a plan."""
-    for path, module_plan in plan.plan.items():
-        for name, sharding in module_plan.items():
-            yield path, name, sharding
-
-
-def _tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]:
-    """Tables in modules, under the paths given."""
-    found = {
-        PlanTable(
-            path=path,
-            name=config.name,
-            num_embeddings=int(config.num_embeddings),
-            embedding_dim=int(config.embedding_dim),
-            data_type=str(config.data_type.value).lower(),
-            pooling=str(
-                config.pooling.value.lower() if hasattr(config, "pooling") else "none"
-            ),
-            feature_names=tuple(config.feature_names or ()),
-        )
-        for path, module in modules
-        for config in table_configs(module)
-    }
-    return tuple(sorted(found))
-
-
-def model_tables(
-    paths: Iterable[str], model: nn.Module
-) -> tuple[tuple[PlanTable, ...], tuple[str, ...]]:
-    """Find the tables in the modules that a plan names, and those outside.
-
-    Args:
-        paths: Modules of the plan.
-        model: The model, not yet in `DistributedModelParallel`.
-
-    Returns:
-        The tables inside, sorted, and the full names of those outside.
-    """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    inside = {path: modules[path] for path in paths if path in modules}
-    outside = {
-        f"{path}.{config.name}" if path else config.name
-        for path, module in modules.items()
-        if isinstance(module, _TABLE_MODULES)
-        and not any(not p or path == p or path.startswith(f"{p}.") for p in inside)
-        for config in table_configs(module)
-    }
-    return _tables_of(inside.items()), tuple(sorted(outside))
 
 
 def _versions() -> dict[str, str]:
@@ -825,66 +727,6 @@ def _show(value: Any) -> str:
 
 def _damaged(path: str | Path, reason: str) -> str:
     return f"plan file '{path}' is damaged: {reason}. Restore it, or plan anew"
-
-
-def check_plan(
-    plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
-) -> None:
-    """Check that a plan holds these tables, each row and column of them once.
-
-    Raises:
-        PlanFileError: It does not, or a rank is not there.
-    """
-    by_name = {(t.path, t.name): t for t in tables}
-    planned = {(path, name) for path, name, _ in plan_entries(plan)}
-    for path, name in sorted(planned ^ by_name.keys()):
-        where = "plan" if (path, name) in planned else "model"
-        raise PlanFileError(
-            f"table '{name}' of module '{path}' is in the {where} alone; a plan goes "
-            "with the model that it was made for, as it was before "
-            "DistributedModelParallel took it"
-        )
-    for path, name, sharding in plan_entries(plan):
-        _check_sharding(by_name[path, name], sharding, world_size)
-
-
-def _check_sharding(
-    table: PlanTable, sharding: ParameterSharding, world_size: int
-) -> None:
-    where = f"table '{table.full_name}'"
-    wrong = [r for r in sharding.ranks or () if not 0 <= r < world_size]
-    if wrong:
-        raise PlanFileError(f"{where}: rank {wrong[0]} is not in 0 to {world_size - 1}")
-    if sharding.sharding_spec is None:
-        return
-    places = [m.placement.rank() for m in sharding.sharding_spec.shards if m.placement]
-    if len(places) == len(sharding.ranks) and places != sharding.ranks:
-        raise PlanFileError(
-            f"{where}: its shards are placed on ranks {places}, but belong to "
-            f"{sharding.ranks}"
-        )
-    boxes = [
-        (
-            *m.shard_offsets,
-            *(o + s for o, s in zip(m.shard_offsets, m.shard_sizes, strict=True)),
-        )
-        for m in sharding.sharding_spec.shards
-    ]
-    rows = sorted({0, table.num_embeddings, *(b[i] for b in boxes for i in (0, 2))})
-    columns = sorted({0, table.embedding_dim, *(b[i] for b in boxes for i in (1, 3))})
-    held = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int64)
-    for top, left, bottom, right in boxes:
-        held[
-            rows.index(top) : rows.index(bottom),
-            columns.index(left) : columns.index(right),
-        ] += 1
-    inside = (0, 0, table.num_embeddings, table.embedding_dim)
-    outside = (rows[0], columns[0], rows[-1], columns[-1]) != inside
-    if outside or (held != 1).any():
-        raise PlanFileError(
-            f"{where}: its shards do not hold each of {table.num_embeddings} rows and "
-            f"{table.embedding_dim} columns exactly once"
-        )
 
 
 def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from torchrec_neuroshard.planner.constraints import (
 )
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
 )
@@ -440,6 +441,37 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             raise ConfigError(
                 "there is no plan to report on; call plan() or collective_plan() first"
             )
+        return self._explain(known)
+
+    def evaluate(
+        self,
+        plan: ShardingPlan,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]] | None = None,
+    ) -> PlanReport:
+        """Say what any plan of a model costs, whoever made it.
+
+        Nothing is searched: how short a path could be is not known.
+
+        Args:
+            plan: The plan.
+            module: The model, before `DistributedModelParallel` took it.
+            sharders: None: TorchRec's defaults.
+
+        Returns:
+            What `report` returns of the planner's own plans.
+
+        Raises:
+            PlanFileError: The plan is not one of this model on these ranks.
+            ProfileError: A profile is of a feature that no table reads.
+            ConfigError: The cost model predicts something that is not a time.
+        """
+        check_profiles(module, self._profiles)
+        given = sharders or get_default_sharders()
+        options = PlanOptions(module, given, self._enumerator, self.costs).of(plan)
+        return self._explain(describe_plan(options, self.costs, (), None, self._notes))
+
+    def _explain(self, known: KnownPlan) -> PlanReport:
         simulator = None if known.task is None else self.costs.simulator(known.task)
         return explain(known.result, simulator, known.others)
 

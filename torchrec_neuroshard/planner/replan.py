@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import Topology
 from torchrec.distributed.sharding_plan import get_default_sharders, placement
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -43,12 +43,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
 from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.plan_files import (
-    check_plan,
-    model_tables,
-    plan_entries,
-    with_shards,
-)
+from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
 from torchrec_neuroshard.planner.ways import SearchSpace
@@ -215,16 +210,11 @@ class _Job:
         self.topology = planner.topology
         self._plan = plan
         self._planner = planner
-        tables, _ = model_tables(plan.plan, model)
-        check_plan(plan, tables, self.topology.world_size)
         check_profiles(model, planner.profiles)
-        self.costs.reader.note_sharders(sharders)
         reserved = planner.reserve(model, sharders)
-        self._space: dict[tuple[str, str], list[ShardingOption]] = {}
-        for option in planner.enumerator.enumerate(model, sharders):
-            self._space.setdefault((option.path, option.name), []).append(option)
+        self._options = PlanOptions(model, sharders, planner.enumerator, self.costs)
         is_searched = self.costs.reader.is_searched
-        options = self._options(plan)
+        options = self._options.of(plan)
         self.options = [o for o in options if is_searched(o)]
         self._fixed = [o for o in options if not is_searched(o)]
         self.state: dict[int, Shards] = {
@@ -298,23 +288,6 @@ class _Job:
             max_candidates=config.max_candidates,
         )
 
-    def _options(self, plan: ShardingPlan) -> list[ShardingOption]:
-        """Return TorchRec's options with the plan's shards, costed."""
-        options = []
-        for path, name, sharding in plan_entries(plan):
-            wanted = sharding.sharding_type, sharding.compute_kernel
-            offered = self._space[path, name]
-            same = [o for o in offered if (o.sharding_type, o.compute_kernel) == wanted]
-            option = with_shards((same or offered)[0], sharding)
-            # What the constraints no longer allow may still be at work.
-            option.sharding_type, option.compute_kernel = wanted
-            options.append(option)
-        self._planner.enumerator.populate_estimates(options)
-        self.costs.share_launches(
-            [o for o in options if not self.costs.reader.is_described(o)]
-        )
-        return options
-
     def placement(self) -> Placement:
         """The shards at work."""
         shards = [
@@ -324,7 +297,7 @@ class _Job:
 
     def predict(self, plan: ShardingPlan) -> PredictedCosts:
         """Cost of one iteration under a plan."""
-        return self.costs.evaluate(self.costs.lower(self._options(plan)))
+        return self.costs.evaluate(self.costs.lower(self._options.of(plan)))
 
     def is_shorter(self, changed: Mapping[int, Shards]) -> bool:
         """Whether these changes make the iteration shorter."""

@@ -1,0 +1,232 @@
+"""Plans that somebody made: what they hold, whether they are whole, what they cost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torchrec.distributed.planner.types import Enumerator, Shard, ShardingOption
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
+
+from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.table_reader import table_configs
+
+__all__ = [
+    "PlanFileError",
+    "PlanOptions",
+    "PlanTable",
+    "check_plan",
+    "model_tables",
+    "plan_entries",
+    "tables_of",
+    "with_shards",
+]
+
+_TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
+
+
+class PlanFileError(NeuroShardError, ValueError):
+    """A plan cannot be written, or a plan file cannot be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class PlanTable:
+    """What a plan takes for granted of one table."""
+
+    path: str
+    """Module that the plan names; "" is the model itself."""
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    data_type: str
+    pooling: str
+    """"sum", "mean", or "none" for sequences."""
+    feature_names: tuple[str, ...]
+
+    @property
+    def full_name(self) -> str:
+        """Path and name, unique in a model."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+class PlanOptions:
+    """Plans of one model as TorchRec's options, with shards, ranks and costs.
+
+    Args:
+        module: The model, before `DistributedModelParallel` took it.
+        sharders: Of its embedding modules.
+        enumerator: Lists its options.
+        costs: What plans cost.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]],
+        enumerator: Enumerator,
+        costs: PlanCosts,
+    ) -> None:
+        self._module, self._costs, self._enumerator = module, costs, enumerator
+        costs.reader.note_sharders(sharders)
+        self._offered: dict[tuple[str, str], list[ShardingOption]] = {}
+        for option in enumerator.enumerate(module, list(sharders)):
+            self._offered.setdefault((option.path, option.name), []).append(option)
+
+    def of(self, plan: ShardingPlan) -> list[ShardingOption]:
+        """Return a plan's options, one for each of its tables, in its order.
+
+        Raises:
+            PlanFileError: The plan is not one of this model, or not whole.
+        """
+        tables, _ = model_tables(plan.plan, self._module)
+        check_plan(plan, tables, int(self._costs.topology.world_size))
+        options = []
+        for path, name, sharding in plan_entries(plan):
+            wanted = sharding.sharding_type, sharding.compute_kernel
+            offered = self._offered[path, name]
+            same = [o for o in offered if (o.sharding_type, o.compute_kernel) == wanted]
+            option = with_shards((same or offered)[0], sharding)
+            # What the constraints do not allow may still be at work.
+            option.sharding_type, option.compute_kernel = wanted
+            options.append(option)
+        self._enumerator.populate_estimates(options)
+        self._costs.share_launches(
+            [o for o in options if not self._costs.reader.is_described(o)]
+        )
+        return options
+
+
+def with_shards(option: ShardingOption, sharding: ParameterSharding) -> ShardingOption:
+    """Return a copy of the option with the shards and ranks of a plan."""
+    new = copy.copy(option)
+    if sharding.sharding_spec is None:  # replicas
+        boxes = [(s.size, s.offset) for s in option.shards]
+    else:
+        boxes = [
+            (m.shard_sizes, m.shard_offsets) for m in sharding.sharding_spec.shards
+        ]
+    new.shards = [
+        Shard(size=list(size), offset=list(offset), rank=rank)
+        for (size, offset), rank in zip(boxes, sharding.ranks, strict=True)
+    ]
+    return new
+
+
+def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterSharding]]:
+    """Return path, table and sharding of everything in a plan."""
+    for path, module_plan in plan.plan.items():
+        for name, sharding in module_plan.items():
+            yield path, name, sharding
+
+
+def tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]:
+    """Tables in modules, under the paths given."""
+    found = {
+        PlanTable(
+            path=path,
+            name=config.name,
+            num_embeddings=int(config.num_embeddings),
+            embedding_dim=int(config.embedding_dim),
+            data_type=str(config.data_type.value).lower(),
+            pooling=str(
+                config.pooling.value.lower() if hasattr(config, "pooling") else "none"
+            ),
+            feature_names=tuple(config.feature_names or ()),
+        )
+        for path, module in modules
+        for config in table_configs(module)
+    }
+    return tuple(sorted(found))
+
+
+def model_tables(
+    paths: Iterable[str], model: nn.Module
+) -> tuple[tuple[PlanTable, ...], tuple[str, ...]]:
+    """Find the tables in the modules that a plan names, and those outside.
+
+    Args:
+        paths: Modules of the plan.
+        model: The model, not yet in `DistributedModelParallel`.
+
+    Returns:
+        The tables inside, sorted, and the full names of those outside.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    inside = {path: modules[path] for path in paths if path in modules}
+    outside = {
+        f"{path}.{config.name}" if path else config.name
+        for path, module in modules.items()
+        if isinstance(module, _TABLE_MODULES)
+        and not any(not p or path == p or path.startswith(f"{p}.") for p in inside)
+        for config in table_configs(module)
+    }
+    return tables_of(inside.items()), tuple(sorted(outside))
+
+
+def check_plan(
+    plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
+) -> None:
+    """Check that a plan holds these tables, each row and column of them once.
+
+    Raises:
+        PlanFileError: It does not, or a rank is not there.
+    """
+    by_name = {(t.path, t.name): t for t in tables}
+    planned = {(path, name) for path, name, _ in plan_entries(plan)}
+    for path, name in sorted(planned ^ by_name.keys()):
+        where = "plan" if (path, name) in planned else "model"
+        raise PlanFileError(
+            f"table '{name}' of module '{path}' is in the {where} alone; a plan goes "
+            "with the model that it was made for, as it was before "
+            "DistributedModelParallel took it"
+        )
+    for path, name, sharding in plan_entries(plan):
+        _check_sharding(by_name[path, name], sharding, world_size)
+
+
+def _check_sharding(
+    table: PlanTable, sharding: ParameterSharding, world_size: int
+) -> None:
+    where = f"table '{table.full_name}'"
+    wrong = [r for r in sharding.ranks or () if not 0 <= r < world_size]
+    if wrong:
+        raise PlanFileError(f"{where}: rank {wrong[0]} is not in 0 to {world_size - 1}")
+    if sharding.sharding_spec is None:
+        return
+    places = [m.placement.rank() for m in sharding.sharding_spec.shards if m.placement]
+    if len(places) == len(sharding.ranks) and places != sharding.ranks:
+        raise PlanFileError(
+            f"{where}: its shards are placed on ranks {places}, but belong to "
+            f"{sharding.ranks}"
+        )
+    boxes = [
+        (
+            *m.shard_offsets,
+            *(o + s for o, s in zip(m.shard_offsets, m.shard_sizes, strict=True)),
+        )
+        for m in sharding.sharding_spec.shards
+    ]
+    rows = sorted({0, table.num_embeddings, *(b[i] for b in boxes for i in (0, 2))})
+    columns = sorted({0, table.embedding_dim, *(b[i] for b in boxes for i in (1, 3))})
+    held = np.zeros((len(rows) - 1, len(columns) - 1), dtype=np.int64)
+    for top, left, bottom, right in boxes:
+        held[
+            rows.index(top) : rows.index(bottom),
+            columns.index(left) : columns.index(right),
+        ] += 1
+    inside = (0, 0, table.num_embeddings, table.embedding_dim)
+    outside = (rows[0], columns[0], rows[-1], columns[-1]) != inside
+    if outside or (held != 1).any():
+        raise PlanFileError(
+            f"{where}: its shards do not hold each of {table.num_embeddings} rows and "
+            f"{table.embedding_dim} columns exactly once"
+        )
