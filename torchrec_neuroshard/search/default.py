@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -213,8 +214,6 @@ class NeuroShardSearcher(Searcher):
     ) -> float:
         """Bound the task with each table for itself."""
         task, each = bank.simulator.task, bank
-        if task.has_choices:
-            return 0.0
         if task.together:
             each = ShardBank(bank.simulator)
             plans = [follow(task, p.copy()) for p in plans]
@@ -247,7 +246,7 @@ def finish_result(
     placement.check(task)
     predicted = bank.simulator.evaluate(placement)
     bound = min(bound_ms, predicted.critical_path_ms)
-    gap = predicted.critical_path_ms / bound - 1 if bound > 0 else 0.0
+    gap = predicted.critical_path_ms / bound - 1 if bound > 0 else math.inf
     return SearchResult(
         placement=placement,
         predicted=predicted,
