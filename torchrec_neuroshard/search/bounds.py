@@ -22,9 +22,10 @@ over a pool of sets, search for sets that its prices value too high, add them, a
 - `C(S)` is forward plus backward compute plus the collectives that the set forces:
   those of a rank with so many columns and ids beside others that share the rest
   equally. Of node-wise tables on other nodes nothing is known.
-- Forward and backward each wait for their own slowest rank. Where the former takes
-  between `low` and `high`, no set takes longer than `high`, and `low` beside its
-  backward even if it is quicker. Bounds of all such intervals hold together.
+- Cases of which one has to hold are bound for themselves, the lowest first. A table
+  is in a way of one stage or another. Forward and backward each wait for their own
+  slowest rank: where the former takes between `low` and `high`, no set takes longer,
+  and each takes `low` beside its backward even if it is quicker.
 - Sets that cost more than the best plan known, or need more memory than any rank has,
   are left out: no better plan holds them. More sharply, for any limit, a plan either
   has a rank above it or is bound by the sets below it. Then a table whose shards cost
@@ -90,9 +91,9 @@ NUM_STARTS = 16
 MANY_TABLES = 300
 START_SPLIT_SHARE = 0.1
 """Share of the tables that are split in the random placements."""
-NUM_ROUNDS, NUM_CASE_ROUNDS = 4, 2
-"""Rounds of linear program and search: at first, and of each direction alone and of
-each interval of the forward."""
+NUM_ROUNDS, NUM_PHASE_ROUNDS, NUM_CASE_ROUNDS = 4, 6, 2
+"""Rounds of linear program and search: at first, of each direction alone, and of each
+case."""
 MAX_CHECKS = 3
 """Times that rounds go on after a longer search found cheaper sets."""
 MAX_CASES = 24
@@ -107,9 +108,11 @@ POOL_BASE, POOL_PER_PRICE = 300, 4
 """Sets that a linear program sees: those that the prices value highest."""
 MIN_GAP = 1e-3
 """The bound is good enough when it is so near the best plan."""
-NUM_LANES, NUM_CANDIDATES = 24, 8
+NUM_LANES, NUM_CANDIDATES = 24, 16
 """Sets that a search improves at a time, and changes of each that a step tries."""
-NUM_STEPS, NUM_FINAL_STEPS = 12, 40
+NUM_FRESH, FRESH_NOISE = 6, 0.3
+"""How many of these sets are new ones, and how much chance has a say in them."""
+NUM_STEPS, NUM_FINAL_STEPS = 10, 40
 """Steps of a round's search, and of the one at the end."""
 SPARE_PLACES = 12
 """Shards that a set may hold more than the largest set at the start of a search."""
@@ -130,6 +133,8 @@ MAX_LIMITS = 24
 CHUNK = 2_000_000
 """Ranks of sets whose collectives are predicted at a time."""
 TOLERANCE = 1e-9
+ROUNDING = 1e-7
+"""How much lower nets, of single precision, may be for sums in another order."""
 
 _SWAP, _DROP, _ADD, _WIDTH = range(4)
 _WHOLE, _SHARD, _COLUMNS, _SPREAD = range(4)
@@ -162,14 +167,15 @@ def lower_bound(
     joined = joined_sets({int(bank.stages_T[w]) for w in ways} for ways in task.ways)
     parts = [_Part(bank, stages, frozenset()) for stages in joined]
     known = [part.least_ms for part in parts]
-    # Parts that leave nothing to choose first; then all at a glance, for better cutoffs.
+    # What leaves nothing to choose first; all at a glance at first, for better cutoffs.
     order = sorted(range(len(parts)), key=lambda i: len(parts[i].tables) > 0)
     for number in (0, rounds) if rounds and len(parts) > 1 else (rounds,):
         for i in order:
             cutoff = critical_ms - (sum(known) - known[i])
             found = _part_bound(parts[i], placed, cutoff, seed, deadline, number)
             known[i] = max(known[i], found)
-    return min(critical_ms, sum(known))
+    bound = sum(known)
+    return critical_ms if bound >= critical_ms else bound * (1 - ROUNDING)
 
 
 def _part_bound(
@@ -363,9 +369,7 @@ class _Part:
         self._bytes = float(size.sum())
         stage = np.searchsorted(self.stages, bank.stages_T[self.fixed])
         self._loads_S3 = sum_by(stage, bank.loads_of(rows), len(self.stages))
-        self._total_S3 = sum_by(
-            stage, self._total_loads(self.fixed), len(self.stages)
-        )
+        self._total_S3 = sum_by(stage, self._total_loads(self.fixed), len(self.stages))
 
     def _total_loads(self, table_N: Ints) -> Floats:
         """Loads of whole tables on all ranks together, `N x 3`."""
@@ -553,7 +557,9 @@ class _Part:
         if math.prod(len(o) for o in options) > MAX_ENUMERATED:
             return None
         grid = np.meshgrid(*(np.arange(len(o)) for o in options), indexing="ij")
-        picks = [np.array(o)[axis.reshape(-1)] for o, axis in zip(options, grid)]
+        picks = [
+            np.array(o)[axis.reshape(-1)] for o, axis in zip(options, grid, strict=True)
+        ]
         shards = np.stack(picks, axis=1)[1:]
         return _Sets(shards[..., 0].copy(), shards[..., 1].copy())
 
@@ -620,10 +626,10 @@ class _Prices:
         self.holds_all = everything is not None
         if everything is None and isinstance(placed, _Prices):
             self.pool = _Sets.join([self._inherited(placed), part.singles()])
-        elif everything is None:
+        elif everything is None and not isinstance(placed, _Prices):
             parts = [part.place(w) for w in placed]
             self.pool = _Sets.join([*parts, *self._random_sets(), part.singles()])
-        else:
+        elif everything is not None:
             self.pool = everything
         self.costs_L3 = part.costs(part.totals(self.pool))
         usable = np.isfinite(self.costs_L3[:, 0])
@@ -650,6 +656,8 @@ class _Prices:
         slope_T2 = (whole_T2 - narrow_T2) / wide
         offset_T2 = np.clip(narrow_T2 - slope_T2 * COLUMN_MULTIPLE, 0.0, whole_T2)
         offset_T2[part.block_T > 1] = 0.0
+        self.cost_T2: Floats = whole_T2
+        """What the whole of each costs on all its ranks together."""
         total_T = whole_T2.sum(axis=1)
         if part.has_choices:
             total_T = total_T + _comms_guess(part)
@@ -768,7 +776,7 @@ class _Prices:
         """Sets of a pool without the ways left out here; fixed tables are in all."""
         part, pool = self.part, other.pool
         way_LM = np.where(pool.table_LM >= 0, other.part.tables[pool.table_LM], -1)
-        legal = ~np.isin(way_LM, list(part.banned)).any(axis=1)
+        legal: Bools = ~np.any(np.isin(way_LM, list(part.banned)), axis=1)
         line, place = np.nonzero(legal[:, None] & np.isin(way_LM, part.tables))
         table = np.searchsorted(part.tables, way_LM[line, place])
         return _gather(line, table, pool.width_LM[line, place])
@@ -827,8 +835,10 @@ class _Prices:
         noise = rng.random(len(part.tables))
         # The other ways are tried of ever more tables.
         noise -= 2.0 * (self.best_T == np.arange(len(noise)))
-        noise += 4.0 * (rng.random(part.num_own) < chance)[part.own_T] * (
-            self.best_T == np.arange(len(noise))
+        noise += (
+            4.0
+            * (rng.random(part.num_own) < chance)[part.own_T]
+            * (self.best_T == np.arange(len(noise)))
         )
         order = np.lexsort((noise, part.own_T))
         return order[first]
@@ -953,8 +963,10 @@ class _Case:
         if math.isinf(view.high_ms):
             least = [part.least_ms]
             for weights in ((0.0, 1.0, 0.0), (1.0, 0.0, 0.0)):
-                case = _Case(prices, _View(weights=weights), self.cutoff_ms - sum(least))
-                least.append(case.bound(NUM_CASE_ROUNDS, deadline))
+                case = _Case(
+                    prices, _View(weights=weights), self.cutoff_ms - sum(least)
+                )
+                least.append(case.bound(NUM_PHASE_ROUNDS, deadline))
             comms_ms, backward_ms, low = least
             high = self.cutoff_ms - backward_ms - comms_ms
             self.best_ms = max(self.best_ms, low + backward_ms + comms_ms)
@@ -1047,7 +1059,9 @@ class _Case:
             range(len(levels)), True, key=lambda n: limit(n) is not None
         )
         self.floor_ms = levels[first - 1] if first else 0.0
-        use = np.unique(np.linspace(first, len(levels) - 1, MAX_LIMITS).astype(np.int64))
+        use = np.unique(
+            np.linspace(first, len(levels) - 1, MAX_LIMITS).astype(np.int64)
+        )
         found = [limit(n) for n in use.tolist() if n < len(levels)]
         return [n for n in found if n is not None]
 
@@ -1204,7 +1218,7 @@ class _Case:
         )
         # What each table with prices of its own counts as: no more than any way.
         places = num_light + 4 * np.arange(num_heavy)
-        rules, most = [], []
+        rules = []
         for index, factors in (
             (np.flatnonzero(limit.whole_H), {_WHOLE: np.ones(num_heavy)}),
             (
@@ -1220,7 +1234,7 @@ class _Case:
             rules.append(rule)
         sets = np.pad(prices.load_LV[use], ((0, 0), (0, num_heavy)))
         rules_AV = np.concatenate([sets, *rules])
-        most = np.concatenate([most_L[use], np.zeros(len(rules_AV) - len(use))])
+        most_A = np.concatenate([most_L[use], np.zeros(len(rules_AV) - len(use))])
         gain_V = np.zeros(prices.num_prices + num_heavy)
         gain_V[:num_light] = -limit.light_V
         gain_V[prices.num_prices :] = -1.0
@@ -1228,7 +1242,7 @@ class _Case:
         ends[: prices.num_prices, 0] = np.maximum(price_V - step, 0.0) / scale
         ends[: prices.num_prices, 1] = price_V + step
         solved = optimize.linprog(
-            gain_V, A_ub=rules_AV, b_ub=most, bounds=ends, method="highs-ds"
+            gain_V, A_ub=rules_AV, b_ub=most_A, bounds=ends, method="highs-ds"
         )
         if solved.x is None:
             raise AssertionError(f"prices within limits exist: {solved.message}")
@@ -1248,11 +1262,35 @@ class _Case:
         price_V = price_V * (prices.num_ranks / limit.total(price_V))
         worth_L = prices.load_LV[index] @ price_V
         score = _score(worth_L, self.cost_L[index], target_ms)
-        start = index[np.argsort(-score, kind="stable")[:NUM_LANES]]
-        descent = _Descent(self, price_V, target_ms, limit.ms, prices.pool.pick(start))
+        start = index[np.argsort(-score, kind="stable")[: NUM_LANES - NUM_FRESH]]
+        sets = _Sets.join([prices.pool.pick(start), self._fresh(price_V)])
+        descent = _Descent(self, price_V, target_ms, limit.ms, sets)
         prices.add(descent.run(steps))
         new = self.view.cost(prices.costs_L3[len(self.cost_L) :])
         self.cost_L = np.concatenate([self.cost_L, new])
+
+    def _fresh(self, price_V: Floats) -> _Sets:
+        """Sets of tables that are worth much beside their cost, more or less."""
+        prices, part = self.prices, self.prices.part
+        worth_T = prices.affine(price_V)[2]
+        cost_T = prices.cost_T2 @ np.array(self.view.weights[:2]) / part.block_T
+        noise = prices.rng.normal(0.0, FRESH_NOISE, (NUM_FRESH, len(worth_T)))
+        value_LT = np.log(np.maximum(worth_T, 1e-12) / cost_T) + noise
+        # One way of a table: the first of them in this order.
+        order_LT = np.argsort(-value_LT, axis=1, kind="stable")
+        line = np.arange(NUM_FRESH)[:, None]
+        own_LT = part.own_T[order_LT]
+        by_own = np.lexsort(
+            (np.broadcast_to(np.arange(len(worth_T)), own_LT.shape), own_LT)
+        )
+        again = np.zeros(own_LT.shape, dtype=bool)
+        sorted_own = own_LT[line, by_own]
+        again[line, by_own] = np.diff(sorted_own, axis=1, prepend=-1) == 0
+        gain_LT = np.where(again, 0.0, worth_T[order_LT])
+        before_LT = np.cumsum(gain_LT, axis=1) - gain_LT
+        lane, place = np.nonzero((before_LT < 1.0) & ~again)
+        table = order_LT[lane, place]
+        return _gather(lane, table, part.dims_T[table])
 
 
 def _score(worth_N: Floats, cost_N: Floats, target_ms: float) -> Floats:

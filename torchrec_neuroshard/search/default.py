@@ -27,7 +27,7 @@ from torchrec_neuroshard.simulator import Simulator, placed_arrays
 __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
 BOUND_SHARE = 0.2
-"""Share of the time budget that is left for the bound."""
+"""Share of the time budget that is left for the bound, and the most it takes."""
 MAX_CHOICES = 4
 """Choices of ways that are placed, of those found on balanced ranks."""
 CHOICE_ROUNDS = 2
@@ -214,6 +214,8 @@ class NeuroShardSearcher(Searcher):
     ) -> float:
         """Bound the task with each table for itself."""
         task, each = bank.simulator.task, bank
+        share = BOUND_SHARE * self.config.time_budget_seconds
+        deadline = min(deadline, time.monotonic() + share)
         if task.together:
             each = ShardBank(bank.simulator)
             plans = [follow(task, p.copy()) for p in plans]
