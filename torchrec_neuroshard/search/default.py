@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -37,7 +38,7 @@ from torchrec_neuroshard.simulator import Simulator, placed_arrays
 __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
 BOUND_SHARE = 0.2
-"""Share of the time budget that is left for the bound."""
+"""Share of the time budget that is left for the bound, and the most it takes."""
 MAX_CHOICES = 4
 """Choices of ways that are placed, of those found on balanced ranks."""
 MAX_TRIED_CHOICES = 3000
@@ -243,8 +244,8 @@ class NeuroShardSearcher(Searcher):
     ) -> float:
         """Bound the task with each table for itself."""
         task, each = bank.simulator.task, bank
-        if task.has_choices:
-            return 0.0
+        share = BOUND_SHARE * self.config.time_budget_seconds
+        deadline = min(deadline, time.monotonic() + share)
         if task.together:
             each = ShardBank(bank.simulator)
             plans = [follow(task, p.copy()) for p in plans]
@@ -277,7 +278,7 @@ def finish_result(
     placement.check(task)
     predicted = bank.simulator.evaluate(placement)
     bound = min(bound_ms, predicted.critical_path_ms)
-    gap = predicted.critical_path_ms / bound - 1 if bound > 0 else 0.0
+    gap = predicted.critical_path_ms / bound - 1 if bound > 0 else math.inf
     return SearchResult(
         placement=placement,
         predicted=predicted,
