@@ -152,7 +152,8 @@ class NeuroShardSearcher(Searcher):
             best, _ = refine(bank, plans, config, refining, watch, choices)
         best_ms = Plan(bank, best).critical_ms
         watch.report("bounding", best_ms=best_ms)
-        return best, self._bound(bank, [best, *plans], best_ms, deadline)
+        bounding = time.monotonic() + BOUND_SHARE * config.time_budget_seconds
+        return best, self._bound(bank, [best, *plans], best_ms, min(deadline, bounding))
 
     @staticmethod
     def _split(

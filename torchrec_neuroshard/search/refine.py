@@ -52,8 +52,9 @@ BASE_STEPS, STEPS_PER_TABLE, SMALL_TASK_STEPS = 50, 1.25, 8000.0
 """Steps of all descents together, at effort 1: see `refine`."""
 NUM_RESPLIT = 4
 """Tables of a critical rank, the costliest first, that are split anew."""
-NUM_RETYPED = 6
-"""Tables of a critical rank, the costliest first, that are sharded in another way."""
+NUM_RETYPED, MAX_RETYPED = 6, 48
+"""Tables of a critical rank, the costliest first, that are sharded in another way; and
+tables of all ranks, before a plan is disturbed and at the end."""
 NUM_SWITCHED, MAX_SWITCHED, SMALL_TASK_SWITCHES = 3, 24, 120
 """Choices of ways near the one at hand that are tried as a whole; more of few tables.
 """
@@ -71,8 +72,11 @@ KICK_NOISE = 1.0
 """Random load on each rank, relative to the mean, while a disturbance places tables."""
 KICK_HOT = 0.5
 """Share of the disturbances that split a costly table of a critical rank anew."""
-KICK_WAYS, KICK_RETYPE = 0.3, 0.5
-"""Share of the disturbances that shard tables in another way, and of their tables."""
+KICK_OTHERS = 0.2
+"""Share of the disturbances of plans in unlike ways that are not of the best one."""
+KICK_WAYS, KICK_RETYPE, KICK_EXCHANGE = 0.5, 0.5, 0.3
+"""Share of the disturbances that shard tables in another way; share of their tables;
+and share of them that exchange the ways of two tables instead."""
 KICK_BACK = 0.5
 """Share of the disturbances within a budget that take changes back."""
 KICK_RESPLIT = 0.4
@@ -915,8 +919,12 @@ def _joint_moves(plan: Plan, budget: MoveBudget) -> list[Mapping[int, Ints]]:
     return layouts
 
 
-def _retype(plan: Plan) -> bool:
+def _retype(plan: Plan, most: int = 0) -> bool:
     """Shard the costliest tables of the critical ranks in another way.
+
+    Args:
+        plan: Changed if that pays.
+        most: So many of all tables are tried, too.
 
     Returns whether that paid; the plan has then changed.
     """
@@ -928,6 +936,11 @@ def _retype(plan: Plan) -> bool:
         held = np.flatnonzero(plan.width_TW[:, rank])
         cost = bank.total_ms(held, plan.width_TW[held, rank])
         tables += held[np.argsort(-cost, kind="stable")[:NUM_RETYPED]].tolist()
+    if most:
+        placed = np.flatnonzero(plan.shards_T > 0)
+        cost = bank.total_ms(placed, plan.width_TW[placed].max(axis=1))
+        cost *= plan.shards_T[placed]
+        tables += placed[np.argsort(-cost, kind="stable")[:most]].tolist()
     found: list[Mapping[int, Ints]] = []
     for table in dict.fromkeys(tables):
         none = np.zeros_like(plan.width_TW[table])
@@ -1014,12 +1027,14 @@ def _ways_in(plan: Plan, table: int, other: int) -> list[Ints]:
     return found
 
 
-def _num_steps(num_tables: int, config: SearchConfig) -> int:
+def _num_steps(num_tables: int, config: SearchConfig, has_choices: bool = False) -> int:
     """Steps of all descents.
 
-    Few tables make a rugged landscape and cheap steps; many tables need many steps.
+    Few tables make a rugged landscape and cheap steps, the more so where they may be
+    sharded in several ways; many tables need many steps.
     """
-    steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + SMALL_TASK_STEPS / num_tables
+    small = SMALL_TASK_STEPS / num_tables * (2 if has_choices else 1)
+    steps = BASE_STEPS + STEPS_PER_TABLE * num_tables + small
     return math.ceil(config.effort * steps)
 
 
@@ -1109,6 +1124,32 @@ def _hot_table(plan: Plan, rng: np.random.Generator) -> int:
     return int(rng.choice(held, p=cost / cost.sum()))
 
 
+def _exchanged(plan: Plan, rng: np.random.Generator) -> dict[int, int]:
+    """Pick two tables that change stages with each other, and their new ways.
+
+    Empty where the table picked first finds no other.
+    """
+    bank = plan.bank
+    placed_T = plan.shards_T > 0
+    first = [t for t in np.flatnonzero(placed_T).tolist() if t in bank.others]
+    if not first:
+        return {}
+    table = first[int(rng.integers(len(first)))]
+    others = bank.others[table]
+    new = others[int(rng.integers(len(others)))]
+    mates = [
+        (mate, way)
+        for mate in np.flatnonzero(placed_T & (bank.stages_T == bank.stages_T[new]))
+        if mate != table
+        for way in bank.others.get(int(mate), ())
+        if bank.stages_T[way] == bank.stages_T[table]
+    ]
+    if not mates:
+        return {}
+    mate, way = mates[int(rng.integers(len(mates)))]
+    return {table: new, int(mate): way}
+
+
 def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     """Take some tables out and put them back elsewhere, split differently or not.
 
@@ -1130,6 +1171,10 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     out = rng.choice(pool, count, replace=False)
     if first >= 0:
         out = np.append(out[out != first], first)
+    retypes = bool(bank.others) and rng.random() < KICK_WAYS
+    forced = _exchanged(plan, rng) if retypes and rng.random() < KICK_EXCHANGE else {}
+    if forced:
+        out, first = np.array(list(forced)), -1
     width_TW = plan.width_TW.copy()
     held, rank = np.nonzero(width_TW[out])
     width = width_TW[out[held], rank]
@@ -1145,10 +1190,11 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     whole = bank.total_ms(out, bank.dims_T[out])
     order = -whole * rng.uniform(0.5, 1.5, len(out))
     order[out == first] = -np.inf
-    retypes = bool(bank.others) and rng.random() < KICK_WAYS
     for table in out[np.argsort(order, kind="stable")].tolist():
         others = bank.others.get(table, ())
-        if others and retypes and rng.random() < KICK_RETYPE:
+        if table in forced:
+            new, k = forced[table], 0
+        elif others and retypes and rng.random() < KICK_RETYPE:
             new = others[int(rng.integers(len(others)))]
             k = 0
         else:
@@ -1257,7 +1303,8 @@ def refine(
         return best, best_ms
     starts = starts[: max(1, MAX_START_TABLES // len(bank.dims_T))]
     num_tables = len(bank.task.ways)
-    effort = _Effort(_num_steps(num_tables, config), deadline, watch)
+    steps = _num_steps(num_tables, config, choices is not None)
+    effort = _Effort(steps, deadline, watch)
     pool = {_ways(base): base}
     for width_TW in starts:
         trial = Plan(bank, width_TW)
@@ -1285,12 +1332,19 @@ def refine(
     # Plans whose tables are sharded in other ways are gone on from side by side.
     bases = sorted(pool.values(), key=lambda p: p.score)[:MAX_BASES]
     bases = [p for p in bases if p.score <= bases[0].score * (1 + FAR_BASE)]
+    for trial in bases if choices is not None else ():
+        while _retype(trial, MAX_RETYPED) and effort.spend():
+            _descend(trial, effort)
+        if trial.critical_ms < best_ms * (1 - MIN_GAIN):
+            best, best_ms = trial.width_TW.copy(), trial.critical_ms
     patience = _patience(num_tables, config) * len(bases)
     rng = np.random.default_rng(config.seed)
     misses = 0
     while misses < patience and effort.spend():
         misses += 1
-        place = int(rng.integers(len(bases))) if len(bases) > 1 else 0
+        place = 0
+        if len(bases) > 1 and rng.random() < KICK_OTHERS:
+            place = int(rng.integers(1, len(bases)))
         kicked = _kick(bases[place], rng)
         if kicked is None:
             continue
@@ -1303,7 +1357,10 @@ def refine(
             bases[place] = kicked
     # What is left to gain on the critical path alone.
     last = Plan(bank, best, spread=0.0)
-    _descend(last, _Effort(NUM_LAST_STEPS, deadline, watch))
+    final = _Effort(NUM_LAST_STEPS, deadline, watch)
+    _descend(last, final)
+    while choices is not None and final.spend() and _retype(last, MAX_RETYPED):
+        _descend(last, final)
     return last.width_TW, last.critical_ms
 
 
