@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -141,6 +142,8 @@ def test_text_and_json_hold_the_figures() -> None:
     text = str(report)
     assert f"critical path {result.predicted.critical_path_ms:.3f} ms" in text
     assert f"lower bound {result.lower_bound_ms:.3f} ms, gap {result.gap:.1%}" in text
+    unknown = dataclasses.replace(report, lower_bound_ms=0.0, gap=math.inf)
+    assert "ms, lower bound unknown\n" in str(unknown)
     assert "7 tables on 3 ranks" in text
     assert "m.r: row_wise, fused" in text
     assert "- one thing" in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -85,16 +84,19 @@ def write_html(
 
 
 def _summary(report: PlanReport) -> Iterator[str]:
-    gap = "how far above that is not known"
-    if math.isfinite(report.gap):
-        gap = f"a gap of at most <b>{report.gap:.1%}</b>"
+    known = "how far above the best possible is unknown"
+    if report.lower_bound_ms > 0:
+        known = (
+            f"no plan can be below {report.lower_bound_ms:.3f} ms by the same costs: "
+            f"a gap of at most <b>{report.gap:.1%}</b>"
+        )
     yield (
         f"<p>{report.num_tables} tables on {len(report.ranks)} ranks, "
         f"{report.num_split} split. Predicted critical path "
-        f"<b>{report.critical_path_ms:.3f} ms</b>; no plan can be below "
-        f"{report.lower_bound_ms:.3f} ms by the same costs: {gap}.</p>"
+        f"<b>{report.critical_path_ms:.3f} ms</b>; {known}.</p>"
     )
-    yield _bound_bar(report.lower_bound_ms, report.critical_path_ms)
+    if report.lower_bound_ms > 0:
+        yield _bound_bar(report.lower_bound_ms, report.critical_path_ms)
     uncertain = (
         f" The ensemble of nets differs by up to {report.uncertainty:.1%} on a rank."
         if report.uncertainty

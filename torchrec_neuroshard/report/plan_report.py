@@ -123,10 +123,10 @@ def _lines(report: PlanReport) -> Iterator[str]:
         f"{report.num_split} split; {report.num_evaluated:,} rank sets evaluated in "
         f"{report.search_seconds:.1f} s"
     )
-    yield (
-        f"critical path {report.critical_path_ms:.3f} ms, lower bound "
-        f"{report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
-    )
+    known = "lower bound unknown"
+    if report.lower_bound_ms > 0:
+        known = f"lower bound {report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
+    yield f"critical path {report.critical_path_ms:.3f} ms, {known}"
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
     if report.fallback is not None:
         yield f"TorchRec's own plan: {report.fallback}"
