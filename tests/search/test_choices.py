@@ -11,8 +11,12 @@ import pytest
 
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import KernelFactors, Placement, ShardingTask
-from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
-from torchrec_neuroshard.search.shards import Ints, placement_from_widths
+from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, bounds
+from torchrec_neuroshard.search.shards import (
+    Ints,
+    ShardBank,
+    placement_from_widths,
+)
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import TableConfig
@@ -117,6 +121,31 @@ def models(seed: int) -> tuple[AnalyticCostModel, AnalyticCommsModel]:
     launch, lookup, byte = 10 ** rng.uniform([-2.5, 0, -1], [-0.5, 2.5, 1])
     compute = AnalyticCostModel(launch_ms=launch, lookup_ns=lookup, byte_ns=byte)
     return compute, AnalyticCommsModel(gb_per_s=10 ** rng.uniform(-2, 0))
+
+
+@pytest.mark.parametrize("enumerate_all", [True, False])
+def test_no_plan_is_below_the_bound(
+    enumerate_all: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not enumerate_all:
+        monkeypatch.setattr(bounds, "MAX_ENUMERATED", 0)
+    gaps = []
+    for seed in range(60 if enumerate_all else 4):
+        task = random_task(seed)
+        simulator = Simulator(task, *models(seed))
+        costs = (
+            (simulator.evaluate(p).critical_path_ms, p) for p in every_placement(task)
+        )
+        best_ms, best = min(costs, key=lambda c: c[0])
+        width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+        for shard in best.shards:
+            width_TW[shard.table, shard.rank] = shard.width
+        # A cutoff above the optimum, as after a search that did not reach it.
+        bound = bounds.lower_bound(ShardBank(simulator), [width_TW], 1.05 * best_ms)
+        assert bound <= best_ms * (1 + 1e-9), f"task {seed}"
+        gaps.append(best_ms / bound - 1)
+    assert np.median(gaps) < 0.01
+    assert np.mean(gaps) < 0.05
 
 
 def search(task: ShardingTask, seed: int) -> Any:

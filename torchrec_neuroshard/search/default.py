@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ from torchrec_neuroshard.simulator import Simulator, placed_arrays
 __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
 BOUND_SHARE = 0.2
-"""Share of the time budget that is left for the bound."""
+"""Share of the time budget that is left for the bound, and the most it takes."""
 MAX_CHOICES = 4
 """Choices of ways that are placed, of those found on balanced ranks."""
 CHOICE_ROUNDS = 2
@@ -213,8 +214,8 @@ class NeuroShardSearcher(Searcher):
     ) -> float:
         """Bound the task with each table for itself."""
         task, each = bank.simulator.task, bank
-        if task.has_choices:
-            return 0.0
+        share = BOUND_SHARE * self.config.time_budget_seconds
+        deadline = min(deadline, time.monotonic() + share)
         if task.together:
             each = ShardBank(bank.simulator)
             plans = [follow(task, p.copy()) for p in plans]
@@ -247,7 +248,7 @@ def finish_result(
     placement.check(task)
     predicted = bank.simulator.evaluate(placement)
     bound = min(bound_ms, predicted.critical_path_ms)
-    gap = predicted.critical_path_ms / bound - 1 if bound > 0 else 0.0
+    gap = predicted.critical_path_ms / bound - 1 if bound > 0 else math.inf
     return SearchResult(
         placement=placement,
         predicted=predicted,
