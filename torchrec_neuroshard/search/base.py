@@ -68,9 +68,10 @@ class SearchResult:
     placement: Placement
     predicted: PredictedCosts
     lower_bound_ms: float
-    """No placement of the task can have a shorter critical path, by this model."""
+    """No placement of the task can have a shorter critical path, by this model; 0 where
+    nothing is known."""
     gap: float
-    """`predicted.critical_path_ms / lower_bound_ms - 1`."""
+    """`predicted.critical_path_ms / lower_bound_ms - 1`; infinite where not known."""
     search_seconds: float
     num_evaluated: int
     """Candidate rank sets whose cost was evaluated."""
