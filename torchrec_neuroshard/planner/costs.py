@@ -192,7 +192,7 @@ class PlanCosts:
             return
         kernels: dict[tuple[Any, ...], list[Any]] = {}
         for option in options:
-            if not is_dense(option) and not self.reader.is_costed(option):
+            if not is_dense(option) and not self.reader.has_cost(option):
                 key = fusion_key(option, self.reader, option.sharding_type)
                 for shard in option.shards:
                     kernels.setdefault((shard.rank, key), []).append(shard)
@@ -237,7 +237,7 @@ class PlanCosts:
         fixed = [
             o
             for o in lowered.others
-            if o.sharding_type in _ONE_PLACEMENT and self.reader.is_costed(o)
+            if o.sharding_type in _ONE_PLACEMENT and self.reader.has_cost(o)
         ]
         if not fixed:
             return 0.0
@@ -247,9 +247,9 @@ class PlanCosts:
         self, lowered: LoweredPlan
     ) -> tuple[list[ShardingOption], list[ShardingOption]]:
         """Options that have a price, and those of stock cost."""
-        others = {True: list(lowered.described), False: []}
+        others = {True: list(lowered.column_sharded), False: []}
         for option in lowered.others:
-            others[self.reader.is_costed(option)].append(option)
+            others[self.reader.has_cost(option)].append(option)
         return others[True], others[False]
 
     def _predicted(self, costed: Sequence[ShardingOption]) -> PredictedCosts:
@@ -311,7 +311,7 @@ class PlanCosts:
         agree with it. A shard's part is in proportion to its cost alone. `Perf` knows
         no index all-to-all: it is part of `fwd_comms`.
         """
-        costed = [o for o in plan if self.reader.is_costed(o)]
+        costed = [o for o in plan if self.reader.has_cost(o)]
         if not costed:
             return
         priced = self.price(costed)
@@ -325,7 +325,7 @@ class PlanCosts:
         texts: tuple[str, ...] = ()
         if lowered.task is not None:
             texts = range_messages(self.simulator(lowered.task), lowered.placement)
-        others = [o for o in lowered.others if self.reader.is_costed(o)]
+        others = [o for o in lowered.others if self.reader.has_cost(o)]
         if not others:
             return texts
         names = [table_name(o) for o in others for _ in o.shards]

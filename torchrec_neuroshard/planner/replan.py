@@ -51,7 +51,7 @@ from torchrec_neuroshard.planner.plan_files import (
 )
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
-from torchrec_neuroshard.planner.ways import SearchSpace
+from torchrec_neuroshard.planner.ways import SearchSpace, is_placeable
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.refine import refine_within
@@ -223,10 +223,9 @@ class _Job:
         self._space: dict[tuple[str, str], list[ShardingOption]] = {}
         for option in planner.enumerator.enumerate(model, sharders):
             self._space.setdefault((option.path, option.name), []).append(option)
-        is_searched = self.costs.reader.is_searched
         options = self._options(plan)
-        self.options = [o for o in options if is_searched(o)]
-        self._fixed = [o for o in options if not is_searched(o)]
+        self.options = [o for o in options if self._may_move(o)]
+        self._fixed = [o for o in options if not self._may_move(o)]
         self.state: dict[int, Shards] = {
             i: _shards_of(plan.plan[o.path][o.name]) for i, o in enumerate(self.options)
         }
@@ -235,6 +234,13 @@ class _Job:
             self.task = self._task(reserved)
         resharded = {s.module_type for s in sharders if hasattr(s, "reshard")}
         self.obstacles = dict(self._find_obstacles(resharded))
+
+    def _may_move(self, option: ShardingOption) -> bool:
+        """Whether the search may give an option's columns to other ranks."""
+        reader = self.costs.reader
+        return reader.is_column_sharded(option) and is_placeable(
+            option, reader, self.topology
+        )
 
     def _rules_left(self, tables: Iterable[str]) -> PlacementRules:
         """What placement constraints ask of the tables that may move."""
@@ -311,7 +317,7 @@ class _Job:
             options.append(option)
         self._planner.enumerator.populate_estimates(options)
         self.costs.share_launches(
-            [o for o in options if not self.costs.reader.is_described(o)]
+            [o for o in options if not self.costs.reader.is_column_sharded(o)]
         )
         return options
 

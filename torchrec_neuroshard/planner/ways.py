@@ -74,7 +74,7 @@ def is_placeable(
     It may where the cost model has a price and shards are cut as `sharding_types` says.
     """
     kind = SHARDING_TYPES.get(option.sharding_type)
-    if kind is None or option.dependency is not None or not reader.is_costed(option):
+    if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
     if kind.block == "rank":
         return option.sharding_type in (TABLE_WISE, COLUMN_WISE)
