@@ -408,7 +408,7 @@ class Placement:
                     f"{task.sharding_types[held[0]]} and {task.sharding_types[held[1]]}"
                 )
             self._check_table(task, held[0], by_table[held[0]])
-        self._check_company(task, by_table)
+        self._check_colocation(task, by_table)
         for rank, (used, cap) in enumerate(
             zip(self.rank_bytes(task), task.memory_bytes, strict=False)
         ):
@@ -491,7 +491,7 @@ class Placement:
             first.append(held[0])
         return first
 
-    def _check_company(
+    def _check_colocation(
         self, task: ShardingTask, by_table: Mapping[int, Sequence[ColumnShard]]
     ) -> None:
         """Check which ranks tables are on, and with which other tables."""

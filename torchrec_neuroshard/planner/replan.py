@@ -247,7 +247,7 @@ class _Job:
         rules = self._planner.placement_constraints.rules(
             tables, int(self.topology.world_size)
         )
-        return rules.narrowed(ranks_by_table(self._fixed)) if rules else rules
+        return rules.restricted(ranks_by_table(self._fixed)) if rules else rules
 
     def _task(self, reserved: Topology) -> ShardingTask:
         """What the search would be asked to place, with its limits."""

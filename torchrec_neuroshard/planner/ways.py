@@ -293,7 +293,7 @@ def _useful(
             or o.compute_kernel not in columns
             or o.path in whole_modules
         ]
-    if rules and len(rules.company(name)) > 1:
+    if rules and len(rules.colocated_with(name)) > 1:
         # Those that lie together are moved as one: one way, the fastest.
         alone = [o for o in kept if SHARDING_TYPES[o.sharding_type].block == "rank"]
         kept = sorted(alone, key=is_estimated)[:1] or kept

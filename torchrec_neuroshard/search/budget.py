@@ -35,7 +35,7 @@ class MoveBudget:
 
     Attributes:
         width_TW: Columns at work.
-        movable_T: False for tables that stay, or move only in company.
+        movable_T: False for tables that stay, or move only with others.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class MoveBudget:
             widths = sorted(width for _, width, _ in shards)[-num_ranks:]
             self._cuts_TW[table, num_ranks - len(widths) :] = widths
 
-    def company(self, table: int) -> list[int]:
-        """The tables that move with this one, itself among them."""
+    def colocated_with(self, table: int) -> list[int]:
+        """Return the tables that move with this one, itself among them."""
         return next((s for s in self.together if table in s), [table])
 
     def bytes(self, table_N: Ints, row_NW: Ints) -> Floats:

@@ -357,7 +357,7 @@ class Plan:
             <= bank.caps_W[target]
         )
         if bank.rules:
-            legal &= bank.rules.admit(self.width_TW, table, target)
+            legal &= bank.rules.allows(self.width_TW, table, target)
         index = np.flatnonzero(legal)
         none = np.full(len(index), -1, dtype=np.int64)
         found = _Candidates(
@@ -392,8 +392,8 @@ class Plan:
         back, target = theirs[theirs_K], targets[column[theirs_K]]
         legal = (self.width_TW[table, target] == 0) & (self.width_TW[back, source] == 0)
         if bank.rules:
-            legal &= bank.rules.admit(self.width_TW, table, target, back)
-            legal &= bank.rules.admit(self.width_TW, back, source, table)
+            legal &= bank.rules.allows(self.width_TW, table, target, back)
+            legal &= bank.rules.allows(self.width_TW, back, source, table)
         index = np.flatnonzero(legal)
         table, source, back, target = (a[index] for a in (table, source, back, target))
         columns = self.width_TW[table, source]
@@ -428,10 +428,12 @@ class Plan:
         if self.bank.rules:
             # What moves keeps to the rules then, also where the plan at work does not.
             held, rank = np.nonzero(self.width_TW)
-            breach_TW = np.zeros(self.width_TW.shape, dtype=bool)
-            breach_TW[held, rank] = ~self.bank.rules.admit(self.width_TW, held, rank)
-            left = breach_TW[table].sum(axis=1) - (
-                breach_TW[table, giver] & (row_NW[part, giver] == 0)
+            violation_TW = np.zeros(self.width_TW.shape, dtype=bool)
+            violation_TW[held, rank] = ~self.bank.rules.allows(
+                self.width_TW, held, rank
+            )
+            left = violation_TW[table].sum(axis=1) - (
+                violation_TW[table, giver] & (row_NW[part, giver] == 0)
             )
             paid &= np.bincount(line, left, len(c)) == 0
         c = dataclasses.replace(c, bytes_K=bytes_K)
@@ -478,7 +480,7 @@ class Plan:
                 width_TW[t] = row_W
             held, rank = np.nonzero(width_TW[list(layouts[k])])
             held = np.array(list(layouts[k]))[held]
-            fine[k] = bank.rules.admit(width_TW, held, rank).all()
+            fine[k] = bank.rules.allows(width_TW, held, rank).all()
         kept = np.flatnonzero(fine)
         return [layouts[k] for k in kept.tolist()], bytes_K[kept]
 
@@ -1195,7 +1197,7 @@ def _kick_within(
     changed = np.flatnonzero((width_TW != plan.width_TW).any(axis=1))
     if taken_back:
         some = changed[rng.random(len(changed)) < 0.5].tolist()
-        tables = sorted({t for table in some for t in budget.company(table)})
+        tables = sorted({t for table in some for t in budget.colocated_with(table)})
     else:
         # As many as the budget pays for, in any order.
         order = rng.permutation(changed[plan.movable_T[changed]])
@@ -1218,7 +1220,7 @@ def _take_back(plan: Plan, budget: MoveBudget, most_ms: float) -> None:
     """Take back what is not needed to stay below so much, the most bytes first."""
     while True:
         changed = np.flatnonzero((plan.width_TW != budget.width_TW).any(axis=1))
-        sets = {tuple(budget.company(table)) for table in changed.tolist()}
+        sets = {tuple(budget.colocated_with(table)) for table in changed.tolist()}
         layouts, bytes_K = plan.changes(
             [{t: budget.width_TW[t] for t in tables} for tables in sorted(sets)]
         )

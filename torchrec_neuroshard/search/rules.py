@@ -78,7 +78,7 @@ class Rules:
             held[:-1] = np.add.reduceat(present, self._starts, axis=0)
         return held
 
-    def admit(
+    def allows(
         self,
         width_TW: Ints,
         table_N: Ints,
@@ -111,7 +111,7 @@ class Rules:
     def open_ranks(self, width_TW: Ints, table: int) -> Bools:
         """Return which ranks may take a shard of one table, `W`."""
         num_ranks = width_TW.shape[1]
-        return self.admit(width_TW, np.full(num_ranks, table), np.arange(num_ranks))
+        return self.allows(width_TW, np.full(num_ranks, table), np.arange(num_ranks))
 
 
 def leaders(task: ShardingTask) -> Ints:
