@@ -23,7 +23,7 @@ from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget
 from torchrec_neuroshard.search.choices import Choices, block_widths, take_room
 from torchrec_neuroshard.search.feasibility import spread_columns
-from torchrec_neuroshard.search.progress import UNWATCHED, Watch
+from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -67,16 +67,16 @@ MAX_START_TABLES = 500
 """Several starts are refined where they have no more tables than this together."""
 ACCEPT_WORSE = 0.003
 """Mean relative loss at which a restart is gone on from although it is worse."""
-KICK_NOISE = 1.0
-"""Random load on each rank, relative to the mean, while a disturbance places tables."""
-KICK_HOT = 0.5
-"""Share of the disturbances that split a costly table of a critical rank anew."""
-KICK_WAYS, KICK_RETYPE = 0.3, 0.5
-"""Share of the disturbances that shard tables in another way, and of their tables."""
-KICK_BACK = 0.5
-"""Share of the disturbances within a budget that take changes back."""
-KICK_RESPLIT = 0.4
-"""Share of the tables of a disturbance that are split differently."""
+PERTURB_NOISE = 1.0
+"""Random load on each rank, relative to the mean, while tables are placed again."""
+PERTURB_HOT = 0.5
+"""Share of the perturbations that split a costly table of a critical rank anew."""
+PERTURB_WAYS, PERTURB_RETYPE = 0.3, 0.5
+"""Share of the perturbations that shard tables in another way, and of their tables."""
+PERTURB_BACK = 0.5
+"""Share of the perturbations within a budget that take changes back."""
+PERTURB_RESPLIT = 0.4
+"""Share of the tables of a perturbation that are split differently."""
 NUM_LAST_STEPS = 10
 """Steps at the end, without regard to the spread."""
 NUM_LAST_PLANS = 4
@@ -123,7 +123,7 @@ class _Candidates:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Changes of single shards, several to a candidate, riders last."""
+    """Changes of single shards, several to a candidate, colocated ones last."""
 
     line_N: Ints
     """Candidate."""
@@ -135,7 +135,7 @@ class _Parts:
     new_N: Ints
     """Width before and after, 0 where there is no shard."""
     num_moved: int
-    """Changes that are not riders'."""
+    """Changes that are not of colocated shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -587,7 +587,7 @@ class Plan:
         return powers
 
     def _parts(self, c: _Candidates) -> _Parts:
-        """List what changes on which rank: both sides of each transfer, and riders."""
+        """List changes of ranks: both sides of each transfer, and colocated shards."""
         bank, line = self.bank, np.arange(len(c))
         k = np.flatnonzero(c.back_table_K >= 0)
         back, back_columns = c.back_table_K[k], c.back_columns_K[k]
@@ -600,13 +600,13 @@ class Plan:
         columns = c.columns_K
         new = old + np.concatenate([-columns, columns, back_columns, -back_columns])
         num_moved = len(line)
-        place, riders = bank.riders(table)
-        if len(riders):
-            dims = bank.dims_T[riders]
+        place, colocated = bank.colocated_shards(table)
+        if len(colocated):
+            dims = bank.dims_T[colocated]
             line, side, rank = (
                 np.concatenate([a, a[place]]) for a in (line, side, rank)
             )
-            table = np.concatenate([table, riders])
+            table = np.concatenate([table, colocated])
             old, new = (np.concatenate([a, dims * (a[place] > 0)]) for a in (old, new))
         return _Parts(line, side, rank, table, old, new, num_moved)
 
@@ -838,7 +838,8 @@ def _splits_anew(plan: Plan) -> list[Mapping[int, Ints]]:
         tables += held[np.argsort(-cost, kind="stable")[:NUM_RESPLIT]].tolist()
     found: list[Mapping[int, Ints]] = []
     for table in dict.fromkeys(tables):
-        if not plan.movable_T[table] or len(bank.riders(np.array([table]))[0]):
+        has_others = len(bank.colocated_shards(np.array([table]))[0]) > 0
+        if not plan.movable_T[table] or has_others:
             continue
         if plan.budget is not None:
             found += _near_splits(plan, table)
@@ -1034,11 +1035,11 @@ class _Effort:
     """Steps left, and time."""
 
     def __init__(
-        self, num_steps: int, deadline: float, watch: Watch = UNWATCHED
+        self, num_steps: int, deadline: float, reporter: ProgressReporter = NO_REPORTS
     ) -> None:
         self.num_steps = num_steps
         self.deadline = deadline
-        self.watch = watch
+        self.reporter = reporter
 
     def spend(self) -> bool:
         """Take one step off; False where none, or no time, is left."""
@@ -1051,7 +1052,7 @@ def _descend(plan: Plan, effort: _Effort) -> None:
     while effort.spend():
         if not (_step(plan) or _lay_out(plan, _splits_anew(plan)) or _retype(plan)):
             return
-        effort.watch.report("refining", best_ms=plan.critical_ms)
+        effort.reporter.report("refining", best_ms=plan.critical_ms)
 
 
 def _step(plan: Plan) -> bool:
@@ -1111,15 +1112,15 @@ def _hot_table(plan: Plan, rng: np.random.Generator) -> int:
     return int(rng.choice(held, p=cost / cost.sum()))
 
 
-def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
+def _perturb(plan: Plan, rng: np.random.Generator) -> Plan | None:
     """Take some tables out and put them back elsewhere, split differently or not.
 
     Returns:
-        The disturbed plan, or None where a table found no room.
+        The perturbed plan, or None where a table found no room.
     """
     bank = plan.bank
     num_tables, num_ranks = plan.width_TW.shape
-    first = _hot_table(plan, rng) if rng.random() < KICK_HOT else -1
+    first = _hot_table(plan, rng) if rng.random() < PERTURB_HOT else -1
     placed_T = bank.leads_T & (plan.shards_T > 0)
     pool = np.flatnonzero(placed_T)
     if rng.random() < 0.5:
@@ -1142,15 +1143,16 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     free += np.bincount(rank, weights=size, minlength=num_ranks)
     width_TW[out] = 0
     loads += (
-        rng.uniform(0.0, rng.uniform(0.0, KICK_NOISE), num_ranks) * plan.loads_W.mean()
+        rng.uniform(0.0, rng.uniform(0.0, PERTURB_NOISE), num_ranks)
+        * plan.loads_W.mean()
     )
     whole = bank.total_ms(out, bank.dims_T[out])
     order = -whole * rng.uniform(0.5, 1.5, len(out))
     order[out == first] = -np.inf
-    retypes = bool(bank.others) and rng.random() < KICK_WAYS
+    retypes = bool(bank.others) and rng.random() < PERTURB_WAYS
     for table in out[np.argsort(order, kind="stable")].tolist():
         others = bank.others.get(table, ())
-        if others and retypes and rng.random() < KICK_RETYPE:
+        if others and retypes and rng.random() < PERTURB_RETYPE:
             new = others[int(rng.integers(len(others)))]
             k = 0
         else:
@@ -1166,7 +1168,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
         near = [o for o in splits if o <= k + 2]
         if table == first:
             near = [o for o in near if o != k] or near
-        if table == first or k not in splits or rng.random() < KICK_RESPLIT:
+        if table == first or k not in splits or rng.random() < PERTURB_RESPLIT:
             k = near[int(rng.integers(len(near)))]
         widths = split_widths(bank.task, new, k)
         aligned = aligned_widths(bank.task, new, k)
@@ -1179,21 +1181,21 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     return Plan(bank, width_TW)
 
 
-def _kick_within(
+def _perturb_within(
     plan: Plan, budget: MoveBudget, rng: np.random.Generator
 ) -> Plan | None:
-    """Take some changes back, or disturb the plan, within the budget.
+    """Take some changes back, or perturb the plan, within the budget.
 
     Returns:
-        The disturbed plan, or None where that does not work out.
+        The perturbed plan, or None where that does not work out.
     """
     width_TW = budget.width_TW
-    taken_back = bool(rng.random() < KICK_BACK)
+    taken_back = bool(rng.random() < PERTURB_BACK)
     if not taken_back:
-        kicked = _kick(plan, rng)
-        if kicked is None:
+        perturbed = _perturb(plan, rng)
+        if perturbed is None:
             return None
-        width_TW = kicked.width_TW
+        width_TW = perturbed.width_TW
     changed = np.flatnonzero((width_TW != plan.width_TW).any(axis=1))
     if taken_back:
         some = changed[rng.random(len(changed)) < 0.5].tolist()
@@ -1209,11 +1211,11 @@ def _kick_within(
     layouts, _ = plan.changes([{t: width_TW[t] for t in tables}] if tables else [])
     if not layouts:
         return None
-    kicked = Plan(
+    perturbed = Plan(
         plan.bank, plan.width_TW, budget=budget, per_byte=bool(rng.random() < 0.5)
     )
-    kicked.set_rows(layouts[0])
-    return kicked
+    perturbed.set_rows(layouts[0])
+    return perturbed
 
 
 def _take_back(plan: Plan, budget: MoveBudget, most_ms: float) -> None:
@@ -1237,7 +1239,7 @@ def refine(
     starts: Sequence[Ints],
     config: SearchConfig,
     deadline: float,
-    watch: Watch = UNWATCHED,
+    reporter: ProgressReporter = NO_REPORTS,
     choices: Choices | None = None,
 ) -> tuple[Ints, float]:
     """Improve placements by steepest descent, restarted from disturbed optima.
@@ -1247,7 +1249,7 @@ def refine(
         starts: Placements, best first: columns of each table on each rank.
         config: Restarts and seed.
         deadline: `time.monotonic()` after which the best so far is returned.
-        watch: Told of the best plan as the descents go.
+        reporter: Told of the best plan as the descents go.
         choices: Where tables may be sharded in several ways.
 
     Returns:
@@ -1259,7 +1261,7 @@ def refine(
         return best, best_ms
     starts = starts[: max(1, MAX_START_TABLES // len(bank.dims_T))]
     num_tables = len(bank.task.ways)
-    effort = _Effort(_num_steps(num_tables, config), deadline, watch)
+    effort = _Effort(_num_steps(num_tables, config), deadline, reporter)
     pool = {_ways(base): base}
     for width_TW in starts:
         trial = Plan(bank, width_TW)
@@ -1293,19 +1295,19 @@ def refine(
     while misses < patience and effort.spend():
         misses += 1
         place = int(rng.integers(len(bases))) if len(bases) > 1 else 0
-        kicked = _kick(bases[place], rng)
-        if kicked is None:
+        perturbed = _perturb(bases[place], rng)
+        if perturbed is None:
             continue
-        _descend(kicked, effort)
-        if kicked.critical_ms < best_ms * (1 - MIN_GAIN):
-            if kicked.critical_ms < best_ms * (1 - RESTART_GAIN):
+        _descend(perturbed, effort)
+        if perturbed.critical_ms < best_ms * (1 - MIN_GAIN):
+            if perturbed.critical_ms < best_ms * (1 - RESTART_GAIN):
                 misses = 0
-            best, best_ms = kicked.width_TW.copy(), kicked.critical_ms
-        if kicked.score <= bases[place].score * (1 + rng.exponential(ACCEPT_WORSE)):
-            bases[place] = kicked
+            best, best_ms = perturbed.width_TW.copy(), perturbed.critical_ms
+        if perturbed.score <= bases[place].score * (1 + rng.exponential(ACCEPT_WORSE)):
+            bases[place] = perturbed
     # What is left to gain on the critical path alone.
     last = Plan(bank, best, spread=0.0)
-    _descend(last, _Effort(NUM_LAST_STEPS, deadline, watch))
+    _descend(last, _Effort(NUM_LAST_STEPS, deadline, reporter))
     return last.width_TW, last.critical_ms
 
 
@@ -1340,7 +1342,7 @@ def refine_within(
             spread, per_byte = starts.pop(0)
             trial = Plan(bank, budget.width_TW, spread, budget, per_byte=per_byte)
         else:
-            spread, trial = SPREAD_WEIGHT, _kick_within(base, budget, rng)
+            spread, trial = SPREAD_WEIGHT, _perturb_within(base, budget, rng)
         if trial is None:
             continue
         _descend(trial, effort)

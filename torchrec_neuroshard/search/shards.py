@@ -2,8 +2,8 @@
 
 Shapes: `N` shards, `R` known (table, width) rows, `T` tables, `W` ranks, `G` fusion
 groups, `S` stages, `E` encoding values, `P` approximate phases: forward, backward and
-collectives of each stage in turn, `Q` riders, `K` parts of a table that differ in rows,
-`3` amounts that collectives move (see `simulator.PricedShards`).
+collectives of each stage in turn, `Q` colocated tables, `K` parts of a table that
+differ in rows, `3` amounts that collectives move (see `simulator.PricedShards`).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class ShardBank:
         self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self.leads_T: npt.NDArray[np.bool_] = np.ones(num_tables, dtype=bool)
         """False for followers, which are placed beside their leaders."""
-        self._riders_TQ: Ints = np.zeros((num_tables, 0), dtype=np.int64)
+        self._colocated_TQ: Ints = np.zeros((num_tables, 0), dtype=np.int64)
         self._merged_T: Ints | None = None
         whole = simulator.price(everything, self.dims_T, self._rows_TK[:, 0])
         total_GE = np.zeros((task.num_groups, simulator.cost_model.encoding_dim))
@@ -251,24 +251,27 @@ class ShardBank:
         np.add.at(loads, target, whole.loads_N3[in_sets])
         self._merged_T = place_T
         self._merged = PricedShards(encoder.add(encodings), extra, loads)
-        riders = np.flatnonzero((part_T == np.arange(num_tables)) & ~self.leads_T)
-        if len(riders):
-            count_T = np.bincount(leader_T[riders], minlength=num_tables)
-            self._riders_TQ = np.full((num_tables, int(count_T.max())), -1)
-            for rider in riders.tolist():
-                row = self._riders_TQ[leader_T[rider]]
-                row[int((row >= 0).sum())] = rider
+        colocated = np.flatnonzero((part_T == np.arange(num_tables)) & ~self.leads_T)
+        if len(colocated):
+            count_T = np.bincount(leader_T[colocated], minlength=num_tables)
+            self._colocated_TQ = np.full((num_tables, int(count_T.max())), -1)
+            for follower in colocated.tolist():
+                row = self._colocated_TQ[leader_T[follower]]
+                row[int((row >= 0).sum())] = follower
 
-    def riders(self, table_N: Ints) -> tuple[Ints, Ints]:
-        """Whole tables of other groups that go where leaders go.
+    def colocated_shards(self, table_N: Ints) -> tuple[Ints, Ints]:
+        """Return the whole tables of other groups that go where their leaders go.
+
+        Args:
+            table_N: `N` tables; only leaders have others with them.
 
         Returns:
-            Places in `table_N` and the tables that ride there.
+            For each such table its leader's place in `table_N`, and the table.
         """
-        riders_NQ = self._riders_TQ[table_N]
-        index, place = (riders_NQ >= 0).nonzero()
-        riders: Ints = riders_NQ[index, place]
-        return index, riders
+        colocated_NQ = self._colocated_TQ[table_N]
+        index, place = (colocated_NQ >= 0).nonzero()
+        colocated: Ints = colocated_NQ[index, place]
+        return index, colocated
 
     @property
     def encoding_dim(self) -> int:
@@ -550,8 +553,10 @@ class ShardBank:
         spread[1, tables, stage] = np.column_stack([slope, column_ms])
         offset_TP, slope_TP = spread.reshape(2, len(tables), -1)
         # What followers cost is their leaders' cost, wherever it arises.
-        leader, rider = self.riders(tables)
-        whole_NP = offset_TP[rider] + slope_TP[rider] * self.dims_T[rider, None]
+        leader, follower = self.colocated_shards(tables)
+        whole_NP = (
+            offset_TP[follower] + slope_TP[follower] * self.dims_T[follower, None]
+        )
         np.add.at(offset_TP, leader, whole_NP)
         offset_TP[~self.leads_T] = slope_TP[~self.leads_T] = 0.0
         return offset_TP.T.copy(), slope_TP.T.copy()
@@ -602,14 +607,14 @@ class ShardBank:
 
         Returns:
             Loads of the sets, first axis `num_sets` in place of `C x W`, and the number
-            of shards, `num_sets x G`, riders among them.
+            of shards, `num_sets x G`, colocated ones among them.
         """
         num_groups, num_stages = self.task.num_groups, self.task.num_stages
         table = self.table(rows_N)
-        place, riders = self.riders(table)
-        if len(riders):
-            table = np.concatenate([table, riders])
-            rows_N = np.concatenate([rows_N, self.whole_T[riders]])
+        place, colocated = self.colocated_shards(table)
+        if len(colocated):
+            table = np.concatenate([table, colocated])
+            rows_N = np.concatenate([rows_N, self.whole_T[colocated]])
             set_N = np.concatenate([set_N, set_N[place]])
         cell = set_N * num_groups + self.groups_T[table]
         size = num_sets * num_groups
