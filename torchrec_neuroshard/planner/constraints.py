@@ -163,7 +163,7 @@ class PlacementRules:
         return bool(self.allowed or self.together or self.apart)
 
     def ranks(self, table: str) -> tuple[int, ...]:
-        """Ranks that may hold shards of a table."""
+        """Return the ranks that may hold shards of a table, sorted."""
         return self.allowed.get(table, tuple(range(self.world_size)))
 
     def colocated_with(self, table: str) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ class PlacementRules:
         )
 
     def permits(self, option: ShardingOption, node_size: int) -> bool:
-        """Whether an option's shards can be where they may be.
+        """Say whether the ranks that an option needs are open to its table.
 
         Args:
             option: One of a table's options, with or without ranks.
@@ -351,7 +351,7 @@ class PlacementRules:
 
 
 def ranks_by_table(plan: Iterable[ShardingOption]) -> dict[str, set[int]]:
-    """Ranks that hold shards of each table of a placed plan, by full name."""
+    """Return table -> ranks that hold shards of it, by full name, of a placed plan."""
     return {table_name(o): {int(s.rank) for s in o.shards} for o in plan}
 
 

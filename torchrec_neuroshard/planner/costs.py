@@ -130,7 +130,12 @@ class PlanCosts:
         return Simulator(task, self.cost_model, self.comms_model, self.encoder)
 
     def price(self, options: Sequence[ShardingOption]) -> PricedOptions:
-        """Price the shards of costed options, with or without ranks."""
+        """Price the shards of options.
+
+        Args:
+            options: Options that have a cost (`TableReader.has_cost`), with or without
+                ranks.
+        """
         kernels = [kernel_factors(o, self.topology) for o in options]
         found = OptionShards.of(options, self.reader, self.topology, kernels)
         simulator = self.simulator(found.task)
@@ -140,10 +145,10 @@ class PlanCosts:
         return PricedOptions(found, simulator, priced, prefetch_N)
 
     def single_perfs(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
-        """Cost of each shard alone on a rank, in one batch.
+        """Predict each shard as if it were alone on its rank, in one batch.
 
         Args:
-            options: Costed options.
+            options: Options that have a cost.
 
         Returns:
             One `Perf` per shard of each option.
@@ -162,7 +167,7 @@ class PlanCosts:
         return [[next(perfs) for _ in option.shards] for option in options]
 
     def launch_ms(self) -> tuple[float, float]:
-        """Forward and backward of the smallest kernel: what any kernel costs."""
+        """Return forward and backward of the smallest kernel [ms]."""
         forward, backward = self.encoder.launch_ms.tolist()
         return forward, backward
 
@@ -233,7 +238,11 @@ class PlanCosts:
         )
 
     def fixed_ms(self, lowered: LoweredPlan) -> float:
-        """Critical path of the tables whose sharding type leaves one placement."""
+        """Predict the critical path of the tables that can be placed in one way only.
+
+        Returns:
+            Milliseconds; 0 where a plan has no such tables.
+        """
         fixed = [
             o
             for o in lowered.others
@@ -372,7 +381,7 @@ class PricedOptions:
         return self.simulator.predict(loads, self._num_shards())
 
     def ordered_columns(self) -> Floats:
-        """Output columns of each stage that TorchRec puts in order, `S`."""
+        """Count the output columns that TorchRec puts in order in each stage: `S`."""
         columns_T = self.simulator.columns_per_table
         return self.simulator.ordered_columns(self._num_shards(), columns_T)
 
@@ -384,10 +393,13 @@ class PricedOptions:
         )
 
     def single_comms(self) -> Floats:
-        """Collectives of each shard as if its table were alone, `N x 3` [ms].
+        """Predict the collectives of each shard as if its table were alone.
 
         Shards that TorchRec places one by one are alone, those of a node or of all
         ranks are together.
+
+        Returns:
+            `N x 3` [ms]: index exchange, forward and backward.
         """
         found = self.found
         size_T = np.array([found.task.block_size(t) for t in range(len(found.options))])
@@ -414,7 +426,12 @@ class PricedOptions:
         return compute_N2, _share(weights, stage_N, comms_WS3.reshape(-1, 3))
 
     def perfs(self, compute_N2: Floats, comms_N3: Floats) -> list[Perf]:
-        """TorchRec's record of each shard's costs, prefetching apart."""
+        """Return TorchRec's record of each shard's costs.
+
+        Args:
+            compute_N2: Forward, prefetching included, and backward [ms].
+            comms_N3: Index exchange, forward and backward [ms].
+        """
         forward_N, backward_N = compute_N2.T
         return [
             Perf(
@@ -435,7 +452,7 @@ class PricedOptions:
 
 
 class CostedPart:
-    """What the parts of the planner have in common: the cost of plans.
+    """Base of the planner's parts, which price plans by one `PlanCosts`.
 
     Args:
         topology: The devices to plan for.

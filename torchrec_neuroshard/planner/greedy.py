@@ -70,7 +70,7 @@ def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
 
 def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[Storage]:
-    """Memory of each rank that the placed options leave."""
+    """Return the memory that placed options leave of each rank."""
     left = [d.storage for d in topology.devices]
     for option in placed:
         for shard in option.shards:

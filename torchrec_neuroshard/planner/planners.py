@@ -386,7 +386,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     @property
     def enumerator(self) -> Enumerator:
-        """What lists and estimates sharding options."""
+        """The part that lists and estimates sharding options."""
         return self._enumerator
 
     @property

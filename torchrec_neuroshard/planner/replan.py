@@ -75,7 +75,7 @@ _MOVED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplanConfig:
-    """How hard to look for moves."""
+    """Settings of the search for moves."""
 
     max_candidates: int = 500
     """Most moves compared exactly per step; of more, those that promise the most."""
@@ -275,7 +275,13 @@ class _Job:
     def budget(
         self, limit_bytes: int, executable_only: bool, config: ReplanConfig
     ) -> MoveBudget:
-        """What may be moved."""
+        """Describe what may be moved.
+
+        Args:
+            limit_bytes: Weights and optimizer state that may be sent.
+            executable_only: Whether to keep to what TorchRec can carry out.
+            config: How hard to search.
+        """
         index = {table_name(o): t for t, o in enumerate(self.options)}
         stuck = {t for name, t in index.items() if not self._rules.ranks(name)}
         odd = {
@@ -385,7 +391,7 @@ class _Job:
         return rows * per_value, rows * _STATE_BYTES_PER_ROW.get(optimizer, 0)
 
     def moves(self, table: int, shards: Shards) -> list[Move]:
-        """Moves that take a table to these shards."""
+        """List the moves that take a table to these shards."""
         option = self.options[table]
         column_bytes, shard_bytes = self._bytes(table)
         return [

@@ -86,12 +86,12 @@ _OPTIMIZER_NAMES: Mapping[str, str] = {
 
 
 def device_tier(topology: Topology) -> str:
-    """Name of the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
+    """Return the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
     return "ddr" if topology.compute_device == "cpu" else "hbm"
 
 
 def table_name(option: ShardingOption) -> str:
-    """Path of the option's module and the table's name; unique in a model."""
+    """Return the path of the option's module and the table's name, "module.table"."""
     return f"{option.path}.{option.name}" if option.path else str(option.name)
 
 
@@ -265,7 +265,7 @@ class TableReader:
         )
 
     def optimizer(self, option: ShardingOption) -> str:
-        """Name of the table's optimizer, among those that the cost models know."""
+        """Return the table's optimizer, by a name that the cost models know."""
         if has_own_optimizer(option):
             return _OPTIMIZER_NAMES.get(
                 option.tensor._optimizer_classes[0].__name__, "adam"

@@ -94,7 +94,12 @@ def is_placeable(
 def narrowest_shard(
     option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
 ) -> int:
-    """Columns of the narrowest shard that an option's table may be cut to."""
+    """Return the columns of the narrowest shard that a table may be cut to.
+
+    Args:
+        option: An option of the table; its sharding type decides.
+        constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+    """
     if SHARDING_TYPES[option.sharding_type].block != "rank":
         return int(option.shards[0].size[1])
     if option.sharding_type != COLUMN_WISE or not option.is_pooled:
@@ -124,7 +129,7 @@ class _ShardStorage:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What a search is asked, and how its answer becomes options again."""
+    """A task for a search, and the options that its indices stand for."""
 
     options: tuple[ShardingOption, ...]
     """Of each index of the task."""

@@ -24,7 +24,7 @@ NUM_EXACT = 24
 
 @dataclass(frozen=True, slots=True)
 class LanePlans:
-    """What greedy placements came to."""
+    """Greedy placements and their costs; `L` lanes, one placement each."""
 
     rows_LN: Ints
     """Bank rows, padded with -1."""
@@ -137,7 +137,7 @@ def place_lanes(
 
 
 class _LaneRules:
-    """What the rules on ranks come to as lanes fill up."""
+    """Keeps count of the ranks that rules close to tables as lanes fill up."""
 
     def __init__(self, bank: ShardBank, num_lanes: int) -> None:
         self.rules = rules = bank.rules
@@ -146,7 +146,7 @@ class _LaneRules:
         self.holder_LAW = np.full(shape, -1, dtype=np.int32)
 
     def closed(self, table_L: Ints) -> npt.NDArray[np.bool_]:
-        """Ranks that may not take a shard of each lane's table, `L x W`."""
+        """Find the ranks that may not take a shard of each lane's table: `L x W`."""
         lanes, sets_LK = np.arange(len(table_L))[:, None], self.rules.sets_TK[table_L]
         holder_LKW = self.holder_LAW[lanes, sets_LK]
         other = (holder_LKW >= 0) & (holder_LKW != table_L[:, None, None])

@@ -19,7 +19,7 @@ QUIET_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchProgress:
-    """Where a search stands."""
+    """State of a running search."""
 
     phase: str
     """`splits`, `refining`, `bounding` or `done`."""

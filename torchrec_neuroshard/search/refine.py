@@ -140,7 +140,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What candidates come to; `2` is source and target."""
+    """Scores and sums after each candidate; `2` is source and target."""
 
     score_K: Floats
     sums_K2GE: Floats
@@ -312,7 +312,16 @@ class Plan:
         return table, place
 
     def transfers(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
-        """List transfers off some ranks to the least loaded ranks, and the joins."""
+        """List transfers of shards, or parts of them, to the least loaded ranks.
+
+        Args:
+            sources: Ranks that give.
+            num_targets: Ranks that may take; those that hold other columns of the
+                same table may in any case.
+
+        Returns:
+            Candidates within memory, rules and budget.
+        """
         bank, task = self.bank, self.bank.task
         targets = self._targets(sources, num_targets)
         held, place = self._moving(sources)
@@ -372,7 +381,15 @@ class Plan:
         return self._within_budget(found)
 
     def swaps(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
-        """List exchanges of whole shards between some ranks and less loaded ones."""
+        """List exchanges of whole shards between some ranks and less loaded ones.
+
+        Args:
+            sources: Ranks on one side.
+            num_targets: The number of least loaded ranks on the other.
+
+        Returns:
+            Candidates within memory, rules and budget.
+        """
         bank = self.bank
         targets = self._targets(sources, num_targets)
         mine, place = self._moving(sources)
@@ -456,10 +473,13 @@ class Plan:
     def changes(
         self, layouts: Sequence[Mapping[int, Ints]]
     ) -> tuple[list[Mapping[int, Ints]], Floats]:
-        """Keep the layouts within memory, rules and budget; their bytes.
+        """Keep the layouts that are within memory, rules and budget.
 
         Args:
             layouts: Table -> `W` widths, each of a few tables.
+
+        Returns:
+            Those kept, and the bytes that each moves beyond what the plan does.
         """
         if self.budget is None or not layouts:
             return list(layouts), np.zeros(len(layouts))
@@ -487,7 +507,16 @@ class Plan:
     # Scores.
 
     def merit(self, score_K: Floats, bytes_K: Floats) -> Floats:
-        """What candidates are compared by: lower is better, inf where none is won."""
+        """Rank candidates: lower is better.
+
+        Args:
+            score_K: Scores after each candidate; see `score`.
+            bytes_K: Bytes that each would move.
+
+        Returns:
+            `K`: the score, or in a search per byte the change of score per byte moved;
+            inf where a candidate gains nothing.
+        """
         merit = score_K
         if self.per_byte:
             merit = (score_K - self.score) / np.maximum(bytes_K, 1.0)
@@ -758,7 +787,13 @@ class Plan:
         return score
 
     def apply(self, candidates: _Candidates, k: int, outcomes: Outcomes) -> None:
-        """Make one candidate's change, whose outcome is known."""
+        """Change the plan as one candidate says, in place.
+
+        Args:
+            candidates: `K` candidates.
+            k: The one to take.
+            outcomes: Of all of them, from `evaluate`.
+        """
         c, bank = candidates, self.bank
         pair = np.array([c.source_K[k], c.target_K[k]])
         for table, columns in (
@@ -785,7 +820,7 @@ class Plan:
         self._summarise()
 
     def critical_ranks(self) -> list[int]:
-        """Ranks that set a phase, and the one of the largest total."""
+        """Return the ranks that set a phase, and the one of the largest total."""
         worst = [*self.phases_PW.argmax(axis=1).tolist(), int(self.loads_W.argmax())]
         return list(dict.fromkeys(worst))
 

@@ -338,7 +338,14 @@ class ShardBank:
         )
 
     def predict(self, sums_SE: Floats) -> Floats:
-        """Forward and backward of sets, `S x 2` [ms], counted as evaluations."""
+        """Predict the fused kernel of sets and count them as evaluated.
+
+        Args:
+            sums_SE: Sums of the encodings of each set.
+
+        Returns:
+            `S x 2` [ms]: forward and backward.
+        """
         self.num_evaluated += len(sums_SE)
         return self.simulator.cost_model.predict_sums(sums_SE)
 
@@ -420,7 +427,13 @@ class ShardBank:
         self._used = end
 
     def price_as(self, table: int, width: int, parts: Sequence[int]) -> None:
-        """Let a width cost as much as several shards of a table on one rank."""
+        """Price one width of a table as several shards of it on one rank.
+
+        Args:
+            table: Index of the table.
+            width: Columns of all its shards there.
+            parts: Columns of each of them; they add up to `width`.
+        """
         [row] = self.rows([table], [width])
         rows = self.rows([table] * len(parts), parts)
         total = self.encoding(rows).sum(axis=0, keepdims=True)
@@ -429,9 +442,10 @@ class ShardBank:
         self._loads_R3[row] = self.loads_of(rows).sum(axis=0)
 
     def added(self, rows_N: Ints) -> Floats:
-        """What each shard adds to an average rank by the model, `N x 2` [ms].
+        """Predict how much longer an average rank's kernel takes with each shard.
 
-        Below 0 where the model dips.
+        Returns:
+            `N x 2` [ms]: forward and backward; below 0 where the model dips.
         """
         group = self.groups_T[self._table_R[rows_N]]
         with_shard = self.predict(self._context_GE[group] + self.encoding(rows_N))
@@ -465,12 +479,12 @@ class ShardBank:
         return self._loads_R3[rows_N]
 
     def columns(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Output columns of shards: width times features."""
+        """Return the output columns of shards, width times features: `N`."""
         product: Floats = self.columns_T[table_N] / self.dims_T[table_N] * width_N
         return product
 
     def bytes(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Memory of shards; a width of 0 needs none."""
+        """Return the memory of shards, `N` bytes; a width of 0 needs none."""
         size: Floats = np.where(
             width_N > 0,
             self._fixed_T[table_N] + self._column_bytes_T[table_N] * width_N,
@@ -479,9 +493,10 @@ class ShardBank:
         return size
 
     def approximate(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Forward, backward and collectives that shards add to an average rank.
+        """Estimate the phases that shards add to an average rank.
 
-        Affine in the width, exact at 4 columns and at the whole table.
+        The estimate is affine in the width, and exact at 4 columns and at the whole
+        table.
 
         Returns:
             `N x P` milliseconds; 0 where the width is 0.
@@ -517,10 +532,10 @@ class ShardBank:
 
     @functools.cached_property
     def unit_phases_P(self) -> Floats:
-        """What phases are compared with when ranks are evened out, above 0 [ms].
+        """Unit of each phase when ranks are evened out, `P` above 0 [ms].
 
-        Those of the average rank. Where tables may be sharded in several ways, with
-        launches of kernels, so that stages of few and of many tables can be compared.
+        It is the average rank's phase. Where tables may be sharded in several ways, a
+        kernel's launch is the least, so that stages of few and of many tables compare.
         """
         unit = self.mean_phases_P
         if self.task.has_choices:
