@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import joined_sets
 from torchrec_neuroshard.planner.table_reader import table_name
+from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = ["PlacementConstraints", "PlacementRules", "ranks_by_table"]
 
 _MAX_NAMED = 8
 """Tables or ranks that a message lists; of more, the first ones."""
 
-_EVERY_RANK = (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
-_WHOLE_NODES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+_EVERY_RANK = frozenset(n for n, t in SHARDING_TYPES.items() if t.block == "world")
+_WHOLE_NODES = frozenset(n for n, t in SHARDING_TYPES.items() if t.block == "node")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
