@@ -1,4 +1,4 @@
-"""Where a proposal's tables go: the search, inside TorchRec's loop."""
+"""Places the tables of a proposal by a search, inside TorchRec's loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default search: beam over splits, greedy ranks, local improvement, bound."""
+"""The default search: ways to shard, column splits, ranks, local improvement, bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every placement of a tiny task: the yardstick for the other searches.
+"""Tries every placement of a tiny task: the yardstick for the other searches.
 
 Shapes: `C` placements of a chunk, `T` tables, `W` ranks, `O` options of a table, `S`
 sets that a rank can hold (a second `S`: stages).

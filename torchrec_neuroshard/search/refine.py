@@ -1,4 +1,4 @@
-"""Local improvement of a placement: moves, swaps, re-splits and un-splits.
+"""Local improvement of a placement: moves, swaps, re-splits, un-splits, other ways.
 
 A placement is a `T x W` matrix of widths. One step transfers columns of a table from
 one rank to another: all of a shard's columns (a move; a join, that is an un-split,
