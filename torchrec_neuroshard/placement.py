@@ -79,8 +79,9 @@ class ShardingTask:
     column_bytes: tuple[float, ...] = ()
     """Per table: bytes per column of a shard. Empty: the weights alone."""
     min_widths: tuple[int, ...] = ()
-    """Per table: narrowest shard allowed; a table's own width forbids splitting it.
-    Empty: 4."""
+    """Per table: narrowest shard allowed; a table's own width forbids splitting it, and
+    is taken where its sharding type keeps columns whole. Of a grid, the width of every
+    shard. Empty: 4."""
     max_shards: tuple[int, ...] = ()
     """Per table: most shards. Empty: the number of ranks."""
     groups: tuple[int, ...] = ()
@@ -218,7 +219,7 @@ class ShardingTask:
                 f"({node_size})"
             )
         object.__setattr__(self, "node_size", node_size)
-        most = list(self.max_shards)
+        most, narrowest = list(self.max_shards), list(self.min_widths)
         for i, name in enumerate(self.sharding_types):
             if name not in SHARDING_TYPES:
                 raise ConfigError(
@@ -229,7 +230,10 @@ class ShardingTask:
             if kind.block != "rank":
                 blocks = self.world_size // self.block_size(i)
                 most[i] = min(most[i], blocks) if kind.splits_columns else 1
+                if not kind.splits_columns:
+                    narrowest[i] = self.tables[i].embedding_dim
         object.__setattr__(self, "max_shards", tuple(most))
+        object.__setattr__(self, "min_widths", tuple(narrowest))
 
     def _checked_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Return `allowed_ranks` sorted and without repeats; empty if all are any."""
