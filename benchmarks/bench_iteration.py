@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from scipy import stats
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from harness.models import ConcatDLRM, draw_batches, profile_tables
@@ -213,9 +213,14 @@ class Trainer:
             comms_model=self._comms_model,
             profiles=self._profiles,
             search=searcher,
-            # The plan is to be the search's, good or bad.
+            # The plan is to be the search's, good or bad, and in its two types.
             consider_stock=False,
-            max_switches=0,
+            constraints={
+                t.name: ParameterConstraints(
+                    sharding_types=["table_wise", "column_wise"]
+                )
+                for t in self._workload.tables
+            },
         )
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
         result = planner.last_result

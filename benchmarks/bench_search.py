@@ -221,7 +221,7 @@ def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, 
     read = placement_from_plan(
         plan, task.world_size, table_names=[t.name for t in task.tables]
     )
-    return read.placement, {"not_described": len(read.not_described)}
+    return read.placement, {"not_described": len(read.not_column_sharded)}
 
 
 def time_planner(task: ShardingTask, model: str) -> dict[str, Any]:

@@ -85,6 +85,11 @@ def test_defaults_are_filled() -> None:
     assert small_task(8, 16, groups=(0, 2)).num_groups == 3
 
 
+def test_types_that_keep_columns_whole_allow_no_narrower_shard() -> None:
+    task = small_task(8, 16, 32, sharding_types=("row_wise", "column_wise", "row_wise"))
+    assert task.min_widths == (8, 4, 32)
+
+
 @pytest.mark.parametrize(
     ("num_bytes", "shown"),
     [
@@ -197,7 +202,7 @@ def test_bad_json_is_refused(data: Any) -> None:
         Placement.from_json(data)
 
 
-def test_rules_on_company_are_put_in_order() -> None:
+def test_rules_on_colocation_are_put_in_order() -> None:
     task = small_task(
         8,
         8,
@@ -231,7 +236,7 @@ def test_rules_on_company_are_put_in_order() -> None:
         ({"apart": ((-1, 0),)}, "apart has table -1, which is not in 0 to 1"),
     ],
 )
-def test_impossible_rules_on_company_are_named(
+def test_impossible_rules_on_colocation_are_named(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -247,7 +252,7 @@ def test_impossible_rules_on_company_are_named(
         ([(0, 8, 0), (1, 8, 0), (2, 4, 0), (2, 4, 1)], "rank 0 holds .*'t0' and 't2'"),
     ],
 )
-def test_rules_on_company_are_kept(
+def test_rules_on_colocation_are_kept(
     pieces: list[tuple[int, int, int]], message: str
 ) -> None:
     task = small_task(

@@ -79,8 +79,9 @@ class ShardingTask:
     column_bytes: tuple[float, ...] = ()
     """Per table: bytes per column of a shard. Empty: the weights alone."""
     min_widths: tuple[int, ...] = ()
-    """Per table: narrowest shard allowed; a table's own width forbids splitting it.
-    Empty: 4."""
+    """Per table: narrowest shard allowed; a table's own width forbids splitting it, and
+    is taken where its sharding type keeps columns whole. Of a grid, the width of every
+    shard. Empty: 4."""
     max_shards: tuple[int, ...] = ()
     """Per table: most shards. Empty: the number of ranks."""
     groups: tuple[int, ...] = ()
@@ -218,7 +219,7 @@ class ShardingTask:
                 f"({node_size})"
             )
         object.__setattr__(self, "node_size", node_size)
-        most = list(self.max_shards)
+        most, narrowest = list(self.max_shards), list(self.min_widths)
         for i, name in enumerate(self.sharding_types):
             if name not in SHARDING_TYPES:
                 raise ConfigError(
@@ -229,7 +230,10 @@ class ShardingTask:
             if kind.block != "rank":
                 blocks = self.world_size // self.block_size(i)
                 most[i] = min(most[i], blocks) if kind.splits_columns else 1
+                if not kind.splits_columns:
+                    narrowest[i] = self.tables[i].embedding_dim
         object.__setattr__(self, "max_shards", tuple(most))
+        object.__setattr__(self, "min_widths", tuple(narrowest))
 
     def _checked_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Return `allowed_ranks` sorted and without repeats; empty if all are any."""
@@ -408,7 +412,7 @@ class Placement:
                     f"{task.sharding_types[held[0]]} and {task.sharding_types[held[1]]}"
                 )
             self._check_table(task, held[0], by_table[held[0]])
-        self._check_company(task, by_table)
+        self._check_colocation(task, by_table)
         for rank, (used, cap) in enumerate(
             zip(self.rank_bytes(task), task.memory_bytes, strict=False)
         ):
@@ -491,7 +495,7 @@ class Placement:
             first.append(held[0])
         return first
 
-    def _check_company(
+    def _check_colocation(
         self, task: ShardingTask, by_table: Mapping[int, Sequence[ColumnShard]]
     ) -> None:
         """Check which ranks tables are on, and with which other tables."""

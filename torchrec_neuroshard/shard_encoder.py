@@ -129,7 +129,7 @@ class ShardEncoder:
 
     @functools.cached_property
     def launch_ms(self) -> Floats:
-        """Forward and backward of the smallest kernel: what any kernel costs."""
+        """Forward and backward of the smallest kernel, `2` [ms]: any costs as much."""
         tiny = TableConfig(
             name="launch", num_embeddings=1, embedding_dim=4, pooling_factor=1.0
         )
@@ -139,9 +139,9 @@ class ShardEncoder:
 
     @functools.cached_property
     def byte_ms(self) -> float:
-        """What the fused kernel takes for a byte, without its launch [ms].
+        """Forward time of the fused kernel per byte, without its launch [ms].
 
-        TorchRec counts its bytes: ids, rows read, outputs.
+        Bytes are counted as TorchRec does: ids, rows read, outputs.
         """
         table = TableConfig(
             name="probe",

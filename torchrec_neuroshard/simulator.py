@@ -150,7 +150,7 @@ class PricedShards:
 
 @dataclass(frozen=True, slots=True)
 class RankLoads:
-    """What the ranks hold: all that their costs depend on."""
+    """Sums over the shards of each rank: all that its costs depend on."""
 
     sums_CWGE: Floats
     """Sums of encodings."""
@@ -342,11 +342,19 @@ class Simulator:
         return self.encoder.encoding(self.encoder.rows(part_N, width_N))
 
     def single_costs(self, pairs: Sequence[tuple[int, int]]) -> Floats:
-        """Forward and backward of each (table, width) shard alone, `N x 2` [ms]."""
+        """Predict the kernel of each (table, width) shard alone.
+
+        Returns:
+            `N x 2` [ms]: forward and backward.
+        """
         return self.single_compute(self.price(*_columns(pairs)))
 
     def single_compute(self, shards: PricedShards) -> Floats:
-        """Forward and backward of each shard as if it were alone, `N x 2` [ms]."""
+        """Predict the kernel of each shard as if its rank held nothing else.
+
+        Returns:
+            `N x 2` [ms]: forward and backward.
+        """
         rows, which = np.unique(shards.row_N, return_inverse=True)
         alone = self.cost_model.predict_sums(self.encoder.encoding(rows))
         return alone[which.reshape(-1)] + shards.extra_N2
@@ -354,7 +362,16 @@ class Simulator:
     # Ranks.
 
     def add_up(self, shards: PricedShards, table_N: Ints, rank_N: Ints) -> RankLoads:
-        """Add up what ranks hold (no axis `C`)."""
+        """Add up the shards of each rank.
+
+        Args:
+            shards: `N` shards.
+            table_N: Their tables.
+            rank_N: Their ranks.
+
+        Returns:
+            Sums over ranks, kernels and stages, without the axis `C`.
+        """
         task = self.task
         group_N, stage_N = self.groups_T[table_N], self.stages_T[table_N]
         num_ranks = task.world_size
@@ -372,7 +389,14 @@ class Simulator:
         return self.add_up(self.price(table_N, width_N, rows_N), table_N, rank_N)
 
     def compute_costs(self, sums_CWGE: Floats) -> Floats:
-        """Forward and backward of rank sets: `... x E` -> `... x 2` [ms]."""
+        """Predict the fused kernels of rank sets.
+
+        Args:
+            sums_CWGE: Sums of encodings; axes before the last may be any.
+
+        Returns:
+            Forward and backward [ms], the last axis `2` in place of `E`.
+        """
         flat = sums_CWGE.reshape(-1, sums_CWGE.shape[-1])
         return self.cost_model.predict_sums(flat).reshape(*sums_CWGE.shape[:-1], 2)
 
@@ -382,10 +406,13 @@ class Simulator:
         return total
 
     def comms_costs(self, loads_CWS3: Floats) -> Floats:
-        """Index, forward and backward collectives of each rank: `C x W x S x 3` [ms].
+        """Predict the collectives of every stage.
 
         Args:
             loads_CWS3: See `RankLoads`.
+
+        Returns:
+            `C x W x S x 3` [ms]: index exchange, forward and backward of each rank.
         """
         count, num_ranks = loads_CWS3.shape[:2]
         out = np.zeros(loads_CWS3.shape)
@@ -396,7 +423,15 @@ class Simulator:
         return out
 
     def stage_comms(self, stage: int, loads_CW3: Floats) -> Floats:
-        """The same of one stage, `C x W x 3` [ms]."""
+        """Predict the collectives of one stage.
+
+        Args:
+            stage: Index of a stage that has tables.
+            loads_CW3: Amounts of that stage.
+
+        Returns:
+            `C x W x 3` [ms]: index exchange, forward and backward of each rank.
+        """
         for name, used in self._collectives:
             if stage in used:
                 return self._collective(name, loads_CW3)
@@ -416,13 +451,16 @@ class Simulator:
     def single_comms(
         self, shards: PricedShards, table_N: Ints, rank_N: Ints, block_N: Ints
     ) -> Floats:
-        """Collectives of each shard beside only those of its block, `N x 3` [ms].
+        """Predict the collectives of each shard beside only those of its block.
 
         Args:
-            shards: Shards.
+            shards: `N` shards.
             table_N: Their tables.
-            rank_N: Ranks, as far as shards of a block are apart.
-            block_N: Values from 0, rising: shards that are looked at together.
+            rank_N: Ranks; only those of shards of one block must differ.
+            block_N: Rising from 0; shards of equal values are priced together.
+
+        Returns:
+            `N x 3` [ms]: index exchange, forward and backward.
         """
         out = np.zeros(shards.loads_N3.shape)
         stage_N = self.stages_T[table_N]
@@ -448,14 +486,17 @@ class Simulator:
     # Placements.
 
     def order_costs(self, columns_CS: Floats) -> Floats:
-        """Reordering of outputs, `C x S x 2` [ms].
+        """Predict how long stages put their outputs in order.
 
-        The same on all ranks: each does it for its own samples.
+        It takes the same time on all ranks: each does it for its own samples.
 
         Args:
             columns_CS: Output columns that are put in order: in a pooled stage all of
                 them, once the columns of any table lie in several shards; of sequences,
                 those of split tables.
+
+        Returns:
+            `C x S x 2` [ms]: forward and backward; 0 without columns.
         """
         ms_N2 = self.comms_model.column_order(
             columns_CS.reshape(-1), self.task.batch_size
@@ -465,12 +506,15 @@ class Simulator:
         )
 
     def ordered_columns(self, num_shards_T: Ints, columns_T: Floats) -> Floats:
-        """Output columns that TorchRec puts in order, `S`.
+        """Count the output columns that TorchRec puts in order.
 
         Args:
             num_shards_T: Parts that the columns of each table lie in; 0 where a table
                 is not placed.
             columns_T: Output columns of each table.
+
+        Returns:
+            `S`: columns of each stage, 0 where no table is split.
         """
         split_T = (num_shards_T > 1) & self.splits_columns_T
         num_stages = self.task.num_stages
@@ -484,7 +528,11 @@ class Simulator:
         return columns_S
 
     def column_order_costs(self, placement: Placement) -> Floats:
-        """Reordering of the outputs of stages with split tables, `S x 2` [ms]."""
+        """Predict how long a placement's stages put their outputs in order.
+
+        Returns:
+            `S x 2` [ms]: forward and backward; 0 where no table is split.
+        """
         columns_S = self.ordered_columns(
             self.num_shards(placement), self.columns_per_table
         )
@@ -515,11 +563,14 @@ class Simulator:
         )
 
     def collectives(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
-        """Index, forward and backward collectives, outputs put in order, `W x S x 3`.
+        """Predict the collectives of one placement, with the ordering of outputs.
 
         Args:
-            loads: What each rank holds (no axis `C`).
+            loads: Sums of each rank (no axis `C`).
             num_shards_T: See `ordered_columns`.
+
+        Returns:
+            `W x S x 3` [ms]: index exchange, forward and backward.
         """
         comms_WS3: Floats = self.comms_costs(loads.loads_CWS3[None])[0]
         columns_S = self.ordered_columns(num_shards_T, self.columns_per_table)
@@ -527,7 +578,7 @@ class Simulator:
         return comms_WS3
 
     def num_shards(self, placement: Placement) -> Ints:
-        """Parts that the columns of each table lie in, `T`."""
+        """Count the parts that each table's columns are cut into: `T`."""
         table = [s.table for s in placement.shards if not s.row_offset]
         count: Ints = np.bincount(
             np.array(table, dtype=np.int64), minlength=len(self.task.tables)
@@ -543,7 +594,7 @@ def _in_phases(compute_X2: Floats, comms_X3: Floats) -> Floats:
 
 
 def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints]:
-    """Table, width, rank and rows of each shard, `N` each."""
+    """Return table, width, rank and rows of each shard, `N` int64 each."""
     table, width, rank, rows = (
         np.array(
             [(s.table, s.width, s.rank, s.rows) for s in placement.shards],
@@ -571,7 +622,7 @@ def stage_costs(
 
 
 def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Iteration time when every phase waits for its slowest rank.
+    """Add up the phases of an iteration, each as long as on its slowest rank.
 
     Args:
         phases_CWSP: Phases of each rank in each stage [ms], as many as there are.
@@ -581,8 +632,3 @@ def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float6
     """
     path: npt.NDArray[np.float64] = phases_CWSP.max(axis=1).sum(axis=(1, 2))
     return path
-
-
-def _members(task: ShardingTask) -> npt.NDArray[np.float64]:
-    """Say which groups are of which stage, `S x G`, 0 or 1."""
-    return np.eye(task.num_stages)[:, list(task.stages)]

@@ -95,6 +95,8 @@ class PlanningDesk:
         if name == STOCK:
             return EmbeddingShardingPlanner(**shared)
         limits = self._best_practice if name == BEST_PRACTICE else self._our_limits
+        if name == FAITHFUL:  # whose method knows no other types
+            limits = {"sharding_types": self._best_practice["sharding_types"], **limits}
         shared["constraints"] = {
             t.name: ParameterConstraints(
                 pooling_factors=[self._profiles[t.name].pooling_factor], **limits
@@ -106,11 +108,7 @@ class PlanningDesk:
         faithful: dict[str, Any] = {}
         if name == FAITHFUL:
             # The plan is to be that search's, good or bad.
-            faithful = {
-                "search": "neuroshard",
-                "consider_stock": False,
-                "max_switches": 0,
-            }
+            faithful = {"search": "neuroshard", "consider_stock": False}
         return NeuroShardPlanner(
             **shared,
             cost_model=self._cost_model,

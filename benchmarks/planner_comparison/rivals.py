@@ -256,8 +256,9 @@ def _neuroshard(
     `default` has what it has by default: TorchRec's plan and other sharding types are
     candidates, too.
     """
-    alone: dict[str, Any] = {"consider_stock": False, "max_switches": 0}
-    given = {} if searcher is None else {"search": searcher, **alone}
+    given: dict[str, Any] = {}
+    if searcher is not None:
+        given = {"search": searcher, "consider_stock": False}
     return NeuroShardPlanner(
         topology=_topology(task, device, device),
         batch_size=task.batch_size // task.world_size,

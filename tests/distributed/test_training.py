@@ -339,7 +339,7 @@ def kernels_of(sharded: Any) -> list[list[list[int]]]:
 
 def expected_kernels(planner: Any, plan: Sequence[Any]) -> dict[str, Any]:
     """What the costs take for kernels and collectives, by rank; on the first one."""
-    options = [o for o in plan if planner.costs.reader.is_costed(o)]
+    options = [o for o in plan if planner.costs.reader.has_cost(o)]
     priced = planner.costs.price(options)
     fused = [o.compute_kernel != "dense" for o in options]
     kernels: list[dict[int, list[list[int]]]] = [

@@ -1,4 +1,4 @@
-"""Which ranks tables may be on, and in whose company: kept by every kind of plan."""
+"""Which ranks tables may be on, and with which others: kept by every kind of plan."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def ranks_of(plan: ShardingPlan) -> dict[str, Collection[int]]:
 
 def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) -> bool:
     held = ranks_of(plan)
-    return placement.rules(held, world_size).breach(held) is None
+    return placement.rules(held, world_size).violation(held) is None
 
 
 # --- what the constraints mean ---
@@ -172,14 +172,14 @@ def test_placed_tables_narrow_the_ranks_of_others() -> None:
     rules = PlacementRules(
         4, {"a": (0, 1, 2)}, together=(("a", "b"),), apart=(("b", "c"), ("c", "d"))
     )
-    by_company = rules.narrowed({"b": {2}})
-    assert by_company.ranks("a") == (2,)
-    assert by_company.ranks("c") == (0, 1, 3)
-    assert by_company.ranks("d") == (0, 1, 2, 3)
-    by_distance = rules.narrowed({"c": {0, 1}})
+    by_colocation = rules.restricted({"b": {2}})
+    assert by_colocation.ranks("a") == (2,)
+    assert by_colocation.ranks("c") == (0, 1, 3)
+    assert by_colocation.ranks("d") == (0, 1, 2, 3)
+    by_distance = rules.restricted({"c": {0, 1}})
     assert by_distance.ranks("a") == (2,)
     assert by_distance.ranks("b") == (2,)
-    assert rules.narrowed({"c": {0, 1, 2, 3}}).ranks("d") == ()
+    assert rules.restricted({"c": {0, 1, 2, 3}}).ranks("d") == ()
 
 
 def test_tables_are_concerned_with_their_company() -> None:
@@ -194,20 +194,20 @@ def test_tables_are_concerned_with_their_company() -> None:
     }
 
 
-def test_breaches_are_told() -> None:
+def test_violations_are_told() -> None:
     rules = PlacementRules(
         4, {"a": (0, 1)}, together=(("a", "b"),), apart=(("c", "d"),)
     )
     fine = {"a": {0}, "b": {0}, "c": {1, 2}, "d": {3}, "e": {0, 1, 2, 3}}
-    assert rules.breach(fine) is None
+    assert rules.violation(fine) is None
     for change, message in [
         ({"a": {2}, "b": {2}}, "'a' is on rank 2; it may be on ranks 0, 1 only"),
         ({"b": {1}}, "'a' and 'b' are on ranks 0, 1, not together"),
         ({"a": {0, 1}, "b": {0, 1}}, "'a' is on ranks 0, 1; it belongs on one"),
         ({"d": {2}}, "rank 2 holds both 'c' and 'd'"),
     ]:
-        assert message in str(rules.breach(fine | change))
-    assert rules.breach(fine | {"a": {2}, "b": {2}}, tables=["b"]) is None
+        assert message in str(rules.violation(fine | change))
+    assert rules.violation(fine | {"a": {2}, "b": {2}}, tables=["b"]) is None
 
 
 # --- what the planner does with them ---

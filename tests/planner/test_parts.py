@@ -215,7 +215,7 @@ def test_estimates_are_those_of_single_shards() -> None:
     options = enumerator.enumerate(make_ebc(SIZES), bag_sharders())
     checked = 0
     for option in options:
-        if not estimator.costs.reader.is_described(option):
+        if not estimator.costs.reader.is_column_sharded(option):
             continue
         table = estimator.costs.reader.table(option)
         task = ShardingTask(tables=(table,), world_size=2, batch_size=128)

@@ -33,6 +33,7 @@ from torchrec_neuroshard.planner.table_reader import (
     device_tier,
     table_configs,
 )
+from torchrec_neuroshard.planner.ways import is_placeable
 from torchrec_neuroshard.profiles import FeatureProfile
 
 pytestmark = ATTACHES_OPTIMIZERS
@@ -125,21 +126,21 @@ def test_pooling_factor(constraint: ParameterConstraints, expected: float) -> No
     assert table.num_features == 2
 
 
-def test_what_is_searched_and_described() -> None:
+def test_what_is_column_sharded_and_placeable() -> None:
     ebc = make_ebc([(100, 256), (100, 10)])
     reader, options = options_of(ebc)
-    described = {k for k, o in options.items() if reader.is_described(o)}
-    searched = {k for k, o in options.items() if reader.is_searched(o)}
-    assert searched == {
+    columns = {k: o for k, o in options.items() if reader.is_column_sharded(o)}
+    placed = {k for k, o in columns.items() if is_placeable(o, reader, gpus())}
+    assert placed == {
         ("t0", "table_wise", "fused"),
         ("t0", "column_wise", "fused"),
     }
-    assert described - searched == {("t0", "table_column_wise", "fused")}
+    assert columns.keys() - placed == {("t0", "table_column_wise", "fused")}
 
 
-def test_unknown_data_types_are_not_described() -> None:
+def test_unknown_data_types_are_not_column_sharded() -> None:
     reader, options = options_of(make_ebc([(9, 16)], data_types={0: DataType.INT4}))
-    assert not any(reader.is_described(o) for o in options.values())
+    assert not any(reader.is_column_sharded(o) for o in options.values())
 
 
 def test_fusion_key_separates_what_torchrec_separates() -> None:
@@ -177,7 +178,7 @@ def test_lower_plan_keeps_shards_of_one_rank_apart() -> None:
         ColumnShard(0, 0, 16, 1),
         ColumnShard(0, 16, 16, 1),
     )
-    assert lowered.described == (split,) and lowered.others == (other,)
+    assert lowered.column_sharded == (split,) and lowered.others == (other,)
     assert lowered.task is not None
     assert (lowered.task.batch_size, lowered.task.num_groups) == (64, 1)
 
@@ -216,7 +217,7 @@ def test_placement_from_a_stock_plan() -> None:
     }
     plan = stock_plan(model, constraints)
     read = placement_from_plan(plan, 2)
-    assert read.not_described == {"e.t0": "row_wise", "e.t3": "data_parallel"}
+    assert read.not_column_sharded == {"e.t0": "row_wise", "e.t3": "data_parallel"}
     assert sorted(read.table_names) == ["e.t1", "e.t2"]
     first, split = (read.table_names.index(f"e.t{i}") for i in (1, 2))
     assert [s.width for s in read.placement.table_shards(first)] == [32]
@@ -244,7 +245,7 @@ def test_placement_from_plan_in_a_given_order() -> None:
     # Indices count the names given, also those without column shards.
     assert read.table_names == ("t2", "t0", "e.t1")
     assert [s.table for s in read.placement.shards] == [0, 2]
-    assert read.not_described == {"t0": "row_wise"}
+    assert read.not_column_sharded == {"t0": "row_wise"}
 
 
 def test_placement_from_plan_needs_unambiguous_names() -> None:
@@ -259,9 +260,9 @@ def test_placement_from_plan_needs_unambiguous_names() -> None:
     assert placement_from_plan(plan, 2, ["b.t0"]).table_names == ("b.t0",)
 
 
-def test_offloaded_tables_are_not_described() -> None:
+def test_offloaded_tables_are_not_column_sharded() -> None:
     constraint = ParameterConstraints(
         sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
     )
     plan = stock_plan(make_ebc([(9, 8)]), {"t0": constraint})
-    assert placement_from_plan(plan, 2).not_described == {"t0": "fused_uvm"}
+    assert placement_from_plan(plan, 2).not_column_sharded == {"t0": "fused_uvm"}

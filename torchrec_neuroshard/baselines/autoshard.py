@@ -198,7 +198,7 @@ def vtrace(
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """What ranks of plans held, and what that cost."""
+    """Training data of the cost net: sets of tables on a rank, with their costs."""
 
     tables_SN: npt.NDArray[np.int32]
     """Rows of all tasks' features; -1 in the padding."""

@@ -75,7 +75,7 @@ def _exchanged(
 def _inter_ratio(
     world_size: int, local_world_size: int, intra: float, inter: float
 ) -> float:
-    """How many bytes inside a node one between nodes counts as."""
+    """Return the time of a byte between nodes over that of one inside a node."""
     return intra / inter if world_size > local_world_size else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Which ranks tables may be on, and in whose company: what TorchRec cannot be told."""
+"""Which ranks tables may be on, and with which others: what TorchRec cannot be told."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import joined_sets
 from torchrec_neuroshard.planner.table_reader import table_name
+from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = ["PlacementConstraints", "PlacementRules", "ranks_by_table"]
 
 _MAX_NAMED = 8
 """Tables or ranks that a message lists; of more, the first ones."""
 
-_EVERY_RANK = (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
-_WHOLE_NODES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+_EVERY_RANK = frozenset(n for n, t in SHARDING_TYPES.items() if t.block == "world")
+_WHOLE_NODES = frozenset(n for n, t in SHARDING_TYPES.items() if t.block == "node")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,15 +121,15 @@ class PlacementConstraints:
             tuple(sorted({names.each(s, "apart") for s in self.apart})),
         )
         rules.check()
-        settled = rules.settled()
-        stuck = [table for table, ranks in settled.allowed.items() if not ranks]
+        propagated = rules.propagated()
+        stuck = [table for table, ranks in propagated.allowed.items() if not ranks]
         if stuck:
             raise ConfigError(
                 f"pin, together, apart and forbid_ranks leave no rank for table "
                 f"'{min(stuck)}': others that it belongs apart from can be nowhere "
                 "else. Allow some of them more ranks"
             )
-        return settled
+        return propagated
 
     def _check_ranks(self, world_size: int) -> None:
         """Check that all ranks exist and some are left."""
@@ -163,11 +163,11 @@ class PlacementRules:
         return bool(self.allowed or self.together or self.apart)
 
     def ranks(self, table: str) -> tuple[int, ...]:
-        """Ranks that may hold shards of a table."""
+        """Return the ranks that may hold shards of a table, sorted."""
         return self.allowed.get(table, tuple(range(self.world_size)))
 
-    def company(self, table: str) -> tuple[str, ...]:
-        """The tables that lie where this one lies, itself among them."""
+    def colocated_with(self, table: str) -> tuple[str, ...]:
+        """Return the tables that lie where this one lies, itself among them."""
         return next((s for s in self.together if table in s), (table,))
 
     def concerned(self) -> dict[str, set[str]]:
@@ -185,7 +185,7 @@ class PlacementRules:
         )
 
     def permits(self, option: ShardingOption, node_size: int) -> bool:
-        """Whether an option's shards can be where they may be.
+        """Say whether the ranks that an option needs are open to its table.
 
         Args:
             option: One of a table's options, with or without ranks.
@@ -207,7 +207,7 @@ class PlacementRules:
             return free * node_size >= len(option.shards)
         return True
 
-    def settled(self) -> PlacementRules:
+    def propagated(self) -> PlacementRules:
         """Return the rules with what follows from them for the ranks of each table.
 
         Tables that lie together have the same ranks; one that has a single rank leaves
@@ -235,7 +235,7 @@ class PlacementRules:
         }
         return dataclasses.replace(self, allowed={**self.allowed, **narrower})
 
-    def narrowed(self, held: Mapping[str, Collection[int]]) -> PlacementRules:
+    def restricted(self, held: Mapping[str, Collection[int]]) -> PlacementRules:
         """Return the rules for other tables, once some are on their ranks.
 
         Args:
@@ -253,13 +253,13 @@ class PlacementRules:
         for names in self.apart:
             taken = {n: held[n] for n in names if n in held}
             for name in set(names).difference(taken):
-                for member in self.company(name):
+                for member in self.colocated_with(name):
                     before = allowed.get(member, self.ranks(member))
                     full = {r for ranks in taken.values() for r in ranks}
                     allowed[member] = tuple(r for r in before if r not in full)
-        return dataclasses.replace(self, allowed=allowed).settled()
+        return dataclasses.replace(self, allowed=allowed).propagated()
 
-    def breach(
+    def violation(
         self,
         held: Mapping[str, Collection[int]],
         tables: Collection[str] | None = None,
@@ -268,8 +268,8 @@ class PlacementRules:
 
         Args:
             held: Table -> its ranks.
-            tables: Those whose own ranks are looked at, beside their company. None:
-                all.
+            tables: Those whose own ranks are looked at; sets that lie together or apart
+                are in any case. None: all.
         """
         for table in sorted(self.allowed.keys() & (held if tables is None else tables)):
             odd = sorted(set(held[table]).difference(self.ranks(table)))
@@ -317,7 +317,7 @@ class PlacementRules:
                     )
         for names in self.apart:
             for i, name in enumerate(names):
-                mates = set(self.company(name)).intersection(names[:i])
+                mates = set(self.colocated_with(name)).intersection(names[:i])
                 if mates:
                     raise ConfigError(
                         f"tables '{min(mates)}' and '{name}' are asked to lie both "
@@ -330,7 +330,7 @@ class PlacementRules:
         may = np.zeros((len(names), self.world_size), dtype=bool)
         for row, name in enumerate(names):
             common = set(self.ranks(name)).intersection(
-                *(self.ranks(mate) for mate in self.company(name))
+                *(self.ranks(mate) for mate in self.colocated_with(name))
             )
             may[row, sorted(common)] = True
         of_table = sparse.csgraph.maximum_bipartite_matching(
@@ -351,7 +351,7 @@ class PlacementRules:
 
 
 def ranks_by_table(plan: Iterable[ShardingOption]) -> dict[str, set[int]]:
-    """Ranks that hold shards of each table of a placed plan, by full name."""
+    """Return table -> ranks that hold shards of it, by full name, of a placed plan."""
     return {table_name(o): {int(s.rank) for s in o.shards} for o in plan}
 
 

@@ -130,7 +130,12 @@ class PlanCosts:
         return Simulator(task, self.cost_model, self.comms_model, self.encoder)
 
     def price(self, options: Sequence[ShardingOption]) -> PricedOptions:
-        """Price the shards of costed options, with or without ranks."""
+        """Price the shards of options.
+
+        Args:
+            options: Options that have a cost (`TableReader.has_cost`), with or without
+                ranks.
+        """
         kernels = [kernel_factors(o, self.topology) for o in options]
         found = OptionShards.of(options, self.reader, self.topology, kernels)
         simulator = self.simulator(found.task)
@@ -140,10 +145,10 @@ class PlanCosts:
         return PricedOptions(found, simulator, priced, prefetch_N)
 
     def single_perfs(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
-        """Cost of each shard alone on a rank, in one batch.
+        """Predict each shard as if it were alone on its rank, in one batch.
 
         Args:
-            options: Costed options.
+            options: Options that have a cost.
 
         Returns:
             One `Perf` per shard of each option.
@@ -162,7 +167,7 @@ class PlanCosts:
         return [[next(perfs) for _ in option.shards] for option in options]
 
     def launch_ms(self) -> tuple[float, float]:
-        """Forward and backward of the smallest kernel: what any kernel costs."""
+        """Return forward and backward of the smallest kernel [ms]."""
         forward, backward = self.encoder.launch_ms.tolist()
         return forward, backward
 
@@ -192,7 +197,7 @@ class PlanCosts:
             return
         kernels: dict[tuple[Any, ...], list[Any]] = {}
         for option in options:
-            if not is_dense(option) and not self.reader.is_costed(option):
+            if not is_dense(option) and not self.reader.has_cost(option):
                 key = fusion_key(option, self.reader, option.sharding_type)
                 for shard in option.shards:
                     kernels.setdefault((shard.rank, key), []).append(shard)
@@ -233,11 +238,15 @@ class PlanCosts:
         )
 
     def fixed_ms(self, lowered: LoweredPlan) -> float:
-        """Critical path of the tables whose sharding type leaves one placement."""
+        """Predict the critical path of the tables that can be placed in one way only.
+
+        Returns:
+            Milliseconds; 0 where a plan has no such tables.
+        """
         fixed = [
             o
             for o in lowered.others
-            if o.sharding_type in _ONE_PLACEMENT and self.reader.is_costed(o)
+            if o.sharding_type in _ONE_PLACEMENT and self.reader.has_cost(o)
         ]
         if not fixed:
             return 0.0
@@ -247,9 +256,9 @@ class PlanCosts:
         self, lowered: LoweredPlan
     ) -> tuple[list[ShardingOption], list[ShardingOption]]:
         """Options that have a price, and those of stock cost."""
-        others = {True: list(lowered.described), False: []}
+        others = {True: list(lowered.column_sharded), False: []}
         for option in lowered.others:
-            others[self.reader.is_costed(option)].append(option)
+            others[self.reader.has_cost(option)].append(option)
         return others[True], others[False]
 
     def _predicted(self, costed: Sequence[ShardingOption]) -> PredictedCosts:
@@ -311,7 +320,7 @@ class PlanCosts:
         agree with it. A shard's part is in proportion to its cost alone. `Perf` knows
         no index all-to-all: it is part of `fwd_comms`.
         """
-        costed = [o for o in plan if self.reader.is_costed(o)]
+        costed = [o for o in plan if self.reader.has_cost(o)]
         if not costed:
             return
         priced = self.price(costed)
@@ -325,7 +334,7 @@ class PlanCosts:
         texts: tuple[str, ...] = ()
         if lowered.task is not None:
             texts = range_messages(self.simulator(lowered.task), lowered.placement)
-        others = [o for o in lowered.others if self.reader.is_costed(o)]
+        others = [o for o in lowered.others if self.reader.has_cost(o)]
         if not others:
             return texts
         names = [table_name(o) for o in others for _ in o.shards]
@@ -372,7 +381,7 @@ class PricedOptions:
         return self.simulator.predict(loads, self._num_shards())
 
     def ordered_columns(self) -> Floats:
-        """Output columns of each stage that TorchRec puts in order, `S`."""
+        """Count the output columns that TorchRec puts in order in each stage: `S`."""
         columns_T = self.simulator.columns_per_table
         return self.simulator.ordered_columns(self._num_shards(), columns_T)
 
@@ -384,10 +393,13 @@ class PricedOptions:
         )
 
     def single_comms(self) -> Floats:
-        """Collectives of each shard as if its table were alone, `N x 3` [ms].
+        """Predict the collectives of each shard as if its table were alone.
 
         Shards that TorchRec places one by one are alone, those of a node or of all
         ranks are together.
+
+        Returns:
+            `N x 3` [ms]: index exchange, forward and backward.
         """
         found = self.found
         size_T = np.array([found.task.block_size(t) for t in range(len(found.options))])
@@ -414,7 +426,12 @@ class PricedOptions:
         return compute_N2, _share(weights, stage_N, comms_WS3.reshape(-1, 3))
 
     def perfs(self, compute_N2: Floats, comms_N3: Floats) -> list[Perf]:
-        """TorchRec's record of each shard's costs, prefetching apart."""
+        """Return TorchRec's record of each shard's costs.
+
+        Args:
+            compute_N2: Forward, prefetching included, and backward [ms].
+            comms_N3: Index exchange, forward and backward [ms].
+        """
         forward_N, backward_N = compute_N2.T
         return [
             Perf(
@@ -435,7 +452,7 @@ class PricedOptions:
 
 
 class CostedPart:
-    """What the parts of the planner have in common: the cost of plans.
+    """Base of the planner's parts, which price plans by one `PlanCosts`.
 
     Args:
         topology: The devices to plan for.

@@ -31,7 +31,6 @@ from torchrec_neuroshard.planner.shard_estimators import (
 )
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
-    SEARCHED_TYPES,
     is_modelled_config,
     table_configs,
 )
@@ -193,7 +192,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         )
         if name not in self._modelled:
             return types
-        if not SEARCHED_TYPES.isdisjoint(types):
+        if not {_TABLE_WISE, _COLUMN_WISE}.isdisjoint(types):
             types = [t for t in types if t != _TABLE_COLUMN_WISE]
         if _ROW_WISE in types and self._one_node:
             types = [t for t in types if t not in _NODE_TYPES]

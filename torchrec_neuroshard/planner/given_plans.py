@@ -100,7 +100,7 @@ class PlanOptions:
             options.append(option)
         self._enumerator.populate_estimates(options)
         self._costs.share_launches(
-            [o for o in options if not self._costs.reader.is_described(o)]
+            [o for o in options if not self._costs.reader.is_column_sharded(o)]
         )
         return options
 

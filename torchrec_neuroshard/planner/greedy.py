@@ -26,8 +26,8 @@ def place_greedily(
 ) -> list[ShardingOption]:
     """Return placed copies of the options.
 
-    Those whose ranks the rules restrict come first, with their company: those with the
-    fewest ranks, then the largest.
+    Options whose ranks the rules restrict come first, with those colocated: the ones
+    with the fewest ranks, then the largest.
 
     Args:
         options: With estimates.
@@ -42,10 +42,12 @@ def place_greedily(
     units: dict[tuple[str, ...], list[ShardingOption]] = {}
     for option in placed:
         if not rules.is_free(table_name(option)):
-            units.setdefault(rules.company(table_name(option)), []).append(option)
+            units.setdefault(rules.colocated_with(table_name(option)), []).append(
+                option
+            )
     done: list[ShardingOption] = []
     while units:
-        now = rules.narrowed(ranks_by_table(done))
+        now = rules.restricted(ranks_by_table(done))
         names = min(
             units, key=lambda n: (len(now.ranks(n[0])), *_negative_size(units[n]))
         )
@@ -68,7 +70,7 @@ def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
 
 
 def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[Storage]:
-    """Memory of each rank that the placed options leave."""
+    """Return the memory that placed options leave of each rank."""
     left = [d.storage for d in topology.devices]
     for option in placed:
         for shard in option.shards:
@@ -88,7 +90,7 @@ def _place_unit(
     """Place one table, or tables that belong together, in place."""
     ranks = rules.ranks(table_name(unit[0]))
     choices: list[Collection[int]] = [ranks]
-    if len(rules.company(table_name(unit[0]))) > 1:
+    if len(rules.colocated_with(table_name(unit[0]))) > 1:
         load = [d.perf.total for d in topology.devices]
         choices = [(r,) for r in sorted(ranks, key=lambda r: (load[r], r))]
     for allowed in choices:

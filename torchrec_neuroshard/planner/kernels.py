@@ -37,15 +37,22 @@ to others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
 
 
 def is_estimated(option: ShardingOption) -> bool:
-    """Whether a costed option's kernel is of a kind that was not measured."""
+    """Whether an option's kernel is of a kind that was not measured."""
     return is_dense(option) or option.compute_kernel in OFFLOADED_KERNELS
 
 
 def kernel_factors(option: ShardingOption, topology: Topology) -> KernelFactors | None:
-    """Return how a costed option's kernel differs from the fused one; None: not.
+    """Return the factors of an option's kernel over the fused one.
 
-    What TorchRec estimates that loading a cache takes, of which the shards tell, blocks
-    the forward.
+    Loading a cache ahead counts into the forward, for as long as TorchRec estimated in
+    the option's shards.
+
+    Args:
+        option: An option that has a cost (`TableReader.has_cost`).
+        topology: Device and bandwidths.
+
+    Returns:
+        None where the kernel is the fused one itself.
 
     Raises:
         PlannerError: TorchRec has no such kernel for the device.

@@ -1,4 +1,4 @@
-"""Where a proposal's tables go: the search, inside TorchRec's loop."""
+"""Places the tables of a proposal by a search, inside TorchRec's loop."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             chosen = self._search(
                 searched,
                 memory_left(storage_constraint, others),
-                rules.narrowed(ranks_by_table(others)) if rules else rules,
+                rules.restricted(ranks_by_table(others)) if rules else rules,
             )
         placed = {table_name(o): o for o in (*others, *chosen)}
         return [placed[table_name(o)] for o in proposal]
@@ -225,11 +225,11 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Price a plan that somebody else made."""
-        breach = rules.breach(ranks_by_table(plan))
-        if breach is not None:
+        violation = rules.violation(ranks_by_table(plan))
+        if violation is not None:
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message=f"a given plan breaks the placement constraints: {breach}",
+                message=f"a given plan breaks the placement constraints: {violation}",
             )
         kept = option_copies(plan)
         full = _full_rank(storage_constraint, kept)

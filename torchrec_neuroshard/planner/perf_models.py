@@ -1,4 +1,4 @@
-"""How a whole plan is rated."""
+"""Rates whole plans by their predicted iteration."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from torchrec_neuroshard.placement import (
     ShardingTask,
 )
 from torchrec_neuroshard.planner.table_reader import (
-    DESCRIBED_TYPES,
+    COLUMN_SHARDED_TYPES,
     TableReader,
     is_dense,
     table_name,
@@ -216,9 +216,9 @@ class LoweredPlan:
     """A plan of sharding options, as far as a placement can express it."""
 
     task: ShardingTask | None
-    """None when no option can be described."""
+    """None when no option is column-sharded."""
     placement: Placement
-    described: tuple[ShardingOption, ...]
+    column_sharded: tuple[ShardingOption, ...]
     """The option behind each of the task's tables."""
     others: tuple[ShardingOption, ...]
     """Options outside the placement."""
@@ -232,17 +232,17 @@ def lower_plan(
     Shards of one table on one rank stay apart, as TorchRec runs them. Memory limits
     and widths are left open: the task says what is there, not what is allowed.
     """
-    described: list[ShardingOption] = []
+    column_sharded: list[ShardingOption] = []
     others: list[ShardingOption] = []
     for option in plan:
-        (described if reader.is_described(option) else others).append(option)
-    if not described:
+        (column_sharded if reader.is_column_sharded(option) else others).append(option)
+    if not column_sharded:
         return LoweredPlan(None, Placement(topology.world_size, ()), (), tuple(others))
     fused = FusionGroups.from_keys(
-        [fusion_key(o, reader, o.sharding_type) for o in described]
+        [fusion_key(o, reader, o.sharding_type) for o in column_sharded]
     )
     shards = []
-    for index, option in enumerate(described):
+    for index, option in enumerate(column_sharded):
         for shard in option.shards:
             assert shard.rank is not None, "only plans with ranks can be lowered"
             shards.append(
@@ -251,16 +251,16 @@ def lower_plan(
                 )
             )
     task = ShardingTask(
-        tables=tuple(reader.table(o) for o in described),
+        tables=tuple(reader.table(o) for o in column_sharded),
         world_size=topology.world_size,
-        batch_size=described[0].batch_size * topology.world_size,
+        batch_size=column_sharded[0].batch_size * topology.world_size,
         local_world_size=whole_nodes(topology.world_size, topology.local_world_size),
         groups=fused.groups,
         stages=fused.stages,
         stage_names=fused.stage_names,
     )
     placement = Placement(topology.world_size, tuple(sorted(shards)))
-    return LoweredPlan(task, placement, tuple(described), tuple(others))
+    return LoweredPlan(task, placement, tuple(column_sharded), tuple(others))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +271,7 @@ class PlanPlacement:
     """The tables that the placement's indices mean."""
     placement: Placement
     """Column shards, as TorchRec runs them: several of a table may share a rank."""
-    not_described: Mapping[str, str]
+    not_column_sharded: Mapping[str, str]
     """Tables of the plan that column shards cannot express -> their sharding type."""
 
 
@@ -287,11 +287,11 @@ def placement_from_plan(
         world_size: Ranks that it is for.
         table_names: Tables in the order that the placement should count them, as
             "path.table" or, where that is unambiguous, as the bare table name. None:
-            all described tables of the plan, as "path.table", in its order.
+            all column-sharded tables of the plan, as "path.table", in its order.
 
     Returns:
         The placement; row-wise, grid and data-parallel tables, and those outside the
-        device's memory, are named in `not_described`.
+        device's memory, are named in `not_column_sharded`.
 
     Raises:
         PlacementError: A name of `table_names` is not in the plan, or means several
@@ -308,15 +308,17 @@ def placement_from_plan(
         names = {full: full for full in entries}
     else:
         names = {_resolve(n, entries, by_bare_name): n for n in table_names}
-    not_described: dict[str, str] = {}
+    not_column_sharded: dict[str, str] = {}
     kept: list[str] = []
     shards: list[ColumnShard] = []
     for full, shown in names.items():
         sharding = entries[full]
         kind = sharding.sharding_type
-        if kind not in DESCRIBED_TYPES or sharding.compute_kernel != _FUSED:
+        if kind not in COLUMN_SHARDED_TYPES or sharding.compute_kernel != _FUSED:
             kernel = sharding.compute_kernel
-            not_described[shown] = kind if kind not in DESCRIBED_TYPES else kernel
+            not_column_sharded[shown] = (
+                kind if kind not in COLUMN_SHARDED_TYPES else kernel
+            )
             if table_names is None:
                 continue
         else:
@@ -333,7 +335,7 @@ def placement_from_plan(
             ]
         kept.append(shown)
     return PlanPlacement(
-        tuple(kept), Placement(world_size, tuple(sorted(shards))), not_described
+        tuple(kept), Placement(world_size, tuple(sorted(shards))), not_column_sharded
     )
 
 

@@ -329,21 +329,21 @@ class _Job:
             return
         tables = [t.full_name for t in stored.fingerprint.tables]
         rules = self.placement.rules(tables, stored.fingerprint.world_size)
-        breach = rules.breach(
+        violation = rules.violation(
             {
                 f"{module}.{name}" if module else name: sharding.ranks
                 for module, name, sharding in plan_entries(stored.plan)
             }
         )
-        if breach is not None:
+        if violation is not None:
             raise PlanMismatchError(
                 f"plan file '{path}' breaks the planner's placement constraints: "
-                f"{breach}. Plan anew, or change the constraints",
+                f"{violation}. Plan anew, or change the constraints",
                 [
                     PlanMismatch(
                         field="placement",
                         expected=_show(self.placement.to_json()),
-                        found=breach,
+                        found=violation,
                     )
                 ],
             )

@@ -30,21 +30,21 @@ class PlanRun:
     Args:
         torchrec: The candidate and last resort.
         proposers: The planner's, without the candidate's.
-        breach: Says how a plan breaks the caller's constraints on placement.
+        violation: Says how a plan breaks the caller's constraints on placement.
     """
 
     def __init__(
         self,
         torchrec: TorchRecPlan,
         proposers: Sequence[Proposer],
-        breach: Callable[[Sequence[ShardingOption]], str | None],
+        violation: Callable[[Sequence[ShardingOption]], str | None],
     ) -> None:
         self.log = SearchLog()
         self.torchrec = torchrec
         self.fallback: str | None = None
         self.selected: list[ShardingOption] | None = None
         self._searches = [p for p in proposers if isinstance(p, NeuroShardProposer)]
-        self._breach = breach
+        self._violation = violation
         self._started = self._selected_at = time.monotonic()
 
     def callbacks(self, given: Sequence[Callback]) -> list[Callback]:
@@ -77,9 +77,9 @@ class PlanRun:
         Raises:
             ConfigError: A callback or a plan loader broke them.
         """
-        if self.selected is not None and (breach := self._breach(self.selected)):
+        if self.selected is not None and (violation := self._violation(self.selected)):
             raise ConfigError(
-                f"the plan breaks placement_constraints: {breach}. A callback or a "
+                f"the plan breaks placement_constraints: {violation}. A callback or a "
                 "plan loader made it so"
             )
 

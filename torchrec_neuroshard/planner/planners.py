@@ -122,7 +122,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             with the best that it finds in the time that the search took (at least two
             seconds). A warning in the result says when it found none in that time.
         max_switches: Ignored; the search chooses sharding types by itself.
-        placement_constraints: Which ranks tables may be on, and in whose company.
+        placement_constraints: Which ranks tables may be on, and with which others.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
@@ -320,10 +320,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             storage_reservation=self._storage_reservation,
             enumerator=self._enumerator,
             reader=self.costs.reader,
-            breach=self._breach,
+            violation=self._violation,
             time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
         )
-        run = PlanRun(torchrec, proposers, self._breach)
+        run = PlanRun(torchrec, proposers, self._violation)
         if own:
             self._partitioner = partitioner.for_run(run.log)
         self._callbacks = run.callbacks(callbacks)
@@ -387,7 +387,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     @property
     def enumerator(self) -> Enumerator:
-        """What lists and estimates sharding options."""
+        """The part that lists and estimates sharding options."""
         return self._enumerator
 
     @property
@@ -475,12 +475,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         simulator = None if known.task is None else self.costs.simulator(known.task)
         return explain(known.result, simulator, known.others)
 
-    def _breach(self, options: Sequence[ShardingOption]) -> str | None:
+    def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""
         rules = self.placement_constraints.rules(
             map(table_name, options), int(self._topology.world_size)
         )
-        return rules.breach(ranks_by_table(options))
+        return rules.violation(ranks_by_table(options))
 
     def _last_resort(self, run: PlanRun, error: PlannerError) -> ShardingPlan:
         """Let TorchRec's own planner try, with what the caller passed."""

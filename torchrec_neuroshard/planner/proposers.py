@@ -1,4 +1,4 @@
-"""What the partitioner is asked to place."""
+"""Proposes to the partitioner every table in all the ways it may be sharded in."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
-from torchrec_neuroshard.planner.ways import SearchSpace
+from torchrec_neuroshard.planner.ways import SearchSpace, is_placeable
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.refine import refine_within
@@ -70,7 +70,7 @@ _MOVED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplanConfig:
-    """How hard to look for moves."""
+    """Settings of the search for moves."""
 
     max_candidates: int = 500
     """Most moves compared exactly per step; of more, those that promise the most."""
@@ -213,10 +213,9 @@ class _Job:
         check_profiles(model, planner.profiles)
         reserved = planner.reserve(model, sharders)
         self._options = PlanOptions(model, sharders, planner.enumerator, self.costs)
-        is_searched = self.costs.reader.is_searched
         options = self._options.of(plan)
-        self.options = [o for o in options if is_searched(o)]
-        self._fixed = [o for o in options if not is_searched(o)]
+        self.options = [o for o in options if self._may_move(o)]
+        self._fixed = [o for o in options if not self._may_move(o)]
         self.state: dict[int, Shards] = {
             i: _shards_of(plan.plan[o.path][o.name]) for i, o in enumerate(self.options)
         }
@@ -226,12 +225,19 @@ class _Job:
         resharded = {s.module_type for s in sharders if hasattr(s, "reshard")}
         self.obstacles = dict(self._find_obstacles(resharded))
 
+    def _may_move(self, option: ShardingOption) -> bool:
+        """Whether the search may give an option's columns to other ranks."""
+        reader = self.costs.reader
+        return reader.is_column_sharded(option) and is_placeable(
+            option, reader, self.topology
+        )
+
     def _rules_left(self, tables: Iterable[str]) -> PlacementRules:
         """What placement constraints ask of the tables that may move."""
         rules = self._planner.placement_constraints.rules(
             tables, int(self.topology.world_size)
         )
-        return rules.narrowed(ranks_by_table(self._fixed)) if rules else rules
+        return rules.restricted(ranks_by_table(self._fixed)) if rules else rules
 
     def _task(self, reserved: Topology) -> ShardingTask:
         """What the search would be asked to place, with its limits."""
@@ -259,7 +265,13 @@ class _Job:
     def budget(
         self, limit_bytes: int, executable_only: bool, config: ReplanConfig
     ) -> MoveBudget:
-        """What may be moved."""
+        """Describe what may be moved.
+
+        Args:
+            limit_bytes: Weights and optimizer state that may be sent.
+            executable_only: Whether to keep to what TorchRec can carry out.
+            config: How hard to search.
+        """
         index = {table_name(o): t for t, o in enumerate(self.options)}
         stuck = {t for name, t in index.items() if not self._rules.ranks(name)}
         odd = {
@@ -352,7 +364,7 @@ class _Job:
         return rows * per_value, rows * _STATE_BYTES_PER_ROW.get(optimizer, 0)
 
     def moves(self, table: int, shards: Shards) -> list[Move]:
-        """Moves that take a table to these shards."""
+        """List the moves that take a table to these shards."""
         option = self.options[table]
         column_bytes, shard_bytes = self._bytes(table)
         return [

@@ -1,4 +1,4 @@
-"""What is known of a plan that was chosen: its costs, how good it is, what it took."""
+"""Describe a chosen plan: its costs, the bound on them, what finding it took."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["KnownPlan", "describe_plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownPlan:
-    """What is known of a plan."""
+    """A plan's result, its tables and the time that planning took."""
 
     result: SearchResult
     task: ShardingTask | None
@@ -41,7 +41,7 @@ def describe_plan(
     fallback: str | None = None,
     notes: Sequence[str] = (),
 ) -> KnownPlan:
-    """Say what is known of a plan.
+    """Describe a plan that was chosen.
 
     Args:
         selected: Its options, placed.

@@ -125,7 +125,7 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         costed: list[ShardingOption] = []
         others: list[ShardingOption] = []
         for option in sharding_options:
-            known = self.costs.reader.is_costed(option)
+            known = self.costs.reader.has_cost(option)
             (costed if known else others).append(option)
         cached = [o for o in costed if o.cache_params is not None]
         if cached:  # for what prefetching their caches takes

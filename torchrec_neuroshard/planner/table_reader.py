@@ -1,11 +1,10 @@
 """TorchRec's sharding options as tables of the cost model.
 
-A *searched* option is one whose placement this package chooses: a fused table-wise or
-column-wise one. A *described* option is one whose shards a `Placement` can express:
-searched ones and those that TorchRec itself placed table-column-wise. A *costed* option
-is one that the cost model has a price for: described ones, row shards, replicas and
-tables in host memory. All others (tables on disk, quantised or of odd widths, modules
-of other kinds) keep TorchRec's own costs.
+An option is *column-sharded* where each shard is whole columns of a fused table on one
+rank: table-wise, column-wise or table-column-wise. It *has a cost* where the cost model
+prices it: column-sharded ones, row shards, replicas and tables in host memory. All
+others (tables on disk, quantised or of odd widths, modules of other kinds) keep
+TorchRec's own costs. Which of those with a cost a search may place, `ways` says.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -35,6 +34,7 @@ from torchrec.modules.fused_embedding_modules import (
 
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
+from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.tables import (
     COLUMN_MULTIPLE,
     DATA_TYPE_BYTES,
@@ -42,9 +42,8 @@ from torchrec_neuroshard.tables import (
 )
 
 __all__ = [
-    "DESCRIBED_TYPES",
+    "COLUMN_SHARDED_TYPES",
     "OFFLOADED_KERNELS",
-    "SEARCHED_TYPES",
     "TableReader",
     "cannot_run",
     "check_profiles",
@@ -56,26 +55,12 @@ __all__ = [
     "table_name",
 ]
 
-SEARCHED_TYPES: frozenset[str] = frozenset(
-    {ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value}
+COLUMN_SHARDED_TYPES: frozenset[str] = frozenset(
+    name for name, kind in SHARDING_TYPES.items() if kind.block == "rank"
 )
-"""Sharding types that the search emits."""
-
-DESCRIBED_TYPES: frozenset[str] = SEARCHED_TYPES | {
-    ShardingType.TABLE_COLUMN_WISE.value
-}
 """Sharding types whose shards are whole columns on one rank each."""
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
-_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
-
-_ROW_TYPES: frozenset[str] = frozenset(
-    {
-        ShardingType.ROW_WISE.value,
-        ShardingType.TABLE_ROW_WISE.value,
-        ShardingType.GRID_SHARD.value,
-    }
-)
 
 OFFLOADED_KERNELS: frozenset[str] = frozenset(
     {
@@ -101,12 +86,12 @@ _OPTIMIZER_NAMES: Mapping[str, str] = {
 
 
 def device_tier(topology: Topology) -> str:
-    """Name of the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
+    """Return the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
     return "ddr" if topology.compute_device == "cpu" else "hbm"
 
 
 def table_name(option: ShardingOption) -> str:
-    """Path of the option's module and the table's name; unique in a model."""
+    """Return the path of the option's module and the table's name, "module.table"."""
     return f"{option.path}.{option.name}" if option.path else str(option.name)
 
 
@@ -250,23 +235,22 @@ class TableReader:
             )
         return self._weighted[module]
 
-    def is_described(self, option: ShardingOption) -> bool:
-        """Whether the cost model and a placement can describe the option."""
+    def is_column_sharded(self, option: ShardingOption) -> bool:
+        """Whether each shard is whole columns of a fused table on one rank."""
         return (
-            option.sharding_type in DESCRIBED_TYPES
+            option.sharding_type in COLUMN_SHARDED_TYPES
             and option.compute_kernel == _FUSED
             and self._is_modelled(option)
         )
 
-    def is_costed(self, option: ShardingOption) -> bool:
+    def has_cost(self, option: ShardingOption) -> bool:
         """Whether the cost model has a price for the option; see the module."""
-        if option.sharding_type == _DATA_PARALLEL:
-            return is_dense(option) and self._is_modelled(option)
-        return (
-            option.sharding_type in DESCRIBED_TYPES | _ROW_TYPES
-            and option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
-            and self._is_modelled(option)
-        )
+        kind = SHARDING_TYPES.get(option.sharding_type)
+        if kind is None or not self._is_modelled(option):
+            return False
+        if kind.is_replicated:
+            return is_dense(option)
+        return option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
 
     def _is_modelled(self, option: ShardingOption) -> bool:
         config = self.config(option)
@@ -280,16 +264,8 @@ class TableReader:
             )
         )
 
-    def is_searched(self, option: ShardingOption) -> bool:
-        """Whether this package chooses the option's shards and ranks."""
-        return (
-            option.sharding_type in SEARCHED_TYPES
-            and option.dependency is None
-            and self.is_described(option)
-        )
-
     def optimizer(self, option: ShardingOption) -> str:
-        """Name of the table's optimizer, among those that the cost models know."""
+        """Return the table's optimizer, by a name that the cost models know."""
         if has_own_optimizer(option):
             return _OPTIMIZER_NAMES.get(
                 option.tensor._optimizer_classes[0].__name__, "adam"
@@ -310,11 +286,11 @@ class TableReader:
         sample reads like L features of one id each.
 
         Args:
-            option: A costed option.
+            option: One that has a cost.
         """
         optimizer = self.optimizer(option)
         config = self.config(option)
-        assert config is not None, "only costed options have tables"
+        assert config is not None, "only options with a cost have tables"
         key = (
             table_name(option),
             tuple(option.tensor.shape),

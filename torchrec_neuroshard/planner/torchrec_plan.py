@@ -77,7 +77,7 @@ class TorchRecPlan:
         storage_reservation: The planner's.
         enumerator: The planner's: this package's, unless the caller passed one.
         reader: Knows the tables' optimizers.
-        breach: Says how a plan breaks the caller's constraints on placement.
+        violation: Says how a plan breaks the caller's constraints on placement.
         time_budget_seconds: Of planning as a whole, which starts now.
     """
 
@@ -90,7 +90,7 @@ class TorchRecPlan:
         storage_reservation: StorageReservation,
         enumerator: Any,
         reader: TableReader,
-        breach: Callable[[Sequence[ShardingOption]], str | None],
+        violation: Callable[[Sequence[ShardingOption]], str | None],
         time_budget_seconds: float,
     ) -> None:
         self.proposer = PlacedPlanProposer(self._candidate)
@@ -101,7 +101,7 @@ class TorchRecPlan:
         self._storage_reservation = storage_reservation
         self._enumerator = enumerator
         self._reader = reader
-        self._breach = breach
+        self._violation = violation
         self._time_budget_seconds = time_budget_seconds
         self._timeout_seconds = arguments["timeout_seconds"] or math.inf
         self._started = time.monotonic()
@@ -208,8 +208,10 @@ class TorchRecPlan:
                 f"'{option.compute_kernel}', which takes widths that are multiples of "
                 f"{COLUMN_MULTIPLE}"
             )
-        breach = self._breach(options)
-        return breach and f"TorchRec's own plan breaks placement constraints: {breach}"
+        violation = self._violation(options)
+        if violation is None:
+            return None
+        return f"TorchRec's own plan breaks placement constraints: {violation}"
 
     def _timed_options(self, deadline: float) -> EmbeddingEnumerator:
         """TorchRec's enumerator, but it gives up at the deadline."""

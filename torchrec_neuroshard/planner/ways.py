@@ -74,7 +74,7 @@ def is_placeable(
     It may where the cost model has a price and shards are cut as `sharding_types` says.
     """
     kind = SHARDING_TYPES.get(option.sharding_type)
-    if kind is None or option.dependency is not None or not reader.is_costed(option):
+    if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
     if kind.block == "rank":
         return option.sharding_type in (TABLE_WISE, COLUMN_WISE)
@@ -94,7 +94,12 @@ def is_placeable(
 def narrowest_shard(
     option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
 ) -> int:
-    """Columns of the narrowest shard that an option's table may be cut to."""
+    """Return the columns of the narrowest shard that a table may be cut to.
+
+    Args:
+        option: An option of the table; its sharding type decides.
+        constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+    """
     if SHARDING_TYPES[option.sharding_type].block != "rank":
         return int(option.shards[0].size[1])
     if option.sharding_type != COLUMN_WISE or not option.is_pooled:
@@ -124,7 +129,7 @@ class _ShardStorage:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What a search is asked, and how its answer becomes options again."""
+    """A task for a search, and the options that its indices stand for."""
 
     options: tuple[ShardingOption, ...]
     """Of each index of the task."""
@@ -293,7 +298,7 @@ def _useful(
             or o.compute_kernel not in columns
             or o.path in whole_modules
         ]
-    if rules and len(rules.company(name)) > 1:
+    if rules and len(rules.colocated_with(name)) > 1:
         # Those that lie together are moved as one: one way, the fastest.
         alone = [o for o in kept if SHARDING_TYPES[o.sharding_type].block == "rank"]
         kept = sorted(alone, key=is_estimated)[:1] or kept

@@ -1,4 +1,4 @@
-"""Searches over column splits and ranks."""
+"""Searches over ways to shard tables, column splits and ranks."""
 
 from __future__ import annotations
 

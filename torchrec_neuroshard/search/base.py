@@ -1,4 +1,4 @@
-"""What every search takes and gives."""
+"""The interface of searches: settings, results, `Searcher`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEUROSHARD_CAPS: tuple[float, ...] = tuple(1.0 + 0.05 * i for i in range(11))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchConfig:
-    """How hard to search."""
+    """Settings of the default search: effort, limits of time, seed."""
 
     beam_width: int = NEUROSHARD_BEAM_WIDTH
     num_candidates: int = NEUROSHARD_CANDIDATES
@@ -63,7 +63,7 @@ class SearchConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
-    """A placement and what is known of it."""
+    """A placement with its predicted costs and a bound on them."""
 
     placement: Placement
     predicted: PredictedCosts
@@ -108,7 +108,7 @@ class Searcher(ABC):
 
     @property
     def time_budget_seconds(self) -> float:
-        """How long a search may take; infinite where it knows no limit."""
+        """Seconds that a search may take; inf where it knows no limit."""
         return math.inf
 
     def with_budget(self, seconds: float, effort: float = 1.0) -> Searcher:

@@ -10,7 +10,7 @@ import numpy as np
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.greedy_grid import ORDERS, LanePlans, plan_states
-from torchrec_neuroshard.search.progress import UNWATCHED, Watch
+from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -188,7 +188,7 @@ def beam_search(
     bank: ShardBank,
     config: SearchConfig,
     deadline: float,
-    watch: Watch = UNWATCHED,
+    reporter: ProgressReporter = NO_REPORTS,
 ) -> list[BeamPlan]:
     """Search column splits, greedily placed.
 
@@ -196,13 +196,13 @@ def beam_search(
         bank: The task's shards.
         config: Beam width, candidates, rounds and caps.
         deadline: `time.monotonic()` after which no new round starts.
-        watch: Told of the best plan each round.
+        reporter: Told of the best plan each round.
 
     Returns:
         The best placements, best first; empty where greedy placing found no room.
     """
     beam = _Beam(bank, config)
-    watch.report("splits")
+    reporter.report("splits")
     starts = beam.start_states()
     beam.evaluate(starts[:1], ORDERS)
     beam.evaluate(starts[1:], ORDERS if not beam.kept else ORDERS[:1])
@@ -211,7 +211,7 @@ def beam_search(
         if time.monotonic() > deadline or not beam.kept:
             break
         best = beam.kept[0][0]
-        watch.report("splits", best_ms=best)
+        reporter.report("splits", best_ms=best)
         states: list[State] = []
         for _, state, widths_TW, phases_WP in beam.kept:
             if state not in expanded:

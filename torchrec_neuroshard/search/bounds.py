@@ -96,7 +96,7 @@ NUM_ROUNDS, NUM_PHASE_ROUNDS, NUM_CASE_ROUNDS = 4, 6, 2
 case."""
 MAX_CHECKS = 3
 """Times that rounds go on after a longer search found cheaper sets."""
-MAX_CASES = 24
+MAX_CASES = 2
 """Cases that are looked at."""
 LEAST_MIXED = 0.02
 """Part of a table that has to be in another way before cases are told apart by it."""

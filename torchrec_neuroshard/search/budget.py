@@ -31,11 +31,11 @@ Shards = tuple[tuple[int, int, int], ...]
 
 
 class MoveBudget:
-    """Where columns are, what moving them costs, and how much may be spent.
+    """The columns at work, the bytes that moving them takes, and their limit.
 
     Attributes:
         width_TW: Columns at work.
-        movable_T: False for tables that stay, or move only in company.
+        movable_T: False for tables that stay, or move only with others.
     """
 
     def __init__(
@@ -102,15 +102,19 @@ class MoveBudget:
             widths = sorted(width for _, width, _ in shards)[-num_ranks:]
             self._cuts_TW[table, num_ranks - len(widths) :] = widths
 
-    def company(self, table: int) -> list[int]:
-        """The tables that move with this one, itself among them."""
+    def colocated_with(self, table: int) -> list[int]:
+        """Return the tables that move with this one, itself among them."""
         return next((s for s in self.together if table in s), [table])
 
     def bytes(self, table_N: Ints, row_NW: Ints) -> Floats:
-        """Least bytes to send for tables to get from where they are to these widths.
+        """Count the fewest bytes to send until tables have these widths.
+
+        Args:
+            table_N: Tables.
+            row_NW: Columns of each on each rank.
 
         Returns:
-            `N`; inf where that cannot be carried out.
+            `N` bytes; 0 for a table that stays, inf where that cannot be carried out.
         """
         total = np.zeros(len(table_N))
         changed = (row_NW != self.width_TW[table_N]).any(axis=1)
@@ -152,9 +156,12 @@ class MoveBudget:
         )
 
     def doubled(self) -> list[tuple[int, int, list[int]]]:
-        """Shards at work that share a rank: table, their columns, and each one's.
+        """List the shards at work that share a rank with others of their table.
 
-        Of tables that keep their cuts or stay: nothing else of them is as wide.
+        Only of tables that keep their cuts or stay: no other layout is as wide there.
+
+        Returns:
+            Table, columns that it has on the rank, and the widths of its shards there.
         """
         return [
             (table, sum(widths), widths)

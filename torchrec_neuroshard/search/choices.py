@@ -1,4 +1,4 @@
-"""Which way each table is sharded: greedily, on ranks that share everything equally.
+"""Choose the way that each table is sharded in, greedily and on balanced ranks.
 
 Where tables may be sharded in several ways (`ShardingTask.alternatives`), a choice says
 which one each takes. What it would cost on perfectly balanced ranks is quick to work
@@ -281,7 +281,15 @@ class Choices:
         return path[::-1]
 
     def promising(self, now_N: Ints, most: int) -> Ints:
-        """Return the choices one switch away that cost least, `C x N`."""
+        """Return the cheapest choices one switch away.
+
+        Args:
+            now_N: The way that each table takes.
+            most: Choices to return; fewer where there are no more.
+
+        Returns:
+            `C x N` ways, the cheapest choice first.
+        """
         found = [candidates for candidates, _ in self.switches(now_N)]
         if not found:
             return now_N[None][:0]
@@ -296,7 +304,15 @@ class Choices:
         return np.array([next(w for w in ways if placed_T[w]) for ways in self.ways])
 
     def switches(self, now_N: Ints) -> Iterator[tuple[Ints, float]]:
-        """Some tables switched to one other kind of way: choices, least gain."""
+        """Switch some tables from one kind of way to another, for all pairs of kinds.
+
+        Args:
+            now_N: The way that each table takes.
+
+        Yields:
+            `C x N` choices that fit, and the part of an iteration that a switch to
+            such ways must gain.
+        """
         targets: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
         for number, ways in enumerate(self.ways):
             current = int(now_N[number])
@@ -385,7 +401,18 @@ def memory_left(bank: ShardBank, width_TW: Ints) -> Floats:
 def block_widths(
     bank: ShardBank, table: int, loads_W: Floats, free_W: Floats, width_TW: Ints
 ) -> Ints | None:
-    """Return the least loaded blocks with memory for a table, `W` widths, or None."""
+    """Put a table that is split by rows, or replicated, on the least loaded blocks.
+
+    Args:
+        bank: The task's shards.
+        table: Index of the way.
+        loads_W: What ranks have to do [ms].
+        free_W: Memory left [bytes].
+        width_TW: Columns placed so far; rules on ranks are held against them.
+
+    Returns:
+        `W` widths; None where too few blocks have memory and are allowed.
+    """
     task = bank.task
     size, dim = int(bank.block_T[table]), int(bank.dims_T[table])
     width = min(dim, int(task.min_widths[table]))
@@ -405,7 +432,15 @@ def block_widths(
 def take_room(
     bank: ShardBank, table: int, width_W: Ints, loads_W: Floats, free_W: Floats
 ) -> None:
-    """Count a table's shards in what ranks do and have left, in place."""
+    """Add a table's shards to the load of ranks and take their memory, in place.
+
+    Args:
+        bank: The task's shards.
+        table: Index of the way.
+        width_W: Its columns on each rank.
+        loads_W: What ranks have to do [ms].
+        free_W: Memory left [bytes].
+    """
     tables = np.full(len(width_W), table)
     loads_W += bank.total_ms(tables, width_W)
     free_W -= bank.bytes(tables, width_W)

@@ -1,4 +1,4 @@
-"""The default search: beam over splits, greedy ranks, local improvement, bound."""
+"""The default search: ways to shard, column splits, ranks, local improvement, bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrec_neuroshard.search.choices import (
 )
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
 from torchrec_neuroshard.search.feasibility import check_memory, pack
-from torchrec_neuroshard.search.progress import Watch
+from torchrec_neuroshard.search.progress import ProgressReporter
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.rules import check_constraints, follow, merged
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
@@ -102,16 +102,16 @@ class NeuroShardSearcher(Searcher):
         """
         start = time.monotonic()
         deadline = start + self.config.time_budget_seconds
-        watch = Watch(self.config.progress, start, deadline)
+        reporter = ProgressReporter(self.config.progress, start, deadline)
         simulator = Simulator(task, cost_model, comms_model)
         try:
-            result = self._search(simulator, deadline, watch)
+            result = self._search(simulator, deadline, reporter)
             return dataclasses.replace(result, search_seconds=time.monotonic() - start)
         finally:
-            watch.report("done")
+            reporter.report("done")
 
     def _search(
-        self, simulator: Simulator, deadline: float, watch: Watch
+        self, simulator: Simulator, deadline: float, reporter: ProgressReporter
     ) -> SearchResult:
         task, start = simulator.task, time.monotonic()
         check_constraints(task)
@@ -127,11 +127,11 @@ class NeuroShardSearcher(Searcher):
             warnings = range_messages(simulator, result.placement)
             return dataclasses.replace(result, warnings=warnings)
         bank = ShardBank(simulator, merge=True)
-        best, bound = self._plan(bank, deadline, watch)
+        best, bound = self._plan(bank, deadline, reporter)
         return finish_result(bank, best, bound, start)
 
     def _plan(
-        self, bank: ShardBank, deadline: float, watch: Watch
+        self, bank: ShardBank, deadline: float, reporter: ProgressReporter
     ) -> tuple[Ints, float]:
         """Find the widths of a placement and a lower bound [ms]."""
         config = self.config
@@ -139,31 +139,35 @@ class NeuroShardSearcher(Searcher):
         refining = deadline - BOUND_SHARE * config.time_budget_seconds
         choices = Choices(bank) if bank.task.has_choices else None
         if choices is not None:
-            plans = self._choose(bank, choices, refining, watch)
+            plans = self._choose(bank, choices, refining, reporter)
         else:
-            plans = self._split(bank, config, refining, watch)
+            plans = self._split(bank, config, refining, reporter)
             if bank.has_order:
-                plans += self._whole(bank, refining, watch)
-        if watch.observer is not None:
+                plans += self._whole(bank, refining, reporter)
+        if reporter.observer is not None:
             first_ms = Plan(bank, plans[0]).critical_ms
-            watch.bound(self._bound(bank, plans, first_ms, deadline, rounds=0))
+            reporter.bound(self._bound(bank, plans, first_ms, deadline, rounds=0))
         best = plans[0]
         if config.refine:
-            best, _ = refine(bank, plans, config, refining, watch, choices)
+            best, _ = refine(bank, plans, config, refining, reporter, choices)
         best_ms = Plan(bank, best).critical_ms
-        watch.report("bounding", best_ms=best_ms)
-        bounding = time.monotonic() + BOUND_SHARE * config.time_budget_seconds
-        return best, self._bound(bank, [best, *plans], best_ms, min(deadline, bounding))
+        reporter.report("bounding", best_ms=best_ms)
+        return best, self._bound(bank, [best, *plans], best_ms, deadline)
 
     @staticmethod
     def _split(
-        bank: ShardBank, config: SearchConfig, deadline: float, watch: Watch
+        bank: ShardBank,
+        config: SearchConfig,
+        deadline: float,
+        reporter: ProgressReporter,
     ) -> list[Ints]:
         """Place tables that all lie in column shards: widths, the best first."""
-        plans = [p.widths for p in beam_search(bank, config, deadline, watch)]
+        plans = [p.widths for p in beam_search(bank, config, deadline, reporter)]
         return plans or [pack(bank.task)]
 
-    def _whole(self, bank: ShardBank, deadline: float, watch: Watch) -> list[Ints]:
+    def _whole(
+        self, bank: ShardBank, deadline: float, reporter: ProgressReporter
+    ) -> list[Ints]:
         """The same without splits, after which no outputs need be put in order.
 
         Empty where the tables fit no rank whole.
@@ -174,12 +178,16 @@ class NeuroShardSearcher(Searcher):
         config = dataclasses.replace(self.config, max_rounds=0)
         try:
             check_memory(whole.task)
-            return self._split(whole, config, deadline, watch)[:1]
+            return self._split(whole, config, deadline, reporter)[:1]
         except InfeasibleError:
             return []
 
     def _choose(
-        self, bank: ShardBank, choices: Choices, deadline: float, watch: Watch
+        self,
+        bank: ShardBank,
+        choices: Choices,
+        deadline: float,
+        reporter: ProgressReporter,
     ) -> list[Ints]:
         """Place tables that may be sharded in several ways: widths, the best first.
 
@@ -193,7 +201,7 @@ class NeuroShardSearcher(Searcher):
                 break
             for repair in range(MAX_REPAIRS):
                 try:
-                    plans = self._place(bank, chosen, deadline, watch)
+                    plans = self._place(bank, chosen, deadline, reporter)
                 except InfeasibleError as error:
                     problem = problem or error
                     following = choices.smaller(chosen, 2**repair)
@@ -211,7 +219,11 @@ class NeuroShardSearcher(Searcher):
         return [width_TW for *_, width_TW in sorted(found)]
 
     def _place(
-        self, bank: ShardBank, chosen_N: Ints, deadline: float, watch: Watch
+        self,
+        bank: ShardBank,
+        chosen_N: Ints,
+        deadline: float,
+        reporter: ProgressReporter,
     ) -> list[Ints]:
         """Place tables of which the way to be sharded is chosen.
 
@@ -226,9 +238,9 @@ class NeuroShardSearcher(Searcher):
         task = column_task(bank.simulator.task, tables, free_W, width_TW)
         part = ShardBank(_other(bank.simulator, task), merge=True)
         check_memory(part.task)
-        plans = self._split(part, self.config, deadline, watch)
+        plans = self._split(part, self.config, deadline, reporter)
         if part.has_order:
-            plans += self._whole(part, deadline, watch)
+            plans += self._whole(part, deadline, reporter)
         found = []
         for part_TW in plans:
             found.append(width_TW.copy())

@@ -1,4 +1,4 @@
-"""Every placement of a tiny task: the yardstick for the other searches.
+"""Tries every placement of a tiny task: the yardstick for the other searches.
 
 Shapes: `C` placements of a chunk, `T` tables, `W` ranks, `O` options of a table, `S`
 sets that a rank can hold (a second `S`: stages).
@@ -259,7 +259,7 @@ def _decode(
 def _breaks_rules(
     task: ShardingTask, way_CN: Ints, width_CNW: Ints
 ) -> npt.NDArray[np.bool_]:
-    """Whether placements break the rules on tables' company, `C`."""
+    """Whether placements break the rules on tables together or apart, `C`."""
     broken = np.zeros(len(way_CN), dtype=bool)
     held_CNW = width_CNW > 0
     for tables in task.apart:

@@ -24,7 +24,7 @@ NUM_EXACT = 24
 
 @dataclass(frozen=True, slots=True)
 class LanePlans:
-    """What greedy placements came to."""
+    """Greedy placements and their costs; `L` lanes, one placement each."""
 
     rows_LN: Ints
     """Bank rows, padded with -1."""
@@ -96,7 +96,7 @@ def place_lanes(
     )
     capped = bool(np.isfinite(caps_L).any())
     holds = np.zeros((num_lanes, len(split_tables), num_ranks), dtype=bool)
-    company = _Company(bank, num_lanes) if bank.rules else None
+    rules = _LaneRules(bank, num_lanes) if bank.rules else None
     rank_LN = np.full(rows_LN.shape, -1, dtype=np.int64)
     placed = np.ones(num_lanes, dtype=bool)
     lanes = np.arange(num_lanes)
@@ -116,8 +116,8 @@ def place_lanes(
         if is_split_N[i]:
             taken = holds[lanes, slot_LN[:, i]] & split_LN[:, i, None]
             result[taken] = np.inf
-        if company is not None:
-            result[company.closed(table_LN[:, i])] = np.inf
+        if rules is not None:
+            result[rules.closed(table_LN[:, i])] = np.inf
         best = result.argmin(axis=1)
         fits = np.isfinite(result[lanes, best])
         placed &= fits | ~active
@@ -131,13 +131,13 @@ def place_lanes(
         if is_split_N[i]:
             spread = split_LN[lane, i]
             holds[lane[spread], slot_LN[lane[spread], i], chosen[spread]] = True
-        if company is not None:
-            company.add(lane, table_LN[lane, i], chosen)
+        if rules is not None:
+            rules.add(lane, table_LN[lane, i], chosen)
     return rank_LN, placed
 
 
-class _Company:
-    """What the rules on ranks come to as lanes fill up."""
+class _LaneRules:
+    """Keeps count of the ranks that rules close to tables as lanes fill up."""
 
     def __init__(self, bank: ShardBank, num_lanes: int) -> None:
         self.rules = rules = bank.rules
@@ -146,7 +146,7 @@ class _Company:
         self.holder_LAW = np.full(shape, -1, dtype=np.int32)
 
     def closed(self, table_L: Ints) -> npt.NDArray[np.bool_]:
-        """Ranks that may not take a shard of each lane's table, `L x W`."""
+        """Find the ranks that may not take a shard of each lane's table: `L x W`."""
         lanes, sets_LK = np.arange(len(table_L))[:, None], self.rules.sets_TK[table_L]
         holder_LKW = self.holder_LAW[lanes, sets_LK]
         other = (holder_LKW >= 0) & (holder_LKW != table_L[:, None, None])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.status import Status
 
-__all__ = ["UNWATCHED", "ProgressLine", "SearchProgress", "Watch"]
+__all__ = ["NO_REPORTS", "ProgressLine", "ProgressReporter", "SearchProgress"]
 
 REPORT_SECONDS = 0.2
 """Reports come no more often, but for the first and the last of a phase."""
@@ -19,7 +19,7 @@ QUIET_SECONDS = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchProgress:
-    """Where a search stands."""
+    """State of a running search."""
 
     phase: str
     """`splits`, `refining`, `bounding` or `done`."""
@@ -38,8 +38,8 @@ class SearchProgress:
         return self.best_ms / self.bound_ms - 1 if self.bound_ms > 0 else float("inf")
 
 
-class Watch:
-    """Tells an observer of a search how it goes; does nothing where there is none."""
+class ProgressReporter:
+    """Reports to an observer how a search goes; does nothing where there is none."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Watch:
         self._bound_ms = max(self._bound_ms, bound_ms)
 
 
-UNWATCHED = Watch(None, 0.0, 0.0)
+NO_REPORTS = ProgressReporter(None, 0.0, 0.0)
 """Of a search that nobody asks about."""
 
 

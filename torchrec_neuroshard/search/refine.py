@@ -1,4 +1,4 @@
-"""Local improvement of a placement: moves, swaps, re-splits and un-splits.
+"""Local improvement of a placement: moves, swaps, re-splits, un-splits, other ways.
 
 A placement is a `T x W` matrix of widths. One step transfers columns of a table from
 one rank to another: all of a shard's columns (a move; a join, that is an un-split,
@@ -23,7 +23,7 @@ from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget
 from torchrec_neuroshard.search.choices import Choices, block_widths, take_room
 from torchrec_neuroshard.search.feasibility import spread_columns
-from torchrec_neuroshard.search.progress import UNWATCHED, Watch
+from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -68,18 +68,18 @@ MAX_START_TABLES = 500
 """Several starts are refined where they have no more tables than this together."""
 ACCEPT_WORSE = 0.003
 """Mean relative loss at which a restart is gone on from although it is worse."""
-KICK_NOISE = 1.0
+PERTURB_NOISE = 1.0
 """Random load on each rank, relative to the mean, while a disturbance places tables."""
-KICK_HOT = 0.5
+PERTURB_HOT = 0.5
 """Share of the disturbances that split a costly table of a critical rank anew."""
-KICK_OTHERS = 0.2
+PERTURB_OTHERS = 0.2
 """Share of the disturbances of plans in unlike ways that are not of the best one."""
-KICK_WAYS, KICK_RETYPE, KICK_EXCHANGE = 0.5, 0.5, 0.3
+PERTURB_WAYS, PERTURB_RETYPE, PERTURB_EXCHANGE = 0.5, 0.5, 0.3
 """Share of the disturbances that shard tables in another way; share of their tables;
 and share of them that exchange the ways of two tables instead."""
-KICK_BACK = 0.5
+PERTURB_BACK = 0.5
 """Share of the disturbances within a budget that take changes back."""
-KICK_RESPLIT = 0.4
+PERTURB_RESPLIT = 0.4
 """Share of the tables of a disturbance that are split differently."""
 NUM_LAST_STEPS = 10
 """Steps at the end, without regard to the spread."""
@@ -127,7 +127,7 @@ class _Candidates:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Changes of single shards, several to a candidate, riders last."""
+    """Changes of single shards, several to a candidate, colocated ones last."""
 
     line_N: Ints
     """Candidate."""
@@ -139,12 +139,12 @@ class _Parts:
     new_N: Ints
     """Width before and after, 0 where there is no shard."""
     num_moved: int
-    """Changes that are not riders'."""
+    """Changes that are not of colocated shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What candidates come to; `2` is source and target."""
+    """Scores and sums after each candidate; `2` is source and target."""
 
     score_K: Floats
     sums_K2GE: Floats
@@ -316,7 +316,16 @@ class Plan:
         return table, place
 
     def transfers(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
-        """List transfers off some ranks to the least loaded ranks, and the joins."""
+        """List transfers of shards, or parts of them, to the least loaded ranks.
+
+        Args:
+            sources: Ranks that give.
+            num_targets: Ranks that may take; those that hold other columns of the
+                same table may in any case.
+
+        Returns:
+            Candidates within memory, rules and budget.
+        """
         bank, task = self.bank, self.bank.task
         targets = self._targets(sources, num_targets)
         held, place = self._moving(sources)
@@ -361,7 +370,7 @@ class Plan:
             <= bank.caps_W[target]
         )
         if bank.rules:
-            legal &= bank.rules.admit(self.width_TW, table, target)
+            legal &= bank.rules.allows(self.width_TW, table, target)
         index = np.flatnonzero(legal)
         none = np.full(len(index), -1, dtype=np.int64)
         found = _Candidates(
@@ -376,7 +385,15 @@ class Plan:
         return self._within_budget(found)
 
     def swaps(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
-        """List exchanges of whole shards between some ranks and less loaded ones."""
+        """List exchanges of whole shards between some ranks and less loaded ones.
+
+        Args:
+            sources: Ranks on one side.
+            num_targets: The number of least loaded ranks on the other.
+
+        Returns:
+            Candidates within memory, rules and budget.
+        """
         bank = self.bank
         targets = self._targets(sources, num_targets)
         mine, place = self._moving(sources)
@@ -396,8 +413,8 @@ class Plan:
         back, target = theirs[theirs_K], targets[column[theirs_K]]
         legal = (self.width_TW[table, target] == 0) & (self.width_TW[back, source] == 0)
         if bank.rules:
-            legal &= bank.rules.admit(self.width_TW, table, target, back)
-            legal &= bank.rules.admit(self.width_TW, back, source, table)
+            legal &= bank.rules.allows(self.width_TW, table, target, back)
+            legal &= bank.rules.allows(self.width_TW, back, source, table)
         index = np.flatnonzero(legal)
         table, source, back, target = (a[index] for a in (table, source, back, target))
         columns = self.width_TW[table, source]
@@ -432,10 +449,12 @@ class Plan:
         if self.bank.rules:
             # What moves keeps to the rules then, also where the plan at work does not.
             held, rank = np.nonzero(self.width_TW)
-            breach_TW = np.zeros(self.width_TW.shape, dtype=bool)
-            breach_TW[held, rank] = ~self.bank.rules.admit(self.width_TW, held, rank)
-            left = breach_TW[table].sum(axis=1) - (
-                breach_TW[table, giver] & (row_NW[part, giver] == 0)
+            violation_TW = np.zeros(self.width_TW.shape, dtype=bool)
+            violation_TW[held, rank] = ~self.bank.rules.allows(
+                self.width_TW, held, rank
+            )
+            left = violation_TW[table].sum(axis=1) - (
+                violation_TW[table, giver] & (row_NW[part, giver] == 0)
             )
             paid &= np.bincount(line, left, len(c)) == 0
         c = dataclasses.replace(c, bytes_K=bytes_K)
@@ -458,10 +477,13 @@ class Plan:
     def changes(
         self, layouts: Sequence[Mapping[int, Ints]]
     ) -> tuple[list[Mapping[int, Ints]], Floats]:
-        """Keep the layouts within memory, rules and budget; their bytes.
+        """Keep the layouts that are within memory, rules and budget.
 
         Args:
             layouts: Table -> `W` widths, each of a few tables.
+
+        Returns:
+            Those kept, and the bytes that each moves beyond what the plan does.
         """
         if self.budget is None or not layouts:
             return list(layouts), np.zeros(len(layouts))
@@ -482,14 +504,23 @@ class Plan:
                 width_TW[t] = row_W
             held, rank = np.nonzero(width_TW[list(layouts[k])])
             held = np.array(list(layouts[k]))[held]
-            fine[k] = bank.rules.admit(width_TW, held, rank).all()
+            fine[k] = bank.rules.allows(width_TW, held, rank).all()
         kept = np.flatnonzero(fine)
         return [layouts[k] for k in kept.tolist()], bytes_K[kept]
 
     # Scores.
 
     def merit(self, score_K: Floats, bytes_K: Floats) -> Floats:
-        """What candidates are compared by: lower is better, inf where none is won."""
+        """Rank candidates: lower is better.
+
+        Args:
+            score_K: Scores after each candidate; see `score`.
+            bytes_K: Bytes that each would move.
+
+        Returns:
+            `K`: the score, or in a search per byte the change of score per byte moved;
+            inf where a candidate gains nothing.
+        """
         merit = score_K
         if self.per_byte:
             merit = (score_K - self.score) / np.maximum(bytes_K, 1.0)
@@ -589,7 +620,7 @@ class Plan:
         return powers
 
     def _parts(self, c: _Candidates) -> _Parts:
-        """List what changes on which rank: both sides of each transfer, and riders."""
+        """List changes of ranks: both sides of each transfer, and colocated shards."""
         bank, line = self.bank, np.arange(len(c))
         k = np.flatnonzero(c.back_table_K >= 0)
         back, back_columns = c.back_table_K[k], c.back_columns_K[k]
@@ -602,13 +633,13 @@ class Plan:
         columns = c.columns_K
         new = old + np.concatenate([-columns, columns, back_columns, -back_columns])
         num_moved = len(line)
-        place, riders = bank.riders(table)
-        if len(riders):
-            dims = bank.dims_T[riders]
+        place, colocated = bank.colocated_shards(table)
+        if len(colocated):
+            dims = bank.dims_T[colocated]
             line, side, rank = (
                 np.concatenate([a, a[place]]) for a in (line, side, rank)
             )
-            table = np.concatenate([table, riders])
+            table = np.concatenate([table, colocated])
             old, new = (np.concatenate([a, dims * (a[place] > 0)]) for a in (old, new))
         return _Parts(line, side, rank, table, old, new, num_moved)
 
@@ -760,7 +791,13 @@ class Plan:
         return score
 
     def apply(self, candidates: _Candidates, k: int, outcomes: Outcomes) -> None:
-        """Make one candidate's change, whose outcome is known."""
+        """Change the plan as one candidate says, in place.
+
+        Args:
+            candidates: `K` candidates.
+            k: The one to take.
+            outcomes: Of all of them, from `evaluate`.
+        """
         c, bank = candidates, self.bank
         pair = np.array([c.source_K[k], c.target_K[k]])
         for table, columns in (
@@ -787,7 +824,7 @@ class Plan:
         self._summarise()
 
     def critical_ranks(self) -> list[int]:
-        """Ranks that set a phase, and the one of the largest total."""
+        """Return the ranks that set a phase, and the one of the largest total."""
         worst = [*self.phases_PW.argmax(axis=1).tolist(), int(self.loads_W.argmax())]
         return list(dict.fromkeys(worst))
 
@@ -840,7 +877,8 @@ def _splits_anew(plan: Plan) -> list[Mapping[int, Ints]]:
         tables += held[np.argsort(-cost, kind="stable")[:NUM_RESPLIT]].tolist()
     found: list[Mapping[int, Ints]] = []
     for table in dict.fromkeys(tables):
-        if not plan.movable_T[table] or len(bank.riders(np.array([table]))[0]):
+        has_others = len(bank.colocated_shards(np.array([table]))[0]) > 0
+        if not plan.movable_T[table] or has_others:
             continue
         if plan.budget is not None:
             found += _near_splits(plan, table)
@@ -1047,11 +1085,11 @@ class _Effort:
     """Steps left, and time."""
 
     def __init__(
-        self, num_steps: int, deadline: float, watch: Watch = UNWATCHED
+        self, num_steps: int, deadline: float, reporter: ProgressReporter = NO_REPORTS
     ) -> None:
         self.num_steps = num_steps
         self.deadline = deadline
-        self.watch = watch
+        self.reporter = reporter
 
     def spend(self) -> bool:
         """Take one step off; False where none, or no time, is left."""
@@ -1064,7 +1102,7 @@ def _descend(plan: Plan, effort: _Effort) -> None:
     while effort.spend():
         if not (_step(plan) or _lay_out(plan, _splits_anew(plan)) or _retype(plan)):
             return
-        effort.watch.report("refining", best_ms=plan.critical_ms)
+        effort.reporter.report("refining", best_ms=plan.critical_ms)
 
 
 def _step(plan: Plan) -> bool:
@@ -1150,15 +1188,15 @@ def _exchanged(plan: Plan, rng: np.random.Generator) -> dict[int, int]:
     return {table: new, int(mate): way}
 
 
-def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
+def _perturb(plan: Plan, rng: np.random.Generator) -> Plan | None:
     """Take some tables out and put them back elsewhere, split differently or not.
 
     Returns:
-        The disturbed plan, or None where a table found no room.
+        The perturbed plan, or None where a table found no room.
     """
     bank = plan.bank
     num_tables, num_ranks = plan.width_TW.shape
-    first = _hot_table(plan, rng) if rng.random() < KICK_HOT else -1
+    first = _hot_table(plan, rng) if rng.random() < PERTURB_HOT else -1
     placed_T = bank.leads_T & (plan.shards_T > 0)
     pool = np.flatnonzero(placed_T)
     if rng.random() < 0.5:
@@ -1171,8 +1209,10 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     out = rng.choice(pool, count, replace=False)
     if first >= 0:
         out = np.append(out[out != first], first)
-    retypes = bool(bank.others) and rng.random() < KICK_WAYS
-    forced = _exchanged(plan, rng) if retypes and rng.random() < KICK_EXCHANGE else {}
+    retypes = bool(bank.others) and rng.random() < PERTURB_WAYS
+    forced = (
+        _exchanged(plan, rng) if retypes and rng.random() < PERTURB_EXCHANGE else {}
+    )
     if forced:
         out, first = np.array(list(forced)), -1
     width_TW = plan.width_TW.copy()
@@ -1185,7 +1225,8 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     free += np.bincount(rank, weights=size, minlength=num_ranks)
     width_TW[out] = 0
     loads += (
-        rng.uniform(0.0, rng.uniform(0.0, KICK_NOISE), num_ranks) * plan.loads_W.mean()
+        rng.uniform(0.0, rng.uniform(0.0, PERTURB_NOISE), num_ranks)
+        * plan.loads_W.mean()
     )
     whole = bank.total_ms(out, bank.dims_T[out])
     order = -whole * rng.uniform(0.5, 1.5, len(out))
@@ -1194,7 +1235,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
         others = bank.others.get(table, ())
         if table in forced:
             new, k = forced[table], 0
-        elif others and retypes and rng.random() < KICK_RETYPE:
+        elif others and retypes and rng.random() < PERTURB_RETYPE:
             new = others[int(rng.integers(len(others)))]
             k = 0
         else:
@@ -1210,7 +1251,7 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
         near = [o for o in splits if o <= k + 2]
         if table == first:
             near = [o for o in near if o != k] or near
-        if table == first or k not in splits or rng.random() < KICK_RESPLIT:
+        if table == first or k not in splits or rng.random() < PERTURB_RESPLIT:
             k = near[int(rng.integers(len(near)))]
         widths = split_widths(bank.task, new, k)
         aligned = aligned_widths(bank.task, new, k)
@@ -1223,25 +1264,25 @@ def _kick(plan: Plan, rng: np.random.Generator) -> Plan | None:
     return Plan(bank, width_TW)
 
 
-def _kick_within(
+def _perturb_within(
     plan: Plan, budget: MoveBudget, rng: np.random.Generator
 ) -> Plan | None:
-    """Take some changes back, or disturb the plan, within the budget.
+    """Take some changes back, or perturb the plan, within the budget.
 
     Returns:
-        The disturbed plan, or None where that does not work out.
+        The perturbed plan, or None where that does not work out.
     """
     width_TW = budget.width_TW
-    taken_back = bool(rng.random() < KICK_BACK)
+    taken_back = bool(rng.random() < PERTURB_BACK)
     if not taken_back:
-        kicked = _kick(plan, rng)
-        if kicked is None:
+        perturbed = _perturb(plan, rng)
+        if perturbed is None:
             return None
-        width_TW = kicked.width_TW
+        width_TW = perturbed.width_TW
     changed = np.flatnonzero((width_TW != plan.width_TW).any(axis=1))
     if taken_back:
         some = changed[rng.random(len(changed)) < 0.5].tolist()
-        tables = sorted({t for table in some for t in budget.company(table)})
+        tables = sorted({t for table in some for t in budget.colocated_with(table)})
     else:
         # As many as the budget pays for, in any order.
         order = rng.permutation(changed[plan.movable_T[changed]])
@@ -1253,18 +1294,18 @@ def _kick_within(
     layouts, _ = plan.changes([{t: width_TW[t] for t in tables}] if tables else [])
     if not layouts:
         return None
-    kicked = Plan(
+    perturbed = Plan(
         plan.bank, plan.width_TW, budget=budget, per_byte=bool(rng.random() < 0.5)
     )
-    kicked.set_rows(layouts[0])
-    return kicked
+    perturbed.set_rows(layouts[0])
+    return perturbed
 
 
 def _take_back(plan: Plan, budget: MoveBudget, most_ms: float) -> None:
     """Take back what is not needed to stay below so much, the most bytes first."""
     while True:
         changed = np.flatnonzero((plan.width_TW != budget.width_TW).any(axis=1))
-        sets = {tuple(budget.company(table)) for table in changed.tolist()}
+        sets = {tuple(budget.colocated_with(table)) for table in changed.tolist()}
         layouts, bytes_K = plan.changes(
             [{t: budget.width_TW[t] for t in tables} for tables in sorted(sets)]
         )
@@ -1281,7 +1322,7 @@ def refine(
     starts: Sequence[Ints],
     config: SearchConfig,
     deadline: float,
-    watch: Watch = UNWATCHED,
+    reporter: ProgressReporter = NO_REPORTS,
     choices: Choices | None = None,
 ) -> tuple[Ints, float]:
     """Improve placements by steepest descent, restarted from disturbed optima.
@@ -1291,7 +1332,7 @@ def refine(
         starts: Placements, best first: columns of each table on each rank.
         config: Restarts and seed.
         deadline: `time.monotonic()` after which the best so far is returned.
-        watch: Told of the best plan as the descents go.
+        reporter: Told of the best plan as the descents go.
         choices: Where tables may be sharded in several ways.
 
     Returns:
@@ -1304,7 +1345,7 @@ def refine(
     starts = starts[: max(1, MAX_START_TABLES // len(bank.dims_T))]
     num_tables = len(bank.task.ways)
     steps = _num_steps(num_tables, config, choices is not None)
-    effort = _Effort(steps, deadline, watch)
+    effort = _Effort(steps, deadline, reporter)
     pool = {_ways(base): base}
     for width_TW in starts:
         trial = Plan(bank, width_TW)
@@ -1343,21 +1384,21 @@ def refine(
     while misses < patience and effort.spend():
         misses += 1
         place = 0
-        if len(bases) > 1 and rng.random() < KICK_OTHERS:
+        if len(bases) > 1 and rng.random() < PERTURB_OTHERS:
             place = int(rng.integers(1, len(bases)))
-        kicked = _kick(bases[place], rng)
-        if kicked is None:
+        perturbed = _perturb(bases[place], rng)
+        if perturbed is None:
             continue
-        _descend(kicked, effort)
-        if kicked.critical_ms < best_ms * (1 - MIN_GAIN):
-            if kicked.critical_ms < best_ms * (1 - RESTART_GAIN):
+        _descend(perturbed, effort)
+        if perturbed.critical_ms < best_ms * (1 - MIN_GAIN):
+            if perturbed.critical_ms < best_ms * (1 - RESTART_GAIN):
                 misses = 0
-            best, best_ms = kicked.width_TW.copy(), kicked.critical_ms
-        if kicked.score <= bases[place].score * (1 + rng.exponential(ACCEPT_WORSE)):
-            bases[place] = kicked
+            best, best_ms = perturbed.width_TW.copy(), perturbed.critical_ms
+        if perturbed.score <= bases[place].score * (1 + rng.exponential(ACCEPT_WORSE)):
+            bases[place] = perturbed
     # What is left to gain on the critical path alone.
     last = Plan(bank, best, spread=0.0)
-    final = _Effort(NUM_LAST_STEPS, deadline, watch)
+    final = _Effort(NUM_LAST_STEPS, deadline, reporter)
     _descend(last, final)
     while choices is not None and final.spend() and _retype(last, MAX_RETYPED):
         _descend(last, final)
@@ -1395,7 +1436,7 @@ def refine_within(
             spread, per_byte = starts.pop(0)
             trial = Plan(bank, budget.width_TW, spread, budget, per_byte=per_byte)
         else:
-            spread, trial = SPREAD_WEIGHT, _kick_within(base, budget, rng)
+            spread, trial = SPREAD_WEIGHT, _perturb_within(base, budget, rng)
         if trial is None:
             continue
         _descend(trial, effort)

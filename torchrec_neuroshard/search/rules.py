@@ -64,7 +64,7 @@ class Rules:
         return self.allowed_TW is not None or self.num_sets > 0
 
     def freedom(self, table_N: Ints) -> Ints:
-        """How many ranks each table may be on, of those that rules leave at all."""
+        """Count the ranks that each table may be on: `N`; all 0 without such rules."""
         if self.allowed_TW is None:
             return np.zeros(len(table_N), dtype=np.int64)
         count: Ints = self.allowed_TW[table_N].sum(axis=1)
@@ -78,20 +78,23 @@ class Rules:
             held[:-1] = np.add.reduceat(present, self._starts, axis=0)
         return held
 
-    def admit(
+    def allows(
         self,
         width_TW: Ints,
         table_N: Ints,
         rank_N: Ints,
         leaving_N: Ints | None = None,
     ) -> Bools:
-        """Whether a rank may take a shard of a table.
+        """Say whether ranks may take shards of tables, memory aside.
 
         Args:
-            width_TW: Who is where.
-            table_N: Tables.
-            rank_N: Ranks.
-            leaving_N: Tables that leave the rank in exchange.
+            width_TW: Columns of each table on each rank.
+            table_N: Tables, one for each shard.
+            rank_N: The rank that is asked about.
+            leaving_N: Table that leaves that rank in exchange. None: none does.
+
+        Returns:
+            `N`: True where the rules allow it.
         """
         fine: Bools = np.ones(len(table_N), dtype=bool)
         if self.allowed_TW is not None:
@@ -111,7 +114,7 @@ class Rules:
     def open_ranks(self, width_TW: Ints, table: int) -> Bools:
         """Return which ranks may take a shard of one table, `W`."""
         num_ranks = width_TW.shape[1]
-        return self.admit(width_TW, np.full(num_ranks, table), np.arange(num_ranks))
+        return self.allows(width_TW, np.full(num_ranks, table), np.arange(num_ranks))
 
 
 def leaders(task: ShardingTask) -> Ints:

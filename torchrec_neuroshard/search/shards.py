@@ -2,8 +2,8 @@
 
 Shapes: `N` shards, `R` known (table, width) rows, `T` tables, `W` ranks, `G` fusion
 groups, `S` stages, `E` encoding values, `P` approximate phases: forward, backward and
-collectives of each stage in turn, `Q` riders, `K` parts of a table that differ in rows,
-`3` amounts that collectives move (see `simulator.PricedShards`).
+collectives of each stage in turn, `Q` colocated tables, `K` parts of a table that
+differ in rows, `3` amounts that collectives move (see `simulator.PricedShards`).
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class ShardBank:
         self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self.leads_T: npt.NDArray[np.bool_] = np.ones(num_tables, dtype=bool)
         """False for followers, which are placed beside their leaders."""
-        self._riders_TQ: Ints = np.zeros((num_tables, 0), dtype=np.int64)
+        self._colocated_TQ: Ints = np.zeros((num_tables, 0), dtype=np.int64)
         self._merged_T: Ints | None = None
         whole = simulator.price(everything, self.dims_T, self._rows_TK[:, 0])
         total_GE = np.zeros((task.num_groups, simulator.cost_model.encoding_dim))
@@ -251,24 +251,27 @@ class ShardBank:
         np.add.at(loads, target, whole.loads_N3[in_sets])
         self._merged_T = place_T
         self._merged = PricedShards(encoder.add(encodings), extra, loads)
-        riders = np.flatnonzero((part_T == np.arange(num_tables)) & ~self.leads_T)
-        if len(riders):
-            count_T = np.bincount(leader_T[riders], minlength=num_tables)
-            self._riders_TQ = np.full((num_tables, int(count_T.max())), -1)
-            for rider in riders.tolist():
-                row = self._riders_TQ[leader_T[rider]]
-                row[int((row >= 0).sum())] = rider
+        colocated = np.flatnonzero((part_T == np.arange(num_tables)) & ~self.leads_T)
+        if len(colocated):
+            count_T = np.bincount(leader_T[colocated], minlength=num_tables)
+            self._colocated_TQ = np.full((num_tables, int(count_T.max())), -1)
+            for follower in colocated.tolist():
+                row = self._colocated_TQ[leader_T[follower]]
+                row[int((row >= 0).sum())] = follower
 
-    def riders(self, table_N: Ints) -> tuple[Ints, Ints]:
-        """Whole tables of other groups that go where leaders go.
+    def colocated_shards(self, table_N: Ints) -> tuple[Ints, Ints]:
+        """Return the whole tables of other groups that go where their leaders go.
+
+        Args:
+            table_N: `N` tables; only leaders have others with them.
 
         Returns:
-            Places in `table_N` and the tables that ride there.
+            For each such table its leader's place in `table_N`, and the table.
         """
-        riders_NQ = self._riders_TQ[table_N]
-        index, place = (riders_NQ >= 0).nonzero()
-        riders: Ints = riders_NQ[index, place]
-        return index, riders
+        colocated_NQ = self._colocated_TQ[table_N]
+        index, place = (colocated_NQ >= 0).nonzero()
+        colocated: Ints = colocated_NQ[index, place]
+        return index, colocated
 
     @property
     def encoding_dim(self) -> int:
@@ -335,7 +338,14 @@ class ShardBank:
         )
 
     def predict(self, sums_SE: Floats) -> Floats:
-        """Forward and backward of sets, `S x 2` [ms], counted as evaluations."""
+        """Predict the fused kernel of sets and count them as evaluated.
+
+        Args:
+            sums_SE: Sums of the encodings of each set.
+
+        Returns:
+            `S x 2` [ms]: forward and backward.
+        """
         self.num_evaluated += len(sums_SE)
         return self.simulator.cost_model.predict_sums(sums_SE)
 
@@ -417,7 +427,13 @@ class ShardBank:
         self._used = end
 
     def price_as(self, table: int, width: int, parts: Sequence[int]) -> None:
-        """Let a width cost as much as several shards of a table on one rank."""
+        """Price one width of a table as several shards of it on one rank.
+
+        Args:
+            table: Index of the table.
+            width: Columns of all its shards there.
+            parts: Columns of each of them; they add up to `width`.
+        """
         [row] = self.rows([table], [width])
         rows = self.rows([table] * len(parts), parts)
         total = self.encoding(rows).sum(axis=0, keepdims=True)
@@ -426,9 +442,10 @@ class ShardBank:
         self._loads_R3[row] = self.loads_of(rows).sum(axis=0)
 
     def added(self, rows_N: Ints) -> Floats:
-        """What each shard adds to an average rank by the model, `N x 2` [ms].
+        """Predict how much longer an average rank's kernel takes with each shard.
 
-        Below 0 where the model dips.
+        Returns:
+            `N x 2` [ms]: forward and backward; below 0 where the model dips.
         """
         group = self.groups_T[self._table_R[rows_N]]
         with_shard = self.predict(self._context_GE[group] + self.encoding(rows_N))
@@ -462,12 +479,12 @@ class ShardBank:
         return self._loads_R3[rows_N]
 
     def columns(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Output columns of shards: width times features."""
+        """Return the output columns of shards, width times features: `N`."""
         product: Floats = self.columns_T[table_N] / self.dims_T[table_N] * width_N
         return product
 
     def bytes(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Memory of shards; a width of 0 needs none."""
+        """Return the memory of shards, `N` bytes; a width of 0 needs none."""
         size: Floats = np.where(
             width_N > 0,
             self._fixed_T[table_N] + self._column_bytes_T[table_N] * width_N,
@@ -476,9 +493,10 @@ class ShardBank:
         return size
 
     def approximate(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Forward, backward and collectives that shards add to an average rank.
+        """Estimate the phases that shards add to an average rank.
 
-        Affine in the width, exact at 4 columns and at the whole table.
+        The estimate is affine in the width, and exact at 4 columns and at the whole
+        table.
 
         Returns:
             `N x P` milliseconds; 0 where the width is 0.
@@ -514,10 +532,10 @@ class ShardBank:
 
     @functools.cached_property
     def unit_phases_P(self) -> Floats:
-        """What phases are compared with when ranks are evened out, above 0 [ms].
+        """Unit of each phase when ranks are evened out, `P` above 0 [ms].
 
-        Those of the average rank. Where tables may be sharded in several ways, with
-        launches of kernels, so that stages of few and of many tables can be compared.
+        It is the average rank's phase. Where tables may be sharded in several ways, a
+        kernel's launch is the least, so that stages of few and of many tables compare.
         """
         unit = self.mean_phases_P
         if self.task.has_choices:
@@ -550,8 +568,10 @@ class ShardBank:
         spread[1, tables, stage] = np.column_stack([slope, column_ms])
         offset_TP, slope_TP = spread.reshape(2, len(tables), -1)
         # What followers cost is their leaders' cost, wherever it arises.
-        leader, rider = self.riders(tables)
-        whole_NP = offset_TP[rider] + slope_TP[rider] * self.dims_T[rider, None]
+        leader, follower = self.colocated_shards(tables)
+        whole_NP = (
+            offset_TP[follower] + slope_TP[follower] * self.dims_T[follower, None]
+        )
         np.add.at(offset_TP, leader, whole_NP)
         offset_TP[~self.leads_T] = slope_TP[~self.leads_T] = 0.0
         return offset_TP.T.copy(), slope_TP.T.copy()
@@ -602,14 +622,14 @@ class ShardBank:
 
         Returns:
             Loads of the sets, first axis `num_sets` in place of `C x W`, and the number
-            of shards, `num_sets x G`, riders among them.
+            of shards, `num_sets x G`, colocated ones among them.
         """
         num_groups, num_stages = self.task.num_groups, self.task.num_stages
         table = self.table(rows_N)
-        place, riders = self.riders(table)
-        if len(riders):
-            table = np.concatenate([table, riders])
-            rows_N = np.concatenate([rows_N, self.whole_T[riders]])
+        place, colocated = self.colocated_shards(table)
+        if len(colocated):
+            table = np.concatenate([table, colocated])
+            rows_N = np.concatenate([rows_N, self.whole_T[colocated]])
             set_N = np.concatenate([set_N, set_N[place]])
         cell = set_N * num_groups + self.groups_T[table]
         size = num_sets * num_groups
