@@ -180,11 +180,11 @@ class Choices:
                 if key not in found:
                     found[key] = place > 0, cost_ms, chosen
         ends = sorted(found.values(), key=lambda f: f[:2])
-        chosen = [c for _, _, c in ends[: max(1, most - 1)]]
+        best = [c for _, _, c in ends[: max(1, most - 1)]]
         # The choice of most freedom is as good as balanced ranks make it look.
         return [
-            *chosen,
-            *(c for c in [first] if not any((c == o).all() for o in chosen)),
+            *best,
+            *(c for c in [first] if not any((c == o).all() for o in best)),
         ]
 
     def smaller(self, chosen_N: Ints, at_least: int) -> Ints:
