@@ -1210,9 +1210,9 @@ def _perturb(plan: Plan, rng: np.random.Generator) -> Plan | None:
     if first >= 0:
         out = np.append(out[out != first], first)
     retypes = bool(bank.others) and rng.random() < PERTURB_WAYS
-    forced = (
-        _exchanged(plan, rng) if retypes and rng.random() < PERTURB_EXCHANGE else {}
-    )
+    forced: dict[int, int] = {}
+    if retypes and rng.random() < PERTURB_EXCHANGE:
+        forced = _exchanged(plan, rng)
     if forced:
         out, first = np.array(list(forced)), -1
     width_TW = plan.width_TW.copy()
