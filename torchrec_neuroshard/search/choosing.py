@@ -9,6 +9,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.bounds import lower_bound
 from torchrec_neuroshard.search.choices import (
     Choices,
     column_task,
@@ -57,12 +58,14 @@ class ChoosingSearcher(Searcher):
         placement = placement_from_widths(width_TW, task)
         placement.check(task)
         predicted = simulator.evaluate(placement)
+        path_ms = predicted.critical_path_ms
+        bound = lower_bound(bank, [width_TW], path_ms, rounds=0)
         evaluated = bank.num_evaluated + (found.num_evaluated if found else 0)
         return SearchResult(
             placement=placement,
             predicted=predicted,
-            lower_bound_ms=0.0,
-            gap=math.inf,
+            lower_bound_ms=bound,
+            gap=path_ms / bound - 1 if bound > 0 else math.inf,
             search_seconds=time.monotonic() - start,
             num_evaluated=evaluated,
             warnings=found.warnings if found else (),
