@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -163,8 +163,8 @@ def watch_ours(
     return seen
 
 
-def make_module(task: ShardingTask) -> Any:
-    """Make a TorchRec module of the task's tables, without memory."""
+def make_module(tables: Sequence[TableConfig]) -> Any:
+    """Make a TorchRec module of the tables, without memory."""
     import torch
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
@@ -176,7 +176,7 @@ def make_module(task: ShardingTask) -> Any:
                 embedding_dim=t.embedding_dim,
                 feature_names=[t.name],
             )
-            for t in task.tables
+            for t in tables
         ],
         device=torch.device("meta"),
     )
@@ -217,7 +217,7 @@ def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, 
         debug=False,
         stats=[],
     )
-    plan = planner.plan(make_module(task), [EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+    plan = planner.plan(make_module(task.tables), [EmbeddingBagCollectionSharder()])
     read = placement_from_plan(
         plan, task.world_size, table_names=[t.name for t in task.tables]
     )
@@ -246,9 +246,9 @@ def time_planner(task: ShardingTask, model: str) -> dict[str, Any]:
             for t in task.tables
         },
     )
-    module = make_module(task)
+    module = make_module(task.tables)
     start = time.perf_counter()
-    planner.plan(module, [EmbeddingBagCollectionSharder()])  # type: ignore[list-item]
+    planner.plan(module, [EmbeddingBagCollectionSharder()])
     seconds = time.perf_counter() - start
     result = planner.last_result
     assert result is not None

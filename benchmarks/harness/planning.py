@@ -32,6 +32,7 @@ __all__ = [
     "RESERVED",
     "STOCK",
     "PlanningDesk",
+    "count_types",
     "predicted_phases",
 ]
 
@@ -130,7 +131,7 @@ class PlanningDesk:
         plan = planner.plan(self.model(), [EmbeddingBagCollectionSharder()])
         entry: dict[str, Any] = {
             "planning_seconds": time.perf_counter() - start,
-            "sharding_types": _count_types(plan),
+            "sharding_types": count_types(plan),
         }
         result = getattr(planner, "last_result", None)
         if result is not None:
@@ -167,7 +168,8 @@ def predicted_phases(predicted: PredictedCosts) -> dict[str, float]:
     }
 
 
-def _count_types(plan: ShardingPlan) -> dict[str, int]:
+def count_types(plan: ShardingPlan) -> dict[str, int]:
+    """Count the tables of each sharding type and kernel."""
     counts: dict[str, int] = {}
     for module_plan in plan.plan.values():
         for sharding in module_plan.values():

@@ -1,0 +1,433 @@
+"""Plans of all sharding types beside TorchRec's, by the same predicted costs.
+
+    python benchmarks/bench_types.py --tables real_tables.json --out results/types
+
+writes `<out>.json` and `<out>.md` after every task; `--resume` goes on where an earlier
+call stopped, `--only 'mlperf-*/h100'` takes the tasks of these names. For each task:
+
+- ours alone: `NeuroShardPlanner(consider_stock=False)` with every sharding type;
+- TorchRec's best: its planner by default and with splits down to 32 columns, each with
+  its default proposers and with dynamic programming, priced by our costs;
+- ours with fewer choices: more choices must not make a plan worse.
+
+Nothing is trained: milliseconds are predictions, by a model of CPU kernels (`cpu`) and
+by the estimate for an H100 (`h100`). Both plan for topologies of GPUs, since TorchRec
+offers row-wise sharding for these only. Where other work shares the machine, planning
+seconds are indicative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import logging
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import (
+    EmbeddingShardingPlanner,
+    ParameterConstraints,
+    Topology,
+)
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingType
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from bench_search import make_dlrm_task, make_module, make_task
+from harness.planning import count_types
+from harness.provenance import commit, now
+from torchrec_neuroshard import NeuroShardPlanner, TableConfig
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
+from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
+from torchrec_neuroshard.planner.table_reader import cannot_run
+from torchrec_neuroshard.workloads import load_json, mlperf_dlrm_v2
+
+GIB = 2**30
+GB_PER_S = 1e6
+"""In TorchRec's unit, bytes per millisecond."""
+NODE = 8
+RESERVED = 0.1
+"""Share of the memory that no planner may fill."""
+TOLERANCE = 1e-3
+"""A plan that is worse by no more than this share counts as equal."""
+LINKS = {
+    "cpu": {},
+    "h100": {
+        "hbm_mem_bw": 3_350 * GB_PER_S,
+        "intra_host_bw": 450 * GB_PER_S,
+        "inter_host_bw": 50 * GB_PER_S,
+    },
+}
+"""Costs -> bandwidths other than TorchRec's defaults."""
+MODELS = {"cpu": "cpu", "h100": "auto"}
+FREE = "free"
+LIMITS: dict[str, dict[str, list[str]]] = {
+    # By name: TorchRec offers grid shards to those who ask for them only.
+    FREE: {"sharding_types": [t.value for t in ShardingType]},
+    "as offered": {},
+    "columns": {"sharding_types": ["table_wise", "column_wise"]},
+    "rows": {"sharding_types": ["row_wise", "table_row_wise", "grid_shard"]},
+    "fused": {"compute_kernels": ["fused"]},
+    "columns+row-wise": {"sharding_types": ["column_wise", "row_wise"]},
+}
+"""Name -> constraints on every table."""
+Sizes = Sequence[tuple[float, int, int]]
+"""Rows, width and ids per sample of each table."""
+EXACT: Sizes = (
+    (1e8, 256, 20),
+    (3e8, 128, 5),
+    (1e9, 128, 1),
+    (2e9, 64, 50),
+    (5e9, 64, 1),
+)
+QUICK = "mlperf-4/*,dlrm-0/*,dlrm-1/*,production-100x8/cpu,huge-exact/h100"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """Tables of one optimizer, ranks, memory, and what planners may choose from."""
+
+    name: str
+    tables: tuple[TableConfig, ...]
+    ranks: int
+    batch_size: int = 2_048
+    """Samples per rank."""
+    memory_bytes: int = 80 * GIB
+    host_bytes: int = 256 * GIB
+    """Per rank, as the device's memory."""
+    min_partition: int | None = None
+    costs: str = "cpu"
+    limits: tuple[str, ...] = (FREE, "as offered", "columns", "rows")
+    all_rivals: bool = False
+    """Whether TorchRec plans with fewer choices, too."""
+
+    def shared(self, limit: str, **more: Any) -> dict[str, Any]:
+        """Return the arguments that all planners get."""
+        chosen = {"min_partition": self.min_partition, **LIMITS[limit], **more}
+        return {
+            "topology": Topology(
+                world_size=self.ranks,
+                local_world_size=min(NODE, self.ranks),
+                compute_device="cuda",
+                hbm_cap=self.memory_bytes,
+                ddr_cap=self.host_bytes,
+                **LINKS[self.costs],
+            ),
+            "batch_size": self.batch_size,
+            "storage_reservation": FixedPercentageStorageReservation(RESERVED),
+            "constraints": {
+                t.name: ParameterConstraints(
+                    pooling_factors=[t.pooling_factor], **chosen
+                )
+                for t in self.tables
+            },
+            "stats": [],
+            "debug": False,
+        }
+
+    def job(self) -> tuple[Any, Any]:
+        """Return the model with its optimizer, and the sharders: what is planned."""
+        model = make_module(self.tables)
+        if self.tables[0].optimizer == "rowwise_adagrad":
+            apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+        return model, [EmbeddingBagCollectionSharder()]
+
+
+def make_tasks(path: Path | None) -> Iterator[Task]:
+    """Return all tasks; EMBark's are read from a file of published tables."""
+    mlperf = _with_optimizer(mlperf_dlrm_v2(), "rowwise_adagrad")
+    tasks = [Task(name=f"mlperf-{w}", tables=mlperf, ranks=w) for w in (4, 8, 16)]
+    sets = {} if path is None else load_json(path)
+    for name in ("T180", "T200") if sets else ():
+        own = _with_optimizer(sets[f"nvidia_embark_{name}"], "rowwise_adagrad")
+        tasks.append(Task(name=f"embark-{name}", tables=own, ranks=16))
+    plain: dict[str, Any] = {"batch_size": 512}
+    for number in range(20):
+        own = _with_optimizer(make_dlrm_task(number).tables, "sgd")
+        # Every other task is tight: little more than the tables fits.
+        tight = 1.3 * sum(t.weight_bytes for t in own) / 8 + GIB / 4
+        room = int(tight / (1 - RESERVED)) if number % 2 else 80 * GIB
+        name = f"dlrm-{number}"
+        tasks.append(Task(name=name, tables=own, ranks=8, memory_bytes=room, **plain))
+    for count, ranks in ((100, 8), (1_000, 64)):
+        own = _with_optimizer(make_task(count, ranks, 0).tables, "sgd")
+        name = f"production-{count}x{ranks}"
+        tasks.append(Task(name=name, tables=own, ranks=ranks, **plain))
+    huge: dict[str, Any] = {
+        "limits": tuple(LIMITS),
+        "all_rivals": True,
+        "min_partition": 32,
+    }
+    tasks.append(Task(name="huge-exact", tables=_tables(EXACT), ranks=64, **huge))
+    for ranks in (16, 64):
+        for seed in range(5):
+            own = _tables(_huge(np.random.default_rng([seed, ranks])))
+            own = _with_optimizer(own, ("sgd", "rowwise_adagrad")[seed % 2])
+            name = f"huge-{ranks}-{seed}"
+            tasks.append(Task(name=name, tables=own, ranks=ranks, **huge))
+    for task in tasks:
+        for costs in MODELS:
+            yield replace(task, name=f"{task.name}/{costs}", costs=costs)
+
+
+def _with_optimizer(
+    tables: Sequence[TableConfig], name: str
+) -> tuple[TableConfig, ...]:
+    return tuple(replace(t, optimizer=name) for t in tables)
+
+
+def _tables(sizes: Sizes) -> tuple[TableConfig, ...]:
+    return tuple(
+        TableConfig(
+            name=f"t{i}",
+            num_embeddings=int(r),
+            embedding_dim=d,
+            pooling_factor=float(p),
+        )
+        for i, (r, d, p) in enumerate(sizes)
+    )
+
+
+def _huge(rng: np.random.Generator) -> Sizes:
+    """Draw 5 to 10 tables of 10 million to 5 billion rows."""
+    widths, pooling = (32, 64, 128, 256), (1, 5, 20, 80)
+    return [
+        (
+            10 ** rng.uniform(7, np.log10(5e9)),
+            int(rng.choice(widths)),
+            int(rng.choice(pooling)),
+        )
+        for _ in range(rng.integers(5, 11))
+    ]
+
+
+def judge(task: Task, limit: str, rival_seconds: float) -> dict[str, Any]:
+    """Plan with these choices, by us and where asked by TorchRec."""
+    planner = NeuroShardPlanner(
+        **task.shared(limit),
+        cost_model=MODELS[task.costs],
+        profiles={t.name: t.profile for t in task.tables if t.profile is not None},
+        consider_stock=False,
+    )
+    start = time.perf_counter()
+    try:
+        plan = planner.plan(*task.job())
+    except Exception as error:  # a failure is a result; no plan may be one rightly
+        kind = "no plan" if isinstance(error, PlannerError) else "crashed"
+        text = f"{kind}: {type(error).__name__}: {error}"[:200]
+        return {"failed": text, "seconds": time.perf_counter() - start}
+    seconds = time.perf_counter() - start
+    result = planner.last_result
+    assert result is not None
+    row: dict[str, Any] = {
+        "ms": result.predicted.critical_path_ms,
+        "seconds": seconds,
+        "bound_ms": result.lower_bound_ms,
+        "fallback": result.fallback,
+        "types": count_types(plan),
+    }
+    if limit == FREE or task.all_rivals:
+        splits = {"default": {}, "min 32": {"min_partition": 32}}
+        row["torchrec"] = {
+            f"{name}{', dp' * dp}": _rival(
+                task, limit, more, planner, dp, rival_seconds
+            )
+            for name, more in splits.items()
+            if not more or more["min_partition"] != task.min_partition
+            for dp in (False, True)
+        }
+    return row
+
+
+def _rival(
+    task: Task,
+    limit: str,
+    more: dict[str, int],
+    planner: NeuroShardPlanner,
+    dynamic: bool,
+    most_seconds: float,
+) -> dict[str, Any]:
+    """Plan with TorchRec's planner, and price the plan by our planner's costs."""
+    shared = task.shared(limit, **more)
+    topology, constraints = shared["topology"], shared["constraints"]
+    # Its memory is to hold the same as ours, the optimizers' state included.
+    storage = StorageEstimator(topology, constraints, reader=planner.costs.reader)
+    estimators = [EmbeddingPerfEstimator(topology, constraints), storage]
+    options: list[Any] = []
+
+    def take(chosen: list[Any]) -> list[Any]:
+        options.extend(chosen)
+        return chosen
+
+    start = time.perf_counter()
+    before = signal.signal(signal.SIGALRM, _stop)
+    signal.setitimer(signal.ITIMER_REAL, 2 * most_seconds)
+    try:
+        EmbeddingShardingPlanner(
+            **shared,
+            enumerator=EmbeddingEnumerator(
+                topology, task.batch_size, constraints, estimators
+            ),
+            proposer=DynamicProgrammingProposer() if dynamic else None,
+            callbacks=[take],
+            timeout_seconds=max(1, round(most_seconds)),
+        ).plan(*task.job())
+    except (PlannerError, TimeoutError) as error:
+        seconds = time.perf_counter() - start
+        return {"failed": f"{type(error).__name__}: {error}"[:120], "seconds": seconds}
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    seconds = time.perf_counter() - start
+    if any(map(cannot_run, options)):
+        return {"failed": "its kernels cannot run such widths", "seconds": seconds}
+    planner.enumerator.populate_estimates(options)
+    predicted = planner.costs.evaluate(planner.costs.lower(options))
+    return {"ms": predicted.critical_path_ms, "seconds": seconds}
+
+
+def _stop(*_: Any) -> None:
+    raise TimeoutError("not done in time")
+
+
+def best_rival(entry: dict[str, Any]) -> tuple[float, str]:
+    """Least milliseconds of TorchRec's plans, and whose they are."""
+    plans = [(r["ms"], n) for n, r in entry.get("torchrec", {}).items() if "ms" in r]
+    return min(plans, default=(math.inf, "-"))
+
+
+def losses(row: dict[str, Any]) -> list[str]:
+    """Say where ours is worse than TorchRec's, or than with fewer choices."""
+    found = []
+    free = row["limits"][FREE].get("ms", math.inf)
+    for limit, entry in row["limits"].items():
+        if "crashed" in entry.get("failed", ""):
+            found.append(f"`{row['name']}` {limit}: {entry['failed']}")
+        ms, (theirs, name) = entry.get("ms", math.inf), best_rival(entry)
+        pairs = (
+            (ms, theirs, f"{limit}: TorchRec's ({name})"),
+            (free, ms, f"free: {limit}"),
+        )
+        found += [
+            f"`{row['name']}` {text} {other:.5g} ms, ours {ours:.5g} ms"
+            for ours, other, text in pairs
+            if ours > other * (1 + TOLERANCE)
+        ]
+    return found
+
+
+def page(settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The results as a page."""
+    lines = [
+        "| task | choices | ours ms | TorchRec's best ms | ours / TorchRec's "
+        "| bound ms | gap | `plan()` s | tables by type and kernel |",
+        "|---" * 9 + "|",
+    ]
+    for row in rows:
+        for limit, e in row["limits"].items():
+            cells = [
+                e.get("failed", "").split(":")[0],
+                *"----",
+                f"{e['seconds']:.2f}",
+                "",
+            ]
+            if "ms" in e:
+                (theirs, name), bound = best_rival(e), e["bound_ms"]
+                known = theirs < math.inf
+                cells[0] = (
+                    f"{e['ms']:.4g}{' (the search found none)' * bool(e['fallback'])}"
+                )
+                cells[1] = f"{theirs:.4g} ({name})" if known else "-"
+                cells[2] = f"{e['ms'] / theirs:.4f}" if known else "-"
+                cells[3] = f"{bound:.4g}" if bound else "unknown"
+                cells[4] = f"{100 * (e['ms'] / bound - 1):.1f} %" if bound else "-"
+                cells[6] = ", ".join(f"{n} {k}" for k, n in e["types"].items())
+            lines.append("| " + " | ".join([row["name"], limit, *cells]) + " |")
+    lost = [f"- {text}" for row in rows for text in losses(row)]
+    return "\n".join(
+        (
+            "# Plans of all sharding types, predicted\n",
+            str(__doc__),
+            *lines,
+            f"\n## Worse by more than {TOLERANCE:.1%}, or no plan\n",
+            *(lost or ["None."]),
+            f"\n```json\n{json.dumps(settings, indent=1)}\n```\n",
+        )
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan the tasks that are asked for."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--tables", type=Path, help="JSON of published table sets")
+    parser.add_argument("--only", default="*", help="names of tasks, by commas")
+    parser.add_argument("--rival-seconds", type=float, default=60.0, help="of a plan")
+    parser.add_argument("--quick", action="store_true", help="some tasks: two minutes")
+    parser.add_argument("--resume", action="store_true", help="keep what <out> has")
+    parser.add_argument("--out", type=Path, help="path without suffix")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.ERROR)
+    warnings.simplefilter("ignore")
+    settings = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "date": now(),
+        "hardware": asdict(device_fingerprint(torch.device("cpu"), 1)),
+        "versions": {n: version(n) for n in ("torch", "torchrec", "numpy", "scipy")},
+        "load_average": os.getloadavg(),
+        "threads": torch.get_num_threads(),
+        "rival_seconds": options.rival_seconds,
+        "reserved_share": RESERVED,
+        "limits": LIMITS,
+        "links": LINKS,
+        "cost_models": MODELS,
+    }
+    rows: list[dict[str, Any]] = []
+    if options.resume and options.out and options.out.with_suffix(".json").exists():
+        rows = json.loads(options.out.with_suffix(".json").read_text())["rows"]
+    known = {row["name"] for row in rows}
+    patterns = (QUICK if options.quick else options.only).split(",")
+    for task in make_tasks(options.tables):
+        wanted = any(fnmatch.fnmatchcase(task.name, p) for p in patterns)
+        if task.name in known or not wanted:
+            continue
+        facts = ("name", "ranks", "batch_size", "memory_bytes", "min_partition")
+        row: dict[str, Any] = {fact: getattr(task, fact) for fact in facts}
+        row |= {"tables": len(task.tables), "optimizer": task.tables[0].optimizer}
+        row["limits"] = {n: judge(task, n, options.rival_seconds) for n in task.limits}
+        rows.append(row)
+        for limit, entry in row["limits"].items():
+            print(task.name, limit, json.dumps(entry), flush=True)
+        for text in losses(row):
+            print("WORSE", text, flush=True)
+        if options.out is not None:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            data = json.dumps({"settings": settings, "rows": rows}, indent=1)
+            options.out.with_suffix(".json").write_text(data + "\n")
+            options.out.with_suffix(".md").write_text(page(settings, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
