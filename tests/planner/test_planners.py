@@ -24,9 +24,7 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.stats import EmbeddingStats
-from torchrec.distributed.planner.types import (
-    ShardingOption,
-)
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
 from tests.builders import (
     CPU_SIZES,
@@ -157,6 +155,29 @@ def test_what_fits_no_device_goes_to_the_host() -> None:
     assert result is not None and result.fallback is None
     assert any("'t0': in the host's memory" in w for w in result.warnings)
     assert result.predicted.compute_source == "analytic; estimated for 1 of 2 tables"
+
+
+@pytest.mark.parametrize(("ddr_mib", "fits"), [(600, True), (300, False)])
+def test_offloaded_columns_are_spread_over_the_hosts_memory(
+    ddr_mib: int, fits: bool
+) -> None:
+    # Two tables of 488 MiB; no table fits the devices' 100.
+    ebc = make_ebc([(2_000_000, 64), (2_000_000, 64)])
+    sizes = {"hbm_cap": 100 * 2**20, "ddr_cap": ddr_mib * 2**20}
+    whole = ParameterConstraints(sharding_types=["table_wise"])
+    planner = make_planner(
+        2,
+        "cuda",
+        constraints={"t0": whole, "t1": whole},
+        topology_arguments=sizes,
+        consider_stock=False,
+    )
+    if not fits:
+        with pytest.raises(PlannerError):
+            planner.plan(ebc, bag_sharders())
+        return
+    plan = planner.plan(ebc, bag_sharders())
+    assert sorted(rank for t in shards_of(plan).values() for *_, rank in t) == [0, 1]
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])

@@ -174,6 +174,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 for option, chosen, out in zip(proposal, plan, offloaded, strict=True)
             ]
             ways = [() if out else w for w, out in zip(ways, offloaded, strict=True)]
+            self.costs.attribute(plan)
             plan = self._place(_without_ranks(again), ways, storage_constraint, rules)
         self.costs.attribute(plan)
         return plan
