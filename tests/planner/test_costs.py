@@ -320,15 +320,6 @@ def test_estimates_are_named() -> None:
     assert source == "analytic; estimated for 3 of 9 tables"
 
 
-def test_only_row_wise_and_replicas_have_one_placement() -> None:
-    costs, plan = placed(make_ebc([(1000, 32)] * len(MIXED)), topology_of(4, 2), MIXED)
-    lowered = costs.lower(plan)
-    stages = {s.name: s.critical_path_ms for s in costs.evaluate(lowered).stages}
-    assert costs.fixed_ms(lowered) == pytest.approx(
-        stages["model (row_wise)"] + stages["model (data_parallel)"]
-    )
-
-
 def test_cache_settings_and_fusion() -> None:
     topology = topology_of(1)
     params = [

@@ -23,7 +23,6 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.cost_models import (
     CommsModel,
@@ -61,8 +60,6 @@ from torchrec_neuroshard.simulator import (
 __all__ = ["CostedPart", "PlanCosts", "PricedOptions"]
 
 Floats = npt.NDArray[np.float64]
-
-_ONE_PLACEMENT = (ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value)
 
 
 class PlanCosts:
@@ -236,21 +233,6 @@ class PlanCosts:
             compute_source=self._compute_source(costed, stock),
             comms_source=self.comms_model.source,
         )
-
-    def fixed_ms(self, lowered: LoweredPlan) -> float:
-        """Predict the critical path of the tables that can be placed in one way only.
-
-        Returns:
-            Milliseconds; 0 where a plan has no such tables.
-        """
-        fixed = [
-            o
-            for o in lowered.others
-            if o.sharding_type in _ONE_PLACEMENT and self.reader.has_cost(o)
-        ]
-        if not fixed:
-            return 0.0
-        return self._predicted(fixed).critical_path_ms
 
     def _split(
         self, lowered: LoweredPlan
