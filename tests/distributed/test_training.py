@@ -269,6 +269,14 @@ def build_model(case: Case) -> Any:
     )
 
 
+def types_for(case: Case, table: int) -> list[str]:
+    if table in case.other:
+        return [case.other[table]]
+    if table in case.whole:
+        return [TABLE, ROW] if case.chosen else [TABLE]
+    return [TABLE, COLUMN]
+
+
 def build_planner(case: Case, **arguments: Any) -> Any:
     def given(task: ShardingTask) -> Triples:
         triples = case.triples or ()
@@ -280,16 +288,14 @@ def build_planner(case: Case, **arguments: Any) -> Any:
 
     constraints = {
         f"t{i}": ParameterConstraints(
-            sharding_types=[case.other[i]]
-            if i in case.other
-            else [TABLE, *([ROW] if case.chosen else [])],
+            sharding_types=types_for(case, i),
             # A grid needs a column shard on each node.
             min_partition=16 if case.other.get(i) == GRID else None,
             # For a choice: one table is looked up far more than the other.
             pooling_factors=[50.0 if case.chosen and i == 0 else 1.0]
             * len(case.features.get(i, [f"f{i}"])),
         )
-        for i in {*case.whole, *case.other}
+        for i in range(len(case.dims))
     }
     return make_planner(
         dist.get_world_size(),
