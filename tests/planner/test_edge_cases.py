@@ -856,7 +856,9 @@ def test_storage_reservation(name: str) -> None:
         model, topology=topology, storage_reservation=given, callbacks=[chosen]
     )
     assert set(plan.plan[""]) == {"t0", "t1", "t2"}
-    reserved = given.last_reserved_topology
+    reserved: Any = given.last_reserved_topology
+    if callable(reserved):  # of inference, a method before torchrec 1.7
+        reserved = reserved()
     assert reserved is not None
     left = [device.storage.hbm for device in reserved.devices]
     assert all((n == GIB) == (name == "plain") and n > 0 for n in left)
