@@ -24,7 +24,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
 from torchrec_neuroshard.training.compute import fit_relative
-from torchrec_neuroshard.training.fit import fit, seeded
+from torchrec_neuroshard.training.fit import check_share, fit, hold_out, seeded
 
 __all__ = [
     "CommsData",
@@ -65,11 +65,7 @@ class CommsTrainConfig:
             raise ConfigError(
                 f"steps and hidden must be at least 1, got {self.steps}, {self.hidden}"
             )
-        if not 0 < self.validation_share < 1:
-            raise ConfigError(
-                f"validation_share must lie between 0 and 1, got "
-                f"{self.validation_share}"
-            )
+        check_share(self.validation_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,12 +249,11 @@ def train_comms(
         RecordError: Too few records.
     """
     count = len(data.collective_N)
-    order = np.random.default_rng(config.seed).permutation(count)
-    num_validation = max(1, int(count * config.validation_share))
-    if count - num_validation < 20:
+    rng = np.random.default_rng(config.seed)
+    held_out, others = hold_out(rng, count, config.validation_share)
+    if len(others) < 20:
         raise RecordError(f"{count} records are too few to train on; measure more")
-    validation = data.select(order[:num_validation])
-    training = data.select(order[num_validation:])
+    validation, training = data.select(held_out), data.select(others)
     with seeded(config.seed):
         network = CommsNetwork(config.hidden)
         start = fit_coefficients(training)

@@ -24,7 +24,13 @@ from torchrec_neuroshard.cost_models.network import (
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.records import CostRecord
-from torchrec_neuroshard.training.fit import fit, seeded, shuffled_batches
+from torchrec_neuroshard.training.fit import (
+    check_share,
+    fit,
+    hold_out,
+    seeded,
+    shuffled_batches,
+)
 
 __all__ = [
     "Evaluation",
@@ -68,11 +74,7 @@ class TrainConfig:
                 "epochs, batch_sets and num_members must be at least 1, got "
                 f"{self.epochs}, {self.batch_sets}, {self.num_members}"
             )
-        if not 0 < self.validation_share < 1:
-            raise ConfigError(
-                f"validation_share must lie between 0 and 1, got "
-                f"{self.validation_share}"
-            )
+        check_share(self.validation_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,12 +297,10 @@ def train(
         init: Start from these weights (fine-tuning) instead of random ones.
     """
     rng = np.random.default_rng(config.seed)
-    order = rng.permutation(data.num_sets)
-    num_validation = max(1, int(data.num_sets * config.validation_share))
-    if num_validation >= data.num_sets:
+    held_out, others = hold_out(rng, data.num_sets, config.validation_share)
+    if not len(others):
         raise RecordError(f"{data.num_sets} sets are too few to train on; measure more")
-    validation = data.select(order[:num_validation])
-    training = data.select(order[num_validation:])
+    validation, training = data.select(held_out), data.select(others)
     with seeded(config.seed):
         network = copy.deepcopy(init) if init is not None else _fresh(training, config)
         _fit(network, training, validation, config, rng, report)
