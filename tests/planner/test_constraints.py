@@ -182,16 +182,13 @@ def test_placed_tables_narrow_the_ranks_of_others() -> None:
     assert rules.restricted({"c": {0, 1, 2, 3}}).ranks("d") == ()
 
 
-def test_tables_are_concerned_with_their_company() -> None:
+def test_tables_of_which_nothing_is_asked_are_free() -> None:
     rules = PlacementRules(
         4, {"a": (0, 1)}, together=(("b", "c"),), apart=(("c", "d"),)
     )
-    assert rules.concerned() == {
-        "a": {"a"},
-        "b": {"b", "c"},
-        "c": {"b", "c", "d"},
-        "d": {"c", "d"},
-    }
+    assert [name for name in "abcde" if rules.is_free(name)] == ["e"]
+    together = {name: rules.colocated_with(name) for name in "abcd"}
+    assert together == {"a": ("a",), "b": ("b", "c"), "c": ("b", "c"), "d": ("d",)}
 
 
 def test_violations_are_told() -> None:

@@ -170,14 +170,6 @@ class PlacementRules:
         """Return the tables that lie where this one lies, itself among them."""
         return next((s for s in self.together if table in s), (table,))
 
-    def concerned(self) -> dict[str, set[str]]:
-        """Tables of which anything is asked -> those that it is asked of with them."""
-        found = {name: {name} for name in self.allowed}
-        for names in (*self.together, *self.apart):
-            for name in names:
-                found.setdefault(name, set()).update(names)
-        return found
-
     def is_free(self, table: str) -> bool:
         """Whether nothing is asked of a table."""
         return table not in self.allowed and not any(
