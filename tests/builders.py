@@ -46,6 +46,7 @@ from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import table_configs
+from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.record_store import CommsStore, RecordStore
 from torchrec_neuroshard.records import (
     CommsHeader,
@@ -295,6 +296,28 @@ def make_record(
         "bwd_ms": bwd_ms,
     }
     return CostRecord(**{**known, **fields})
+
+
+def draw_set(
+    rng: np.random.Generator, prefix: str, max_tables: int, max_dim: int
+) -> tuple[int, list[TableConfig]]:
+    """A batch size, and tables of up to `max_dim` times four columns, ids skewed."""
+    batch_size = int(rng.integers(512, 4096))
+    tables = []
+    for i in range(int(rng.integers(1, max_tables + 1))):
+        rows, pooling = int(rng.integers(10, 10**6)), float(rng.uniform(1, 30))
+        tables.append(
+            TableConfig(
+                name=f"{prefix}/{i}",
+                num_embeddings=rows,
+                embedding_dim=4 * int(rng.integers(1, max_dim + 1)),
+                pooling_factor=pooling,
+                profile=zipf_profile(
+                    batch_size=batch_size, pooling_factor=pooling, num_embeddings=rows
+                ),
+            )
+        )
+    return batch_size, tables
 
 
 def write_records(

@@ -8,15 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.builders import make_fingerprint, make_header, write_records
+from tests.builders import (
+    draw_set,
+    make_fingerprint,
+    make_header,
+    make_record,
+    write_records,
+)
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
-from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.records import CostRecord
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle, source_folder
 from torchrec_neuroshard.training.calibration import (
     BEFORE,
@@ -55,23 +59,7 @@ def make_records(
     rng = np.random.default_rng(seed)
     records = []
     for index in range(count):
-        batch_size = int(rng.integers(512, 4096))
-        tables = []
-        for i in range(int(rng.integers(1, 6))):
-            rows, pooling = int(rng.integers(10, 10**6)), float(rng.uniform(1, 30))
-            tables.append(
-                TableConfig(
-                    name=f"{index}/{i}",
-                    num_embeddings=rows,
-                    embedding_dim=4 * int(rng.integers(1, max_dim + 1)),
-                    pooling_factor=pooling,
-                    profile=zipf_profile(
-                        batch_size=batch_size,
-                        pooling_factor=pooling,
-                        num_embeddings=rows,
-                    ),
-                )
-            )
+        batch_size, tables = draw_set(rng, str(index), 5, max_dim)
         cost = factor * float(
             0.05
             + sum(
@@ -84,15 +72,13 @@ def make_records(
             )
         )
         records.append(
-            CostRecord(
+            make_record(
+                tables,
+                cost,
+                2.5 * cost,
                 index=index,
                 held_out=index % 4 == 0,
                 batch_size=batch_size,
-                tables=tuple(tables),
-                fwd_raw_ms=(cost,),
-                bwd_raw_ms=(2.5 * cost,),
-                fwd_ms=cost,
-                bwd_ms=2.5 * cost,
             )
         )
     return records

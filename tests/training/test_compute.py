@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.builders import draw_set, make_record
 from torchrec_neuroshard.cost_models.compute import StockCostModel
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import table_features
-from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -29,36 +29,12 @@ def synthetic_records(count: int, seed: int) -> list[CostRecord]:
     rng = np.random.default_rng(seed)
     records = []
     for index in range(count):
-        batch_size = int(rng.integers(512, 4096))
-        tables = []
-        for i in range(int(rng.integers(1, 8))):
-            rows, pooling = int(rng.integers(10, 10**6)), float(rng.uniform(1, 30))
-            tables.append(
-                TableConfig(
-                    name=f"{index}/{i}",
-                    num_embeddings=rows,
-                    embedding_dim=4 * int(rng.integers(1, 33)),
-                    pooling_factor=pooling,
-                    profile=zipf_profile(
-                        batch_size=batch_size,
-                        pooling_factor=pooling,
-                        num_embeddings=rows,
-                    ),
-                )
-            )
+        batch_size, tables = draw_set(rng, str(index), 7, 32)
         cost = 0.05 + sum(
             1e-6 * batch_size * t.pooling_factor * t.embedding_dim**0.7 for t in tables
         )
         records.append(
-            CostRecord(
-                index=index,
-                batch_size=batch_size,
-                tables=tuple(tables),
-                fwd_raw_ms=(cost,),
-                bwd_raw_ms=(2.5 * cost,),
-                fwd_ms=cost,
-                bwd_ms=2.5 * cost,
-            )
+            make_record(tables, cost, 2.5 * cost, index=index, batch_size=batch_size)
         )
     return records
 
