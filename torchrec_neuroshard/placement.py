@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
 from torchrec_neuroshard.sharding_types import (
+    COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
     SHARDING_TYPES,
     ShardingType,
@@ -227,7 +228,7 @@ class ShardingTask:
                     f"one of {', '.join(SHARDING_TYPES)}"
                 )
             kind = SHARDING_TYPES[name]
-            if kind.block != "rank":
+            if not kind.in_columns:
                 blocks = self.world_size // self.block_size(i)
                 most[i] = min(most[i], blocks) if kind.splits_columns else 1
                 if not kind.splits_columns:
@@ -285,8 +286,9 @@ class ShardingTask:
     @property
     def has_choices(self) -> bool:
         """Whether any table may or must be sharded other than by columns alone."""
-        blocks = {n for n, t in SHARDING_TYPES.items() if t.block != "rank"}
-        return bool(self.alternatives) or not blocks.isdisjoint(self.sharding_types)
+        return bool(self.alternatives) or not COLUMN_SHARDED_TYPES.issuperset(
+            self.sharding_types
+        )
 
     @property
     def num_groups(self) -> int:
@@ -426,7 +428,7 @@ class Placement:
         self, task: ShardingTask, i: int, shards: Sequence[ColumnShard]
     ) -> None:
         table = task.tables[i]
-        if task.sharding_type(i).block != "rank":
+        if not task.sharding_type(i).in_columns:
             shards = self._checked_blocks(task, i, shards)
         end = 0
         for shard in sorted(shards, key=lambda s: s.offset):

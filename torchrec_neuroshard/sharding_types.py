@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["COLUMN_WISE", "SHARDING_TYPES", "TABLE_WISE", "ShardingType"]
+__all__ = [
+    "COLUMN_SHARDED_TYPES",
+    "COLUMN_WISE",
+    "SHARDING_TYPES",
+    "TABLE_WISE",
+    "ShardingType",
+]
 
 Collective = Literal["all_to_all", "row_wise", "node_row_wise", "all_reduce"]
 """A method of `CommsModel`. All but the last follow an index all-to-all."""
@@ -38,6 +44,11 @@ class ShardingType:
     """What moves outputs of modules that pool, or gradients."""
     sequences: Collective = "all_to_all"
     """The same of modules that do not pool."""
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether every shard is whole columns on one rank."""
+        return self.block == "rank"
 
     def block_size(self, world_size: int, node_size: int) -> int:
         """Ranks of a block."""
@@ -81,3 +92,8 @@ _ROWS = (
 
 SHARDING_TYPES: Mapping[str, ShardingType] = {row.name: row for row in _ROWS}
 """By TorchRec's name."""
+
+COLUMN_SHARDED_TYPES: frozenset[str] = frozenset(
+    name for name, kind in SHARDING_TYPES.items() if kind.in_columns
+)
+"""Sharding types whose shards are whole columns on one rank each."""

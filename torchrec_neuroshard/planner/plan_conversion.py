@@ -27,12 +27,12 @@ from torchrec_neuroshard.placement import (
     ShardingTask,
 )
 from torchrec_neuroshard.planner.table_reader import (
-    COLUMN_SHARDED_TYPES,
     TableReader,
     is_dense,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size, whole_nodes
+from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 
 __all__ = [
     "FusionGroups",

@@ -16,7 +16,7 @@ from torchrec_neuroshard.planner.partitioners import SearchRecord
 from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.report import OtherTable
 from torchrec_neuroshard.search.base import SearchResult
-from torchrec_neuroshard.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 
 __all__ = ["KnownPlan", "describe_plan"]
 
@@ -93,7 +93,7 @@ def _column_ways(task: ShardingTask) -> dict[str, list[int]]:
     """Table -> the ways of a search's task that lie in column shards."""
     ways: dict[str, list[int]] = {}
     for index, table in enumerate(task.tables):
-        if task.sharding_type(index).block == "rank":
+        if task.sharding_type(index).in_columns:
             ways.setdefault(table.name, []).append(index)
     return ways
 
@@ -114,8 +114,7 @@ def _covers(task: ShardingTask, selected: Sequence[ShardingOption]) -> bool:
         if name not in known:
             continue
         kind, measured = option.sharding_type, not is_estimated(option)
-        in_columns = SHARDING_TYPES[kind].block == "rank" if kind else False
-        if in_columns:
+        if kind in COLUMN_SHARDED_TYPES:
             kinds = {task.kernels[i] is None for i in columns.get(name, ())}
             if measured not in kinds:
                 return False

@@ -34,7 +34,7 @@ from torchrec.modules.fused_embedding_modules import (
 
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
-from torchrec_neuroshard.sharding_types import SHARDING_TYPES
+from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
 from torchrec_neuroshard.tables import (
     COLUMN_MULTIPLE,
     DATA_TYPE_BYTES,
@@ -42,7 +42,6 @@ from torchrec_neuroshard.tables import (
 )
 
 __all__ = [
-    "COLUMN_SHARDED_TYPES",
     "OFFLOADED_KERNELS",
     "TableReader",
     "cannot_run",
@@ -54,11 +53,6 @@ __all__ = [
     "table_configs",
     "table_name",
 ]
-
-COLUMN_SHARDED_TYPES: frozenset[str] = frozenset(
-    name for name, kind in SHARDING_TYPES.items() if kind.block == "rank"
-)
-"""Sharding types whose shards are whole columns on one rank each."""
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 

@@ -33,7 +33,12 @@ from torchrec_neuroshard.planner.table_reader import (
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size
-from torchrec_neuroshard.sharding_types import COLUMN_WISE, SHARDING_TYPES, TABLE_WISE
+from torchrec_neuroshard.sharding_types import (
+    COLUMN_SHARDED_TYPES,
+    COLUMN_WISE,
+    SHARDING_TYPES,
+    TABLE_WISE,
+)
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["FreeOption", "SearchSpace", "is_placeable", "narrowest_shard"]
@@ -76,7 +81,7 @@ def is_placeable(
     kind = SHARDING_TYPES.get(option.sharding_type)
     if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
-    if kind.block == "rank":
+    if kind.in_columns:
         return option.sharding_type in (TABLE_WISE, COLUMN_WISE)
     size = kind.block_size(int(topology.world_size), node_size(topology))
     # The first and the last shard tell: TorchRec cuts all others alike.
@@ -100,7 +105,7 @@ def narrowest_shard(
         option: An option of the table; its sharding type decides.
         constraints: Table name -> TorchRec's constraints on it (`min_partition`).
     """
-    if SHARDING_TYPES[option.sharding_type].block != "rank":
+    if option.sharding_type not in COLUMN_SHARDED_TYPES:
         return int(option.shards[0].size[1])
     if option.sharding_type != COLUMN_WISE or not option.is_pooled:
         return int(option.tensor.shape[1])
@@ -211,7 +216,7 @@ class SearchSpace:
         for ways in self.task.ways:
             way = next(w for w in ways if w in held)
             option = copy.copy(self.options[way])
-            if SHARDING_TYPES[option.sharding_type].block != "rank":
+            if option.sharding_type not in COLUMN_SHARDED_TYPES:
                 option.shards = _with_ranks(option, held[way])
             else:
                 if option.path not in column_wise:
@@ -300,7 +305,7 @@ def _useful(
         ]
     if rules and len(rules.colocated_with(name)) > 1:
         # Those that lie together are moved as one: one way, the fastest.
-        alone = [o for o in kept if SHARDING_TYPES[o.sharding_type].block == "rank"]
+        alone = [o for o in kept if o.sharding_type in COLUMN_SHARDED_TYPES]
         kept = sorted(alone, key=is_estimated)[:1] or kept
     return kept
 
@@ -310,11 +315,7 @@ def _whole_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
     return {
         ways[0].path
         for ways in tables
-        if {
-            o.sharding_type
-            for o in ways
-            if SHARDING_TYPES[o.sharding_type].block == "rank"
-        }
+        if {o.sharding_type for o in ways if o.sharding_type in COLUMN_SHARDED_TYPES}
         == {TABLE_WISE}
     }
 
@@ -329,7 +330,7 @@ def _storages(
     found: dict[int, _ShardStorage] = {}
     probes, probed = [], []
     for index, option in enumerate(options):
-        if SHARDING_TYPES[option.sharding_type].block != "rank":
+        if option.sharding_type not in COLUMN_SHARDED_TYPES:
             found[index] = _largest_storage(option)
         elif enumerator is None:
             found[index] = _bounded_storage(option)

@@ -137,7 +137,7 @@ def count_placements(task: ShardingTask) -> float:
 
     def layouts(table: int) -> float:
         units = task.tables[table].embedding_dim // COLUMN_MULTIPLE
-        if task.sharding_type(table).block != "rank":
+        if not task.sharding_type(table).in_columns:
             blocks = ranks // task.block_size(table)
             return math.comb(blocks, min(blocks, _num_blocks(task, table)))
         whole = task.has_choices and task.max_shards[table] <= 1
@@ -202,9 +202,7 @@ def _try_choices(simulator: Simulator, start: float) -> SearchResult:
     ways_N, widths_N = [], []
     for ways in task.ways:
         parts = [
-            (_options if task.sharding_type(w).block == "rank" else _block_options)(
-                task, w
-            )
+            (_options if task.sharding_type(w).in_columns else _block_options)(task, w)
             for w in ways
         ]
         ways_N.append(np.repeat(ways, [len(p) for p in parts]))

@@ -137,7 +137,7 @@ class ShardBank:
         self._column_bytes_T = np.asarray(task.column_bytes, dtype=np.float64)
         self.block_T: Ints = np.array([task.block_size(t) for t in range(num_tables)])
         self.moves_T: npt.NDArray[np.bool_] = np.array(
-            [task.sharding_type(t).block == "rank" for t in range(num_tables)]
+            [task.sharding_type(t).in_columns for t in range(num_tables)]
         )
         """False for tables that are split by rows or replicated."""
         self.pooled_S = np.ones(task.num_stages, dtype=bool)
