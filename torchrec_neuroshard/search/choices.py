@@ -149,9 +149,11 @@ class Choices:
                     chosen[number] = least
         return chosen
 
-    def uniform(self) -> list[Ints]:
-        """Return the choices in which all tables that may take one kind of way do."""
-        first = self.first()
+    def _uniform(self, first: Ints) -> list[Ints]:
+        """Return the choices in which all tables that may take one kind of way do.
+
+        The others keep their way in `first`.
+        """
         found = []
         for kind in np.unique(self.kind_T).tolist():
             chosen = first.copy()
@@ -170,10 +172,11 @@ class Choices:
             deadline: `time.monotonic()` after which none is improved.
         """
         first = self.first()
-        starts = np.stack([first, *self.uniform()])
+        starts = np.stack([first, *self._uniform(first)])
         order = np.argsort(self.costs(starts), kind="stable")
+        cheapest = starts[order[: max(1, most - 1)]]
         found: dict[bytes, tuple[bool, float, Ints]] = {}
-        for start in [first, *starts[order[: max(1, most - 1)]]]:
+        for start in {c.tobytes(): c for c in (first, *cheapest)}.values():
             path = self.path(start, deadline)
             for place, (cost_ms, chosen) in enumerate(path):
                 key = chosen.tobytes()
