@@ -35,12 +35,11 @@ from torchrec_neuroshard.planner.table_reader import (
     table_configs,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 
 __all__ = ["NeuroShardEnumerator"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
-_TABLE_WISE = ShardingType.TABLE_WISE.value
-_COLUMN_WISE = ShardingType.COLUMN_WISE.value
 _ROW_WISE = ShardingType.ROW_WISE.value
 _TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
@@ -192,7 +191,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         )
         if name not in self._modelled:
             return types
-        if not {_TABLE_WISE, _COLUMN_WISE}.isdisjoint(types):
+        if not {TABLE_WISE, COLUMN_WISE}.isdisjoint(types):
             types = [t for t in types if t != _TABLE_COLUMN_WISE]
         if _ROW_WISE in types and self._one_node:
             types = [t for t in types if t not in _NODE_TYPES]

@@ -35,7 +35,6 @@ from torchrec.distributed.types import (
     ModuleSharder,
     ParameterSharding,
     ShardingPlan,
-    ShardingType,
     ShardMetadata,
 )
 
@@ -51,13 +50,12 @@ from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.refine import refine_within
 from torchrec_neuroshard.search.shards import ShardBank
+from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 from torchrec_neuroshard.simulator import PredictedCosts
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["Move", "ReplanConfig", "ReplanResult", "apply_moves", "replan"]
 
-_TABLE_WISE = ShardingType.TABLE_WISE.value
-_COLUMN_WISE = ShardingType.COLUMN_WISE.value
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
 _STATE_BYTES_PER_VALUE: Mapping[str, int] = {"adagrad": 4, "adam": 8}
@@ -474,7 +472,7 @@ def _overlaps(old: Shards, new: Shards) -> Iterator[tuple[int, int, int, int]]:
 def _module_obstacle(entries: Mapping[str, ParameterSharding]) -> str | None:
     """Why no table of a module can be moved, by its plan."""
     for name, sharding in entries.items():
-        if sharding.sharding_type not in (_TABLE_WISE, _COLUMN_WISE):
+        if sharding.sharding_type not in (TABLE_WISE, COLUMN_WISE):
             # Replicas would no longer be kept equal, and means of row-wise tables are
             # taken over the wrong features.
             return (

@@ -23,7 +23,7 @@ from torchrec.distributed.planner.types import (
     StorageReservation,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingPlan, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.planner.shard_estimators import (
     OutOfTimeError,
@@ -35,6 +35,7 @@ from torchrec_neuroshard.planner.table_reader import (
     cannot_run,
     table_name,
 )
+from torchrec_neuroshard.sharding_types import COLUMN_WISE
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan", "report_full"]
@@ -51,8 +52,6 @@ ESTIMATING_SHARE = 0.75
 
 LEAST_SHARD_SECONDS = 5e-6
 """Less than TorchRec takes to estimate a shard on any machine."""
-
-_COLUMN_WISE = ShardingType.COLUMN_WISE.value
 
 
 class TorchRecOption(ShardingOption):
@@ -319,7 +318,7 @@ def _is_even(options: Sequence[ShardingOption]) -> bool:
     """Whether column shards of sequences are of one width in each module."""
     widths: dict[str, set[int]] = {}
     for option in options:
-        if not option.is_pooled and option.sharding_type == _COLUMN_WISE:
+        if not option.is_pooled and option.sharding_type == COLUMN_WISE:
             found = {int(s.size[1]) for s in option.shards}
             widths.setdefault(option.path, set()).update(found)
     return all(len(found) == 1 for found in widths.values())
