@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1] / PACKAGE
 _VALUES = {"errors", "profiles", "tables"}
 _TASKS = _VALUES | {"sharding_types", "placement"}
 _DATA = _TASKS | {"access", "records", "workloads", "devices"}
-_MODELS = _TASKS | {"records", "devices", "features", "cost_models"}
+_MODELS = _TASKS | {"records", "devices", "gpu_cards", "features", "cost_models"}
 _COSTS = _MODELS | {"shard_encoder", "simulator"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Beside it.
     "phase_timer": {"errors", "simulator"},
     "devices": {"errors"},
+    "gpu_cards": {"errors"},
     "records": _VALUES,
     "record_store": {"errors", "profiles", "records"},
     "workloads": _TASKS | {"access"},
