@@ -180,14 +180,13 @@ def _collect(
         RecordStore(path, header) as store,
         RateProgress(console, "sets") as progress,
     ):
-        advance = progress.add_bar("collect", config.num_sets, len(store.done))
         broken = read_failures(path)
         todo = [
             i for i in range(config.num_sets) if i not in store.done and i not in broken
         ]
         if todo and timer.reference_ms:
             earlier = _anchors(store.records)
-            again = [meter.measure(r.index) for r in earlier]
+            again = meter.measure_again(earlier, progress)
             factor = unit_factor(earlier, again)
             timer.reference_ms *= factor
             if earlier:
@@ -195,6 +194,7 @@ def _collect(
                     f"{len(earlier)} sets measured again after the restart: times are "
                     f"multiplied by {factor:.3f} to agree with the earlier ones"
                 )
+        advance = progress.add_bar("collect", config.num_sets, len(store.done))
         for index in todo:
             if deadline is not None and time.monotonic() > deadline:
                 progress.console.print(f"stopped at the time limit of {limit:g} s")
@@ -280,6 +280,19 @@ class _SetMeter:
             fwd_ms=measured.fwd_ms,
             bwd_ms=measured.bwd_ms,
         )
+
+    def measure_again(
+        self, earlier: Sequence[CostRecord], progress: RateProgress
+    ) -> list[CostRecord]:
+        """Measure an earlier process's sets once more; they are counted by a bar."""
+        if not earlier:
+            return []
+        advance = progress.add_bar("sets of the earlier run", len(earlier))
+        found = []
+        for record in earlier:
+            found.append(self.measure(record.index))
+            advance()
+        return found
 
     def _measure_within_memory(self, index: int) -> CostRecord:
         """Measure a set; a second time where the first one found no memory."""

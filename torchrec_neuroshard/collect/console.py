@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
@@ -21,14 +22,23 @@ __all__ = ["RateProgress", "repeatability_text"]
 
 
 class RateProgress(Progress):
-    """Bars with count, rate and time left."""
+    """Bars with count, rate and time left; lines now and then without a terminal."""
 
-    def __init__(self, console: Console, unit: str) -> None:
+    LINE_EVERY_S = 10.0
+    """Without a terminal: how often a line is printed."""
+
+    def __init__(
+        self,
+        console: Console,
+        unit: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Lay out the columns.
 
         Args:
             console: Where it is drawn.
             unit: What is counted.
+            clock: Seconds; for tests.
         """
         super().__init__(
             TextColumn("{task.description}"),
@@ -40,19 +50,43 @@ class RateProgress(Progress):
             TimeRemainingColumn(),
             console=console,
             refresh_per_second=2,
+            disable=not console.is_terminal,
         )
+        self._unit, self._clock = unit, clock
 
     def add_bar(
         self, description: str, total: int, completed: int = 0
     ) -> Callable[[], None]:
-        """Add a bar; call what is returned whenever one more is done."""
+        """Add a bar; call what is returned whenever one more is done.
+
+        The rate counts what is done from now on.
+        """
         bar = self.add_task(description, total=total, completed=completed, rate=0.0)
+        begin = last = self._clock()
+        done = completed
+        if not self.console.is_terminal:
+            self._print_line(f"{description}: {done} of {total} {self._unit}")
 
         def advance() -> None:
-            task = next(t for t in self.tasks if t.id == bar)
-            self.update(bar, advance=1, rate=task.speed or 0.0)
+            nonlocal done, last
+            done += 1
+            now = self._clock()
+            rate = (done - completed) / max(now - begin, 1e-9)
+            self.update(bar, advance=1, rate=rate)
+            due = done == total or now - last >= self.LINE_EVERY_S
+            if due and not self.console.is_terminal:
+                last = now
+                left = max(0, total - done) / rate
+                self._print_line(
+                    f"{description}: {done} of {total} {self._unit}, {rate:.2f} "
+                    f"{self._unit}/s, {now - begin:.0f} s, {left:.0f} s left"
+                )
 
         return advance
+
+    def _print_line(self, line: str) -> None:
+        self.console.print(line, soft_wrap=True, highlight=False)
+        self.console.file.flush()
 
 
 def repeatability_text(

@@ -1,0 +1,55 @@
+"""What a measurement prints where nobody watches."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from torchrec_neuroshard.collect.console import RateProgress
+
+
+class Ticking:
+    """A clock that a test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_batch_jobs_get_plain_lines_now_and_then() -> None:
+    file, clock = io.StringIO(), Ticking()
+    with RateProgress(Console(file=file, width=40), "sets", clock) as progress:
+        advance = progress.add_bar("collect", 30, completed=4)
+        for _ in range(26):
+            clock.now += 1.0
+            advance()
+    lines = file.getvalue().splitlines()
+    assert lines == [
+        "collect: 4 of 30 sets",
+        "collect: 14 of 30 sets, 1.00 sets/s, 10 s, 16 s left",
+        "collect: 24 of 30 sets, 1.00 sets/s, 20 s, 6 s left",
+        "collect: 30 of 30 sets, 1.00 sets/s, 26 s, 0 s left",
+    ]
+
+
+def test_a_terminal_gets_bars_alone() -> None:
+    file, clock = io.StringIO(), Ticking()
+    console = Console(file=file, width=120, force_terminal=True, color_system=None)
+    with RateProgress(console, "sets", clock) as progress:
+        advance = progress.add_bar("collect", 3)
+        for _ in range(3):
+            clock.now += 2.0
+            advance()
+    assert "3/3" in file.getvalue() and "0.50 sets/s" in file.getvalue()
+    assert "3 of 3 sets" not in file.getvalue()
+
+
+@pytest.mark.parametrize("completed", [0, 5])
+def test_nothing_to_do_is_said_at_once(completed: int) -> None:
+    file = io.StringIO()
+    with RateProgress(Console(file=file), "sets") as progress:
+        progress.add_bar("collect", completed, completed=completed)
+    assert file.getvalue() == f"collect: {completed} of {completed} sets\n"
