@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -151,8 +151,7 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
             old_header.check_same_run(header, str(self._path))
             header = old_header
         self.header = header
-        self._records: list[_RecordT] = records
-        self.done = {r.index for r in records}
+        self._records: dict[int, _RecordT] = {r.index: r for r in records}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _drop_torn_line(self._journal_path)
         if next(_journal_lines(self._journal_path), None) is None:
@@ -168,21 +167,28 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
     @property
     def records(self) -> Sequence[_RecordT]:
         """All records, those of earlier processes included."""
-        return tuple(self._records)
+        return tuple(self._records.values())
+
+    @property
+    def done(self) -> Set[int]:
+        """Indices of the records."""
+        return self._records.keys()
 
     def append(self, record: _RecordT) -> None:
-        """Keep one record; it is on disk when this returns."""
+        """Keep one record, in place of an earlier one of its index.
+
+        It is on disk when this returns.
+        """
         self._file.write(json.dumps(record.to_json()) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._records.append(record)
-        self.done.add(record.index)
+        self._records[record.index] = record
 
     def close(self) -> None:
         """Fold the journal into the Parquet file."""
         self._file.close()
         if self._records:
-            _write_parquet(self._path, self.header, self._records, self._format.schema)
+            _write_parquet(self._path, self.header, self.records, self._format.schema)
             self._journal_path.unlink()
 
     def __enter__(self) -> Self:

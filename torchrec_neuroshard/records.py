@@ -29,6 +29,7 @@ __all__ = [
     "Fingerprint",
     "RunHeader",
     "command_line",
+    "disturbance",
     "repeatability",
     "steady_records",
     "utc_now",
@@ -378,6 +379,20 @@ def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:
         for r in records
         if r.repeat_of is not None and r.repeat_of in by_index
     ]
+
+
+def disturbance(record: CostRecord, usual_reference_ms: float) -> float:
+    """How much other work disturbed a record; up to 1 it always counts as steady.
+
+    Args:
+        record: The record.
+        usual_reference_ms: The reference set's median over the run; not used for a
+            device that is timed without one.
+    """
+    reference = 0.0
+    if record.ref_raw_ms:
+        reference = statistics.median(record.ref_raw_ms) / usual_reference_ms
+    return max(record.spread() / MAX_SPREAD, reference / MAX_REFERENCE_RATIO)
 
 
 def steady_records(records: Sequence[CostRecord]) -> list[CostRecord]:

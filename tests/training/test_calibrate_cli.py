@@ -31,6 +31,7 @@ from torchrec_neuroshard.training.calibrate_cli import (
     pinned_to,
     source_folder,
 )
+from torchrec_neuroshard.training.calibration import MIN_SETS
 from torchrec_neuroshard.training.comms import CommsTrainConfig
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
@@ -49,6 +50,15 @@ def test_options_that_contradict_are_refused(
     arguments = ["calibrate", "--out", str(tmp_path / "b"), "--records", str(DATA)]
     assert main([*arguments, "--num-samples", "5", "--cpu", "0"]) == 2
     assert "--num-samples, --cpu say how to make new ones" in capsys.readouterr().err
+
+
+def test_too_few_sets_are_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "b"
+    assert main(["calibrate", "--out", str(out), "--num-samples", "19"]) == 2
+    assert "--num-samples 19 is too few" in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_unknown_source_is_refused_before_anything_is_measured(
@@ -89,14 +99,20 @@ def test_measures_trains_and_goes_on(
         *("calibrate", "--out", str(out), "--max-gib", "0.001", "--steps", "4"),
         *("--cpu", core, "--seed", "3"),
     ]
-    # Too few to judge by; what was measured stays.
-    assert main([*arguments, "--num-samples", "6"]) == 2
+    # Time for too few to judge by; what was measured stays.
+    limited = [*arguments, "--num-samples", "40", "--time-limit", "0.001"]
+    assert main(limited) == 2
     assert "measure more sets" in capsys.readouterr().err
-    (_, first) = read_records([out / RECORDS_NAME])
-    assert len(first) == 6
+    assert main([*arguments, "--num-samples", "20"]) == 0
+    _, first = read_records([out / RECORDS_NAME])
+    # Four of these 20 are held out: further sets complete the split.
+    assert sum(r.held_out for r in first[:20]) < MIN_SETS
+    assert sum(r.held_out for r in first) == MIN_SETS < len(first) - MIN_SETS
+    capsys.readouterr()
     assert main([*arguments, "--num-samples", "60"]) == 0
     (run_header,), records = read_records([out / RECORDS_NAME])
-    assert len(records) == 60 and records[:6] == first
+    known = {r.index: r for r in records}
+    assert len(records) >= 60 and all(known[r.index] == r for r in first)
     assert run_header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
     info = COMPUTE_BUNDLE.read_info(out)
     assert info.name == load_bundle(out).name == "mine"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,11 @@ from rich.console import Console
 
 from torchrec_neuroshard.collect.console import RateProgress, repeatability_text
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
-from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
+from torchrec_neuroshard.collect.sampling import (
+    SamplingConfig,
+    is_held_out_set,
+    sample_set,
+)
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import (
     GpuMonitor,
@@ -32,6 +38,8 @@ from torchrec_neuroshard.records import (
     CostRecord,
     RunHeader,
     command_line,
+    disturbance,
+    steady_records,
     utc_now,
 )
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
@@ -39,6 +47,7 @@ from torchrec_neuroshard.workloads.loaders import load_json
 
 __all__ = [
     "MAX_ATTEMPTS",
+    "MAX_ROUNDS",
     "NUM_ANCHORS",
     "CollectConfig",
     "add_arguments",
@@ -53,6 +62,11 @@ __all__ = [
 
 NUM_ANCHORS = 25
 """Earlier sets that a resumed run measures again, to go on in the same unit."""
+
+MAX_ROUNDS = 2
+"""How often a run returns to those of its sets that other work disturbed."""
+_MOST_MORE = 5
+"""Sets beyond `num_sets`, per one that `min_split` asks for."""
 
 MAX_ATTEMPTS = 4
 """Measurements of one set on a throttled GPU before it is left for another run."""
@@ -78,6 +92,9 @@ class CollectConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     time_limit_seconds: float | None = None
     """Measure no further set after this time; None measures them all."""
+    min_split: int = 0
+    """Steady sets of held-out tables, and as many of others, that the run is to end
+    with: they are measured first, and beyond `num_sets` until there are enough."""
 
     def __post_init__(self) -> None:
         if self.num_sets < 1 or self.num_threads < 1:
@@ -123,6 +140,9 @@ def _base_tables(config: CollectConfig) -> list[TableConfig]:
 def collect_compute(config: CollectConfig, console: Console | None = None) -> None:
     """Measure until the file holds `config.num_sets` records, or time is over.
 
+    Sets that other work disturbed are measured again while there is time, and the
+    steadier measurement is kept.
+
     A measurement during which a GPU's clocks were held down is dropped, counted in the
     record that replaces it, and made again after a pause. Sets that stay throttled or
     do not fit into the device's memory are left out, told, and tried again by the next
@@ -163,8 +183,6 @@ def _collect(
     device: torch.device,
     console: Console,
 ) -> None:
-    limit = config.time_limit_seconds
-    deadline = None if limit is None else time.monotonic() + limit
     path = config.out
     known = read_header(path)
     if known is not None:
@@ -181,9 +199,14 @@ def _collect(
         RateProgress(console, "sets") as progress,
     ):
         broken = read_failures(path)
-        todo = [
-            i for i in range(config.num_sets) if i not in store.done and i not in broken
-        ]
+        todo = _in_order(
+            [
+                i
+                for i in range(config.num_sets)
+                if i not in store.done and i not in broken
+            ],
+            config,
+        )
         if todo and timer.reference_ms:
             earlier = _anchors(store.records)
             again = meter.measure_again(earlier, progress)
@@ -194,23 +217,115 @@ def _collect(
                     f"{len(earlier)} sets measured again after the restart: times are "
                     f"multiplied by {factor:.3f} to agree with the earlier ones"
                 )
-        advance = progress.add_bar("collect", config.num_sets, len(store.done))
-        for index in todo:
-            if deadline is not None and time.monotonic() > deadline:
-                progress.console.print(f"stopped at the time limit of {limit:g} s")
-                break
-            try:
-                record = meter.measure_steadily(index)
-            except RuntimeError as error:
-                raise _device_failure(path, index, error) from error
-            if record is not None:
-                store.append(record)
-            advance()
+        run = _Run(config, meter, store, progress)
+        done = (
+            run.measure(todo)
+            and run.return_to_disturbed(todo)
+            and run.complete_split(broken.keys())
+        )
+        if not done:
+            progress.console.print(
+                f"stopped at the time limit of {config.time_limit_seconds:g} s"
+            )
     for line in meter.troubles():
         console.print(line)
     for index, why in read_failures(path).items():
         console.print(f"set {index} ended an earlier run and is left out: {why}")
     console.print(summary(path))
+
+
+def _in_order(todo: Sequence[int], config: CollectConfig) -> list[int]:
+    """Bring forward what `config.min_split` needs."""
+    counts = {True: 0, False: 0}
+
+    def place(index: int) -> bool:
+        held_out = is_held_out_set(index, config.seed, config.sampling)
+        counts[held_out] += 1
+        return counts[held_out] > config.min_split
+
+    return sorted(todo, key=place)
+
+
+class _Run:
+    """The sets that one process measures, within its time."""
+
+    def __init__(
+        self,
+        config: CollectConfig,
+        meter: _SetMeter,
+        store: RecordStore,
+        progress: RateProgress,
+    ) -> None:
+        limit = config.time_limit_seconds
+        self._deadline = math.inf if limit is None else time.monotonic() + limit
+        self._config, self._meter = config, meter
+        self._store, self._progress = store, progress
+
+    def measure(self, indices: Sequence[int]) -> bool:
+        """Measure sets; False where time was over before the last."""
+        store = self._store
+        total = len(store.done) + len(indices)
+        advance = self._progress.add_bar("collect", total, len(store.done))
+        for index in indices:
+            if time.monotonic() > self._deadline:
+                return False
+            record = self._measured(index)
+            if record is not None:
+                store.append(record)
+            advance()
+        return True
+
+    def return_to_disturbed(self, indices: Sequence[int]) -> bool:
+        """Measure again what was disturbed; False where time was over before."""
+        store = self._store
+        for _ in range(MAX_ROUNDS):
+            steady = {r.index for r in steady_records(store.records)}
+            to_check = set(indices) - steady
+            again = [r for r in store.records if r.index in to_check]
+            if not again:
+                break
+            usual_ms = statistics.median(
+                statistics.median(r.ref_raw_ms or (1.0,)) for r in store.records
+            )
+            advance = self._progress.add_bar("disturbed, again", len(again))
+            for old in again:
+                if time.monotonic() > self._deadline:
+                    return False
+                new = self._measured(old.index)
+                if new is not None and disturbance(new, usual_ms) < disturbance(
+                    old, usual_ms
+                ):
+                    store.append(new)
+                advance()
+        return True
+
+    def complete_split(self, broken: Set[int]) -> bool:
+        """Measure further sets until both parts have enough; False: time was over."""
+        config, store = self._config, self._store
+        for index in itertools.count(config.num_sets):
+            if index >= config.num_sets + _MOST_MORE * config.min_split:
+                break
+            steady = steady_records(store.records)
+            held_out = [r for r in steady if r.held_out and r.repeat_of is None]
+            others = [r for r in steady if not r.held_out]
+            if min(len(held_out), len(others)) >= config.min_split:
+                break
+            lacks = len(held_out) < config.min_split
+            if index in store.done or index in broken:
+                continue
+            if is_held_out_set(index, config.seed, config.sampling) == lacks:
+                if time.monotonic() > self._deadline:
+                    return False
+                record = self._measured(index)
+                if record is not None:
+                    store.append(record)
+        return True
+
+    def _measured(self, index: int) -> CostRecord | None:
+        try:
+            return self._meter.measure_steadily(index)
+        except RuntimeError as error:
+            raise _device_failure(self._config.out, index, error) from error
 
 
 def failures_path(path: Path) -> Path:

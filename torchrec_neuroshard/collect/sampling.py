@@ -25,6 +25,7 @@ __all__ = [
     "SampledSet",
     "SamplingConfig",
     "draw_lengths",
+    "is_held_out_set",
     "repeated_index",
     "sample_set",
 ]
@@ -140,6 +141,20 @@ def repeated_index(index: int, every: int, lag: int) -> int | None:
     return earlier if earlier >= 0 else None
 
 
+def is_held_out_set(index: int, seed: int, config: SamplingConfig) -> bool:
+    """Whether the set number `index` of a run is one of held-out tables."""
+    return _begin(index, seed, config)[2]
+
+
+def _begin(
+    index: int, seed: int, config: SamplingConfig
+) -> tuple[np.random.Generator, int | None, bool]:
+    """What draws a set, which earlier one it repeats, whether it is held out."""
+    repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
+    rng = np.random.default_rng([seed, index if repeat_of is None else repeat_of])
+    return rng, repeat_of, bool(rng.random() < config.held_out_sets)
+
+
 def sample_set(
     index: int, seed: int, config: SamplingConfig, base_tables: Sequence[TableConfig]
 ) -> SampledSet:
@@ -151,10 +166,8 @@ def sample_set(
         config: Ranges to draw from.
         base_tables: Real tables to draw from, each with a profile; may be empty.
     """
-    repeat_of = repeated_index(index, config.repeat_every, config.repeat_lag)
+    rng, repeat_of, held_out = _begin(index, seed, config)
     source = index if repeat_of is None else repeat_of
-    rng = np.random.default_rng([seed, source])
-    held_out = bool(rng.random() < config.held_out_sets)
     batch_size = _log_uniform_int(rng, *config.batch_sizes)
     if rng.random() < 0.5:  # half of the time a usual batch size
         usual_size: int = 2 ** round(math.log2(batch_size))

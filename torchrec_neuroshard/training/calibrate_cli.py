@@ -36,6 +36,7 @@ from torchrec_neuroshard.records import (
     steady_records,
 )
 from torchrec_neuroshard.training.calibration import (
+    MIN_SETS,
     Calibration,
     CalibrationConfig,
     TrainingReport,
@@ -255,7 +256,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measuring.add_argument(
         "--num-samples",
         type=int,
-        help=f"sets to measure (default: {_NUM_SAMPLES})",
+        help=f"sets to measure (default: {_NUM_SAMPLES}); more where too few of them "
+        "are of held-out tables to judge by",
     )
     measuring.add_argument("--device", help="cpu or cuda[:N] (default: cpu)")
     measuring.add_argument(
@@ -322,6 +324,7 @@ def _measure(args: argparse.Namespace, console: Console) -> Path:
                 tables=tuple(args.tables or ()),
                 sampling=sampling,
                 time_limit_seconds=args.time_limit,
+                min_split=MIN_SETS,
             ),
             console,
         )
@@ -414,6 +417,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--records takes measurements that exist, {options} say how to make new "
             "ones; leave one or the other out"
+        )
+    if args.num_samples is not None and args.num_samples < 2 * MIN_SETS:
+        raise ConfigError(
+            f"--num-samples {args.num_samples} is too few: calibrating needs "
+            f"{MIN_SETS} sets to fine-tune on and {MIN_SETS} of held-out tables to "
+            f"judge by; give {2 * MIN_SETS} or more"
         )
     console = Console()
     source = source_folder(args.source)
