@@ -42,12 +42,12 @@ from torchrec_neuroshard.records import repeatability, steady_records
 from torchrec_neuroshard.training.calibrate_cli import source_folder
 from torchrec_neuroshard.training.calibration import (
     BEFORE,
+    LINEAR,
     SCALED,
     SCRATCH,
     TUNED,
     CalibrationConfig,
     calibrate,
-    score,
     split_records,
 )
 from torchrec_neuroshard.training.compute import (
@@ -57,12 +57,12 @@ from torchrec_neuroshard.training.compute import (
     as_cost_model,
     build_sets,
     evaluate,
-    fit_linear,
     fit_stock,
+    score,
     train,
 )
 
-METHODS = (BEFORE, SCALED, TUNED, SCRATCH, "linear", "stock")
+METHODS = (BEFORE, SCALED, TUNED, SCRATCH, LINEAR, "stock")
 COLUMNS = {
     "fwd_mape": "forward",
     "bwd_mape": "backward",
@@ -93,7 +93,6 @@ def run_cell(
     seconds = time.perf_counter() - start
     evaluations = [
         *(c.evaluation for c in found.candidates.values()),
-        evaluate("linear", fit_linear(drawn), test),
         evaluate("stock", fit_stock(drawn), test),
     ]
     return {

@@ -21,9 +21,11 @@ from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
 from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle, source_folder
 from torchrec_neuroshard.training.calibration import (
     BEFORE,
+    LINEAR,
     MIN_SETS,
     SCALED,
     SCRATCH,
@@ -32,7 +34,6 @@ from torchrec_neuroshard.training.calibration import (
     CalibrationConfig,
     calibrate,
     rescale,
-    score,
     split_records,
 )
 from torchrec_neuroshard.training.compute import (
@@ -41,6 +42,7 @@ from torchrec_neuroshard.training.compute import (
     as_cost_model,
     best_factor,
     build_sets,
+    score,
     train,
     training_ranges,
 )
@@ -150,7 +152,7 @@ def test_fine_tuning_bends_what_a_factor_cannot(source: NeuralCostModel) -> None
     # 120 training sets, 18 of them to pick the epoch: 4 steps an epoch of 32.
     assert seen == {TUNED: list(range(30)), SCRATCH: list(range(30))}
     assert {n: c.evaluation.name for n, c in found.candidates.items()} == {
-        n: n for n in (BEFORE, SCALED, TUNED, SCRATCH)
+        n: n for n in (BEFORE, SCALED, TUNED, SCRATCH, LINEAR)
     }
 
 
@@ -222,6 +224,30 @@ def test_the_same_seed_gives_the_same_ensemble(source: NeuralCostModel) -> None:
     assert (one != other).any()
 
 
+def test_a_linear_device_is_kept_linear(
+    tmp_path: Path, source: NeuralCostModel
+) -> None:
+    """A device that a few sets show to be plain, far from the one started from."""
+    records = make_records(60, 1)
+    features = build_sets(records)
+    exact = 0.3 * AnalyticCostModel().predict_sets(
+        features.features_NF, features.set_ids_N, features.num_sets
+    )
+    plain = [
+        dataclasses.replace(r, fwd_ms=float(f), bwd_ms=float(b))
+        for r, (f, b) in zip(records, exact, strict=True)
+    ]
+    old = save_source(tmp_path / "old", source)
+    out = tmp_path / "new"
+    config = dataclasses.replace(QUICK, steps=4)
+    path = write(tmp_path / "r.parquet", plain)
+    found, _ = calibrate_bundle(old, [path], out, "mine", config)
+    assert found.kept == LINEAR and "Kept `linear`" in (out / "CARD.md").read_text()
+    _, test = split(plain)
+    model = load_bundle(out)
+    np.testing.assert_allclose(predict(model.network, test), test.costs_S2, rtol=1e-3)
+
+
 # Bundles
 
 
@@ -269,7 +295,7 @@ def test_bundle_and_card_tell_what_was_done(
         predict(found.candidates[TUNED].network, test),
     )
     card = (out / "CARD.md").read_text()
-    names = ["learned", BEFORE, SCALED, TUNED, SCRATCH, "linear", "stock"]
+    names = ["learned", BEFORE, SCALED, TUNED, SCRATCH, LINEAR, "stock"]
     assert [e.name for e in evaluations] == names
     for e in evaluations:
         assert f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card

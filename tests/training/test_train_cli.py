@@ -3,10 +3,11 @@
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.builders import make_header, make_record, write_records
+from tests.builders import draw_set, make_header, make_record, write_records
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
@@ -15,7 +16,12 @@ from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.record_store import RecordStore
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.training.compute import TrainConfig
+from torchrec_neuroshard.training.compute import (
+    TrainConfig,
+    build_sets,
+    evaluate,
+    score,
+)
 from torchrec_neuroshard.training.train_cli import train_bundle
 
 BATCH_SIZE = 1024
@@ -79,6 +85,42 @@ def test_card_states_errors_noise_and_hardware(tmp_path: Path) -> None:
     assert f"| learned | {learned.fwd_mape:.1%} |" in card
     assert "test device" in card
     assert "differs by 10.0% (median)" in card
+
+
+@pytest.mark.parametrize(("epochs", "kept"), [(1, "linear"), (60, "learned")])
+def test_the_better_of_ensemble_and_linear_model_is_kept(
+    tmp_path: Path, epochs: int, kept: str
+) -> None:
+    """Costs that are not linear, before and after the ensemble has learned them."""
+    rng = np.random.default_rng(0)
+    records = []
+    for index in range(160):
+        batch_size, tables = draw_set(rng, str(index), 7, 32)
+        cost = 0.05 + sum(
+            1e-6 * batch_size * t.pooling_factor * t.embedding_dim**0.5 for t in tables
+        )
+        held_out = index % 4 == 0
+        records.append(
+            make_record(
+                tables,
+                cost,
+                2 * cost,
+                index=index,
+                batch_size=batch_size,
+                held_out=held_out,
+            )
+        )
+    path = write_records(tmp_path / "r.parquet", make_header(), records)
+    out = tmp_path / "b"
+    config = TrainConfig(epochs=epochs, num_members=1, batch_sets=16)
+    evaluations = train_bundle([path], out, "b", config, Console(quiet=True))
+    assert COMPUTE_BUNDLE.read_info(out).trained_on["kept"] == kept
+    assert f"Kept `{kept}`" in (out / "CARD.md").read_text()
+    best = min(evaluations[:2], key=score)
+    assert best.name == kept
+    test = build_sets([r for r in records if r.held_out])
+    stored = evaluate("stored", load_bundle(out), test)
+    assert stored.total_mape == pytest.approx(best.total_mape, rel=1e-3)
 
 
 def test_disturbed_records_take_no_part(

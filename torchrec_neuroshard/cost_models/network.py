@@ -96,6 +96,16 @@ class SetCostNetwork(nn.Module):
         self.launch_scale_M2 = nn.Parameter(torch.zeros(num_members, 2))
 
     @property
+    def config(self) -> NetworkConfig:
+        """The arguments that make a network of these sizes."""
+        return {
+            "num_members": self.num_members,
+            "hidden": self.encoder[0].shape[2],
+            "latent": self.latent,
+            "head_hidden": self.head[0].shape[2],
+        }
+
+    @property
     def encoding_dim(self) -> int:
         """Values of one shard's encoding over all members."""
         return len(_HEAD_TOTALS) + self.num_members * (2 + self.latent)

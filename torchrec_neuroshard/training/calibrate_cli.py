@@ -41,7 +41,6 @@ from torchrec_neuroshard.training.calibration import (
     CalibrationConfig,
     TrainingReport,
     calibrate,
-    score,
     split_records,
 )
 from torchrec_neuroshard.training.cards import (
@@ -57,8 +56,8 @@ from torchrec_neuroshard.training.compute import (
     as_cost_model,
     build_sets,
     evaluate,
-    fit_linear,
     fit_stock,
+    score,
 )
 from torchrec_neuroshard.training.train_cli import train_comms_bundle
 
@@ -150,14 +149,13 @@ def calibrate_bundle(
     evaluations = [
         evaluate("learned", as_cost_model(kept.network, test, name), test),
         *(c.evaluation for c in found.candidates.values()),
-        evaluate("linear", fit_linear(training), test),
         evaluate("stock", fit_stock(training), test),
     ]
     info = BundleInfo(
         name=name,
         fingerprint=headers[0].fingerprint,
         reference_ms=headers[0].reference_ms,
-        network=old.network,
+        network=kept.network.config,
         ranges=kept.ranges,
         trained_on={
             "num_training_sets": training.num_sets,

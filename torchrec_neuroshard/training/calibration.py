@@ -2,9 +2,9 @@
 
 Devices of one kind differ by a factor and by details, so a few hundred sets bend a
 trained ensemble where thousands would be needed to make one. Candidates are the bundle
-as it is, the bundle times one factor per direction, the fine-tuned ensemble and one
-trained on the new sets alone; the one that errs least on sets of held-out tables is
-kept, so that calibrating never makes it worse there.
+as it is, the bundle times one factor per direction, the fine-tuned ensemble and, of the
+new sets alone, an ensemble and a linear fit; the one that errs least on sets of
+held-out tables is kept, so that calibrating never makes it worse there.
 
 Shapes: as in `network`.
 """
@@ -29,12 +29,16 @@ from torchrec_neuroshard.training.compute import (
     as_cost_model,
     best_factor,
     evaluate,
+    fit_linear,
+    linear_network,
+    score,
     train,
     training_ranges,
 )
 
 __all__ = [
     "BEFORE",
+    "LINEAR",
     "MIN_SETS",
     "SCALED",
     "SCRATCH",
@@ -44,11 +48,11 @@ __all__ = [
     "Candidate",
     "calibrate",
     "rescale",
-    "score",
     "split_records",
 ]
 
 BEFORE, SCALED, TUNED, SCRATCH = "before", "scaled", "tuned", "scratch"
+LINEAR = "linear"
 
 MIN_SETS = 10
 """Fewest sets to fine-tune on, and fewest of held-out tables to judge by."""
@@ -117,7 +121,7 @@ class Calibration:
     """The candidates, and which one to keep."""
 
     candidates: Mapping[str, Candidate]
-    """By name: `BEFORE`, `SCALED`, `TUNED`, `SCRATCH`."""
+    """By name: `BEFORE`, `SCALED`, `TUNED`, `SCRATCH`, `LINEAR`."""
     factors_2: tuple[float, float]
     """Forward and backward: what `SCALED` multiplies the bundle's times by."""
     kept: str
@@ -128,7 +132,7 @@ class Calibration:
         scores = {n: score(c.evaluation) for n, c in self.candidates.items()}
         if self.kept == TUNED:
             others = ", ".join(
-                f"{n} {scores[n]:.1%}" for n in (BEFORE, SCALED, SCRATCH)
+                f"{n} {scores[n]:.1%}" for n in (BEFORE, SCALED, SCRATCH, LINEAR)
             )
             return (
                 f"Kept `{TUNED}`: its error over forward, backward and total is "
@@ -139,11 +143,6 @@ class Calibration:
             f"over forward, backward and total is {scores[TUNED]:.1%} against "
             f"{scores[self.kept]:.1%}; measure more sets to fine-tune on."
         )
-
-
-def score(evaluation: Evaluation) -> float:
-    """Mean error of forward, backward and total: what candidates are compared by."""
-    return (evaluation.fwd_mape + evaluation.bwd_mape + evaluation.total_mape) / 3
 
 
 def split_records(
@@ -230,6 +229,7 @@ def calibrate(
         SCALED: (scaled, source.ranges),
         TUNED: (trained[TUNED], _union(source.ranges, new_ranges)),
         SCRATCH: (trained[SCRATCH], new_ranges),
+        LINEAR: (linear_network(fit_linear(training)), new_ranges),
     }
     candidates = {
         name: Candidate(

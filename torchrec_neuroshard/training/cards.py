@@ -10,6 +10,7 @@ import numpy as np
 from torchrec_neuroshard.cost_models.bundle import BundleInfo, CommsBundleInfo
 from torchrec_neuroshard.training.calibration import (
     BEFORE,
+    LINEAR,
     SCALED,
     SCRATCH,
     TUNED,
@@ -40,6 +41,7 @@ _CANDIDATES = {
     SCALED: "the same times one factor per direction, fitted on the sets trained on",
     TUNED: "`scaled`, fine-tuned on the same sets",
     SCRATCH: "a new ensemble of the same size, trained on the same sets alone",
+    LINEAR: "a linear model fitted to the same sets alone",
 }
 
 
@@ -64,13 +66,15 @@ def compute_card(
     info: BundleInfo,
     noise: str,
     evaluations: Sequence[Evaluation],
+    verdict: str = "",
 ) -> str:
     """Write the card of a compute cost model.
 
     Args:
         info: Its description.
         noise: `repeatability_line` of its records.
-        evaluations: Errors on held-out tables: its own, then those of yardsticks.
+        evaluations: Errors on held-out tables: the ensemble's, then yardsticks'.
+        verdict: Which of them the bundle holds, and why.
     """
     fingerprint = info.fingerprint
     trained_on = info.trained_on
@@ -111,6 +115,7 @@ def compute_card(
     ]
     upper = evaluations[0].decile_ms
     lines += [
+        *(["", verdict] if verdict else []),
         "",
         "Total's error by decile of measured cost:",
         "",
@@ -171,7 +176,7 @@ def calibration_section(old: BundleInfo, new: BundleInfo, found: Calibration) ->
             f"is `{found.kept}`. "
             + (
                 "Its training range is that of this device's sets alone."
-                if found.kept == SCRATCH
+                if found.kept in (SCRATCH, LINEAR)
                 else "Its training range covers what either device was measured on; "
                 "where only the other one was, its times are carried over, not "
                 "measured."

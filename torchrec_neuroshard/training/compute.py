@@ -44,6 +44,8 @@ __all__ = [
     "fit_linear",
     "fit_relative",
     "fit_stock",
+    "linear_network",
+    "score",
     "train",
     "training_ranges",
 ]
@@ -211,6 +213,17 @@ def fit_linear(data: SetData) -> LinearCostModel:
     return LinearCostModel(weights, launch)
 
 
+def linear_network(linear: LinearCostModel) -> SetCostNetwork:
+    """Return a network that predicts what a linear model does, to keep in a bundle."""
+    network = SetCostNetwork(num_members=1, hidden=1, latent=1, head_hidden=1)
+    with torch.no_grad():
+        for layer in (*network.encoder, *network.head):
+            layer.zero_()
+        network.physical_PO2.copy_(torch.from_numpy(linear.weights_PO2))
+        network.launch_2.copy_(torch.from_numpy(linear.launch_2))
+    return network.eval()
+
+
 def fit_stock(data: SetData) -> StockCostModel:
     """Fit the one factor on TorchRec's formula that has the least relative error."""
     plain = StockCostModel()
@@ -265,6 +278,11 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
         decile_mape=tuple(float(total_error[d].mean()) for d in deciles if len(d)),
         decile_ms=tuple(float(measured[d].max()) for d in deciles if len(d)),
     )
+
+
+def score(evaluation: Evaluation) -> float:
+    """Mean error of forward, backward and total: what candidates are compared by."""
+    return (evaluation.fwd_mape + evaluation.bwd_mape + evaluation.total_mape) / 3
 
 
 def training_ranges(data: SetData) -> dict[str, tuple[float, float]]:

@@ -49,6 +49,8 @@ from torchrec_neuroshard.training.compute import (
     evaluate,
     fit_linear,
     fit_stock,
+    linear_network,
+    score,
     train,
     training_ranges,
 )
@@ -69,6 +71,7 @@ def train_bundle(
 ) -> list[Evaluation]:
     """Train on record files, judge on their held-out tables, write a bundle.
 
+    Where a linear model errs less there than the ensemble, the bundle holds that one.
     Records that other work disturbed (`steady_records`) take part in neither.
 
     Args:
@@ -109,22 +112,30 @@ def train_bundle(
             f"validation: total error {mape:.2%}  tau {tau:.4f}"
         )
 
-    network = train(training, config, report)
+    networks = {
+        "learned": train(training, config, report),
+        "linear": linear_network(fit_linear(training)),
+    }
     evaluations = [
-        evaluate("learned", as_cost_model(network, training, name), test),
-        evaluate("linear", fit_linear(training), test),
+        *(
+            evaluate(n, as_cost_model(m, training, n), test)
+            for n, m in networks.items()
+        ),
         evaluate("stock", fit_stock(training), test),
     ]
+    learned, linear = map(score, evaluations[:2])
+    kept = "learned" if learned <= linear else "linear"
+    verdict = (
+        f"Kept `{kept}`: its error over forward, backward and total is "
+        f"{min(learned, linear):.1%}, that of the other {max(learned, linear):.1%}"
+        f"{'' if kept == 'learned' else '; measure more sets to train on'}."
+    )
+    network = networks[kept]
     info = BundleInfo(
         name=name,
         fingerprint=headers[0].fingerprint,
         reference_ms=headers[0].reference_ms,
-        network={
-            "num_members": config.num_members,
-            "hidden": config.hidden,
-            "latent": config.latent,
-            "head_hidden": config.head_hidden,
-        },
+        network=network.config,
         ranges=training_ranges(training),
         trained_on={
             "num_training_sets": training.num_sets,
@@ -133,14 +144,15 @@ def train_bundle(
             "created": sorted({h.created[:10] for h in headers}),
             "seed": config.seed,
             "epochs": config.epochs,
+            "kept": kept,
             "commands": [*(h.command for h in headers), command_line()],
         },
     )
     noise = repeatability_line(repeatability(steady))
-    COMPUTE_BUNDLE.save(out, network, info, compute_card(info, noise, evaluations))
-    for evaluation in evaluations:
-        console.print(evaluation.line())
-    console.print(noise)
+    card = compute_card(info, noise, evaluations, verdict)
+    COMPUTE_BUNDLE.save(out, network, info, card)
+    for line in (*(e.line() for e in evaluations), verdict, noise):
+        console.print(line, soft_wrap=True)
     console.print(f"wrote {out}")
     return evaluations
 
