@@ -1,0 +1,117 @@
+"""Builds the paper GPU's library, once for a source and a release of torch.
+
+Also how processes get it: `environment` makes Python load it before anything else, in
+children and their children (torchrun's ranks) alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["LIBRARY", "build", "environment", "why_not"]
+
+LIBRARY = "PAPER_CUDA_LIBRARY"
+"""Environment variable that holds the library's path; Python loads what it names."""
+_HERE = Path(__file__).resolve().parent
+_ROOT = _HERE.parents[1]
+_SOURCE = _HERE / "paper_cuda.cpp"
+_FLAGS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
+_TORCH_RELEASE = "2.13."
+"""The library is written against torch's own headers, which each release changes."""
+
+
+def why_not() -> str:
+    """Why there can be no paper GPU here; empty if there can."""
+    import torch
+
+    if not sys.platform.startswith("linux"):
+        return "the paper GPU needs Linux"
+    if shutil.which("g++") is None:
+        return "the paper GPU is built by g++, which is not installed"
+    if torch.version.cuda is not None:
+        return "this torch was built for CUDA: no paper GPU can take its place"
+    if not torch.__version__.startswith(_TORCH_RELEASE):
+        return (
+            f"the paper GPU is written against torch {_TORCH_RELEASE}x, this is "
+            f"{torch.__version__}"
+        )
+    return ""
+
+
+def build() -> Path:
+    """Return the library's path; compiles it where that was not done before.
+
+    It is kept in the user's cache folder (`XDG_CACHE_HOME`), named after its source,
+    the flags and the release of torch.
+
+    Raises:
+        RuntimeError: The compiler failed; what it said.
+    """
+    import torch
+
+    key = hashlib.sha256(_SOURCE.read_bytes())
+    key.update(repr((_FLAGS, torch.__version__, sys.version_info[:2])).encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "torchrec_neuroshard" / "paper_gpu"
+    library = folder / f"paper_cuda_{key.hexdigest()[:16]}.so"
+    if library.is_file():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    installed = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        built = Path(temporary) / library.name
+        done = subprocess.run(
+            [
+                "g++",
+                *_FLAGS,
+                f"-I{installed / 'include'}",
+                str(_SOURCE),
+                f"-L{installed / 'lib'}",
+                "-lc10",
+                "-ltorch_cpu",
+                "-ltorch",
+                "-Wl,--no-as-needed",
+                f"-Wl,-rpath,{installed / 'lib'}",
+                "-o",
+                str(built),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"g++ cannot build {_SOURCE}:\n{done.stderr[-4000:]}")
+        built.replace(library)  # whole or not at all, whoever else builds it
+    return library
+
+
+def environment(
+    library: Path,
+    num_devices: int = 8,
+    gib: float = 80.0,
+    base: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Return the environment of a process that has paper GPUs.
+
+    Args:
+        library: What `build` returned.
+        num_devices: GPUs of the machine.
+        gib: Memory of each.
+        base: Environment to add to; None takes this process's.
+    """
+    found = dict(os.environ if base is None else base)
+    paths = [str(_HERE / "startup"), str(_ROOT), str(_ROOT / "benchmarks")]
+    paths += [p for p in (found.get("PYTHONPATH"),) if p]
+    found["PYTHONPATH"] = os.pathsep.join(paths)
+    found[LIBRARY] = str(library)
+    found["PAPER_CUDA_DEVICES"] = str(num_devices)
+    found["PAPER_CUDA_BYTES"] = str(int(gib * 2**30))
+    found.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return found

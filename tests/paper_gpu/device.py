@@ -1,0 +1,334 @@
+"""Paper GPUs: `torch.cuda` over devices that live in host memory (`paper_cuda.cpp`).
+
+For this process, import this module before torch. From outside, start a process with
+`build.environment(build.build())`; Python then does so by itself:
+
+    from tests.paper_gpu.build import build, environment
+    subprocess.run([sys.executable, "script.py"], env=environment(build(), gib=80))
+
+There, `torch.device("cuda", 3)` holds real tensors, `torch.cuda.memory_allocated` and
+`max_memory_allocated` count their bytes (rounded up to 512, as the caching allocator
+does; managed memory apart), and "nccl" is gloo. Blocks of a MiB and more take no host
+memory before they are written. What is not shown: any time, races, NCCL itself, memory
+that FBGEMM's kernels and NCCL allocate within themselves, fragmentation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+assert "torch" not in sys.modules, "import tests.paper_gpu.device before torch"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the notices of operators registered twice to ourselves."""
+    saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nothing)
+
+
+with _quiet():
+    ctypes.CDLL(os.environ["PAPER_CUDA_LIBRARY"])
+
+import torch  # noqa: E402
+
+from tests.paper_gpu import process_groups  # noqa: E402
+
+__all__ = ["NAME", "Event", "Stream", "break_at_next_kernel", "index_of", "ops"]
+
+NAME = "Paper GPU"
+_L2_BYTES = 2**20
+ops: Any = torch.ops.paper_cuda
+"""What the library offers beside torch's operators."""
+_stream_of = threading.local()
+
+
+def index_of(device: Any = None) -> int:
+    """Index of a device in any of the ways that torch takes it; None is the current.
+
+    Raises:
+        RuntimeError: There is no such device.
+    """
+    if device is None:
+        index = -1
+    elif isinstance(device, int):
+        index = device
+    else:
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        index = -1 if device.index is None else device.index
+    if index >= ops.device_count():
+        raise torch.AcceleratorError("CUDA error: invalid device ordinal")
+    return int(ops.current_device()) if index < 0 else index
+
+
+def break_at_next_kernel(device: Any = None) -> None:
+    """Let the next fused kernel fail, after which the device does nothing more."""
+    ops.break_at_next_kernel(index_of(device))
+
+
+class Stream(torch.Stream):
+    """A queue whose work is done as soon as it is queued."""
+
+    def __new__(cls, device: Any = None, priority: int = 0, **given: Any) -> Stream:
+        if not given:
+            given = {
+                "device": torch.device("cuda", index_of(device)),
+                "priority": priority,
+            }
+        made: Stream = super().__new__(cls, **given)
+        return made
+
+    @property
+    def cuda_stream(self) -> int:
+        return int(self.stream_id)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        ops.check_alive(self.device.index)
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """Recorded when the host gets there; `query` says busy until it is waited for."""
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        self._timed = enable_timing
+        self._seconds: float | None = None
+        self._done = True
+        self.device: torch.device | None = None
+        self.launches = 0
+        """Operators that its device had run when it was recorded."""
+
+    def record(self, stream: Any = None) -> None:
+        stream = stream or current_stream()
+        self.device = stream.device
+        self.launches = ops.launches(stream.device.index)
+        self._seconds, self._done = time.perf_counter(), False
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self._done
+
+    def synchronize(self) -> None:
+        if self.device is not None:
+            ops.check_alive(self.device.index)
+        self._done = True
+
+    def elapsed_time(self, end: Event) -> float:
+        if not (self._timed and end._timed):
+            raise ValueError(
+                "Both events must be created with argument 'enable_timing=True'."
+            )
+        if self._seconds is None or end._seconds is None:
+            raise ValueError(
+                "Both events must be recorded before calculating elapsed time."
+            )
+        if self.device != end.device:
+            raise RuntimeError("CUDA error: invalid resource handle")
+        if not end._done:
+            raise RuntimeError("CUDA error: device not ready")
+        return (end._seconds - self._seconds) * 1e3
+
+
+def _streams() -> dict[int, Any]:
+    streams: dict[int, Any] = _stream_of.__dict__.setdefault("streams", {})
+    return streams
+
+
+def current_stream(device: Any = None) -> Any:
+    """The stream that a thread queues work on, of a device."""
+    index = index_of(device)
+    return _streams().get(index) or default_stream(index)
+
+
+def default_stream(device: Any = None) -> Any:
+    """The first stream of a device."""
+    return Stream(
+        stream_id=0, device_index=index_of(device), device_type=_CUDA_DEVICE_TYPE
+    )
+
+
+def set_stream(stream: Any) -> None:
+    """Queue this thread's work on a stream."""
+    if stream is not None:
+        ops.set_device(stream.device.index)
+        _streams()[stream.device.index] = stream
+
+
+_CUDA_DEVICE_TYPE = 1
+
+
+class _OnDevice:
+    """`torch.cuda.device`."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = -1 if device is None else index_of(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = ops.current_device()
+        if self.idx >= 0:
+            ops.set_device(self.idx)
+
+    def __exit__(self, *error: object) -> None:
+        ops.set_device(self.prev_idx)
+
+
+class _OnDeviceOf(_OnDevice):
+    def __init__(self, tensor: Any) -> None:
+        super().__init__(tensor.get_device() if tensor.is_cuda else None)
+
+
+class _OnStream:
+    """`torch.cuda.stream`: also makes the stream's device the current one."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self._before: list[tuple[int, Any]] = []
+
+    def __enter__(self) -> _OnStream:
+        if self.stream is not None:
+            index = self.stream.device.index
+            self._before.append((ops.current_device(), _streams().get(index)))
+            set_stream(self.stream)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.stream is not None:
+            device, stream = self._before.pop()
+            _streams()[self.stream.device.index] = stream
+            ops.set_device(device)
+
+
+def _properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=NAME,
+        uuid=f"00000000-0000-0000-0000-{index_of(device):012d}",
+        total_memory=ops.capacity(),
+        L2_cache_size=_L2_BYTES,
+        multi_processor_count=132,
+        shared_memory_per_block_optin=227 * 1024,
+        major=9,
+        minor=0,
+        warp_size=32,
+    )
+
+
+def _mem_get_info(device: Any = None) -> tuple[int, int]:
+    index, total = index_of(device), ops.capacity()
+    used = ops.allocated(index) + ops.foreign(index)
+    return total - used, total
+
+
+def _synchronize(device: Any = None) -> None:
+    ops.check_alive(index_of(device))
+
+
+def _seed(seed: int) -> None:
+    torch.cuda.default_generators[index_of()].manual_seed(seed)
+
+
+def _seed_all(seed: int) -> None:
+    for generator in torch.cuda.default_generators:
+        generator.manual_seed(seed)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _always(value: Any) -> Any:
+    return lambda *args, **kwargs: value
+
+
+def _install() -> None:
+    """Put the paper GPUs behind `torch.cuda`."""
+    cuda: Any = torch.cuda
+    values: dict[str, Any] = {
+        "Event": Event,
+        "Stream": Stream,
+        "StreamContext": _OnStream,
+        "stream": _OnStream,
+        "device": _OnDevice,
+        "device_of": _OnDeviceOf,
+        "init": _nothing,
+        "_lazy_init": _nothing,
+        "_is_compiled": _always(True),
+        "_is_in_bad_fork": _always(False),
+        "is_available": _always(True),
+        "is_initialized": _always(True),
+        "is_bf16_supported": _always(True),
+        "is_current_stream_capturing": _always(False),
+        "device_count": lambda: ops.device_count(),
+        "current_device": lambda: ops.current_device(),
+        "set_device": lambda device: ops.set_device(index_of(device)),
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "set_stream": set_stream,
+        "synchronize": _synchronize,
+        "get_device_name": lambda device=None: _properties(device).name,
+        "get_device_properties": _properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "mem_get_info": _mem_get_info,
+        "memory_allocated": lambda device=None: ops.allocated(index_of(device)),
+        "memory_reserved": lambda device=None: ops.allocated(index_of(device)),
+        "max_memory_allocated": lambda device=None: ops.peak(index_of(device)),
+        "max_memory_reserved": lambda device=None: ops.peak(index_of(device)),
+        "reset_peak_memory_stats": lambda device=None: ops.reset_peak(index_of(device)),
+        "empty_cache": _nothing,
+        "ipc_collect": _nothing,
+        "manual_seed": _seed,
+        "manual_seed_all": _seed_all,
+        "default_generators": tuple(
+            torch.Generator(torch.device("cuda", i)) for i in range(ops.device_count())
+        ),
+    }
+    for name, value in values.items():
+        setattr(cuda, name, value)
+    # Parts of torch that are there in builds for CUDA alone.
+    compiled: Any = torch._C
+    compiled._cuda_getCurrentRawStream = _always(0)
+    compiled._nccl_version, compiled._nccl_version_suffix = _always(0), _always(b"")
+    cuda.streams.Stream, cuda.streams.Event = Stream, Event
+    torch.accelerator.is_available = _always(True)
+    torch.backends.cuda.is_built = _always(True)
+    process_groups.install()
+
+
+_install()

@@ -1,0 +1,132 @@
+"""Process groups of paper GPUs: what is asked for as "nccl" is gloo, and takes no
+tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["install"]
+
+_GLOO = "cpu:gloo,cuda:gloo"
+_asked_for_nccl: dict[dist.ProcessGroup, bool] = {}
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+
+
+def _is_nccl(group: dist.ProcessGroup | None) -> bool:
+    if group is None:
+        if not dist.is_initialized():
+            return False
+        group = c10d._get_default_group()
+    return _asked_for_nccl.get(group, False)
+
+
+def _means_nccl(backend: object) -> bool:
+    return str(backend).lower() in ("nccl", "cuda:nccl")
+
+
+def _init_process_group(
+    original: Callable[..., None],
+) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("device_id", None)
+        nccl = backend is None or _means_nccl(backend)
+        original(_GLOO if nccl else backend, *args, **kwargs)
+        _asked_for_nccl[c10d._get_default_group()] = nccl
+
+    return init
+
+
+def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        nccl = _is_nccl(None) if backend is None else _means_nccl(backend)
+        group = original(ranks, timeout, _GLOO if nccl else backend, *args, **kwargs)
+        if group is not None:
+            _asked_for_nccl[group] = nccl
+        return group
+
+    return new_group
+
+
+def _get_backend(original: Callable[..., str]) -> Callable[..., str]:
+    @functools.wraps(original)
+    def get_backend(group: dist.ProcessGroup | None = None) -> str:
+        return "nccl" if _is_nccl(group) else original(group)
+
+    return get_backend
+
+
+def _object_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def device(group: dist.ProcessGroup | None = None) -> Any:
+        return torch.device("cuda") if _is_nccl(group) else original(group)
+
+    return device
+
+
+def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse tensors of the CPU over NCCL, in c10d's words."""
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        values = [*args, *kwargs.values()]
+        groups = [v for v in values if isinstance(v, dist.ProcessGroup)]
+        if _is_nccl(groups[0] if groups else None):
+            for value in values:
+                for one in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(one, torch.Tensor) and one.is_cpu:
+                        raise RuntimeError(
+                            "No backend type associated with device type cpu"
+                        )
+        return original(*args, **kwargs)
+
+    return collective
+
+
+def install() -> None:
+    """Put them behind `torch.distributed`."""
+    if not dist.is_available():
+        return
+    wrappers: dict[str, Callable[..., Any]] = {
+        "init_process_group": _init_process_group,
+        "new_group": _new_group,
+        "get_backend": _get_backend,
+        "_get_object_coll_device": _object_device,
+        "is_nccl_available": lambda original: lambda: True,
+        **{name: _strict for name in _COLLECTIVES},
+    }
+    for name, wrap in wrappers.items():
+        wrapped = wrap(getattr(c10d, name))
+        for module in (c10d, dist):
+            if hasattr(module, name):
+                setattr(module, name, wrapped)
