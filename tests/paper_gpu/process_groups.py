@@ -4,17 +4,21 @@ tensors of the CPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["install"]
+__all__ = ["fake_world", "install"]
 
 _GLOO = "cpu:gloo,cuda:gloo"
+_backend = [_GLOO]
+"""What "nccl" is."""
 _asked_for_nccl: dict[dist.ProcessGroup, bool] = {}
 _COLLECTIVES = (
     "all_gather",
@@ -54,7 +58,7 @@ def _init_process_group(
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
         nccl = backend is None or _means_nccl(backend)
-        original(_GLOO if nccl else backend, *args, **kwargs)
+        original(_backend[0] if nccl else backend, *args, **kwargs)
         _asked_for_nccl[c10d._get_default_group()] = nccl
 
     return init
@@ -70,7 +74,8 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         nccl = _is_nccl(None) if backend is None else _means_nccl(backend)
-        group = original(ranks, timeout, _GLOO if nccl else backend, *args, **kwargs)
+        inner = _backend[0] if nccl else backend
+        group = original(ranks, timeout, inner, *args, **kwargs)
         if group is not None:
             _asked_for_nccl[group] = nccl
         return group
@@ -86,10 +91,10 @@ def _get_backend(original: Callable[..., str]) -> Callable[..., str]:
     return get_backend
 
 
-def _object_device(original: Callable[..., Any]) -> Callable[..., Any]:
+def _object_device(original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
-    def device(group: dist.ProcessGroup | None = None) -> Any:
-        return torch.device("cuda") if _is_nccl(group) else original(group)
+    def device(group: dist.ProcessGroup | None = None) -> str:
+        return "cuda" if _is_nccl(group) else original(group)
 
     return device
 
@@ -111,6 +116,22 @@ def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return collective
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """Be a rank over "nccl" whose peers are not there: collectives do nothing."""
+    _backend[0] = "fake"
+    try:
+        dist.init_process_group(
+            "nccl", rank=rank, world_size=world_size, store=FakeStore()
+        )
+        yield
+    finally:
+        _backend[0] = _GLOO
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _asked_for_nccl.clear()
 
 
 def install() -> None:
