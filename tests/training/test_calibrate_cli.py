@@ -181,7 +181,7 @@ def test_collectives_are_measured_in_the_same_command(
     assert (info.backend, info.world_sizes) == ("gloo", (2,))
     assert info.fingerprint.device == cpu_name() and not info.carried_over
     printed = " ".join(capsys.readouterr().out.split())
-    assert "before, 2 ranks: median error" in printed
+    assert "of least median error (before " in printed
     assert "2 ranks (in training): median error" in printed
     assert "# Compute cost model" in (out / "CARD.md").read_text()
     assert "# Communication cost model" in (out / "COMMS_CARD.md").read_text()

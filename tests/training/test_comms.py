@@ -51,6 +51,7 @@ from torchrec_neuroshard.training.comms import (
     evaluate_comms,
     fit_bandwidth,
     fit_coefficients,
+    make_candidates,
     predict_comms,
     train_comms,
 )
@@ -185,6 +186,44 @@ def test_too_little_to_train_on() -> None:
         CommsTrainConfig(steps=0)
 
 
+def noisy(found: CommsData, exact_N: np.ndarray, noise: float) -> CommsData:
+    rng = np.random.default_rng(5)
+    ms = exact_N * rng.lognormal(0, noise, len(exact_N))
+    world = found.transfer_NW.shape[1]
+    transfer = np.repeat(ms[:, None], world, axis=1).astype(np.float32)
+    return dataclasses.replace(found, transfer_NW=transfer)
+
+
+def test_the_plainest_model_is_kept_where_records_are_few() -> None:
+    """One latency and one bandwidth, with noise: a net of few records errs more."""
+    parts = []
+    for seed, count, noise in ((0, 60, 0.4), (50, 200, 0.0)):
+        found = data((4,), count=count, seed=seed)
+        columns = [TERM_NAMES.index(f"most_sent_{i}") for i in range(4)]
+        busiest = found.terms_NWK[:, 0, columns].sum(axis=1)
+        parts.append(noisy(found, 0.3 + 1.5 * busiest, noise))
+    few, many = parts
+    kept = make_candidates(few, many, CommsTrainConfig(steps=150))
+    assert kept.kept == "bandwidth"
+    assert kept.errors["bandwidth"] < 0.8 * kept.errors["learned"]
+    assert "Kept `bandwidth`" in kept.verdict()
+    rows = evaluate_comms(kept.network, few, many)
+    (total,) = (r for r in rows if r.collective == "all")
+    assert total.median == pytest.approx(kept.errors["bandwidth"])
+
+
+def test_another_machines_model_is_taken_over_by_a_factor(training: CommsData) -> None:
+    source = train_comms(training, STEPS)
+    few, test = data((2, 4), count=30, seed=20), data((2, 4), count=60, seed=60)
+    few, test = (
+        dataclasses.replace(d, transfer_NW=d.transfer_NW * 2.5) for d in (few, test)
+    )
+    found = make_candidates(few, test, CommsTrainConfig(steps=2), source)
+    assert found.errors["scaled"] < 0.1 < found.errors["before"]
+    assert found.kept in ("scaled", "tuned")
+    assert list(found.networks)[:3] == ["before", "scaled", "tuned"]
+
+
 # Bundles and the command
 
 
@@ -284,6 +323,21 @@ def test_collectives_of_another_device_do_not_join_a_compute_model(
     assert (both / "COMMS_CARD.md").read_text() == "# Collectives\n"
     card = (shipped / "cpu" / "CARD.md").read_text()
     assert (both / "CARD.md").read_text() == card
+
+
+def test_a_bundle_of_collectives_alone_leaves_kernels_to_auto(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchrec.distributed.planner import Topology
+
+    from torchrec_neuroshard.planner import NeuroShardPlanner
+
+    monkeypatch.setattr(loading, "current_device_name", lambda _: "a CPU")
+    topology = Topology(world_size=2, compute_device="cpu")
+    with pytest.warns(UserWarning, match="holds collectives alone: kernels are costed"):
+        planner = NeuroShardPlanner(topology=topology, cost_model=bundle)
+    assert "physical estimate" in planner.costs.cost_model.source
+    assert planner.costs.comms_model.source == "measured"
 
 
 def test_other_backend_is_refused(bundle: Path) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from torchrec_neuroshard.records import COLLECTIVES
 
 __all__ = [
+    "FROM_OWNER",
     "TERM_NAMES",
     "CommsNetwork",
     "FixedCollective",
@@ -41,7 +42,7 @@ TERM_NAMES: tuple[str, ...] = (
 )
 """Terms of a rank's time; a count or milliseconds at the nominal bandwidth."""
 
-_FROM_OWNER = ("pooled_backward", "index")
+FROM_OWNER = ("pooled_backward", "index")
 """Collectives whose bytes per peer are those that the rank is sent."""
 _MAX_BEND = 2.0
 """Bound of a coefficient's log correction by the net."""
@@ -67,7 +68,7 @@ def _exchanged(
         joined = total_C1 - bytes_CW
     used = (bytes_CW > 0).astype(np.float64)
     messages = used * (world_size - 2) + used.sum(axis=1, keepdims=True)
-    if collective in _FROM_OWNER:
+    if collective in FROM_OWNER:
         return joined, spread, messages
     return spread, joined, messages
 
@@ -235,6 +236,7 @@ class CommsNetwork(nn.Module):
     def __init__(self, hidden: int) -> None:
         """Make the layers; a fresh net bends nothing."""
         super().__init__()
+        self.hidden = hidden
         num_terms, num_collectives = len(TERM_NAMES), len(COLLECTIVES)
         self.log_coefficients_LK = nn.Parameter(torch.zeros(num_collectives, num_terms))
         self.overlap_logit_L = nn.Parameter(torch.zeros(num_collectives))

@@ -9,6 +9,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
+    BundleInfo,
     load_bundle,
     load_comms_bundle,
 )
@@ -58,7 +59,8 @@ def load_cost_model(
     Args:
         cost_model: "auto", the name of a shipped bundle, a bundle's folder, or a model.
             "auto" takes the bundle measured on this very device, else a physical
-            estimate, with a warning; it never takes a CPU's bundle for a GPU.
+            estimate, with a warning; it never takes a CPU's bundle for a GPU. So it
+            is with a folder that holds collectives alone.
         device_type: Device that is planned for: "cpu" or "cuda".
         hbm_gb_per_s: Its memory bandwidth, for the physical estimate.
 
@@ -72,7 +74,14 @@ def load_cost_model(
     if str(cost_model) == "auto":
         return _auto(device_type, hbm_gb_per_s)
     if (folder := bundle_folder(cost_model)) is not None:
-        return load_bundle(folder)
+        if COMPUTE_BUNDLE.is_in(folder) or not COMMS_BUNDLE.is_in(folder):
+            return load_bundle(folder)
+        warnings.warn(
+            f"{folder} holds collectives alone: kernels are costed as by "
+            "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to it",
+            stacklevel=2,
+        )
+        return _auto(device_type, hbm_gb_per_s)
     raise ConfigError(
         f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped "
         f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a folder made by "
@@ -134,8 +143,8 @@ def load_comms_model(
                 )
             return load_comms_bundle(
                 folder,
-                # One unit for kernels and collectives: the compute model's beside.
-                compute=COMPUTE_BUNDLE.find_info(folder),
+                # One unit for kernels and collectives.
+                compute=_kernels_beside(folder, device_type),
                 backend=backend,
                 world_size=world_size,
                 local_world_size=local_world_size,
@@ -152,16 +161,32 @@ def load_comms_model(
     return None
 
 
-def _auto(device_type: str, hbm_gb_per_s: float | None) -> CostModel:
+def _kernels_beside(folder: Path, device_type: str) -> BundleInfo | None:
+    """The compute model in whose unit a bundle's collectives are to be given."""
+    if not COMPUTE_BUNDLE.is_in(folder):
+        shipped = _shipped_for(device_type)
+        return None if shipped is None else COMPUTE_BUNDLE.read_info(shipped)
+    return COMPUTE_BUNDLE.read_info(folder)
+
+
+def _shipped_for(device_type: str) -> Path | None:
+    """The shipped bundle that was measured on this very device."""
     device = current_device_name(device_type)
     for name in pretrained_names():
         try:
             fingerprint = COMPUTE_BUNDLE.read_info(_PRETRAINED / name).fingerprint
         except NeuroShardError as error:
-            warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=3)
+            warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=4)
             continue
         if fingerprint.device_type == device_type and fingerprint.device == device:
-            return load_bundle(_PRETRAINED / name)
+            return _PRETRAINED / name
+    return None
+
+
+def _auto(device_type: str, hbm_gb_per_s: float | None) -> CostModel:
+    if (shipped := _shipped_for(device_type)) is not None:
+        return load_bundle(shipped)
+    device = current_device_name(device_type)
     shown = device or f"a {device_type} device that is not on this machine"
     warnings.warn(
         f"no cost model was measured on {shown}: costs are a physical estimate from "

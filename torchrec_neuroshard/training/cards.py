@@ -190,6 +190,7 @@ def comms_card(
     info: CommsBundleInfo,
     noise: str,
     evaluations: Sequence[CommsEvaluation],
+    verdict: str,
 ) -> str:
     """Write the card of a model of collectives; arguments as in `compute_card`."""
     fingerprint, trained_on = info.fingerprint, info.trained_on
@@ -243,6 +244,9 @@ def comms_card(
         for e in evaluations
     ]
     lines += [
+        "",
+        f"{verdict} `learned`, `linear` and `bandwidth` were fitted to these records "
+        "alone, the others started from the model of another machine.",
         "",
         "## Collectives measured by",
         "",

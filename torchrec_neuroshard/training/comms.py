@@ -1,12 +1,16 @@
 """Training the model of collectives on records, judging it on others.
 
+A net takes more records than a straight line does. So candidates are made, from the
+plainest to the trained net, and the one that errs least on other records is kept.
+
 Shapes: `N` records, `W` ranks padded to the most, `K` terms, `L` collectives, `S`
 group sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +19,7 @@ import torch
 from scipy import stats
 
 from torchrec_neuroshard.cost_models.comms_network import (
+    FROM_OWNER,
     TERM_NAMES,
     CommsNetwork,
     lateness_overlap,
@@ -27,6 +32,7 @@ from torchrec_neuroshard.training.compute import fit_relative
 from torchrec_neuroshard.training.fit import check_share, fit, hold_out, seeded
 
 __all__ = [
+    "CommsCandidates",
     "CommsData",
     "CommsEvaluation",
     "CommsStepReport",
@@ -35,14 +41,19 @@ __all__ = [
     "evaluate_comms",
     "fit_bandwidth",
     "fit_coefficients",
+    "make_candidates",
     "predict_comms",
     "train_comms",
 ]
 
+_GAINS = (0.02, 0.25, 0.5, 0.75, 0.98)
+"""Of these a candidate that is not trained takes the best overlap gain."""
 _LEAST_SHARE = 0.05
 """A rank that is through sooner than this share of the slowest one's time counts as
 needing that share: such times are noise, and nobody waits for them."""
 _LEAST_MS = 1e-3
+_LEAST_RECORDS = 5
+"""Fewest records of a collective that a factor of its own is taken from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +247,10 @@ CommsStepReport = Callable[[int, float, float], None]
 
 
 def train_comms(
-    data: CommsData, config: CommsTrainConfig, report: CommsStepReport | None = None
+    data: CommsData,
+    config: CommsTrainConfig,
+    report: CommsStepReport | None = None,
+    init: CommsNetwork | None = None,
 ) -> CommsNetwork:
     """Train the model of collectives.
 
@@ -244,6 +258,7 @@ def train_comms(
         data: Records to train on; a part picks the best step.
         config: Steps and rates.
         report: Called 20 times.
+        init: Start from these weights (fine-tuning) instead of a linear fit.
 
     Raises:
         RecordError: Too few records.
@@ -255,13 +270,12 @@ def train_comms(
         raise RecordError(f"{count} records are too few to train on; measure more")
     validation, training = data.select(held_out), data.select(others)
     with seeded(config.seed):
-        network = CommsNetwork(config.hidden)
-        start = fit_coefficients(training)
-        start = np.maximum(start, 1e-3 * start.max(axis=1, keepdims=True))
-        with torch.no_grad():
-            network.log_coefficients_LK.copy_(
-                torch.from_numpy(np.log(np.maximum(start, 1e-9)))
-            )
+        if init is None:
+            start = fit_coefficients(training)
+            start = np.maximum(start, 1e-3 * start.max(axis=1, keepdims=True))
+            network = _network_of(start, config.hidden)
+        else:
+            network = copy.deepcopy(init)
         _fit(network, _Tensors(training), validation, config, report)
     return network.eval()
 
@@ -308,6 +322,136 @@ def _loss(network: CommsNetwork, data: _Tensors) -> torch.Tensor:
     return huber(slowest, zero.expand_as(slowest), beta=0.05) + 0.5 * huber(
         each, zero.expand_as(each), beta=0.05
     )
+
+
+def _network_of(coefficients_LK: npt.NDArray[np.float64], hidden: int) -> CommsNetwork:
+    """Return a network that takes coefficients as they are; those of 0 as next to 0."""
+    network = CommsNetwork(hidden)
+    with torch.no_grad():
+        network.log_coefficients_LK.copy_(
+            torch.from_numpy(np.log(np.maximum(coefficients_LK, 1e-9)))
+        )
+    return network
+
+
+def _with_best_gain(network: CommsNetwork, data: CommsData) -> CommsNetwork:
+    """Set how much of the overlap collectives make use of, one value for all."""
+
+    def error(gain: float) -> float:
+        with torch.no_grad():
+            network.overlap_logit_L.fill_(float(np.log(gain / (1 - gain))))
+        return float(np.median(_slowest_error(network, data)))
+
+    error(min(_GAINS, key=error))
+    return network.eval()
+
+
+def _bandwidth_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
+    """One latency and one bandwidth per collective, as coefficients `L x K`.
+
+    Counted are the bytes of the rank that sends most, or is sent most in collectives
+    whose bytes per peer are those that a rank is sent.
+    """
+    fitted = np.zeros((len(COLLECTIVES), len(TERM_NAMES)))
+    launch, measured_N = TERM_NAMES.index("launch"), data.slowest_ms()
+    known = np.zeros(len(COLLECTIVES), dtype=bool)
+    for number, name in enumerate(COLLECTIVES):
+        rows = data.collective_N == number
+        if not rows.any():
+            continue
+        side = "most_received" if name in FROM_OWNER else "most_sent"
+        columns = [i for i, n in enumerate(TERM_NAMES) if n.rpartition("_")[0] == side]
+        busiest = data.terms_NWK[rows, 0][:, columns].sum(axis=1).astype(np.float64)
+        matrix = np.stack([np.ones(rows.sum()), busiest], axis=1)
+        fitted[number, launch], slope = fit_relative(matrix, measured_N[rows])
+        fitted[number, columns] = slope
+        known[number] = True
+    fitted[~known] = fitted[known].mean(axis=0)
+    return fitted
+
+
+def _rescaled(network: CommsNetwork, data: CommsData) -> CommsNetwork:
+    """Return a network times one factor per collective: half of the data is above it.
+
+    The factor of least relative error would lean low where records are noisy.
+    """
+    scaled = copy.deepcopy(network)
+    predicted_N = predict_comms(network, data).max(axis=1)
+    ratio_N = data.slowest_ms() / predicted_N.clip(min=_LEAST_MS)
+    overall = np.median(ratio_N)
+    with torch.no_grad():
+        for number in range(len(COLLECTIVES)):
+            rows = data.collective_N == number
+            factor = overall
+            if rows.sum() >= _LEAST_RECORDS:
+                factor = np.median(ratio_N[rows])
+            scaled.log_coefficients_LK[number] += float(np.log(factor))
+    return scaled
+
+
+@dataclass(frozen=True, slots=True)
+class CommsCandidates:
+    """Models of the same collectives, and which one to keep."""
+
+    networks: Mapping[str, CommsNetwork]
+    """By name: of another machine `before`, `scaled` and `tuned`; `learned`, `linear`
+    and `bandwidth` of these records alone."""
+    errors: Mapping[str, float]
+    """Median error on records that judge alone."""
+    kept: str
+    """The one that errs least; of equals the first."""
+
+    @property
+    def network(self) -> CommsNetwork:
+        """The model to keep."""
+        return self.networks[self.kept]
+
+    def verdict(self) -> str:
+        """Say in one sentence what is kept and why."""
+        others = ", ".join(f"{n} {e:.1%}" for n, e in self.errors.items())
+        return f"Kept `{self.kept}`, of least median error ({others})."
+
+
+def make_candidates(
+    training: CommsData,
+    test: CommsData,
+    config: CommsTrainConfig,
+    source: CommsNetwork | None = None,
+    report: CommsStepReport | None = None,
+) -> CommsCandidates:
+    """Make models of collectives and choose one.
+
+    Args:
+        training: Records to fit to.
+        test: Records that judge and choose.
+        config: Steps and rates.
+        source: The model of another machine of this backend, to start from.
+        report: Called 20 times in each training.
+
+    Raises:
+        RecordError: Too few records.
+    """
+    networks: dict[str, CommsNetwork] = {}
+    if source is not None:
+        scaled = _rescaled(source, training)
+        tuned = train_comms(training, config, report, scaled)
+        networks = {"before": source, "scaled": scaled, "tuned": tuned}
+    networks["learned"] = train_comms(training, config, report)
+    plain = {
+        "linear": fit_coefficients(training),
+        "bandwidth": _bandwidth_coefficients(training),
+    }
+    with seeded(config.seed):
+        for name, coefficients_LK in plain.items():
+            network = _network_of(coefficients_LK, config.hidden)
+            network = _with_best_gain(network, training)
+            # Relative least squares lean low where records are noisy.
+            networks[name] = _rescaled(network, training).eval()
+    errors = {
+        name: float(np.median(_slowest_error(network, test)))
+        for name, network in networks.items()
+    }
+    return CommsCandidates(networks, errors, min(errors, key=errors.__getitem__))
 
 
 def _slowest_error(network: CommsNetwork, data: CommsData) -> npt.NDArray[np.float64]:

@@ -16,6 +16,7 @@ from torchrec_neuroshard.cost_models.bundle import (
     CommsBundleInfo,
     save_comms_bundle,
 )
+from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.record_store import (
     read_comms_records,
@@ -34,12 +35,11 @@ from torchrec_neuroshard.training.cards import (
     repeatability_line,
 )
 from torchrec_neuroshard.training.comms import (
-    CommsData,
     CommsEvaluation,
     CommsTrainConfig,
     build_comms,
     evaluate_comms,
-    train_comms,
+    make_candidates,
 )
 from torchrec_neuroshard.training.compute import (
     Evaluation,
@@ -170,6 +170,9 @@ def train_comms_bundle(
 ) -> list[CommsEvaluation]:
     """Train on files of collectives, judge on others, write into a bundle.
 
+    Kept is what errs least on the others: the trained net, plainer fits or, with
+    `before`, that bundle's model as it is, rescaled or fine-tuned.
+
     Args:
         records: Files of one machine and backend; several world sizes, each in a run of
             its own or in one run (`--group-sizes`).
@@ -178,8 +181,7 @@ def train_comms_bundle(
         config: Steps and rates.
         test_world_sizes: World sizes that are only tested on.
         backend: What the records must have been measured over; None: any one.
-        before: A bundle whose collectives are judged on the same records, to be shown
-            beside; one of another backend, or without any, is not.
+        before: A bundle to start from, if it has collectives of this backend.
         console: Where progress is printed.
 
     Returns:
@@ -221,15 +223,16 @@ def train_comms_bundle(
             f"error {error:.2%}"
         )
 
-    network = train_comms(training_data, config, report)
+    init = _model_before(before, headers[0].backend)
+    found = make_candidates(training_data, test_data, config, init, report)
+    network = found.network
     evaluations = evaluate_comms(network, training_data, test_data)
-    _print_before(before, headers[0].backend, training_data, test_data, console)
     sums = [float(sum(r.bytes_per_peer)) for r in training]
     info = CommsBundleInfo(
         name=name,
         fingerprint=headers[0].fingerprint,
         backend=headers[0].backend,
-        hidden=config.hidden,
+        hidden=network.hidden,
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
         world_sizes=tuple(sorted({r.world_size for r in training})),
@@ -244,12 +247,14 @@ def train_comms_bundle(
             "cores": headers[0].sampling.get("cores", "unknown"),
             "seed": config.seed,
             "steps": config.steps,
+            "kept": found.kept,
             "commands": [*(h.command for h in headers), command_line()],
         },
     )
     differences = [d for _, measured in files for d in repeatability(measured)]
     noise = repeatability_line(differences, "collective")
-    save_comms_bundle(out, network, info, comms_card(info, noise, evaluations))
+    card = comms_card(info, noise, evaluations, found.verdict())
+    save_comms_bundle(out, network, info, card)
     for e in evaluations:
         if e.collective == "all":
             console.print(
@@ -257,31 +262,17 @@ def train_comms_bundle(
                 f"{e.line()}; one latency and one bandwidth: median "
                 f"{e.bandwidth_median:.2%}"
             )
-    console.print(noise)
-    console.print(f"wrote {out}")
+    for line in (found.verdict(), noise, f"wrote {out}"):
+        console.print(line, soft_wrap=True)
     return evaluations
 
 
-def _print_before(
-    before: Path | None,
-    backend: str,
-    training: CommsData,
-    test: CommsData,
-    console: Console,
-) -> None:
-    """Print how wrong another bundle's collectives are on the test's records."""
-    if before is None or not COMMS_BUNDLE.is_in(before):
-        return
-    network, info = COMMS_BUNDLE.load(before)
-    if info.backend != backend:
-        return
-    for e in evaluate_comms(network, training, test):
-        if e.collective == "all":
-            console.print(
-                f"before, {e.world_size} ranks: {e.line()} (`{info.name}`, "
-                f"{info.fingerprint.device})",
-                soft_wrap=True,
-            )
+def _model_before(folder: Path | None, backend: str) -> CommsNetwork | None:
+    """Another bundle's model of collectives, if it has one of this backend."""
+    if folder is None or not COMMS_BUNDLE.is_in(folder):
+        return None
+    network, info = COMMS_BUNDLE.load(folder)
+    return network if info.backend == backend else None
 
 
 def _merge(
