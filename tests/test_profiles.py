@@ -374,3 +374,15 @@ def test_bad_inputs_are_refused() -> None:
         profile_inputs([jagged({"a": [[1]]}), jagged({"b": [[1]]})])
     with pytest.raises(ProfileError, match="feature 'a' has no samples"):
         profile_inputs([jagged({"a": []})])
+
+
+def test_inputs_of_other_types_are_named() -> None:
+    odd: Any = [jagged({"a": [[1]]}), {"a": [[1]]}]
+    with pytest.raises(ProfileError, match="batch 1 is a dict, not a KeyedJagged"):
+        profile_inputs(odd)
+    one: Any = jagged({"a": [[1]]})
+    with pytest.raises(ProfileError, match=r"got one \w+\. Pass \[batch\]"):
+        profile_inputs(one)
+    number: Any = 3
+    with pytest.raises(ProfileError, match="takes several batches"):
+        profile_inputs(number)

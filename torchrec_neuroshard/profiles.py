@@ -10,7 +10,7 @@ Shapes: `B` samples, `C` = 17 count bins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -460,6 +460,16 @@ class KeyedJaggedLike(Protocol):
         """Weights of all lookups, or None."""
 
 
+def _each(batches: Any) -> Iterator[Any]:
+    """Go over batches; one alone is a mistake that would be taken for its keys."""
+    if hasattr(batches, "stride") or not isinstance(batches, Iterable):
+        raise ProfileError(
+            f"profile_inputs takes several batches, such as a list; got one "
+            f"{type(batches).__name__}. Pass [batch]"
+        )
+    yield from batches
+
+
 def profile_inputs(batches: Iterable[KeyedJaggedLike]) -> dict[str, FeatureProfile]:
     """Profile each feature over some batches of model input.
 
@@ -473,13 +483,20 @@ def profile_inputs(batches: Iterable[KeyedJaggedLike]) -> dict[str, FeatureProfi
         Feature name -> profile over all samples of the batches.
 
     Raises:
-        ProfileError: No batches, or a batch with other features than the first.
+        ProfileError: No batches, one that is no KeyedJaggedTensor, or a batch with
+            other features than the first.
     """
     keys: list[str] | None = None
     values: dict[str, list[npt.NDArray[np.int64]]] = {}
     lengths: dict[str, list[npt.NDArray[np.int64]]] = {}
     weighted = False
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(_each(batches)):
+        if not all(hasattr(batch, n) for n in ("keys", "stride", "to_dict")):
+            raise ProfileError(
+                f"batch {number} is a {type(batch).__name__}, not a "
+                "KeyedJaggedTensor; pass the model's sparse inputs, such as "
+                "[batch.sparse_features for batch in data]"
+            )
         if keys is None:
             keys = list(batch.keys())
             values = {k: [] for k in keys}

@@ -20,7 +20,7 @@ from tests.builders import (
     make_ebc,
     stock_planner,
 )
-from torchrec_neuroshard.errors import PlacementError, ProfileError
+from torchrec_neuroshard.errors import PlacementError
 from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.plan_conversion import (
     fusion_key,
@@ -29,12 +29,10 @@ from torchrec_neuroshard.planner.plan_conversion import (
 )
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
-    check_profiles,
     device_tier,
     table_configs,
 )
 from torchrec_neuroshard.planner.ways import is_placeable
-from torchrec_neuroshard.profiles import FeatureProfile
 
 pytestmark = ATTACHES_OPTIMIZERS
 
@@ -181,17 +179,6 @@ def test_lower_plan_keeps_shards_of_one_rank_apart() -> None:
     assert lowered.column_sharded == (split,) and lowered.others == (other,)
     assert lowered.task is not None
     assert (lowered.task.batch_size, lowered.task.num_groups) == (64, 1)
-
-
-def test_check_profiles() -> None:
-    profile = FeatureProfile(batch_size=1, num_lookups=1.0)
-    model = nn.ModuleDict({"a": make_ebc([(10, 8)]), "b": nn.Linear(1, 1)})
-    check_profiles(model, {"f0": profile})
-    check_profiles(model, {})
-    with pytest.raises(ProfileError, match=r"'x', which no .* known features: f0\."):
-        check_profiles(model, {"x": profile})
-    with pytest.raises(ProfileError, match="known features: none"):
-        check_profiles(nn.Linear(1, 1), {"x": profile})
 
 
 def test_table_configs_ignores_modules_of_other_kinds() -> None:

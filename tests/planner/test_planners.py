@@ -305,7 +305,7 @@ def test_profiles_describe_their_features() -> None:
 def test_unknown_feature_in_profiles() -> None:
     profile = FeatureProfile(batch_size=1, num_lookups=1.0)
     planner = make_planner(profiles={"f0": profile, "typo": profile})
-    with pytest.raises(ProfileError, match=r"'typo'.*known features: f0, f1"):
+    with pytest.raises(ProfileError, match=r"'typo'.* the features are 'f0', 'f1'"):
         planner.plan(make_ebc([(100, 8)] * 2), bag_sharders())
 
 

@@ -554,3 +554,15 @@ def test_few_candidates_and_little_time_are_enough_for_something(
 def test_settings_are_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ReplanConfig(**arguments)
+
+
+def test_result_is_shown_as_text(make_job: MakeJob) -> None:
+    result = make_job(ALL_ON_0).replan()
+    first, *moves = str(result).splitlines()
+    assert first.startswith(
+        f"critical path {result.before.critical_path_ms:.3f} -> "
+        f"{result.after.critical_path_ms:.3f} ms (-"
+    )
+    assert f"; {len(result.moves)} moves of" in first
+    assert len(moves) == len(result.moves) > 0
+    assert "from rank 0 to 1" in moves[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import joined_sets
+from torchrec_neuroshard.planner.checks import suggestion
 from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
@@ -362,16 +362,9 @@ class _Names:
         """Return all tables that a name means."""
         found = self._known.get(name) or self._by_bare_name.get(name)
         if found is None:
-            near = difflib.get_close_matches(
-                name, [*self._by_bare_name, *self.tables], n=3
-            )
-            hint = (
-                f"did you mean {_quoted(near, ' or ')}?"
-                if near
-                else (f"the tables are {_quoted(sorted(self.tables))}")
-            )
             raise ConfigError(
-                f"{where} names table '{name}', which is not there; {hint}"
+                f"{where} names table '{name}', which is not there; "
+                + suggestion(name, [*self._by_bare_name, *self.tables], "tables")
             )
         return found
 

@@ -32,6 +32,7 @@ from torchrec_neuroshard.cost_models import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner.checks import check_constraints
 from torchrec_neuroshard.planner.find_comms import (
     GB_PER_S,
     find_comms_model,
@@ -95,9 +96,11 @@ class PlanCosts:
             profiles: Feature name -> its measured profile.
 
         Raises:
-            ConfigError: There is no such cost model.
+            ConfigError: There is no such cost model, or constraints hold a number
+                that cannot be.
             BundleError: The bundle cannot be used.
         """
+        check_constraints(constraints or {})
         self.topology = topology
         self.reader = TableReader(
             world_size=topology.world_size, constraints=constraints, profiles=profiles

@@ -15,6 +15,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
 from torchrec_neuroshard.planner.table_reader import table_name
 
@@ -55,8 +56,36 @@ def place_greedily(
         _place_unit(unit, _less(topology, done), now)
         done += unit
     if free:
-        GreedyPerfPartitioner().partition(free, _less(topology, done))
+        less = _less(topology, done)
+        try:
+            GreedyPerfPartitioner().partition(free, less)
+        except PlannerError as error:
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=_what_lacks(free, less) or str(error),
+            ) from error
     return placed
+
+
+def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str | None:
+    """Name a table of which a shard fits no rank, be all others elsewhere."""
+    for option in options:
+        shard = max((s.storage for s in option.shards), key=lambda s: (s.hbm, s.ddr))
+        if any(shard.fits_in(d.storage) for d in topology.devices):
+            continue
+        rows, width = option.tensor.shape
+        hbm = max(d.storage.hbm for d in topology.devices)
+        ddr = max(d.storage.ddr for d in topology.devices)
+        return (
+            f"table '{table_name(option)}' (num_embeddings={rows}, "
+            f"embedding_dim={width}) fits no rank: as {option.sharding_type}, "
+            f"{option.compute_kernel} a shard needs {format_bytes(shard.hbm)} of a "
+            f"device's memory and {format_bytes(shard.ddr)} of the host's; ranks have "
+            f"{format_bytes(hbm)} and {format_bytes(ddr)} at most. Allow other "
+            "sharding types or kernels for it, give the topology more memory "
+            f"(hbm_cap, ddr_cap) or raise world_size ({topology.world_size})"
+        )
+    return None
 
 
 def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:

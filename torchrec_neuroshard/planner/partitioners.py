@@ -195,8 +195,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         try:
             others = place_greedily(given, storage_constraint, rules)
         except PlannerError as error:
-            if rules:
-                self.log.infeasible = self.log.infeasible or str(error)
+            self.log.infeasible = self.log.infeasible or str(error)
             raise
         self.costs.share_launches(others)
         chosen: list[ShardingOption] = []

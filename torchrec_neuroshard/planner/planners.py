@@ -38,6 +38,12 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner.checks import (
+    check_profiles,
+    odd_batch_size,
+    odd_constraints,
+    unmatched_constraints,
+)
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
@@ -54,7 +60,7 @@ from torchrec_neuroshard.planner.proposers import (
     NeuroShardProposer,
 )
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
-from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
+from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.planner.topologies import default_topology, memory_notes
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan, report_full
 from torchrec_neuroshard.profiles import FeatureProfile
@@ -126,8 +132,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
-        ConfigError: There is no such cost model or search, or the partitioner cannot
-            keep placement constraints.
+        ConfigError: There is no such cost model or search, the batch size or a number
+            of the constraints cannot be, or the partitioner cannot keep placement
+            constraints.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -159,7 +166,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     ) -> None:
         given, topology = topology, topology or default_topology()
         constraints, offered, notes = _own_constraints(constraints, enumerator)
-        self._notes = (*memory_notes(topology, is_default=given is None), *notes)
+        odd = (*odd_batch_size(batch_size), *odd_constraints(constraints or {}))
+        for text in odd:
+            warnings.warn(text, stacklevel=2)
+        memory = memory_notes(topology, is_default=given is None)
+        self._notes = (*memory, *notes, *odd)
         if max_switches is not None:
             warnings.warn(
                 "max_switches is ignored and will go: the search chooses sharding "
@@ -274,13 +285,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         Raises:
             PlannerError: No plan fits, neither by the search nor by TorchRec's own
                 planner.
-            ProfileError: A profile is of a feature that no table reads.
+            ProfileError: A profile is none, or of a feature that no table reads.
             ConfigError: The cost model predicts something that is not a time; placement
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
         """
         self._known = None
-        check_profiles(module, self._profiles)
+        unmatched = self._check_inputs(module)
         self.costs.reader.note_sharders(sharders)
         run = self._start(module, sharders)
         try:
@@ -295,7 +306,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         run.check()
         if run.selected is not None:
             chosen = time.monotonic()
-            notes = [*self._notes, *filter(None, [run.torchrec.skipped])]
+            skipped = filter(None, [run.torchrec.skipped])
+            notes = [*self._notes, *unmatched, *skipped]
             records = run.log.records
             known = describe_plan(
                 run.selected, self.costs, records, run.fallback, notes
@@ -466,10 +478,18 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             ProfileError: A profile is of a feature that no table reads.
             ConfigError: The cost model predicts something that is not a time.
         """
-        check_profiles(module, self._profiles)
+        notes = (*self._notes, *self._check_inputs(module))
         given = sharders or get_default_sharders()
         options = PlanOptions(module, given, self._enumerator, self.costs).of(plan)
-        return self._explain(describe_plan(options, self.costs, (), None, self._notes))
+        return self._explain(describe_plan(options, self.costs, (), None, notes))
+
+    def _check_inputs(self, module: nn.Module) -> tuple[str, ...]:
+        """Hold profiles and constraints against the model; returns notes."""
+        check_profiles(module, self._profiles)
+        notes = unmatched_constraints(module, self.constraints)
+        for text in notes:
+            warnings.warn(text, stacklevel=3)
+        return notes
 
     def _explain(self, known: KnownPlan) -> PlanReport:
         simulator = None if known.task is None else self.costs.simulator(known.task)

@@ -39,12 +39,18 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.placement import (
+    ColumnShard,
+    Placement,
+    ShardingTask,
+    format_bytes,
+)
+from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.table_reader import check_profiles, table_name
+from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.planner.ways import SearchSpace, is_placeable
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget, Shards
@@ -62,6 +68,9 @@ _STATE_BYTES_PER_VALUE: Mapping[str, int] = {"adagrad": 4, "adam": 8}
 """Optimizer -> bytes of fp32 state for each weight."""
 _STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
 """Optimizer -> bytes of fp32 state for each row of a shard."""
+_MAX_SHOWN = 20
+"""Moves that the text of a result lists."""
+
 _MOVED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 """Optimizers whose whole state TorchRec moves: at most one tensor per table."""
 
@@ -130,6 +139,28 @@ class ReplanResult:
     def moved_bytes(self) -> int:
         """Bytes that the moves send from rank to rank."""
         return sum(move.num_bytes for move in self.moves)
+
+    def __str__(self) -> str:
+        """Return what moves, and what it brings, as text."""
+        before, after = self.before.critical_path_ms, self.after.critical_path_ms
+        change = f" ({after / before - 1:+.1%})" if before > 0 else ""
+        lines = [
+            f"critical path {before:.3f} -> {after:.3f} ms{change}; "
+            f"{len(self.moves)} moves of {format_bytes(self.moved_bytes)} in all, "
+            f"{format_bytes(self.budget_bytes)} allowed"
+            + ("" if self.executable else "; apply_moves cannot carry them out")
+        ]
+        for move in self.moves[:_MAX_SHOWN]:
+            name = f"{move.path}.{move.table}" if move.path else move.table
+            lines.append(
+                f"{name}: columns {move.offset} to {move.offset + move.width - 1} "
+                f"from rank {move.from_rank} to {move.to_rank}, "
+                f"{format_bytes(move.num_bytes)}"
+            )
+        if len(self.moves) > _MAX_SHOWN:
+            lines.append(f"... and {len(self.moves) - _MAX_SHOWN} more")
+        lines += [f"{t} stays: {why}" for t, why in sorted(self.obstacles.items())]
+        return "\n".join(lines)
 
 
 def replan(

@@ -13,9 +13,10 @@ from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.partitioners import SearchRecord
-from torchrec_neuroshard.planner.table_reader import table_name
+from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS, table_name
 from torchrec_neuroshard.report import OtherTable
 from torchrec_neuroshard.search.base import SearchResult
+from torchrec_neuroshard.search.default import MAX_WARNINGS
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 
 __all__ = ["KnownPlan", "describe_plan"]
@@ -53,7 +54,7 @@ def describe_plan(
     lowered = costs.lower(selected)
     predicted = costs.evaluate(lowered)
     path_ms = predicted.critical_path_ms
-    texts = list(costs.warnings)
+    texts = [*_host_notes(selected), *costs.warnings]
     own = [r for r in records if _covers(r.task, selected)]
     best = min(own, key=lambda r: r.result.predicted.critical_path_ms, default=None)
     bound = 0.0
@@ -87,6 +88,25 @@ def describe_plan(
     if task is not None and best is not None:
         task = _with_limits(task, best.task)
     return KnownPlan(result=result, task=task, others=others)
+
+
+def _host_notes(selected: Sequence[ShardingOption]) -> list[str]:
+    """Say which tables a plan keeps in the host's memory."""
+    kernels = {
+        table_name(o): o.compute_kernel
+        for o in selected
+        if o.compute_kernel in OFFLOADED_KERNELS
+    }
+    if not kernels:
+        return []
+    shown = [f"'{t}' ({k})" for t, k in list(kernels.items())[:MAX_WARNINGS]]
+    more = len(kernels) - len(shown)
+    return [
+        f"{len(kernels)} of {len(selected)} tables are in the host's memory: "
+        f"{', '.join(shown)}{f' and {more} more' if more else ''}. More memory on the "
+        "devices or more ranks would hold them there; compute_kernels=['fused'] in "
+        "their constraints forbids it"
+    ]
 
 
 def _column_ways(task: ShardingTask) -> dict[str, list[int]]:

@@ -32,7 +32,6 @@ from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingCollection,
 )
 
-from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
 from torchrec_neuroshard.tables import (
@@ -45,7 +44,6 @@ __all__ = [
     "OFFLOADED_KERNELS",
     "TableReader",
     "cannot_run",
-    "check_profiles",
     "device_tier",
     "has_own_optimizer",
     "is_dense",
@@ -128,45 +126,6 @@ def is_modelled_config(config: BaseEmbeddingConfig) -> bool:
     )
 
 
-def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:
-    """Check that each profile belongs to a feature of the model.
-
-    Raises:
-        ProfileError: A profile is of a feature that no embedding table reads.
-    """
-    if not profiles:
-        return
-    known = {
-        feature
-        for config in table_configs(module)
-        for feature in (config.feature_names or [config.name])
-    }
-    unknown = sorted(set(profiles) - known)
-    if unknown:
-        raise ProfileError(
-            f"profiles holds feature '{unknown[0]}', which no embedding table reads; "
-            f"known features: {', '.join(sorted(known)) or 'none'}. Leave it out or "
-            "correct its name"
-        )
-
-
-def _check_lengths(constraints: Mapping[str, ParameterConstraints]) -> None:
-    """Check that what constraints say of features, they say of as many features.
-
-    Raises:
-        ConfigError: Two lists of a table's constraints differ in length.
-    """
-    for name, constraint in constraints.items():
-        count = len(constraint.pooling_factors or [1.0])
-        for field in ("num_poolings", "batch_sizes"):
-            values = getattr(constraint, field)
-            if values and len(values) != count:
-                raise ConfigError(
-                    f"constraints of table '{name}': {field} has {len(values)} values, "
-                    f"pooling_factors {count}; give both one value per feature"
-                )
-
-
 class TableReader:
     """Reads TorchRec's sharding options as tables of the cost model.
 
@@ -183,15 +142,10 @@ class TableReader:
         constraints: Mapping[str, ParameterConstraints] | None,
         profiles: Mapping[str, FeatureProfile] | None,
     ) -> None:
-        """Take what the tables' inputs are described by.
-
-        Raises:
-            ConfigError: Two lists of a table's constraints differ in length.
-        """
+        """Take what the tables' inputs are described by."""
         self.fused_params: dict[str, Mapping[str, Any]] = {}
         self._world_size = world_size
         self._constraints = constraints or {}
-        _check_lengths(self._constraints)
         self._profiles = profiles or {}
         self._configs: weakref.WeakKeyDictionary[
             nn.Module, dict[str, BaseEmbeddingConfig]

@@ -217,8 +217,8 @@ def comms_card(
             else "not measured |"
         ),
         *(
-            f"| kernels of {n} ranks at once | forward {v[0]:.2f}, backward "
-            f"{v[1]:.2f} times as long |"
+            f"| kernels of {n} rank{'' if n == '1' else 's'} at once | forward "
+            f"{v[0]:.2f}, backward {v[1]:.2f} times as long |"
             for n, v in info.compute_slowdown.items()
         ),
         f"| measured | {', '.join(trained_on['created'])} |",

@@ -1,0 +1,202 @@
+"""What a caller says of tables and inputs, held against what can be meant.
+
+What TorchRec's planner cannot use either is an error. What it takes without a word
+though it can hardly be meant is a note: planning goes on as TorchRec's would.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingType
+
+from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.planner.table_reader import table_configs
+from torchrec_neuroshard.profiles import FeatureProfile
+
+__all__ = [
+    "check_constraints",
+    "check_profiles",
+    "odd_batch_size",
+    "odd_constraints",
+    "suggestion",
+    "unmatched_constraints",
+]
+
+_KNOWN = {
+    "sharding_types": [t.value for t in ShardingType],
+    "compute_kernels": [k.value for k in EmbeddingComputeKernel],
+}
+"""Field of TorchRec's constraints -> the values that it may list."""
+
+_MAX_NAMED = 8
+"""Names that a message lists; of more, the first ones."""
+
+
+def suggestion(name: str, known: Collection[str], kind: str) -> str:
+    """Return what may have been meant by a name that is not known: a clause.
+
+    Args:
+        name: What was given.
+        known: What there is.
+        kind: Of what, in the plural.
+    """
+    names = sorted(set(known))
+    near = difflib.get_close_matches(name, names, n=3)
+    if near:
+        return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
+    shown = ", ".join(f"'{n}'" for n in names[:_MAX_NAMED]) or "none"
+    return f"the {kind} are {shown}{' and more' if len(names) > _MAX_NAMED else ''}."
+
+
+def odd_batch_size(batch_size: Any) -> tuple[str, ...]:
+    """Return notes on a batch size that can hardly be meant.
+
+    Args:
+        batch_size: Samples per rank; None: TorchRec's default.
+
+    Raises:
+        ConfigError: It is no number, or negative.
+    """
+    if batch_size is None:
+        return ()
+    number = isinstance(batch_size, numbers.Real) and not isinstance(batch_size, bool)
+    if not number or not 0 <= batch_size < math.inf:
+        raise ConfigError(
+            "batch_size is the number of samples per rank, such as 512; got "
+            f"{batch_size!r}"
+        )
+    if batch_size == 0:
+        return (
+            "batch_size=0 counts as not given: costs are those of TorchRec's default, "
+            f"{BATCH_SIZE} samples per rank. Pass the local batch of the training loop",
+        )
+    if batch_size != int(batch_size):
+        return (
+            f"batch_size={batch_size} is no whole number of samples; costs are "
+            "interpolated. Pass the local batch of the training loop",
+        )
+    return ()
+
+
+def check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
+    """Check what constraints say of features.
+
+    Raises:
+        ConfigError: A number that is not finite or below 0, or two lists of a table
+            that differ in length.
+    """
+    for name, constraint in constraints.items():
+        where = f"constraints of table '{name}'"
+        count = len(constraint.pooling_factors or [1.0])
+        for field in ("pooling_factors", "num_poolings", "batch_sizes"):
+            values = getattr(constraint, field) or []
+            if values and len(values) != count:
+                raise ConfigError(
+                    f"{where}: {field} has {len(values)} values, pooling_factors "
+                    f"{count}; give both one value per feature"
+                )
+            for number, value in enumerate(values):
+                if not 0 <= value < math.inf:  # nan is neither
+                    raise ConfigError(
+                        f"{where}: {field}[{number}] is {value}; give a finite number "
+                        "of at least 0, or leave the list out"
+                    )
+        if (constraint.min_partition or 0) < 0:
+            raise ConfigError(
+                f"{where}: min_partition is {constraint.min_partition}; give the "
+                "columns of the narrowest shard, at least 1, or leave it out"
+            )
+
+
+def odd_constraints(
+    constraints: Mapping[str, ParameterConstraints],
+) -> tuple[str, ...]:
+    """Return notes on constraints that say nothing, or name what is not there."""
+    notes = []
+    for name, constraint in constraints.items():
+        where = f"constraints of table '{name}'"
+        if constraint.min_partition == 0:
+            notes.append(
+                f"{where}: min_partition=0 counts as not given; give the columns of "
+                "the narrowest shard, or leave it out"
+            )
+        for field, known in _KNOWN.items():
+            values = getattr(constraint, field)
+            if values is not None and not values:
+                notes.append(
+                    f"{where}: {field} is empty, which counts as not given: all of "
+                    "them are allowed. List those that you want, or leave it out"
+                )
+            notes += [
+                f"{where}: {field} lists '{v}', which TorchRec does not have; "
+                + suggestion(str(v), known, field.replace("_", " "))
+                for v in values or ()
+                if v not in known
+            ]
+    return tuple(notes)
+
+
+def unmatched_constraints(
+    module: nn.Module, constraints: Mapping[str, ParameterConstraints]
+) -> tuple[str, ...]:
+    """Return notes on constraints that do not fit the model's tables.
+
+    TorchRec leaves those of tables that are not there unread, and reads the pooling
+    factors of a table with another number of features as their mean.
+    """
+    features: dict[str, set[int]] = {}
+    for config in table_configs(module):
+        features.setdefault(config.name, set()).add(len(config.feature_names) or 1)
+    notes = []
+    for name, constraint in constraints.items():
+        if name not in features:
+            notes.append(
+                f"constraints name table '{name}', which the model does not have; "
+                + suggestion(name, features, "tables")
+            )
+            continue
+        count = len(constraint.pooling_factors or ())
+        if count > 1 and count not in features[name]:
+            (*_, known) = sorted(features[name])
+            notes.append(
+                f"constraints of table '{name}': pooling_factors has {count} values "
+                f"for {known} feature{'' if known == 1 else 's'}; each feature is "
+                "taken to have their mean. Give one value per feature"
+            )
+    return tuple(notes)
+
+
+def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:
+    """Check that each profile is one, and of a feature of the model.
+
+    Raises:
+        ProfileError: Something else than a profile, or one of a feature that no
+            embedding table reads.
+    """
+    for name, profile in profiles.items():
+        if not isinstance(profile, FeatureProfile):
+            raise ProfileError(
+                f"profiles['{name}'] is a {type(profile).__name__}, not a "
+                "FeatureProfile; profile_inputs(batches) makes the whole dictionary"
+            )
+    if not profiles:
+        return
+    known = {
+        feature
+        for config in table_configs(module)
+        for feature in (config.feature_names or [config.name])
+    }
+    for name in sorted(set(profiles) - known):
+        raise ProfileError(
+            f"profiles holds feature '{name}', which no embedding table reads; "
+            f"{suggestion(name, known, 'features')} Leave it out or correct its name"
+        )
