@@ -137,6 +137,31 @@ def test_small_tables_become_replicas_where_collectives_are_dear(
     )
 
 
+@pytest.mark.parametrize(("width", "blocks"), [(64, [0, 32]), (96, [0, 48])])
+def test_a_grid_has_no_more_blocks_than_nodes(
+    make_ebc: MakeEbc,
+    make_planner: MakePlanner,
+    sharders: Sharders,
+    width: int,
+    blocks: list[int],
+) -> None:
+    # TorchRec's has a block for every 16 columns, several of them on a node.
+    planner = make_planner(
+        4,
+        "cuda",
+        constraints={"t0": only("grid_shard", min_partition=16)},
+        topology_arguments={"local_world_size": 2},
+        consider_stock=False,
+    )
+    plan = planner.plan(make_ebc([(1001, width)]), sharders)
+    shards = plan.plan[""]["t0"].sharding_spec.shards
+    assert sorted(tuple(s.shard_offsets) for s in shards) == sorted(
+        (row, column) for row in (0, 501) for column in blocks
+    )
+    assert {s.placement.rank() for s in shards} == set(range(4))
+    assert planner.last_result is not None and planner.last_result.fallback is None
+
+
 def test_max_switches_is_ignored_with_a_word(make_planner: MakePlanner) -> None:
     with pytest.warns(DeprecationWarning, match="max_switches is ignored"):
         make_planner(2, max_switches=0)

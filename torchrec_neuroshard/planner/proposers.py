@@ -22,7 +22,12 @@ from torchrec_neuroshard.planner.table_reader import (
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size
-from torchrec_neuroshard.planner.ways import FreeOption, is_placeable, narrowest_shard
+from torchrec_neuroshard.planner.ways import (
+    FreeOption,
+    is_placeable,
+    narrowest_shard,
+    other_grids,
+)
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 
 __all__ = ["NeuroShardProposer"]
@@ -70,18 +75,27 @@ class NeuroShardProposer(CostedPart, Proposer):
 
         Args:
             search_space: All options, with estimates.
-            enumerator: Not needed.
+            enumerator: Estimates grids in other blocks than TorchRec's (see
+                `ways.other_grids`). None: these are not proposed.
 
         Raises:
             ConfigError: Placement constraints contradict each other or the model, or
                 leave a table no way to be sharded.
         """
-        del enumerator
         by_table: dict[str, list[ShardingOption]] = {}
         for option in search_space:
             by_table.setdefault(option.fqn, []).append(option)
         names = [table_name(options[0]) for options in by_table.values()]
         self._rules = self._placement.rules(names, int(self._topology.world_size))
+        if enumerator is not None:
+            grids = [
+                other
+                for option in search_space
+                for other in other_grids(option, self._topology, self._constraints)
+            ]
+            enumerator.populate_estimates(grids)
+            for grid in grids:
+                by_table[grid.fqn].append(grid)
         tables = list(map(self._permitted, by_table.values()))
         self.best_rating = None
         self._queue = [[self._free(options) for options in tables]]

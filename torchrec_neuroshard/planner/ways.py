@@ -41,7 +41,13 @@ from torchrec_neuroshard.sharding_types import (
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["FreeOption", "SearchSpace", "is_placeable", "narrowest_shard"]
+__all__ = [
+    "FreeOption",
+    "SearchSpace",
+    "is_placeable",
+    "narrowest_shard",
+    "other_grids",
+]
 
 _TIERS = ("hbm", "ddr", "ssd")
 
@@ -96,6 +102,55 @@ def is_placeable(
     )
 
 
+def other_grids(
+    option: ShardingOption,
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints],
+) -> list[ShardingOption]:
+    """Return copies of a grid-sharded option with its columns in other equal blocks.
+
+    TorchRec offers blocks of one width, `min_partition`, and puts several of a table on
+    a node where there are more of them than nodes. Here each block is on a node of its
+    own and may be wider, down to two blocks.
+
+    Args:
+        option: Any; of what is no grid there is no other.
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+
+    Returns:
+        Options without estimates.
+    """
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    if kind is None or kind.in_columns or not kind.splits_columns:
+        return []
+    size = kind.block_size(int(topology.world_size), node_size(topology))
+    width, own = int(option.tensor.shape[1]), int(option.shards[0].size[1])
+    narrowest = _min_partition(option, constraints)
+    found = []
+    for count in range(2, int(topology.world_size) // size + 1):
+        block, rest = divmod(width, count)
+        if rest or block % COLUMN_MULTIPLE or block < narrowest or block == own:
+            continue
+        other = copy.copy(option)
+        other.shards = [
+            Shard(size=[int(s.size[0]), block], offset=[int(s.offset[0]), column])
+            for column in range(0, width, block)
+            for s in option.shards[:size]
+        ]
+        found.append(other)
+    return found
+
+
+def _min_partition(
+    option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
+) -> int:
+    """Columns of the narrowest shard that a constraint allows, a multiple of four."""
+    constraint = constraints.get(option.name)
+    asked = (constraint.min_partition if constraint else None) or COLUMN_MULTIPLE
+    return math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
 def narrowest_shard(
     option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
 ) -> int:
@@ -109,10 +164,7 @@ def narrowest_shard(
         return int(option.shards[0].size[1])
     if option.sharding_type != COLUMN_WISE or not option.is_pooled:
         return int(option.tensor.shape[1])
-    constraint = constraints.get(option.name)
-    asked = (constraint.min_partition if constraint else None) or COLUMN_MULTIPLE
-    width = int(option.tensor.shape[1])
-    return min(width, math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE)
+    return min(int(option.tensor.shape[1]), _min_partition(option, constraints))
 
 
 @dataclass(frozen=True, slots=True)
