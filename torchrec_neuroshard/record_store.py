@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -170,9 +170,9 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
         return tuple(self._records.values())
 
     @property
-    def done(self) -> Set[int]:
+    def done(self) -> set[int]:
         """Indices of the records."""
-        return self._records.keys()
+        return set(self._records)
 
     def append(self, record: _RecordT) -> None:
         """Keep one record, in place of an earlier one of its index.

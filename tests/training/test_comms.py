@@ -334,7 +334,10 @@ def test_a_bundle_of_collectives_alone_leaves_kernels_to_auto(
 
     monkeypatch.setattr(loading, "current_device_name", lambda _: "a CPU")
     topology = Topology(world_size=2, compute_device="cpu")
-    with pytest.warns(UserWarning, match="holds collectives alone: kernels are costed"):
+    with (
+        pytest.warns(UserWarning, match="no cost model was measured on a CPU"),
+        pytest.warns(UserWarning, match="holds collectives alone: kernels are costed"),
+    ):
         planner = NeuroShardPlanner(topology=topology, cost_model=bundle)
     assert "physical estimate" in planner.costs.cost_model.source
     assert planner.costs.comms_model.source == "measured"
