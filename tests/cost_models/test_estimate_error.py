@@ -1,0 +1,35 @@
+"""What a card may really be: errors of the estimate, and draws from them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchrec_neuroshard.cost_models.estimate_error import (
+    CHECKED_CARDS,
+    FACTOR_NAMES,
+    EstimateError,
+)
+
+
+def test_errors_say_what_was_checked() -> None:
+    assert str(EstimateError(card="mi300x")).endswith("never checked on this one")
+    assert "on this one, forward 22% and backward 15%" in str(
+        EstimateError(card="a100-40gb")
+    )
+    for card in CHECKED_CARDS:  # a card's own residual is not among the others'
+        own, error = CHECKED_CARDS[card], EstimateError(card=card)
+        assert own is error.checked
+        if own.backward_error == max(
+            c.backward_error or 0 for c in CHECKED_CARDS.values()
+        ):
+            assert error.backward < own.backward_error
+
+
+def test_draws_repeat_and_have_the_stated_spread() -> None:
+    error = EstimateError(card="b200")
+    draws = error.draw(4_000, seed=1)
+    assert draws == error.draw(4_000, seed=1) != error.draw(4_000, seed=2)
+    logs = np.log([[getattr(d, n) for n in FACTOR_NAMES] for d in draws])
+    stated = [error.log_std[n] for n in FACTOR_NAMES]
+    np.testing.assert_allclose(logs.std(axis=0), stated, rtol=0.05)
+    np.testing.assert_allclose(np.corrcoef(logs.T), error.correlation, atol=0.05)

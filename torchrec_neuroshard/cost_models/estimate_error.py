@@ -1,0 +1,216 @@
+"""How far off the physical estimate may be, and how to draw what a card may really be.
+
+The figures are residuals: each card's published timings against constants fitted to all
+other cards' (`benchmarks/bench_published.py`, which prints this table).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "CHECKED_CARDS",
+    "FACTOR_NAMES",
+    "CardCheck",
+    "EstimateError",
+    "EstimateFactors",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimateFactors:
+    """A device as it may really be: factors on what the estimate takes it to be."""
+
+    bandwidth: float = 1.0
+    """On the speed of kernels: of their memory traffic and their work alike."""
+    reuse: float = 1.0
+    """On the size of the cache that rows are read again from."""
+    launch: float = 1.0
+    """On the launches of kernels, a time."""
+    backward: float = 1.0
+    """On the time of backward kernels beside their launch."""
+    link: float = 1.0
+    """On the bandwidths to the host's memory and to other GPUs."""
+
+
+FACTOR_NAMES: tuple[str, ...] = tuple(f.name for f in fields(EstimateFactors))
+"""The order of `EstimateError.correlation`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardCheck:
+    """One card's published timings, predicted by constants fitted without them.
+
+    Ratios and errors are medians over timings of tables in the card's memory.
+    """
+
+    timings: int
+    forward_ratio: float | None
+    """Predicted over measured; None: no such timings."""
+    forward_error: float | None
+    """|predicted / measured - 1|."""
+    backward_ratio: float | None
+    backward_error: float | None
+
+
+CHECKED_CARDS: Mapping[str, CardCheck] = {
+    "a100": CardCheck(
+        timings=9,
+        forward_ratio=0.96,
+        forward_error=0.22,
+        backward_ratio=0.85,
+        backward_error=0.15,
+    ),
+    "h100": CardCheck(
+        timings=17,
+        forward_ratio=1.05,
+        forward_error=0.06,
+        backward_ratio=1.24,
+        backward_error=0.28,
+    ),
+    "h200": CardCheck(
+        timings=4,
+        forward_ratio=0.97,
+        forward_error=0.03,
+        backward_ratio=1.06,
+        backward_error=0.19,
+    ),
+    "mi250x": CardCheck(
+        timings=6,
+        forward_ratio=0.79,
+        forward_error=0.21,
+        backward_ratio=None,
+        backward_error=None,
+    ),
+    "mi350": CardCheck(
+        timings=69,
+        forward_ratio=None,
+        forward_error=None,
+        backward_ratio=0.83,
+        backward_error=0.20,
+    ),
+    "v100": CardCheck(
+        timings=24,
+        forward_ratio=1.20,
+        forward_error=0.33,
+        backward_ratio=1.42,
+        backward_error=0.42,
+    ),
+}
+"""Name of a card (A100 of both sizes, H100 of both makes as one) -> its check, of
+tables in its memory; `benchmarks/results/published_202611.json` holds them in full."""
+
+_LOG_STD: Mapping[str, float] = {
+    "bandwidth": 0.14,
+    "reuse": 0.7,
+    "launch": 0.3,
+    "backward": 0.15,
+    "link": 0.15,
+}
+"""Standard deviations of the factors' logarithms. Bandwidth and backward: of the ratios
+above, the backward ones over the forward ones. Launch: of small kernels. Link: of
+tables in the host's memory and of collectives. Reuse: assumed, a factor of two; no
+published timing tells it."""
+
+_CORRELATION = np.array(
+    [
+        [1.0, 0.0, 0.0, -0.7, 0.0],
+        [0.0, 1.0, 0.0, 0.0, 0.0],
+        [0.0, 0.0, 1.0, 0.0, 0.0],
+        [-0.7, 0.0, 0.0, 1.0, 0.0],
+        [0.0, 0.0, 0.0, 0.0, 1.0],
+    ]
+)
+"""As found on four cards: those with faster forward kernels than estimated have faster
+backward kernels still. Of the others nothing is known."""
+
+
+_FAMILY: Mapping[str, str] = {"a100-40gb": "a100"}
+"""Cards of the chip of another one, with more or less memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimateError:
+    """The error of the physical estimate for one card.
+
+    To draw plausible truths of a plan, take `draw(n, seed)`, and for each of the
+    factors `cost_model.under(factors)` and `comms_model.under(factors)`; then evaluate
+    every candidate under the same draws. Factors are lognormal around 1 and drawn
+    together: where a card's forward kernels are slower than estimated, its backward
+    kernels are not off independently (`correlation`). One draw is one card, for all
+    ranks and all kernels of a plan.
+    """
+
+    card: str | None = None
+    """Name of the card, a key of `CHECKED_CARDS` if it was checked; None: unknown."""
+
+    @property
+    def checked(self) -> CardCheck | None:
+        """The card's own check, if there is one."""
+        return CHECKED_CARDS.get(self._family)
+
+    @property
+    def _family(self) -> str:
+        name = self.card or ""
+        return _FAMILY.get(name, name)
+
+    def _others(self, field: str) -> list[float]:
+        """One figure of all other cards that have it."""
+        found = [
+            getattr(c, field) for n, c in CHECKED_CARDS.items() if n != self._family
+        ]
+        return [value for value in found if value is not None]
+
+    @property
+    def log_std(self) -> Mapping[str, float]:
+        """Factor -> standard deviation of its logarithm."""
+        return _LOG_STD
+
+    @property
+    def correlation(self) -> npt.NDArray[np.float64]:
+        """Of the factors' logarithms, in the order of the fields of EstimateFactors."""
+        return _CORRELATION.copy()
+
+    @property
+    def forward(self) -> float:
+        """Largest of the other cards' errors of forward kernels, a share."""
+        return max(self._others("forward_error"))
+
+    @property
+    def backward(self) -> float:
+        """The same of backward kernels."""
+        return max(self._others("backward_error"))
+
+    def draw(self, count: int, seed: int) -> tuple[EstimateFactors, ...]:
+        """Draw what the card may really be.
+
+        Args:
+            count: Draws.
+            seed: The same seed gives the same draws.
+        """
+        std = np.array([_LOG_STD[name] for name in FACTOR_NAMES])
+        covariance = _CORRELATION * np.outer(std, std)
+        rng = np.random.default_rng(seed)
+        logs = rng.multivariate_normal(np.zeros(len(std)), covariance, size=count)
+        return tuple(
+            EstimateFactors(**dict(zip(FACTOR_NAMES, row, strict=True)))
+            for row in np.exp(logs).tolist()
+        )
+
+    def __str__(self) -> str:
+        """Return the error in words, for warnings and reports."""
+        text = (
+            f"forward within {self.forward:.0%} on {len(self._others('forward_error'))}"
+            f" other cards, backward within {self.backward:.0%} on "
+            f"{len(self._others('backward_error'))}"
+        )
+        own = self.checked
+        if own is None:
+            return f"{text}; never checked on this one"
+        errors = {"forward": own.forward_error, "backward": own.backward_error}
+        known = [f"{n} {e:.0%}" for n, e in errors.items() if e is not None]
+        return f"{text}; on this one, {' and '.join(known)} ({own.timings} timings)"
