@@ -4,9 +4,9 @@
     python examples/plan_on_cpu.py --gpu h200 --ranks 16 --ranks-per-node 8
 
 The tables lie on the meta device, so planning needs neither a GPU nor their memory.
-Where no cost model was measured on the GPU, costs are a physical estimate from the data
-sheet's figures, and the output says so: good enough to see the shape of a plan, not to
-promise milliseconds.
+Where no cost model was measured on the GPU, costs are a physical estimate from
+published figures, and the output says so: good enough to see the shape of a plan, not
+to promise milliseconds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
@@ -31,30 +30,15 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard import NeuroShardError, NeuroShardPlanner, TableConfig
+from torchrec_neuroshard import (
+    NeuroShardError,
+    NeuroShardPlanner,
+    TableConfig,
+    topology_for,
+)
+from torchrec_neuroshard.gpu_cards import GPU_CARDS
 from torchrec_neuroshard.report import write_html
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
-
-GB_PER_S = 1e6
-"""Of a data sheet, in bytes per millisecond: TorchRec's unit of bandwidth."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """Figures of NVIDIA's data sheets (SXM modules)."""
-
-    hbm_gb: float
-    hbm_gb_per_s: float
-    nvlink_gb_per_s: float = 450.0
-    """One direction of NVLink 4."""
-    network_gb_per_s: float = 50.0
-    """One 400 Gbit/s network card per GPU."""
-
-
-GPUS = {
-    "h100": Gpu(hbm_gb=80.0, hbm_gb_per_s=3_350.0),
-    "h200": Gpu(hbm_gb=141.0, hbm_gb_per_s=4_800.0),
-}
 
 
 def build_tables(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
@@ -81,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100")
-    parser.add_argument("--hbm-gb", type=float, help="instead of the data sheet's")
+    parser.add_argument("--gpu", choices=sorted(GPU_CARDS), default="h100")
+    parser.add_argument("--hbm-gb", type=float, help="memory of a GPU")
     parser.add_argument("--hbm-gb-per-s", type=float, help="memory bandwidth")
     parser.add_argument("--nvlink-gb-per-s", type=float, help="of a rank in its node")
     parser.add_argument("--network-gb-per-s", type=float, help="of a rank to others")
@@ -95,28 +79,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cost-model", default="auto")
     parser.add_argument("--html", help="file to write the report to as a page")
     options = parser.parse_args(arguments)
-    sheet = GPUS[options.gpu]
+    ranks_per_node = min(options.ranks, options.ranks_per_node)
     logging.getLogger("torchrec").setLevel(logging.ERROR)
 
-    def figure(name: str) -> float:
-        given = getattr(options, name)
-        return float(getattr(sheet, name) if given is None else given)
-
-    memory_bytes = figure("hbm_gb") * 1e9
     start = time.perf_counter()
     try:
         tables = mlperf_dlrm_v2(options.max_rows, options.embedding_dim)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the result holds them, too
             planner = NeuroShardPlanner(
-                topology=Topology(
-                    world_size=options.ranks,
-                    local_world_size=min(options.ranks, options.ranks_per_node),
-                    compute_device="cuda",
-                    hbm_cap=int(memory_bytes),
-                    hbm_mem_bw=figure("hbm_gb_per_s") * GB_PER_S,
-                    intra_host_bw=figure("nvlink_gb_per_s") * GB_PER_S,
-                    inter_host_bw=figure("network_gb_per_s") * GB_PER_S,
+                topology=topology_for(
+                    options.gpu,
+                    num_nodes=options.ranks // ranks_per_node,
+                    ranks_per_node=ranks_per_node,
+                    memory_gb=options.hbm_gb,
+                    hbm_gb_per_s=options.hbm_gb_per_s,
+                    intra_gb_per_s=options.nvlink_gb_per_s,
+                    inter_gb_per_s=options.network_gb_per_s,
                 ),
                 batch_size=options.batch_size,
                 constraints={

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.builders import load_script
-from torchrec_neuroshard.planner.find_comms import GB_PER_S
+from torchrec_neuroshard.planner.topologies import GB_PER_S
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -64,7 +64,7 @@ def test_plan_for_gpus_places_all_columns_and_names_its_sources(
         assert "- no cost model was measured on" in out
 
 
-def test_plan_for_gpus_uses_the_figures_of_the_data_sheet(
+def test_plan_for_gpus_uses_published_figures(
     plan_on_cpu: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planners = []
@@ -79,8 +79,8 @@ def test_plan_for_gpus_uses_the_figures_of_the_data_sheet(
     (planner,) = planners
     topology = planner._topology
     assert topology.hbm_mem_bw * GB_PER_S == pytest.approx(3_350)
-    assert topology.intra_host_bw * GB_PER_S == pytest.approx(450)
-    assert topology.inter_host_bw * GB_PER_S == pytest.approx(50)
+    assert topology.intra_host_bw * GB_PER_S == pytest.approx(370)
+    assert topology.inter_host_bw * GB_PER_S == pytest.approx(35)
 
 
 def test_plan_for_gpus_says_why_there_is_none(

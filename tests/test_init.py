@@ -56,6 +56,7 @@ def test_public_names_are_those_promised() -> None:
         "__version__",
         "load_cost_model",
         "profile_inputs",
+        "topology_for",
     ]
 
 

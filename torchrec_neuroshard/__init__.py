@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+    from torchrec_neuroshard.planner.topologies import topology_for
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
     from torchrec_neuroshard.tables import TableConfig
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "load_cost_model",
     "profile_inputs",
+    "topology_for",
 ]
 
 _LOCATIONS = {
@@ -49,6 +51,7 @@ _LOCATIONS = {
     "TableConfig": "torchrec_neuroshard.tables",
     "load_cost_model": "torchrec_neuroshard.cost_models",
     "profile_inputs": "torchrec_neuroshard.profiles",
+    "topology_for": "torchrec_neuroshard.planner.topologies",
 }
 
 

@@ -257,7 +257,9 @@ _MAKERS = re.compile(r"^((nvidia|tesla|amd|instinct)\s+)+", re.IGNORECASE)
 def _matching(device_name: str) -> Iterator[GpuCard]:
     bare = _MAKERS.sub("", device_name.strip())
     for card in _CARDS:
-        if any(re.fullmatch(p, bare, re.IGNORECASE) for p in card.device_names):
+        if device_name == card.title or any(
+            re.fullmatch(p, bare, re.IGNORECASE) for p in card.device_names
+        ):
             yield card
 
 
@@ -265,7 +267,7 @@ def find_card(device_name: str | None) -> GpuCard | None:
     """Find the card that torch shows under a name.
 
     Args:
-        device_name: As `torch.cuda.get_device_name` prints it.
+        device_name: As `torch.cuda.get_device_name` prints it, or a card's title.
 
     Returns:
         None for a card that the table lacks, and for a part of one (MIG).

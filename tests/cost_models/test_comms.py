@@ -8,7 +8,7 @@ import torch
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
 from torchrec_neuroshard.cost_models.comms import (
     LearnedCommsModel,
-    datasheet_comms_model,
+    published_comms_model,
 )
 from torchrec_neuroshard.cost_models.comms_network import (
     TERM_NAMES,
@@ -16,6 +16,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
     physical_terms,
 )
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.gpu_cards import GPU_CARDS
 from torchrec_neuroshard.records import COLLECTIVES
 
 
@@ -91,28 +92,32 @@ def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
     np.testing.assert_allclose(reduced, 2 * 8e6 * per_byte)
 
 
-@pytest.mark.parametrize("node", ["h100", "h200"])
-def test_published_links_are_labelled(node: str) -> None:
-    one = datasheet_comms_model(node, world_size=8, local_world_size=8)
-    assert one.source == "datasheet, not measured"
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_published_links_are_labelled(name: str) -> None:
+    card = GPU_CARDS[name]
+    one = published_comms_model(card, world_size=8, local_world_size=8)
+    assert one.source == f"published links of {name}, not measured"
     columns = np.full((1, 8), 1024.0)
     sent = 1024 * 65536 * 4
-    expected = sent * 7 / 8 / 450e6 + 0.0118
+    expected = sent * 7 / 8 / 370e6 + 0.0118
     np.testing.assert_allclose(one.all_to_all(columns, 65536), expected)
 
-    two = datasheet_comms_model(node, world_size=16, local_world_size=8)
+    two = published_comms_model(card, world_size=16, local_world_size=8)
     ms = two.all_to_all(np.full((1, 16), 1024.0), 65536)
-    expected = sent * (7 / 16 / 450e6 + 8 / 16 / 50e6) + 0.018
+    expected = sent * (7 / 16 / 370e6 + 8 / 16 / 35e6) + 0.018
     np.testing.assert_allclose(ms, expected)
 
 
-def test_unpublished_links_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"node 'tpu'; known are h100, h200\. Measure"
-    ):
-        datasheet_comms_model("tpu", world_size=8, local_world_size=8)
+def test_bandwidths_given_replace_published_ones() -> None:
+    two = published_comms_model(
+        GPU_CARDS["h100"], world_size=16, local_world_size=8, inter_gb_per_s=70.0
+    )
+    assert two.source == "given links of h100, not measured"
+    ms = two.all_to_all(np.full((1, 16), 1024.0), 65536)
+    expected = 1024 * 65536 * 4 * (7 / 16 / 370e6 + 8 / 16 / 70e6) + 0.018
+    np.testing.assert_allclose(ms, expected)
     with pytest.raises(ConfigError, match=r"\(12\) must be a multiple"):
-        datasheet_comms_model("h100", world_size=12, local_world_size=8)
+        published_comms_model(GPU_CARDS["h100"], world_size=12, local_world_size=8)
 
 
 # The learned model, with any weights

@@ -2,17 +2,24 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.cost_models import load_comms_model, loading
+from torchrec_neuroshard.cost_models import (
+    PhysicalCostModel,
+    load_comms_model,
+    load_cost_model,
+    loading,
+)
 from torchrec_neuroshard.cost_models.bundle import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
     load_bundle,
     load_comms_bundle,
 )
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.training.compute import (
     Evaluation,
@@ -117,7 +124,7 @@ def test_collectives_come_in_the_compute_models_milliseconds(name: str) -> None:
     compute = COMPUTE_BUNDLE.read_info(bundle).reference_ms
     own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms
     assert compute != own
-    ranks = {"world_size": 4, "local_world_size": 4}
+    ranks: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
     measured = load_comms_bundle(bundle, compute=None, backend="gloo", **ranks)
     found = load_comms_model(name, device_type="cpu", **ranks)
     assert found is not None
@@ -140,3 +147,46 @@ def test_kernels_slow_down_among_others_as_measured() -> None:
         assert min(many.compute_slowdown) > max(few.compute_slowdown)
     order = models[1].column_order(np.array([1000.0]), 1024)
     assert (order > 0).all()
+
+
+def test_a_cards_name_asks_for_its_estimate() -> None:
+    with pytest.warns(UserWarning, match="measured on NVIDIA H100 SXM 80 GB: costs"):
+        model = load_cost_model("H100", device_type="cuda")
+    assert isinstance(model, PhysicalCostModel)
+    assert model.constants.memory_gb_per_s == 3350.0
+    with pytest.warns(UserWarning, match="physical estimate"):
+        given = load_cost_model("h100", device_type="cuda", hbm_gb_per_s=2400.0)
+    assert isinstance(given, PhysicalCostModel)
+    assert given.constants.memory_gb_per_s == 2400.0
+    with pytest.raises(ConfigError, match=r"'h100' is a GPU's, the devices .* 'cpu'"):
+        load_cost_model("h100", device_type="cpu")
+    comms = load_comms_model(
+        "h100", device_type="cuda", world_size=16, local_world_size=8
+    )
+    assert comms is not None and "published links of h100" in comms.source
+
+
+def test_a_cpus_bundle_for_a_gpu_is_shown_as_what_it_is() -> None:
+    model = load_cost_model("cpu_epyc_zen5", device_type="cuda")
+    assert model.source.startswith("measured on another kind of device, AMD EPYC")
+    assert load_cost_model("cpu_epyc_zen5").source == "measured"
+
+
+def test_measured_collectives_stand_in_for_those_of_other_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "current_device_name", lambda _: "another CPU (1/2)")
+    ranks: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
+    found = load_comms_model("auto", device_type="cpu", **ranks)
+    measured = load_comms_model("cpu_epyc_zen5", device_type="cpu", **ranks)
+    assert found is not None and measured is not None
+    assert found.source.startswith("measured on AMD EPYC")
+    assert found.source.endswith("which stands in")
+    columns = np.full((1, 4), 64.0)
+    np.testing.assert_array_equal(
+        found.all_to_all(columns, 512), measured.all_to_all(columns, 512)
+    )
+    # A bandwidth that is given goes before what another machine measured.
+    assert (
+        load_comms_model("auto", device_type="cpu", intra_gb_per_s=5.0, **ranks) is None
+    )

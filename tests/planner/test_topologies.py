@@ -1,18 +1,28 @@
-"""How much memory ranks are taken to have where nobody says."""
+"""What ranks are taken to have, and where each figure of it is from."""
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from tests.builders import GIB, bag_sharders, make_ebc
-from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard import topology_for
+from torchrec_neuroshard.cost_models import PhysicalCostModel
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.gpu_cards import GPU_CARDS
+from torchrec_neuroshard.planner import NeuroShardPlanner, PlanCosts
+from torchrec_neuroshard.planner.topologies import PlannedDevices
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.report import html_report
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 CARD = 139 * GIB
@@ -27,50 +37,223 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
+def show_card(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A GPU, as far as the planner looks at it."""
-    properties = SimpleNamespace(name="Big GPU", total_memory=CARD)
+    properties = SimpleNamespace(name=name, total_memory=CARD)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     monkeypatch.setattr(
         "torchrec.distributed.planner.planners.get_device_type", lambda: "cuda"
     )
 
 
-def plan_notes(topology: Topology | None) -> tuple[NeuroShardPlanner, list[str]]:
+def planned(topology: Topology | None, **arguments: Any) -> NeuroShardPlanner:
+    given: dict[str, Any] = {
+        "cost_model": AnalyticCostModel(),
+        "comms_model": AnalyticCommsModel(),
+        "batch_size": 64,
+    }
     planner = NeuroShardPlanner(
-        topology,
-        64,
+        topology, stats=[], consider_stock=False, **{**given, **arguments}
+    )
+    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
+    return planner
+
+
+def costs_of(topology: Topology, cost_model: str) -> tuple[PlanCosts, list[str]]:
+    """Costs, and the warnings of making them without that of the estimate."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        costs = PlanCosts(topology, cost_model=cost_model)
+    [warning] = caught  # all that there is to know, at once
+    texts = str(warning.message).splitlines()
+    assert costs.warnings == tuple(texts)
+    return costs, [t for t in texts if "physical estimate" not in t]
+
+
+@pytest.mark.parametrize("name", GPU_CARDS)
+def test_topologies_have_the_cards_figures_in_torchrecs_units(name: str) -> None:
+    card, topology = GPU_CARDS[name], topology_for(name, num_nodes=2, ranks_per_node=4)
+    assert (topology.world_size, topology.local_world_size) == (8, 4)
+    assert topology.compute_device == "cuda"
+    # Bytes per millisecond: GB/s times a million.
+    assert topology.hbm_mem_bw == pytest.approx(card.hbm_gb_per_s.value * 1e6)
+    assert topology.intra_host_bw == pytest.approx(card.intra_gb_per_s.value * 1e6)
+    assert topology.inter_host_bw == pytest.approx(card.inter_gb_per_s.value * 1e6)
+    assert topology.hbm_to_ddr_mem_bw == pytest.approx(card.host_gb_per_s.value * 1e6)
+    hbm = {d.storage.hbm for d in topology.devices}
+    assert hbm == {int(card.memory_gb.value * 1e9)}
+
+
+def test_values_of_the_caller_go_before_the_cards() -> None:
+    topology = topology_for(
+        "h100",
+        ranks_per_node=8,
+        memory_gb=94.0,
+        hbm_gb_per_s=2400.0,
+        host_gb_per_s=40.0,
+        intra_gb_per_s=300.0,
+        inter_gb_per_s=12.5,
+        host_memory_gb=2000.0,
+    )
+    assert topology.world_size == 8
+    storage = topology.devices[0].storage
+    assert (storage.hbm, storage.ddr) == (94 * 10**9, 250 * 10**9)
+    assert topology.hbm_mem_bw == pytest.approx(2400e6)
+    assert topology.hbm_to_ddr_mem_bw == pytest.approx(40e6)
+    assert topology.intra_host_bw == pytest.approx(300e6)
+    assert topology.inter_host_bw == pytest.approx(12.5e6)
+    devices = PlannedDevices.of(topology)
+    assert devices.topology is topology
+    assert not (devices.impossible or devices.left_out)
+    assert {f.basis for f in devices.figures.values()} == {"given"}
+    assert topology_for("v100").world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"card": "tpu"}, "unknown card 'tpu'"),
+        ({"num_nodes": 0}, "num_nodes must be above 0, got 0"),
+        ({"hbm_gb_per_s": -1.0}, r"hbm_gb_per_s must be above 0, got -1\.0"),
+        ({"memory_gb": float("nan")}, "memory_gb must be above 0, got nan"),
+    ],
+)
+def test_impossible_nodes_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        topology_for(**{"card": "h100", **options})
+
+
+def test_a_card_that_is_named_stands_in_for_torchrecs_defaults() -> None:
+    naive = Topology(16, "cuda", local_world_size=8)
+    before = vars(naive).copy()
+    costs, [text] = costs_of(naive, "h100")
+    assert "does not give hbm_cap, hbm_mem_bw, hbm_to_ddr_mem_bw, intra_host" in text
+    assert "taken from the NVIDIA H100 SXM 80 GB: memory of a rank 80 GB" in text
+    assert "topology_for('h100', num_nodes=2, ranks_per_node=8) gives the same" in text
+    same, none = costs_of(topology_for("h100", num_nodes=2, ranks_per_node=8), "auto")
+    assert none == []
+    for name in ("hbm_mem_bw", "hbm_to_ddr_mem_bw", "intra_host_bw", "inter_host_bw"):
+        ours, theirs = (getattr(c.topology, name) for c in (costs, same))
+        assert ours == pytest.approx(theirs)
+    assert costs.topology.devices[3].storage.hbm == 80 * 10**9
+    assert vars(naive) == before and naive.devices[3].storage.hbm == 32 * GIB
+    assert isinstance(costs.cost_model, PhysicalCostModel)
+    assert costs.cost_model.constants.memory_gb_per_s == pytest.approx(3350.0)
+
+
+def test_values_given_are_left_alone() -> None:
+    topology = Topology(8, "cuda", hbm_cap=GIB, hbm_mem_bw=2.4e9, intra_host_bw=3e8)
+    costs, [text] = costs_of(topology, "h100")
+    assert text.startswith("the topology does not give hbm_to_ddr_mem_bw; taken")
+    assert costs.topology.hbm_mem_bw == 2.4e9
+    assert costs.topology.intra_host_bw == 3e8
+    assert costs.topology.devices[0].storage.hbm == GIB
+    assert isinstance(costs.cost_model, PhysicalCostModel)
+    assert costs.cost_model.constants.memory_gb_per_s == pytest.approx(2400.0)
+
+
+def test_defaults_of_no_card_are_said_once() -> None:
+    costs, [text] = costs_of(Topology(16, "cuda"), "auto")
+    assert "TorchRec's defaults, which are no card's, are planned with" in text
+    assert "memory of a rank 34.36 GB, memory bandwidth 963.1 GB/s" in text
+    assert "All 16 ranks count as one node" in text
+    assert "topology_for('h100', num_nodes=2, ranks_per_node=8)" in text
+    assert text in costs.warnings
+    assert isinstance(costs.cost_model, PhysicalCostModel)
+    # What is said is what is planned with.
+    assert costs.cost_model.constants.memory_gb_per_s == pytest.approx(963.1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "meant"),
+    [
+        ("hbm_mem_bw", 3350, r"3,350 GB/s was meant, pass hbm_mem_bw=3\.35e\+09"),
+        ("hbm_mem_bw", 3.35, r"3\.35 TB/s was meant, pass hbm_mem_bw=3\.35e\+09"),
+        ("hbm_mem_bw", 3.35e12, r"bytes per second was meant, .*=3\.35e\+09"),
+        ("intra_host_bw", 450, r"450 GB/s was meant, pass intra_host_bw=4\.5e\+08"),
+        ("inter_host_bw", 50, r"50 GB/s was meant, pass inter_host_bw=5e\+07"),
+        ("inter_host_bw", 50e9, r"bytes per second was meant, .*=5e\+07"),
+        ("hbm_to_ddr_mem_bw", 64, r"64 GB/s was meant, .*=6\.4e\+07"),
+    ],
+)
+def test_bandwidths_that_cannot_be(argument: str, value: float, meant: str) -> None:
+    topology = Topology(16, "cuda", local_world_size=8, **{argument: value})
+    devices = PlannedDevices.of(topology, AnalyticCostModel(), comms_are_given=True)
+    [text] = devices.impossible
+    assert text.startswith(f"{argument}={value:g} cannot be: TorchRec counts")
+    with pytest.warns(UserWarning, match=meant):
+        warnings.warn(text, stacklevel=1)
+    assert devices.topology is topology  # what is meant is only guessed
+
+
+def test_bandwidths_that_can_be() -> None:
+    for card in GPU_CARDS:
+        devices = PlannedDevices.of(topology_for(card, num_nodes=2))
+        assert devices.impossible == devices.left_out == ()
+    slow = {"intra_host_bw": 1e6, "inter_host_bw": 1.25e5}  # 1 Gbit/s
+    assert PlannedDevices.of(Topology(4, "cpu", None, **slow)).impossible == ()
+
+
+def test_the_card_here_is_as_large_as_it_is(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show_card(monkeypatch, "NVIDIA H200")
+    planner = planned(None)
+    assert [d.storage.hbm for d in planner.topology.devices] == [CARD]
+    assert planner.topology.hbm_mem_bw == pytest.approx(4800e6)
+    basis = planner.report().basis
+    assert basis is not None and basis.card == "NVIDIA H200 SXM 141 GB"
+    assert basis.figures[0].basis == "this machine"
+    result = planner.last_result
+    assert result is not None
+    # A model of the caller's own makes no noise; the result says it.
+    assert not any("does not give" in w for w in result.warnings)
+
+
+def test_a_given_topology_is_completed_not_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    show_card(monkeypatch, "Big GPU")
+    default = Topology(2, "cuda")
+    planner = planned(default)
+    assert [d.storage.hbm for d in default.devices] == [32 * GIB] * 2
+    assert [d.storage.hbm for d in planner.topology.devices] == [CARD] * 2
+    small = Topology(2, "cuda", hbm_cap=GIB)
+    assert planned(small).topology.devices[0].storage.hbm == GIB
+    # Another card is planned for than the one here.
+    other = planned(topology_for("a100-40gb", ranks_per_node=2))
+    assert other.topology.devices[0].storage.hbm == 40 * 10**9
+
+
+def test_reports_say_what_costs_rest_on() -> None:
+    table = ParameterConstraints(pooling_factors=[20.0])
+    profile = zipf_profile(batch_size=64, pooling_factor=3.0, num_embeddings=100)
+    planner = NeuroShardPlanner(
+        topology_for("h100-pcie", ranks_per_node=2),
+        constraints={"t1": table},
+        profiles={"f0": profile},
         cost_model=AnalyticCostModel(),
         comms_model=AnalyticCommsModel(),
         stats=[],
         consider_stock=False,
     )
-    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
-    assert planner.last_result is not None
-    return planner, [w for w in planner.last_result.warnings if "memory of a rank" in w]
-
-
-def test_the_card_is_as_large_as_it_is(group: None, card: None) -> None:
-    planner, [note] = plan_notes(None)
-    assert [d.storage.hbm for d in planner._topology.devices] == [CARD]
-    assert "the Big GPU here has 139.0 GiB; for other cards pass a topology" in note
-
-
-def test_a_given_topology_stays_as_it_is(card: None) -> None:
-    default = Topology(2, "cuda")
-    _, [note] = plan_notes(default)
-    assert [d.storage.hbm for d in default.devices] == [32 * GIB] * 2
-    assert "32 GiB, as TorchRec takes any card" in note
-    assert f"pass Topology(hbm_cap={CARD})" in note
-    assert plan_notes(Topology(2, "cuda", hbm_cap=CARD))[1] == []
-    assert plan_notes(Topology(2, "cpu"))[1] == []
-
-
-def test_without_a_card_nothing_is_said(group: None) -> None:
-    planner, notes = plan_notes(None)
-    assert planner._topology.compute_device == "cpu"
-    assert notes == []
-    assert plan_notes(Topology(2, "cuda"))[1] == []
+    planner.plan(make_ebc([(100, 64), (100, 64), (100, 32)]), bag_sharders())
+    report = planner.report()
+    text = str(report)
+    assert "planned for NVIDIA H100 PCIe 80 GB, 512 samples per rank" in text
+    assert "memory bandwidth 2,000 GB/s (data sheet)" in text
+    assert "profiles of batches (1 feature)" in text
+    assert "the constraints, repeats taken as Zipf's (1 feature)" in text
+    [assumed] = [line for line in text.splitlines() if line.startswith("assumed")]
+    assert "links inside a node 48 GB/s (assumed)" in assumed
+    assert "512 samples per rank (TorchRec's default)" in assumed
+    assert "1 id per sample of f2 (TorchRec's default)" in assumed
+    assert "memory bandwidth" not in assumed.replace("host memory", "")
+    basis = json.loads(json.dumps(report.to_json()))["basis"]
+    assert basis["card"] == "NVIDIA H100 PCIe 80 GB"
+    assert len(basis["assumptions"]) == 4 and basis["batch_size"] == 512
+    page = html_report(report)
+    assert "NVIDIA H100 data sheet (2022)" in page and "as NCCL&#x27;s topology" in page

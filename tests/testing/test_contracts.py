@@ -42,8 +42,8 @@ from torchrec_neuroshard.cost_models import (
     LearnedCommsModel,
     PhysicalCostModel,
     StockCostModel,
-    datasheet_comms_model,
     load_cost_model,
+    published_comms_model,
 )
 from torchrec_neuroshard.cost_models.base import RangeWarning
 from torchrec_neuroshard.cost_models.bundle import (
@@ -56,6 +56,7 @@ from torchrec_neuroshard.cost_models.compute import PhysicalConstants
 from torchrec_neuroshard.cost_models.loading import pretrained_names
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.gpu_cards import GPU_CARDS
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.search import (
     SEARCHES,
@@ -134,10 +135,10 @@ class TestBandwidthCommsModel(CommsModelContract):
         )
 
 
-class TestDatasheetCommsModel(CommsModelContract):
+class TestPublishedCommsModel(CommsModelContract):
     def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
-        return datasheet_comms_model(
-            "h100", world_size=world_size, local_world_size=local_world_size
+        return published_comms_model(
+            GPU_CARDS["h100"], world_size=world_size, local_world_size=local_world_size
         )
 
 

@@ -458,7 +458,7 @@ def test_planner_finds_what_was_measured_or_published(
     monkeypatch.setattr(loading, "current_device_name", lambda _: "NVIDIA H200")
     published = find(bundle, "cuda")
     assert published is not None
-    assert published.source == "datasheet, not measured"
+    assert published.source == "published links of h200, not measured"
     monkeypatch.setattr(loading, "current_device_name", lambda _: "NVIDIA A10")
     assert find(bundle, "cuda") is None
 

@@ -5,7 +5,7 @@ from torchrec_neuroshard.cost_models.bundle import load_bundle
 from torchrec_neuroshard.cost_models.comms import (
     BandwidthCommsModel,
     LearnedCommsModel,
-    datasheet_comms_model,
+    published_comms_model,
 )
 from torchrec_neuroshard.cost_models.compute import (
     ConcurrentCostModel,
@@ -27,8 +27,8 @@ __all__ = [
     "NeuralCostModel",
     "PhysicalCostModel",
     "StockCostModel",
-    "datasheet_comms_model",
     "load_bundle",
     "load_comms_model",
     "load_cost_model",
+    "published_comms_model",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,72 +17,53 @@ from torchrec_neuroshard.cost_models.comms_network import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
+from torchrec_neuroshard.gpu_cards import GpuCard
 from torchrec_neuroshard.records import COLLECTIVES
 
 __all__ = [
-    "DATASHEET_NODES",
     "BandwidthCommsModel",
     "LearnedCommsModel",
-    "NodeLinks",
-    "datasheet_comms_model",
+    "published_comms_model",
 ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeLinks:
-    """Published links of one kind of node."""
-
-    intra_gb_per_s: float
-    """One GPU to the others of its node, one direction."""
-    inter_gb_per_s: float
-    """One GPU to other nodes, one direction."""
-    intra_latency_us: float
-    inter_latency_us: float
+# Start of a collective (8.4) and one hop over NVLink (3.4) or network (9.6), of the
+# ring with the simple protocol. Constants of NCCL's own tuning model,
+# src/graph/tuning.cc of NVIDIA/nccl at 01afd20.
+_INTRA_LATENCY_US = 8.4 + 3.4
+_INTER_LATENCY_US = 8.4 + 9.6
 
 
-_HOPPER = NodeLinks(
-    # NVLink 4: 900 GB/s both ways together. NVIDIA H100 (and H200) data sheet.
-    intra_gb_per_s=450.0,
-    # One ConnectX-7 of 400 Gb/s (NDR InfiniBand) per GPU. NVIDIA DGX H100 data sheet.
-    inter_gb_per_s=50.0,
-    # Start of a collective (8.4) and one hop over NVLink (3.4) or network (9.6), of the
-    # ring with the simple protocol. Constants of NCCL's own tuning model,
-    # src/graph/tuning.cc of NVIDIA/nccl at 01afd20.
-    intra_latency_us=8.4 + 3.4,
-    inter_latency_us=8.4 + 9.6,
-)
-
-DATASHEET_NODES: dict[str, NodeLinks] = {"h100": _HOPPER, "h200": _HOPPER}
-"""Nodes of eight GPUs whose links are published."""
-
-
-def datasheet_comms_model(
-    node: str, *, world_size: int, local_world_size: int
+def published_comms_model(
+    card: GpuCard,
+    *,
+    world_size: int,
+    local_world_size: int,
+    intra_gb_per_s: float | None = None,
+    inter_gb_per_s: float | None = None,
 ) -> BandwidthCommsModel:
-    """Return the latency-bandwidth form with a node's published constants.
+    """Return the latency-bandwidth form with the published links of a card's nodes.
 
     Args:
-        node: A name of `DATASHEET_NODES`.
+        card: Of every rank.
         world_size: Ranks.
         local_world_size: Ranks per node.
+        intra_gb_per_s: Bandwidth of a rank inside its node; None: the card's.
+        inter_gb_per_s: Same to other nodes.
 
     Raises:
-        ConfigError: The node is unknown, or the ranks do not fill whole nodes.
+        ConfigError: The ranks do not fill whole nodes.
     """
-    if node not in DATASHEET_NODES:
-        raise ConfigError(
-            f"no published links of node '{node}'; known are "
-            f"{', '.join(DATASHEET_NODES)}. Measure with 'neuroshard collect comms' or "
-            "give bandwidths to BandwidthCommsModel"
-        )
-    links = DATASHEET_NODES[node]
     one_node = world_size == local_world_size
+    given = intra_gb_per_s is not None or inter_gb_per_s is not None
     return BandwidthCommsModel(
         world_size=world_size,
         local_world_size=local_world_size,
-        intra_gb_per_s=links.intra_gb_per_s,
-        inter_gb_per_s=links.inter_gb_per_s,
-        latency_us=links.intra_latency_us if one_node else links.inter_latency_us,
+        intra_gb_per_s=intra_gb_per_s or card.intra_gb_per_s.value,
+        inter_gb_per_s=inter_gb_per_s or card.inter_gb_per_s.value,
+        latency_us=_INTRA_LATENCY_US if one_node else _INTER_LATENCY_US,
+        source=f"{'given' if given else 'published'} links of {card.name}, not "
+        "measured",
     )
 
 

@@ -13,18 +13,22 @@ from torchrec_neuroshard.cost_models.bundle import (
     load_bundle,
     load_comms_bundle,
 )
-from torchrec_neuroshard.cost_models.comms import (
-    DATASHEET_NODES,
-    datasheet_comms_model,
-)
+from torchrec_neuroshard.cost_models.comms import published_comms_model
 from torchrec_neuroshard.cost_models.compute import (
     PhysicalConstants,
     PhysicalCostModel,
 )
 from torchrec_neuroshard.devices import current_device_name
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.gpu_cards import GPU_CARDS, GpuCard, find_card
 
-__all__ = ["bundle_folder", "load_comms_model", "load_cost_model", "pretrained_names"]
+__all__ = [
+    "bundle_folder",
+    "find_named_card",
+    "load_comms_model",
+    "load_cost_model",
+    "pretrained_names",
+]
 
 _PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
@@ -32,8 +36,10 @@ _CPU_CONSTANTS = PhysicalConstants(
     memory_gb_per_s=20.0, launch_us=300.0, lookup_ns=30.0, efficiency=0.5
 )
 """One core of a server CPU: assumed, not measured."""
-_DEFAULT_GPU_GB_PER_S = 2_039.0
-"""A100 80 GB data sheet; used only when the topology gives no bandwidth."""
+_UNKNOWN_CARD = GPU_CARDS["a100"]
+"""Taken for a GPU that nobody names, where the topology gives no bandwidth either."""
+_STAND_IN = "cpu_epyc_zen5"
+"""Its gloo collectives stand in for those of CPUs that none were measured on."""
 
 
 def pretrained_names() -> tuple[str, ...]:
@@ -48,49 +54,91 @@ def bundle_folder(name: str | Path) -> Path | None:
     return Path(name) if Path(name).is_dir() else None
 
 
+def find_named_card(
+    cost_model: str | Path | CostModel, device_type: str
+) -> GpuCard | None:
+    """Find the card whose costs are asked for, by its name or by what was measured.
+
+    Args:
+        cost_model: As for `load_cost_model`.
+        device_type: Device that is planned for: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: A card is named for devices that are no GPUs.
+    """
+    if isinstance(cost_model, CostModel):
+        return find_card(cost_model.hardware) if device_type == "cuda" else None
+    card = GPU_CARDS.get(str(cost_model).lower())
+    if card is not None and device_type != "cuda":
+        raise ConfigError(
+            f"cost model '{cost_model}' is a GPU's, the devices to plan for are of "
+            f"type '{device_type}': give the topology compute_device='cuda' or take "
+            "another cost model"
+        )
+    folder = bundle_folder(cost_model)
+    if card is not None or folder is None or device_type != "cuda":
+        return card
+    info = COMPUTE_BUNDLE.find_info(folder)
+    return find_card(info.fingerprint.device) if info is not None else None
+
+
 def load_cost_model(
     cost_model: str | Path | CostModel = "auto",
     *,
     device_type: str = "cpu",
     hbm_gb_per_s: float | None = None,
+    card: GpuCard | None = None,
 ) -> CostModel:
     """Find the cost model to plan with.
 
     Args:
-        cost_model: "auto", the name of a shipped bundle, a bundle's folder, or a model.
-            "auto" takes the bundle measured on this very device, else a physical
-            estimate, with a warning; it never takes a CPU's bundle for a GPU. So it
-            is with a folder that holds collectives alone.
+        cost_model: "auto", the name of a shipped bundle or of a card of `GPU_CARDS`, a
+            bundle's folder, or a model. "auto" takes the bundle measured on this very
+            device, else a physical estimate, with a warning; it never takes a CPU's
+            bundle for a GPU. So it is with a folder that holds collectives alone. A
+            card's name asks for the physical estimate for it.
         device_type: Device that is planned for: "cpu" or "cuda".
-        hbm_gb_per_s: Its memory bandwidth, for the physical estimate.
+        hbm_gb_per_s: Its memory bandwidth, for the physical estimate; None: the card's.
+        card: What is planned for. None: the card named, else the one of this machine.
 
     Raises:
-        ConfigError: No bundle has that name or path.
+        ConfigError: No bundle has that name or path, or a GPU's is asked for a CPU.
         BundleCorruptError: The bundle is damaged.
         BundleMismatchError: The bundle is of another version of this package.
     """
     if isinstance(cost_model, CostModel):
         return cost_model
+    named = find_named_card(cost_model, device_type)
     if str(cost_model) == "auto":
-        return _auto(device_type, hbm_gb_per_s)
+        return _auto(device_type, hbm_gb_per_s, card)
     if (folder := bundle_folder(cost_model)) is not None:
-        if COMPUTE_BUNDLE.is_in(folder) or not COMMS_BUNDLE.is_in(folder):
-            return load_bundle(folder)
-        warnings.warn(
-            f"{folder} holds collectives alone: kernels are costed as by "
-            "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to it",
-            stacklevel=2,
-        )
-        return _auto(device_type, hbm_gb_per_s)
+        if COMMS_BUNDLE.is_in(folder) and not COMPUTE_BUNDLE.is_in(folder):
+            warnings.warn(
+                f"{folder} holds collectives alone: kernels are costed as by "
+                "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to "
+                "it",
+                stacklevel=2,
+            )
+            return _auto(device_type, hbm_gb_per_s, card)
+        model = load_bundle(folder)
+        measured_on = COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
+        if measured_on != device_type:
+            model.source = (
+                f"measured on another kind of device, {model.hardware} "
+                f"({measured_on}): no estimate for {device_type}"
+            )
+        return model
+    if named is not None:
+        return _estimate(device_type, hbm_gb_per_s, card or named, named.title)
     raise ConfigError(
         f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped "
-        f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a folder made by "
-        "'neuroshard train'"
+        f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a card "
+        f"({', '.join(GPU_CARDS)}), nor a folder made by 'neuroshard train'"
     )
 
 
 def load_comms_model(
-    cost_model: str | Path = "auto",
+    cost_model: str | Path | None = "auto",
     *,
     device_type: str,
     world_size: int,
@@ -98,11 +146,12 @@ def load_comms_model(
     intra_gb_per_s: float | None = None,
     inter_gb_per_s: float | None = None,
     unmeasured_inter_gb_per_s: float | None = None,
+    card: GpuCard | None = None,
 ) -> CommsModel | None:
     """Find the model of collectives that belongs to a cost model.
 
     Args:
-        cost_model: As for `load_cost_model`.
+        cost_model: As for `load_cost_model`; None: nothing was measured beside it.
         device_type: Device that is planned for: "cpu" (gloo) or "cuda" (NCCL).
         world_size: Ranks.
         local_world_size: Ranks per node.
@@ -110,68 +159,98 @@ def load_comms_model(
         inter_gb_per_s: Same between nodes.
         unmeasured_inter_gb_per_s: Bandwidth between nodes to assume, with a warning,
             where the bundle was measured on one node; None is an error then.
+        card: What is planned for. None: the card named, else the one of this machine.
 
     Returns:
         What was measured, if the bundle holds it for this backend; else the published
-        links of this machine's GPU, unless bandwidths are given; None where neither is
-        known and the topology's bandwidths have to do.
+        links of the card, with the bandwidths given in place of its own; else, on CPUs
+        whose bandwidth inside a node is not given, what was measured on another one.
+        None where none of these is known and the topology's bandwidths have to do.
 
     Raises:
         BundleCorruptError: The bundle is damaged.
         BundleMismatchError: The bundle is of another version of this package.
         ConfigError: The ranks do not fill whole nodes, or were measured on one node.
     """
+    device = _planned_device(device_type, card)
+    if card is None and cost_model is not None:
+        card = find_named_card(cost_model, device_type)
+    card = card or find_card(device)
     backend = "nccl" if device_type == "cuda" else "gloo"
+    folder = _measured_collectives(cost_model, backend, device)
+    stands_in = folder is None and device_type == "cpu" and intra_gb_per_s is None
+    if stands_in:
+        folder = _PRETRAINED / _STAND_IN
+    if folder is None or not COMMS_BUNDLE.is_in(folder):
+        if card is None:
+            return None
+        return published_comms_model(
+            card,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            intra_gb_per_s=intra_gb_per_s,
+            inter_gb_per_s=inter_gb_per_s,
+        )
+    info = COMMS_BUNDLE.read_info(folder)
+    many = world_size > local_world_size
+    assumed = unmeasured_inter_gb_per_s
+    if many and not info.inter_gb_per_s and inter_gb_per_s is None and assumed:
+        inter_gb_per_s = assumed
+    if many and inter_gb_per_s is assumed and not stands_in:
+        warnings.warn(
+            f"the collectives of {folder} were measured inside one node: "
+            f"{assumed:g} GB/s between nodes is assumed. Give the topology "
+            "inter_host_bw or run 'neuroshard collect comms' on several nodes",
+            stacklevel=2,
+        )
+    model = load_comms_bundle(
+        folder,
+        # One unit for kernels and collectives.
+        compute=_kernels_beside(folder, device_type),
+        backend=backend,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        intra_gb_per_s=intra_gb_per_s,
+        inter_gb_per_s=inter_gb_per_s,
+    )
+    if stands_in:
+        model.source = f"measured on {info.fingerprint.device}, which stands in"
+    return model
+
+
+def _planned_device(device_type: str, card: GpuCard | None) -> str | None:
+    """Name of this machine's device, unless another card than it is planned for."""
     device = current_device_name(device_type)
-    if str(cost_model) == "auto":
-        folders = sorted(p.parent for p in _PRETRAINED.glob("*/comms.json"))
-    else:
+    return device if card is None or card is find_card(device) else None
+
+
+def _measured_collectives(
+    cost_model: str | Path | None, backend: str, device: str | None
+) -> Path | None:
+    """Folder of a bundle that holds collectives over a backend."""
+    if cost_model is None:
+        return None
+    by_name = str(cost_model) != "auto"
+    folders: list[Path] = sorted(p.parent for p in _PRETRAINED.glob("*/comms.json"))
+    if by_name:
         folders = list(filter(None, [bundle_folder(cost_model)]))
     for folder in filter(COMMS_BUNDLE.is_in, folders):
         info = COMMS_BUNDLE.read_info(folder)
-        wanted = str(cost_model) != "auto" or info.fingerprint.device == device
-        if wanted and info.backend == backend:
-            many = world_size > local_world_size
-            assumed = unmeasured_inter_gb_per_s
-            if many and not info.inter_gb_per_s and inter_gb_per_s is None and assumed:
-                inter_gb_per_s = assumed
-                warnings.warn(
-                    f"the collectives of {folder} were measured inside one node: "
-                    f"{assumed:g} GB/s between nodes is assumed. Give the topology "
-                    "inter_host_bw or run 'neuroshard collect comms' on several nodes",
-                    stacklevel=2,
-                )
-            return load_comms_bundle(
-                folder,
-                # One unit for kernels and collectives.
-                compute=_kernels_beside(folder, device_type),
-                backend=backend,
-                world_size=world_size,
-                local_world_size=local_world_size,
-                intra_gb_per_s=intra_gb_per_s,
-                inter_gb_per_s=inter_gb_per_s,
-            )
-    if intra_gb_per_s is not None or inter_gb_per_s is not None:
-        return None
-    for node in DATASHEET_NODES:
-        if device_type == "cuda" and node in (device or "").lower():
-            return datasheet_comms_model(
-                node, world_size=world_size, local_world_size=local_world_size
-            )
+        if info.backend == backend and (by_name or info.fingerprint.device == device):
+            return folder
     return None
 
 
 def _kernels_beside(folder: Path, device_type: str) -> BundleInfo | None:
     """The compute model in whose unit a bundle's collectives are to be given."""
     if not COMPUTE_BUNDLE.is_in(folder):
-        shipped = _shipped_for(device_type)
+        shipped = _shipped_for(device_type, current_device_name(device_type))
         return None if shipped is None else COMPUTE_BUNDLE.read_info(shipped)
     return COMPUTE_BUNDLE.read_info(folder)
 
 
-def _shipped_for(device_type: str) -> Path | None:
-    """The shipped bundle that was measured on this very device."""
-    device = current_device_name(device_type)
+def _shipped_for(device_type: str, device: str | None) -> Path | None:
+    """The shipped bundle that was measured on a device."""
     for name in pretrained_names():
         try:
             fingerprint = COMPUTE_BUNDLE.read_info(_PRETRAINED / name).fingerprint
@@ -183,22 +262,31 @@ def _shipped_for(device_type: str) -> Path | None:
     return None
 
 
-def _auto(device_type: str, hbm_gb_per_s: float | None) -> CostModel:
-    if (shipped := _shipped_for(device_type)) is not None:
+def _auto(
+    device_type: str, hbm_gb_per_s: float | None, card: GpuCard | None
+) -> CostModel:
+    device = _planned_device(device_type, card)
+    if (shipped := _shipped_for(device_type, device)) is not None:
         return load_bundle(shipped)
-    device = current_device_name(device_type)
+    card = card or find_card(device)
     shown = device or f"a {device_type} device that is not on this machine"
+    return _estimate(device_type, hbm_gb_per_s, card, card.title if card else shown)
+
+
+def _estimate(
+    device_type: str, hbm_gb_per_s: float | None, card: GpuCard | None, shown: str
+) -> CostModel:
+    """The physical estimate, with a warning that it is one."""
     warnings.warn(
         f"no cost model was measured on {shown}: costs are a physical estimate from "
         "memory bandwidth. On that machine run 'neuroshard collect compute' and "
         "'neuroshard train', then pass cost_model=<the folder>; shipped bundles that "
         f"can be asked for by name: {', '.join(pretrained_names()) or 'none'}",
-        stacklevel=3,
+        stacklevel=4,
     )
     if device_type == "cpu":
         constants = _CPU_CONSTANTS
     else:
-        constants = PhysicalConstants(
-            memory_gb_per_s=hbm_gb_per_s or _DEFAULT_GPU_GB_PER_S
-        )
-    return PhysicalCostModel(constants, name="physical", hardware=device or device_type)
+        bandwidth = hbm_gb_per_s or (card or _UNKNOWN_CARD).hbm_gb_per_s.value
+        constants = PhysicalConstants(memory_gb_per_s=bandwidth)
+    return PhysicalCostModel(constants, name="physical", hardware=shown)

@@ -6,6 +6,7 @@ Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchrec.distributed.planner.constants import (
-    HBM_MEM_BW,
-)
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Perf,
@@ -34,7 +32,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import check_constraints
 from torchrec_neuroshard.planner.find_comms import (
-    GB_PER_S,
     find_comms_model,
     find_rank_groups,
 )
@@ -45,8 +42,15 @@ from torchrec_neuroshard.planner.plan_conversion import (
     fusion_key,
     lower_plan,
 )
-from torchrec_neuroshard.planner.table_reader import TableReader, is_dense, table_name
+from torchrec_neuroshard.planner.table_reader import (
+    DEFAULT_INPUTS,
+    TableReader,
+    is_dense,
+    table_name,
+)
+from torchrec_neuroshard.planner.topologies import GB_PER_S, PlannedDevices
 from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.report import PlanBasis
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.simulator import (
@@ -67,6 +71,8 @@ class PlanCosts:
     """Costs of sharding options and plans, by one cost model and one topology.
 
     Attributes:
+        devices: What is planned for, and where each of its figures is from.
+        topology: Its topology: the caller's, completed.
         reader: Describes sharding options as tables.
         cost_model: Fused kernels.
         comms_model: Collectives.
@@ -101,27 +107,41 @@ class PlanCosts:
             BundleError: The bundle cannot be used.
         """
         check_constraints(constraints or {})
-        self.topology = topology
+        self.devices = PlannedDevices.of(
+            topology,
+            cost_model,
+            comms_are_given=comms_model is not None,
+        )
+        self.topology = topology = self.devices.topology
         self.reader = TableReader(
             world_size=topology.world_size, constraints=constraints, profiles=profiles
         )
-        given = topology.hbm_mem_bw
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.cost_model = load_cost_model(
                 cost_model,
                 device_type=topology.compute_device,
-                hbm_gb_per_s=None if given == HBM_MEM_BW else given * GB_PER_S,
+                hbm_gb_per_s=topology.hbm_mem_bw * GB_PER_S,
+                card=self.devices.card,
             )
+            ranks = topology.world_size, topology.local_world_size
             self.comms_model = comms_model or find_comms_model(
-                topology, cost_model, topology.world_size, topology.local_world_size
+                self.devices, cost_model, *ranks
             )
-            self.comms_model = find_rank_groups(topology, self.comms_model, cost_model)
+            self.comms_model = find_rank_groups(
+                self.devices, self.comms_model, cost_model
+            )
         self.cost_model = ConcurrentCostModel.of(self.cost_model, self.comms_model)
-        for warning in caught:
-            warnings.warn(warning.message, warning.category, stacklevel=3)
-        texts = dict.fromkeys(str(w.message) for w in caught)
-        self.warnings: tuple[str, ...] = tuple(texts)
+        found = [str(w.message) for w in caught]
+        texts = [*found, *self.devices.impossible, *self.devices.left_out]
+        if isinstance(cost_model, CostModel):
+            # Whoever makes models of their own is told by the result alone.
+            found = [*found, *self.devices.impossible]
+        else:
+            found = texts
+        if found:
+            warnings.warn("\n".join(dict.fromkeys(found)), stacklevel=3)
+        self.warnings: tuple[str, ...] = tuple(dict.fromkeys(texts))
         self.encoder = ShardEncoder(self.cost_model)
         self._launches_added = False
 
@@ -261,6 +281,31 @@ class PlanCosts:
             return self.cost_model.source
         total = len(costed) + len(stock)
         return f"{self.cost_model.source}; estimated for {estimated} of {total} tables"
+
+    def basis(
+        self, plan: Sequence[ShardingOption], batch_size_is_default: bool
+    ) -> PlanBasis:
+        """Say what a plan's costs rest on.
+
+        Args:
+            plan: Its options.
+            batch_size_is_default: Whether the caller gave no batch size.
+        """
+        inputs: dict[str, str] = {}
+        for option in plan:
+            inputs.update(self.reader.inputs_from(option))
+        counts = Counter(inputs.values())
+        devices = self.devices
+        return PlanBasis(
+            card=devices.card.title if devices.card else None,
+            figures=tuple(devices.figures.values()),
+            batch_size=int(plan[0].batch_size) if plan else 0,
+            batch_size_is_default=batch_size_is_default,
+            ids_per_sample=tuple(counts.most_common()),
+            assumed_features=tuple(
+                f for f, source in inputs.items() if source == DEFAULT_INPUTS
+            ),
+        )
 
     def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
         """Say which tables of a plan run kernels whose cost is an estimate."""

@@ -47,7 +47,6 @@ from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.find_comms import GB_PER_S
 from torchrec_neuroshard.planner.given_plans import (
     PlanFileError,
     PlanTable,
@@ -61,6 +60,7 @@ from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     device_tier,
 )
+from torchrec_neuroshard.planner.topologies import GB_PER_S
 from torchrec_neuroshard.search.base import SearchResult
 
 __all__ = [

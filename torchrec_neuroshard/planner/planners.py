@@ -61,7 +61,7 @@ from torchrec_neuroshard.planner.proposers import (
 )
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.planner.table_reader import table_name
-from torchrec_neuroshard.planner.topologies import default_topology, memory_notes
+from torchrec_neuroshard.planner.topologies import default_topology
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan, report_full
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain
@@ -103,8 +103,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "rest" (proposals, ratings, copies).
 
     Args:
-        topology: The devices to plan for. None: TorchRec's default for the process
-            group, with the memory that the visible GPU really has.
+        topology: The devices to plan for, by `topology_for` or TorchRec's `Topology`.
+            None: TorchRec's default for the process group. What it leaves at TorchRec's
+            defaults is taken from the card that is planned for, where it is known.
         batch_size: Samples per rank.
         enumerator: None: `NeuroShardEnumerator`. The constraints of TorchRec's or this
             package's stand in for those left out here; where both differ, tables are
@@ -164,13 +165,19 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         placement_constraints: PlacementConstraints | None = None,
         **kwargs: Any,
     ) -> None:
-        given, topology = topology, topology or default_topology()
         constraints, offered, notes = _own_constraints(constraints, enumerator)
         odd = (*odd_batch_size(batch_size), *odd_constraints(constraints or {}))
         for text in odd:
             warnings.warn(text, stacklevel=2)
-        memory = memory_notes(topology, is_default=given is None)
-        self._notes = (*memory, *notes, *odd)
+        self._notes = (*notes, *odd)
+        self.costs = PlanCosts(
+            topology or default_topology(),
+            offered,
+            cost_model=cost_model,
+            comms_model=comms_model,
+            profiles=profiles,
+        )
+        topology = self.costs.topology
         if max_switches is not None:
             warnings.warn(
                 "max_switches is ignored and will go: the search chooses sharding "
@@ -196,15 +203,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "performance_model": performance_model,
             "timeout_seconds": timeout_seconds,
         }
-        self.costs = PlanCosts(
-            topology,
-            offered,
-            cost_model=cost_model,
-            comms_model=comms_model,
-            profiles=profiles,
-        )
         self.placement_constraints = placement_constraints or PlacementConstraints()
         self._profiles = dict(profiles or {})
+        self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -310,7 +311,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             notes = [*self._notes, *unmatched, *skipped]
             records = run.log.records
             known = describe_plan(
-                run.selected, self.costs, records, run.fallback, notes
+                run.selected,
+                self.costs,
+                records,
+                run.fallback,
+                notes,
+                batch_size_is_default=self._batch_size_is_default,
             )
             listed = self._enumerator
             options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
@@ -481,7 +487,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         notes = (*self._notes, *self._check_inputs(module))
         given = sharders or get_default_sharders()
         options = PlanOptions(module, given, self._enumerator, self.costs).of(plan)
-        return self._explain(describe_plan(options, self.costs, (), None, notes))
+        known = describe_plan(
+            options,
+            self.costs,
+            (),
+            None,
+            notes,
+            batch_size_is_default=self._batch_size_is_default,
+        )
+        return self._explain(known)
 
     def _check_inputs(self, module: nn.Module) -> tuple[str, ...]:
         """Hold profiles and constraints against the model; returns notes."""
@@ -493,7 +507,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _explain(self, known: KnownPlan) -> PlanReport:
         simulator = None if known.task is None else self.costs.simulator(known.task)
-        return explain(known.result, simulator, known.others)
+        return explain(known.result, simulator, known.others, basis=known.basis)
 
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""

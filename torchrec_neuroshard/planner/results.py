@@ -14,7 +14,7 @@ from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.partitioners import SearchRecord
 from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS, table_name
-from torchrec_neuroshard.report import OtherTable
+from torchrec_neuroshard.report import OtherTable, PlanBasis
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
@@ -31,6 +31,8 @@ class KnownPlan:
     """The tables that the result's placement counts, in its order."""
     others: tuple[OtherTable, ...]
     """Tables outside the placement."""
+    basis: PlanBasis | None = None
+    """What its costs rest on."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What planning took, part by part."""
 
@@ -41,6 +43,7 @@ def describe_plan(
     records: Sequence[SearchRecord],
     fallback: str | None = None,
     notes: Sequence[str] = (),
+    batch_size_is_default: bool = False,
 ) -> KnownPlan:
     """Describe a plan that was chosen.
 
@@ -50,6 +53,7 @@ def describe_plan(
         records: The searches that were made for it.
         fallback: Why another planner's plan was taken, if it was.
         notes: More warnings.
+        batch_size_is_default: Whether the caller gave no batch size.
     """
     lowered = costs.lower(selected)
     predicted = costs.evaluate(lowered)
@@ -87,7 +91,12 @@ def describe_plan(
     task = lowered.task
     if task is not None and best is not None:
         task = _with_limits(task, best.task)
-    return KnownPlan(result=result, task=task, others=others)
+    return KnownPlan(
+        result=result,
+        task=task,
+        others=others,
+        basis=costs.basis(selected, batch_size_is_default),
+    )
 
 
 def _host_notes(selected: Sequence[ShardingOption]) -> list[str]:

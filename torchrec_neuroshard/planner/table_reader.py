@@ -77,6 +77,10 @@ _OPTIMIZER_NAMES: Mapping[str, str] = {
 """Other optimizers are costed as Adam, which keeps as much state as any of them."""
 
 
+DEFAULT_INPUTS = "TorchRec's default of 1 id"
+"""Said of features that nobody described."""
+
+
 def device_tier(topology: Topology) -> str:
     """Return the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
     return "ddr" if topology.compute_device == "cpu" else "hbm"
@@ -290,6 +294,30 @@ class TableReader:
             data_type=config.data_type.value.lower(),
             optimizer=optimizer,
         )
+
+    def inputs_from(self, option: ShardingOption) -> dict[str, str]:
+        """Return feature -> where its ids per sample and their repeats are from.
+
+        Args:
+            option: One that has a cost.
+        """
+        config = self.config(option)
+        features = list(config.feature_names or []) if config else []
+        constraint = self._constraints.get(option.name)
+        pooling = list(constraint.pooling_factors or []) if constraint else []
+        described = constraint is not None and pooling != [POOLING_FACTOR]
+        found = {}
+        for feature in features or [option.name]:
+            known = self._profiles.get(feature)
+            if known is not None and known.access_histogram:
+                found[feature] = "profiles of batches"
+            elif known is not None:
+                found[feature] = "profiles without repeats, which are taken as Zipf's"
+            elif described:
+                found[feature] = "the constraints, repeats taken as Zipf's"
+            else:
+                found[feature] = DEFAULT_INPUTS
+        return found
 
     def pooling_factor(
         self, name: str, features: Sequence[str], batch_size: int | None

@@ -3,7 +3,9 @@
 from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.html import html_report, write_html
 from torchrec_neuroshard.report.plan_report import (
+    DeviceFigure,
     OtherTable,
+    PlanBasis,
     PlanReport,
     RankReport,
     SplitReport,
@@ -11,7 +13,9 @@ from torchrec_neuroshard.report.plan_report import (
 from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
+    "DeviceFigure",
     "OtherTable",
+    "PlanBasis",
     "PlanReport",
     "RankReport",
     "SplitReport",

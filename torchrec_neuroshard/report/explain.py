@@ -14,6 +14,7 @@ import numpy.typing as npt
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.report.plan_report import (
     OtherTable,
+    PlanBasis,
     PlanReport,
     RankReport,
     SplitReport,
@@ -34,6 +35,7 @@ def explain(
     simulator: Simulator | None,
     others: Sequence[OtherTable] = (),
     max_splits: int = MAX_SPLITS,
+    basis: PlanBasis | None = None,
 ) -> PlanReport:
     """Say what a plan costs and what each of its splits is good for.
 
@@ -46,6 +48,7 @@ def explain(
             column shards.
         others: Tables outside the placement.
         max_splits: Split tables explained one by one.
+        basis: What the costs rest on.
     """
     placement, predicted = result.placement, result.predicted
     task = simulator.task if simulator is not None else None
@@ -70,6 +73,7 @@ def explain(
         others=tuple(others),
         fallback=result.fallback,
         warnings=result.warnings,
+        basis=basis,
     )
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchrec_neuroshard.report.plan_report import PlanReport, RankReport
+from torchrec_neuroshard.report.plan_report import PlanBasis, PlanReport, RankReport
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["html_report", "write_html"]
@@ -57,6 +57,7 @@ def html_report(report: PlanReport, title: str = "Sharding plan") -> str:
         _memory_bars(report.ranks),
         *_splits(report),
         *_others(report),
+        *_basis(report.basis),
         *_warnings(report),
     ]
     return "\n".join(
@@ -258,6 +259,32 @@ def _others(report: PlanReport) -> Iterator[str]:
         cells = (other.table, other.sharding_type, other.compute_kernel)
         yield "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>"
     yield "</table>"
+
+
+def _basis(basis: PlanBasis | None) -> Iterator[str]:
+    if basis is None:
+        return
+    yield "<h2>What the costs rest on</h2>"
+    card = html.escape(basis.card or "not named")
+    yield f"<p>Card: {card}. {basis.batch_size:,} samples per rank.</p>"
+    yield "<table><tr><th>figure</th><th class='number'>value</th><th>from</th></tr>"
+    for figure in basis.figures:
+        source = f"{figure.basis}: {figure.source}" if figure.source else figure.basis
+        yield (
+            f"<tr><td>{html.escape(figure.name)}</td><td class='number'>{figure}</td>"
+            f"<td>{html.escape(source)}</td></tr>"
+        )
+    for source, count in basis.ids_per_sample:
+        yield (
+            f"<tr><td>ids per sample</td><td class='number'>{count} features</td>"
+            f"<td>{html.escape(source)}</td></tr>"
+        )
+    yield "</table>"
+    if basis.assumptions:
+        yield "<p>Assumed, that is neither given nor published nor measured:</p>"
+        yield "<ul class='warning'>"
+        yield from (f"<li>{html.escape(text)}</li>" for text in basis.assumptions)
+        yield "</ul>"
 
 
 def _warnings(report: PlanReport) -> Iterator[str]:

@@ -10,11 +10,79 @@ from typing import Any
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
-__all__ = ["OtherTable", "PlanReport", "RankReport", "SplitReport"]
+__all__ = [
+    "DeviceFigure",
+    "OtherTable",
+    "PlanBasis",
+    "PlanReport",
+    "RankReport",
+    "SplitReport",
+]
 
 MAX_RANKS = 32
 """Ranks shown one by one; of more, those that set a phase and the least loaded."""
+MAX_NAMES = 3
+"""Names in a line of text; the rest is counted."""
 _GIB = 2**30
+
+
+ASSUMED_BASES = frozenset({"assumed", "TorchRec's default"})
+"""Of figures that are neither given nor published nor measured for these devices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFigure:
+    """A figure of the devices that a plan is made for."""
+
+    name: str
+    value: float
+    unit: str
+    basis: str
+    """"given", "this machine", a basis of `gpu_cards.Figure`, "TorchRec's default"."""
+    source: str = ""
+    """Who says so; empty where the basis says it."""
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether nobody gave, published or measured it for these devices."""
+        return self.basis in ASSUMED_BASES
+
+    def __str__(self) -> str:
+        """Return value and unit."""
+        return f"{self.value:,.4g} {self.unit}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanBasis:
+    """What the costs of a plan rest on."""
+
+    card: str | None
+    """Of every rank; None where it is not known."""
+    figures: tuple[DeviceFigure, ...]
+    batch_size: int
+    """Samples per rank."""
+    batch_size_is_default: bool
+    """Whether it is TorchRec's default, since the caller gave none."""
+    ids_per_sample: tuple[tuple[str, int], ...]
+    """Where the features' ids per sample, and how often they repeat, are from -> how
+    many features."""
+    assumed_features: tuple[str, ...]
+    """Those that nobody described: TorchRec's default of 1 id per sample."""
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What was neither given nor published nor measured."""
+        texts = [f"{f.name} {f} ({f.basis})" for f in self.figures if f.is_assumed]
+        if self.batch_size_is_default:
+            texts.append(f"{self.batch_size:,} samples per rank (TorchRec's default)")
+        if self.assumed_features:
+            first = ", ".join(self.assumed_features[:MAX_NAMES])
+            more = len(self.assumed_features) - MAX_NAMES
+            texts.append(
+                f"1 id per sample of {first}{f' and {more} more' if more > 0 else ''} "
+                "(TorchRec's default)"
+            )
+        return tuple(texts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,6 +172,8 @@ class PlanReport:
     others: tuple[OtherTable, ...]
     fallback: str | None
     warnings: tuple[str, ...]
+    basis: PlanBasis | None = None
+    """None where only a search is reported."""
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -114,6 +184,8 @@ class PlanReport:
         data = dataclasses.asdict(self)
         for rank, report in zip(data["ranks"], self.ranks, strict=True):
             rank["costs"] = report.costs.to_json()
+        if self.basis is not None:
+            data["basis"]["assumptions"] = list(self.basis.assumptions)
         return data
 
 
@@ -130,6 +202,8 @@ def _lines(report: PlanReport) -> Iterator[str]:
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
     if report.fallback is not None:
         yield f"TorchRec's own plan: {report.fallback}"
+    if report.basis is not None:
+        yield from _basis_lines(report.basis)
     yield ""
     yield from _rank_lines(report.ranks)
     if report.splits:
@@ -148,6 +222,20 @@ def _lines(report: PlanReport) -> Iterator[str]:
         yield ""
         yield "Warnings:"
         yield from (f"- {text}" for text in report.warnings)
+
+
+def _basis_lines(basis: PlanBasis) -> Iterator[str]:
+    """What costs rest on, in sentences without a full stop."""
+    card = basis.card or "cards that are not named"
+    yield f"planned for {card}, {basis.batch_size:,} samples per rank"
+    if basis.figures:
+        yield ", ".join(f"{f.name} {f} ({f.basis})" for f in basis.figures)
+    yield "ids per sample: " + ", ".join(
+        f"{source} ({count} feature{'s' * (count != 1)})"
+        for source, count in basis.ids_per_sample
+    )
+    if basis.assumptions:
+        yield f"assumed: {'; '.join(basis.assumptions)}"
 
 
 def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
