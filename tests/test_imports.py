@@ -7,7 +7,7 @@ installed, and imports inside functions.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": _COSTS | {"search", "baselines", "workloads"},
     "planner": _COSTS | {"search", "baselines", "report", "workloads"},
     # Beside it.
-    "phase_timer": {"errors", "simulator"},
+    "phase_timer": {"errors", "simulator", "planner.compat"},
     "devices": {"errors"},
     "gpu_cards": {"errors"},
     "records": _VALUES,
@@ -60,6 +60,17 @@ FENCES = {
     "torchrec": ("phase_timer", "planner"),
 }
 """What only these may import; for its types alone (TYPE_CHECKING), all may."""
+
+NO_GUESSING = ("phase_timer", "planner")
+"""Where TorchRec is met: only `COMPAT` asks there what an object has."""
+
+COMPAT = "planner.compat"
+"""The one module that knows TorchRec's private attributes and its releases."""
+
+_NO_OTHER_WAY = {(f"{PACKAGE}.collect.ranks", "_get_default_store")}
+"""torch's own private names: there is no public way to a group's store."""
+
+_OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 
 
 def is_type_checking(node: ast.If) -> bool:
@@ -170,6 +181,98 @@ def find_export_faults(module: str, tree: ast.Module) -> list[str]:
     return faults
 
 
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Private attributes that classes of a module define or set on `self`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names |= {f.name for f in node.body if isinstance(f, ast.FunctionDef)}
+            names |= set(bound_names(node.body))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) in ("self", "cls"):
+                names.add(node.attr)
+    return set(filter(is_private, names))
+
+
+def class_names(tree: ast.AST) -> Iterator[tuple[str, list[str]]]:
+    """Classes of a module, each with the names of its bases."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            bases = [ast.unparse(b).partition("[")[0] for b in node.bases]
+            yield node.name, [b.rpartition(".")[2] for b in bases]
+
+
+def find_foreign_privates(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Private attributes of objects of other modules, and private imports.
+
+    `self` may have those of modules of the package that its module's bases are in.
+    """
+    privates = {module: private_names(tree) for module, tree in trees.items()}
+    home = {name: m for m, tree in trees.items() for name, _ in class_names(tree)}
+    found = []
+    for module, tree in trees.items():
+        if module == f"{PACKAGE}.{COMPAT}":
+            continue
+        inherited = {
+            name
+            for _, bases in class_names(tree)
+            for base in bases
+            if base in home
+            for name in privates[home[base]]
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute | ast.Call | ast.ImportFrom):
+                continue
+            where = f"{module}:{node.lineno}"
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                holder = ast.unparse(node.value)
+                own = privates[module] | _OF_NAMED_TUPLES
+                if holder in ("self", "cls", "super()"):
+                    own = own | inherited
+                if node.attr not in own and (module, node.attr) not in _NO_OTHER_WAY:
+                    found.append(f"{where}: {holder}.{node.attr}")
+            elif isinstance(node, ast.Call) and len(node.args) > 1:
+                name = getattr(node.args[1], "value", None)
+                if ast.unparse(node.func).endswith("attr") and is_private(name):
+                    found.append(f"{where}: {ast.unparse(node)}")
+            elif isinstance(node, ast.ImportFrom):
+                names = [a.name for a in node.names if is_private(a.name)]
+                found += [f"{where}: imports {name}" for name in names]
+    return found
+
+
+def find_guesses(module: str, tree: ast.AST) -> list[str]:
+    """Questions what an object or TorchRec has, or which release it is."""
+    inner = module.removeprefix(f"{PACKAGE}.")
+    if inner == COMPAT or not within(inner, NO_GUESSING):
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call | ast.ExceptHandler | ast.Compare):
+            continue
+        asks = False
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            asks = name in ("hasattr", "inspect.signature", "signature") or (
+                name == "getattr" and len(node.args) > 2
+            )
+        elif isinstance(node, ast.ExceptHandler):
+            names = ast.walk(node.type) if node.type is not None else ()
+            caught = {n.id for n in names if isinstance(n, ast.Name)}
+            asks = bool(caught & {"ImportError", "ModuleNotFoundError"})
+        else:
+            text = ast.unparse(node)
+            asks = "__version__" in text or "version(" in text
+        if asks:
+            text = ast.unparse(node).splitlines()[0]
+            found.append(f"{module}:{node.lineno}: {text}")
+    return found
+
+
 def sources() -> dict[str, ast.Module]:
     """Module name -> syntax tree, for the whole package.
 
@@ -197,6 +300,18 @@ def test_units_import_only_what_lies_below_them() -> None:
 def test_frameworks_stay_behind_their_fences() -> None:
     found = [
         f for module, tree in sources().items() for f in find_fence_breaks(module, tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_private_attributes_are_used_at_home() -> None:
+    found = find_foreign_privates(sources())
+    assert not found, "\n".join(found)
+
+
+def test_only_one_module_asks_what_torchrec_has() -> None:
+    found = [
+        f for module, tree in sources().items() for f in find_guesses(module, tree)
     ]
     assert not found, "\n".join(found)
 
@@ -308,6 +423,54 @@ def test_downward_import_is_granted(module: str, source: str) -> None:
 def test_fence_breaks_are_found(module: str, source: str, breaks: bool) -> None:
     found = find_fence_breaks(f"{PACKAGE}.{module}", ast.parse(source))
     assert bool(found) == breaks
+
+
+@pytest.mark.parametrize(
+    ("source", "breaks"),
+    [
+        ("planner._topology", True),
+        ("x = self._topology", True),
+        ("getattr(planner, '_topology')", True),
+        ("setattr(planner, '_topology', 1)", True),
+        ("from .other import _helper", True),
+        ("class A(B):\n    def f(self):\n        return super()._filter()", True),
+        ("class A(Other):\n    def f(self, o):\n        return o._theirs", True),
+        ("class A(Other):\n    def f(self):\n        return self._theirs", False),
+        ("class A:\n    def f(self, o):\n        self._x = o._x", False),
+        ("class A:\n    _x: int\ndef f(a):\n    return a._x", False),
+        ("planner.topology, planner.__class__, row._asdict()", False),
+        ("getattr(planner, 'topology')", False),
+    ],
+)
+def test_foreign_private_is_found(source: str, breaks: bool) -> None:
+    other = "class Other:\n    def __init__(self):\n        self._theirs = 1"
+    trees = {
+        f"{PACKAGE}.planner.module": ast.parse(source),
+        f"{PACKAGE}.planner.other": ast.parse(other),
+    }
+    assert bool(find_foreign_privates(trees)) == breaks
+    compat = {f"{PACKAGE}.{COMPAT}": ast.parse(source)}
+    assert find_foreign_privates(compat) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "asks"),
+    [
+        ("hasattr(option, 'stash_weights')", True),
+        ("getattr(option, 'stash_weights', None)", True),
+        ("inspect.signature(planner.plan)", True),
+        ("if torchrec.__version__ >= '1.9': pass", True),
+        ("version('torchrec') < '1.9'", True),
+        ("try:\n    from torchrec import x\nexcept ImportError:\n    pass", True),
+        ("getattr(storage, tier)", False),
+        ("try:\n    f()\nexcept ValueError:\n    pass", False),
+    ],
+)
+def test_guess_is_found(source: str, asks: bool) -> None:
+    tree = ast.parse(source)
+    assert bool(find_guesses(f"{PACKAGE}.planner.replan", tree)) == asks
+    for elsewhere in (COMPAT, "search.beam"):
+        assert find_guesses(f"{PACKAGE}.{elsewhere}", tree) == []
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,11 @@ from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.compat import (
+    lookups,
+    num_output_collectives,
+    wait_through,
+)
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PhaseTimer", "PhaseTimes", "critical_times", "embedding_ms"]
@@ -134,7 +139,7 @@ class PhaseTimer:
             timed_input_dist,
             timed_compute,
         )
-        self.num_collectives += len(module._output_dists)
+        self.num_collectives += num_output_collectives(module)
         for kernel in _fused_kernels(module):
             self.num_kernels += 1
             kernel.register_forward_pre_hook(
@@ -159,11 +164,10 @@ class PhaseTimer:
         node.register_hook(lambda *_: self._end(marks, "bwd_compute"))
 
     def _time_output(self, awaitable: Any, marks: _Marks) -> None:
-        wait: Callable[[], Any] = awaitable._wait_impl
         spans = marks.spans["fwd_compute"]
         marks.starts["fwd_comms"] = spans[-1][1] if spans else self._now()
 
-        def timed_wait() -> Any:
+        def timed(wait: Callable[[], Any]) -> Any:
             output = wait()
             self._end(marks, "fwd_comms")
             values = output.values()
@@ -171,7 +175,7 @@ class PhaseTimer:
                 values.register_hook(lambda _: self._start(marks, "bwd_comms"))
             return output
 
-        object.__setattr__(awaitable, "_wait_impl", timed_wait)
+        wait_through(awaitable, timed)
 
 
 def _is_pipelined(module: nn.Module) -> bool:
@@ -180,7 +184,7 @@ def _is_pipelined(module: nn.Module) -> bool:
 
 
 def _fused_kernels(module: Any) -> Iterator[nn.Module]:
-    for lookup in module._lookups:
+    for lookup in lookups(module):
         for part in lookup.modules():
             if type(part).__name__ == _KERNEL:
                 yield part

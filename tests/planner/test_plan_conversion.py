@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -94,10 +95,11 @@ def test_optimizer_of_the_parameter(kind: Any, expected: str) -> None:
 
 
 def test_optimizer_of_the_sharder() -> None:
-    class Optim:
-        name = "EXACT_ROWWISE_ADAGRAD"
+    class Optimizers(Enum):
+        EXACT_ROWWISE_ADAGRAD = "exact row-wise adagrad"
 
-    reader, options = options_of(make_ebc([(100, 16)]), optimizer=Optim())
+    chosen = Optimizers.EXACT_ROWWISE_ADAGRAD
+    reader, options = options_of(make_ebc([(100, 16)]), optimizer=chosen)
     assert reader.table(whole(options, "t0")).optimizer == "rowwise_adagrad"
     reader, options = options_of(make_ebc([(100, 16)]))
     assert reader.table(whole(options, "t0")).optimizer == "sgd"

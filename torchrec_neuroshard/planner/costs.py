@@ -332,7 +332,7 @@ class PlanCosts:
                 phases[shard.rank] += (
                     0.0,
                     # TorchRec counts prefetching as blocking.
-                    perf.fwd_compute + getattr(perf, "prefetch_compute", 0.0),
+                    perf.fwd_compute + perf.prefetch_compute,
                     perf.fwd_comms,
                     perf.bwd_comms,
                     perf.bwd_compute,

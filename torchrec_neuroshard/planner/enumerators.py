@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    Shard,
     ShardEstimator,
     ShardingOption,
     Topology,
@@ -23,6 +18,12 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.planner.compat import (
+    HookedEnumerator,
+    enumerator_constraints,
+    nothing_collected,
+    share_in_copies,
+)
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.shard_estimators import (
@@ -45,7 +46,7 @@ _TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
 
-class NeuroShardEnumerator(EmbeddingEnumerator):
+class NeuroShardEnumerator(HookedEnumerator):
     """TorchRec's enumerator with learned estimates and a fixed order of options.
 
     Of tables that the cost model knows, options are left out that are no better than
@@ -116,8 +117,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         )
         self._modelled: set[str] = set()
         self._devices = topology.devices
-        node = getattr(topology, "intra_group_size", topology.local_world_size)
-        self._one_node = node >= topology.world_size
+        self._one_node = topology.intra_group_size >= topology.world_size
         self._is_tight = False
         self._placement = placement or PlacementConstraints()
         self.seconds = 0.0
@@ -141,7 +141,7 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
             sizes.append((config.name, size))
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._is_tight = self._fills_half(sizes)
-        with _nothing_collected():
+        with nothing_collected():
             options: list[ShardingOption] = super().enumerate(module, sharders)
         self.seconds = time.monotonic() - start
         return options
@@ -178,18 +178,13 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
         Args:
             sharding_options: Changed in place.
         """
-        for option in sharding_options:
-            if type(option) is ShardingOption:
-                option.__class__ = _LightOption
+        share_in_copies(sharding_options)
         super().populate_estimates(sharding_options)
 
-    def _filter_sharding_types(
-        self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
-    ) -> list[str]:
-        types = sorted(
-            super()._filter_sharding_types(name, allowed_sharding_types, sharder_key)
-        )
-        if name not in self._modelled:
+    def narrowed_types(self, table: str, types: list[str]) -> list[str]:
+        """Return the sharding types to list, in a fixed order; see the class."""
+        types = sorted(types)
+        if table not in self._modelled:
             return types
         if not {TABLE_WISE, COLUMN_WISE}.isdisjoint(types):
             types = [t for t in types if t != _TABLE_COLUMN_WISE]
@@ -197,17 +192,12 @@ class NeuroShardEnumerator(EmbeddingEnumerator):
             types = [t for t in types if t not in _NODE_TYPES]
         return types
 
-    def _filter_compute_kernels(
-        self, name: str, allowed_compute_kernels: list[str], sharding_type: str
-    ) -> list[str]:
-        kernels = sorted(
-            super()._filter_compute_kernels(
-                name, allowed_compute_kernels, sharding_type
-            )
-        )
-        if name not in self._modelled or _FUSED not in kernels:
+    def narrowed_kernels(self, table: str, kernels: list[str]) -> list[str]:
+        """Return the kernels to list, in a fixed order; see the class."""
+        kernels = sorted(kernels)
+        if table not in self._modelled or _FUSED not in kernels:
             return kernels
-        constraint = (self._constraints or {}).get(name)
+        constraint = enumerator_constraints(self).get(table)
         asked = constraint.compute_kernels if constraint else None
         if not (asked or self._is_tight):
             return [_FUSED]
@@ -218,44 +208,3 @@ def _sizes_of(name: str, sizes: Sequence[tuple[str, int]]) -> list[int]:
     """Bytes of the tables that a name, with or without its module, may mean."""
     bare = name.rpartition(".")[2]
     return [size for known, size in sizes if known in (name, bare)]
-
-
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Keep the garbage collector from walking over a million shards that all stay."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-class _LightOption(ShardingOption):
-    """An option whose copies share with it what nobody changes in place.
-
-    TorchRec copies the whole search space and every best plan; of thousands of tables
-    on hundreds of ranks that takes longer than all else.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LightOption:
-        new = copy.copy(self)
-        new.__dict__.update(
-            {
-                name: copy.deepcopy(value, memo)
-                for name, value in vars(self).items()
-                if name not in ("_tensor", "_module", "shards")
-            }
-        )
-        new.shards = [
-            Shard(
-                size=shard.size,
-                offset=shard.offset,
-                storage=shard.storage,
-                perf=shard.perf and type(shard.perf)(**vars(shard.perf)),
-                rank=shard.rank,
-            )
-            for shard in self.shards
-        ]
-        return new

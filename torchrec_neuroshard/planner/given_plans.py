@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 from torchrec.distributed.planner.types import Enumerator, Shard, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
@@ -138,7 +139,9 @@ def tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]
             embedding_dim=int(config.embedding_dim),
             data_type=str(config.data_type.value).lower(),
             pooling=str(
-                config.pooling.value.lower() if hasattr(config, "pooling") else "none"
+                config.pooling.value.lower()
+                if isinstance(config, EmbeddingBagConfig)
+                else "none"
             ),
             feature_names=tuple(config.feature_names or ()),
         )

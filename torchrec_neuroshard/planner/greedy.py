@@ -16,6 +16,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
 from torchrec_neuroshard.planner.table_reader import table_name
 
@@ -142,7 +143,6 @@ def _less(topology: Topology, placed: Sequence[ShardingOption]) -> Topology:
     """Return the topology with the placed options on it."""
     if not placed:
         return topology
-    less = copy.copy(topology)
     devices = [
         DeviceHardware(d.rank, storage, copy.copy(d.perf))
         for d, storage in zip(
@@ -152,16 +152,14 @@ def _less(topology: Topology, placed: Sequence[ShardingOption]) -> Topology:
     for option in placed:
         for shard in option.shards:
             devices[shard.rank].perf += shard.perf
-    less._devices = devices
-    return less
+    return with_devices(topology, devices)
 
 
 def _only(topology: Topology, ranks: Collection[int]) -> Topology:
     """Return the topology with room on some ranks alone."""
-    only = copy.copy(topology)
     nothing = Storage(hbm=-1, ddr=-1)
-    only._devices = [
+    devices = [
         d if d.rank in ranks else DeviceHardware(d.rank, nothing, d.perf)
         for d in topology.devices
     ]
-    return only
+    return with_devices(topology, devices)

@@ -60,7 +60,8 @@ def kernel_factors(option: ShardingOption, topology: Topology) -> KernelFactors 
     prefetch = 0.0
     if option.cache_params is not None:
         shard = option.shards[0]
-        prefetch = getattr(shard.perf, "prefetch_compute", 0.0) / shard.size[1]
+        ahead = shard.perf.prefetch_compute if shard.perf else 0.0
+        prefetch = ahead / shard.size[1]
     if is_dense(option):
         known = _MEASURED_DENSE.get(topology.compute_device)
         if known is not None:

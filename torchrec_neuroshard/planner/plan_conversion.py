@@ -18,6 +18,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from torchrec_neuroshard.errors import PlacementError
 from torchrec_neuroshard.placement import (
@@ -25,6 +26,11 @@ from torchrec_neuroshard.placement import (
     KernelFactors,
     Placement,
     ShardingTask,
+)
+from torchrec_neuroshard.planner.compat import (
+    kernel_settings,
+    optimizer_arguments,
+    optimizer_classes,
 )
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
@@ -58,27 +64,16 @@ def fusion_key(
     and the kernel's parameters agree.
     """
     config = reader.config(option)
-    settings = tuple(
-        repr(getattr(option, name, None))
-        for name in (
-            "enforce_hbm",
-            "stochastic_rounding",
-            "bounds_check_mode",
-            "output_dtype",
-            "stash_weights",
-        )
-    )
-    classes = getattr(option.tensor, "_optimizer_classes", None)
-    arguments = getattr(option.tensor, "_optimizer_kwargs", None)
+    pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else None
     return (
         option.path,
         sharding_type,
-        str(getattr(config, "data_type", None)),
-        str(getattr(config, "pooling", None)),
+        str(config and config.data_type),
+        str(pooling),
         bool(option.has_feature_processor),
-        tuple(c.__name__ for c in classes) if classes else (),
-        repr(arguments),
-        settings,
+        tuple(c.__name__ for c in optimizer_classes(option.tensor)),
+        repr(optimizer_arguments(option.tensor)),
+        kernel_settings(option),
         _cache_key(option),
         is_dense(option),
     )

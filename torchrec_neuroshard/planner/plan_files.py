@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import (
     Enumerator,
@@ -46,7 +45,9 @@ from torchrec_neuroshard import __version__
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.compat import SETTING_TYPES, planner_part
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.given_plans import (
     PlanFileError,
     PlanTable,
@@ -56,6 +57,7 @@ from torchrec_neuroshard.planner.given_plans import (
     tables_of,
     with_shards,
 )
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     device_tier,
@@ -94,23 +96,6 @@ _MOST_NAMED = 3
 
 _FORMAT = "torchrec_neuroshard.plan"
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
-
-_KNOWN_TYPES: Mapping[str, Any] = {
-    name: getattr(torchrec_types, name)
-    for name in (
-        "BoundsCheckMode",
-        "CacheAlgorithm",
-        "CacheParams",
-        "DataType",
-        "KVZCHTBEConfig",
-        "KeyValueParams",
-        "MultiPassPrefetchConfig",
-        "TBEStatsReporterConfig",
-    )
-    # Some are not in every version that is supported.
-    if hasattr(torchrec_types, name)
-}
-"""Types of settings that a table's sharding may carry."""
 
 
 class PlanMismatchError(PlanFileError):
@@ -236,8 +221,8 @@ class _Job:
 
     topology: Topology
     batch_size: int | None
-    cost_model: str | None
-    hardware: str | None
+    cost_model: str | None = None
+    hardware: str | None = None
     placement: PlacementConstraints | None = None
     result: SearchResult | None = None
     reader: TableReader | None = None
@@ -259,22 +244,24 @@ class _Job:
                     "pass either planner or topology, batch_size and cost_model: a "
                     "planner has its own"
                 )
-            costs = getattr(planner, "costs", None)
-            model: CostModel | None = costs.cost_model if costs else None
-            return cls(
-                topology=planner._topology,
-                batch_size=planner._batch_size,
-                cost_model=model.name if model else None,
-                hardware=model.hardware if model else None,
-                placement=getattr(planner, "placement_constraints", None),
-                result=getattr(planner, "last_result", None),
-                reader=costs.reader
-                if costs
-                else TableReader(
-                    world_size=int(planner._topology.world_size),
-                    constraints=planner._constraints,
+            devices: Topology = planner_part(planner, "topology")
+            size = planner_part(planner, "batch_size")
+            if not isinstance(planner, NeuroShardPlanner):
+                reader = TableReader(
+                    world_size=int(devices.world_size),
+                    constraints=planner_part(planner, "constraints"),
                     profiles=None,
-                ),
+                )
+                return cls(topology=devices, batch_size=size, reader=reader)
+            model = planner.costs.cost_model
+            return cls(
+                topology=devices,
+                batch_size=size,
+                cost_model=model.name,
+                hardware=model.hardware,
+                placement=planner.placement_constraints,
+                result=planner.last_result,
+                reader=planner.costs.reader,
             )
         if topology is None:
             raise ConfigError(
@@ -310,7 +297,6 @@ class _Job:
             gb_per_s={
                 name: round(float(getattr(self.topology, name)) * GB_PER_S, 3)
                 for name in _BANDWIDTHS
-                if hasattr(self.topology, name)
             },
             pooling_factors=None
             if self.reader is None
@@ -533,9 +519,13 @@ class NeuroShardPlanLoader(PlanLoader):
                 "its enumerator and topology"
             )
         self._path = Path(path)
-        self._enumerator: Any = planner._enumerator if planner else enumerator
+        self._enumerator: Any = enumerator
+        self._costs: PlanCosts | None = None
+        if planner is not None:
+            self._enumerator = planner_part(planner, "enumerator")
+        if isinstance(planner, NeuroShardPlanner):
+            self._costs = planner.costs
         self._job = _Job.of(planner, topology, batch_size, cost_model)
-        self._costs = getattr(planner, "costs", None)
         self._missing_ok = missing_ok
 
     def get_plan_id(self) -> str:
@@ -763,9 +753,9 @@ def _encode(value: Any) -> Any:
     if isinstance(value, list):
         return [_encode(v) for v in value]
     name = type(value).__name__
-    if isinstance(value, Enum) and name in _KNOWN_TYPES:
+    if isinstance(value, Enum) and name in SETTING_TYPES:
         return {"enum": name, "member": value.name}
-    if name in _KNOWN_TYPES:
+    if name in SETTING_TYPES:
         return {"record": name, "fields": _fields(value)}
     if isinstance(value, tuple):
         return {"tuple": [_encode(v) for v in value]}
@@ -833,6 +823,6 @@ def _decode(value: Any) -> Any:
 
 
 def _known_type(name: str) -> Any:
-    if name not in _KNOWN_TYPES:
+    if name not in SETTING_TYPES:
         raise PlanFileError(f"this TorchRec knows no setting of type '{name}'")
-    return _KNOWN_TYPES[name]
+    return SETTING_TYPES[name]

@@ -44,6 +44,12 @@ from torchrec_neuroshard.planner.checks import (
     odd_constraints,
     unmatched_constraints,
 )
+from torchrec_neuroshard.planner.compat import (
+    enumerator_constraints,
+    planner_part,
+    replaced_parts,
+    report_full,
+)
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
@@ -62,7 +68,7 @@ from torchrec_neuroshard.planner.proposers import (
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.planner.topologies import default_topology
-from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan, report_full
+from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.search import make_searcher
@@ -256,16 +262,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             or NeuroShardPerfModel(topology, offered, costs=self.costs),
             timeout_seconds=timeout_seconds,
         )
-        # What a run adds to its own parts; TorchRec's loop reads them off `self`.
-        self._given_parts: tuple[list[Proposer], Partitioner, list[Any]] = (
-            self._proposers,
-            self._partitioner,
-            self._callbacks,
-        )
         # Proposers of TorchRec forget nothing in `load`: each plan starts from here.
         self._unused = [
             (p, copy.deepcopy(vars(p)))
-            for p in self._given_parts[0]
+            for p in planner_part(self, "proposers")
             if type(p).__module__.startswith("torchrec.")
         ]
 
@@ -294,16 +294,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._known = None
         unmatched = self._check_inputs(module)
         self.costs.reader.note_sharders(sharders)
-        run = self._start(module, sharders)
+        run, parts = self._start(module, sharders)
+        reservation = planner_part(self, "storage_reservation")
         try:
-            with report_full(self._storage_reservation):
+            with replaced_parts(self, **parts), report_full(reservation):
                 plan = super().plan(module, sharders)
         except PlannerError as error:
             if error.error_type not in _NO_PLAN:
                 raise
             plan = self._last_resort(run, error)
-        finally:
-            self._proposers, self._partitioner, self._callbacks = self._given_parts
         run.check()
         if run.selected is not None:
             chosen = time.monotonic()
@@ -318,36 +317,40 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 notes,
                 batch_size_is_default=self._batch_size_is_default,
             )
-            listed = self._enumerator
+            listed = self.enumerator
             options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
             seconds = run.seconds(options, chosen)
             self._known = dataclasses.replace(known, seconds=seconds)
         return plan
 
-    def _start(self, module: nn.Module, sharders: list[ModuleSharder[Any]]) -> PlanRun:
-        """Begin a run: give TorchRec's loop the parts that belong to it."""
+    def _start(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> tuple[PlanRun, dict[str, Any]]:
+        """Begin a run, with the parts of TorchRec's loop that belong to it."""
         for proposer, state in self._unused:
             proposer.__dict__.update(copy.deepcopy(state))
-        proposers, partitioner, callbacks = self._given_parts
+        proposers = planner_part(self, "proposers")
+        partitioner = planner_part(self, "partitioner")
         own = isinstance(partitioner, NeuroShardPartitioner)
         budget = partitioner.searcher.time_budget_seconds if own else math.inf
         torchrec = TorchRecPlan(
             self._torchrec_arguments,
             module=module,
             sharders=sharders,
-            storage_reservation=self._storage_reservation,
-            enumerator=self._enumerator,
+            storage_reservation=planner_part(self, "storage_reservation"),
+            enumerator=self.enumerator,
             reader=self.costs.reader,
             violation=self._violation,
             time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
         )
         run = PlanRun(torchrec, proposers, self._violation)
-        if own:
-            self._partitioner = partitioner.for_run(run.log)
-        self._callbacks = run.callbacks(callbacks)
         if self._considers_torchrec:
-            self._proposers = [*proposers, torchrec.proposer]
-        return run
+            proposers = [*proposers, torchrec.proposer]
+        return run, {
+            "proposers": proposers,
+            "partitioner": partitioner.for_run(run.log) if own else partitioner,
+            "callbacks": run.callbacks(planner_part(self, "callbacks")),
+        }
 
     def collective_plan(
         self,
@@ -379,7 +382,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                     "torch.distributed.init_process_group first, or plan() for a plan "
                     "on one rank"
                 )
-            pg = dist.distributed_c10d._get_default_group()
+            pg = dist.group.WORLD
+            assert pg is not None, "there is one once it is initialised"
         if sharders is None:
             sharders = get_default_sharders()
         plan: ShardingPlan | None = None
@@ -401,17 +405,19 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     @property
     def topology(self) -> Topology:
         """The devices to plan for."""
-        return self._topology
+        topology: Topology = planner_part(self, "topology")
+        return topology
 
     @property
     def enumerator(self) -> Enumerator:
         """The part that lists and estimates sharding options."""
-        return self._enumerator
+        enumerator: Enumerator = planner_part(self, "enumerator")
+        return enumerator
 
     @property
     def constraints(self) -> Mapping[str, ParameterConstraints]:
         """Table name -> TorchRec's constraints on it."""
-        return self._constraints or {}
+        return planner_part(self, "constraints") or {}
 
     @property
     def profiles(self) -> Mapping[str, FeatureProfile]:
@@ -422,12 +428,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> Topology:
         """Return the devices with the memory that is left for shards."""
-        return self._storage_reservation.reserve(
-            topology=self._topology,
-            batch_size=self._batch_size,
+        reservation: StorageReservation = planner_part(self, "storage_reservation")
+        return reservation.reserve(
+            topology=self.topology,
+            batch_size=planner_part(self, "batch_size"),
             module=module,
             sharders=sharders,
-            constraints=self._constraints,
+            constraints=planner_part(self, "constraints"),
         )
 
     @property
@@ -486,7 +493,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """
         notes = (*self._notes, *self._check_inputs(module))
         given = sharders or get_default_sharders()
-        options = PlanOptions(module, given, self._enumerator, self.costs).of(plan)
+        options = PlanOptions(module, given, self.enumerator, self.costs).of(plan)
         known = describe_plan(
             options,
             self.costs,
@@ -512,7 +519,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""
         rules = self.placement_constraints.rules(
-            map(table_name, options), int(self._topology.world_size)
+            map(table_name, options), int(self.topology.world_size)
         )
         return rules.violation(ranks_by_table(options))
 
@@ -549,7 +556,7 @@ def _own_constraints(
     stock = type(enumerator) in (EmbeddingEnumerator, NeuroShardEnumerator)
     if enumerator is None or not stock:
         return wanted, wanted, ()
-    offered = dict(enumerator._constraints or {}) or None
+    offered = dict(enumerator_constraints(enumerator)) or None
     if wanted is None:
         return offered, offered, ()
     known = offered or {}

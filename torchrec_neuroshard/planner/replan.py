@@ -46,6 +46,11 @@ from torchrec_neuroshard.placement import (
     format_bytes,
 )
 from torchrec_neuroshard.planner.checks import check_profiles
+from torchrec_neuroshard.planner.compat import (
+    can_reshard,
+    is_wrapped_by_ddp,
+    permute_features_again,
+)
 from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.given_plans import PlanOptions
@@ -251,7 +256,7 @@ class _Job:
         self._rules = self._rules_left(map(table_name, options))
         if self.options:
             self.task = self._task(reserved)
-        resharded = {s.module_type for s in sharders if hasattr(s, "reshard")}
+        resharded = {s.module_type for s in sharders if can_reshard(s)}
         self.obstacles = dict(self._find_obstacles(resharded))
 
     def _may_move(self, option: ShardingOption) -> bool:
@@ -578,7 +583,7 @@ def _check_moves(
                     f"table '{f'{path}.{name}' if path else name}' is no longer where "
                     "replan saw it: call replan with model.plan"
                 )
-    if not hasattr(model._dmp_wrapped_module, "module"):
+    if not is_wrapped_by_ddp(model):
         raise ConfigError(
             "TorchRec moves tables only of a model whose dense part is wrapped in "
             "DistributedDataParallel: the model needs a dense parameter, and "
@@ -602,9 +607,7 @@ def _move_module(
     sharded = model.module.get_submodule(path)
     rates = _learning_rates(sharded)
     model.reshard({path: (0.0, tables)}, path or None)
-    # Left at False by a first plan that needed no permutation of the features, it would
-    # feed the wrong features to the tables.
-    sharded._has_features_permute = True
+    permute_features_again(sharded)
     for _, optimizer in sharded.fused_optimizer.optimizers:
         for key in optimizer.params:
             # New kernels start at the rate that the model was built with.

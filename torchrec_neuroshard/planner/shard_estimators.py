@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from torchrec_neuroshard.planner.compat import sharder_params, with_optimizer
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.table_reader import TableReader, has_own_optimizer
 
@@ -141,12 +141,7 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
     def _note_sharders(self, *maps: Any) -> None:
         for entries in maps:
             if isinstance(entries, Mapping):
-                self.costs.reader.fused_params.update(
-                    {
-                        name: getattr(data, "fused_params", None) or {}
-                        for name, data in entries.items()
-                    }
-                )
+                self.costs.reader.fused_params |= sharder_params(entries)
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
@@ -191,8 +186,4 @@ class StorageEstimator(EmbeddingStorageEstimator):
         state = _STATE_CLASSES.get(self._reader.optimizer(option))
         if state is None or has_own_optimizer(option):
             return option
-        named = copy.copy(option)
-        tensor: Any = torch.empty_like(option.tensor, device="meta")
-        tensor._optimizer_classes = [state]
-        named._tensor = tensor  # `tensor` only reads it
-        return named
+        return with_optimizer(option, state)

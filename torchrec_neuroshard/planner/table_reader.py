@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,7 @@ from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingCollection,
 )
 
+from torchrec_neuroshard.planner.compat import optimizer_classes, sharder_params
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
 from torchrec_neuroshard.tables import (
@@ -107,8 +109,7 @@ def cannot_run(option: ShardingOption) -> bool:
 
 def has_own_optimizer(option: ShardingOption) -> bool:
     """Whether `apply_optimizer_in_backward` gave the table an optimizer."""
-    classes = getattr(option.tensor, "_optimizer_classes", None)
-    return classes is not None and len(classes) > 0 and classes[0] is not None
+    return bool(optimizer_classes(option.tensor))
 
 
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
@@ -161,11 +162,10 @@ class TableReader:
 
     def note_sharders(self, sharders: Iterable[ModuleSharder[Any]]) -> None:
         """Remember the fused parameters of each sharder."""
-        for sharder in sharders:
-            kind = sharder.module_type
-            self.fused_params[f"{kind.__module__}.{kind.__name__}"] = (
-                getattr(sharder, "fused_params", None) or {}
-            )
+        kinds = {s.module_type: s for s in sharders}
+        self.fused_params |= sharder_params(
+            {f"{k.__module__}.{k.__name__}": s for k, s in kinds.items()}
+        )
 
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""
@@ -219,16 +219,17 @@ class TableReader:
     def optimizer(self, option: ShardingOption) -> str:
         """Return the table's optimizer, by a name that the cost models know."""
         if has_own_optimizer(option):
-            return _OPTIMIZER_NAMES.get(
-                option.tensor._optimizer_classes[0].__name__, "adam"
-            )
+            first = optimizer_classes(option.tensor)[0]
+            return _OPTIMIZER_NAMES.get(first.__name__, "adam")
         module = option.module[1]
         if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
             return _OPTIMIZER_NAMES.get(module.optimizer_type().__name__, "adam")
         chosen = self.fused_params.get(option.module_type_key, {}).get("optimizer")
         if chosen is None or is_dense(option):  # which reads no fused_params
             return "sgd"  # fbgemm's own default
-        return _OPTIMIZER_NAMES.get(getattr(chosen, "name", str(chosen)), "adam")
+        return _OPTIMIZER_NAMES.get(
+            chosen.name if isinstance(chosen, Enum) else str(chosen), "adam"
+        )
 
     def table(self, option: ShardingOption) -> TableConfig:
         """Describe the option's table, whatever its shards.
@@ -269,7 +270,7 @@ class TableReader:
             option.input_lengths,
             len(features),
             option.batch_size,
-            getattr(option, "num_poolings", None),
+            option.num_poolings,
         )
         batch_size = option.batch_size * self._world_size
         weighted = self._is_weighted(option)

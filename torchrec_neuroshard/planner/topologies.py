@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +38,11 @@ from torchrec_neuroshard.gpu_cards import (
     GpuCard,
     card_named,
     find_card,
+)
+from torchrec_neuroshard.planner.compat import (
+    accepted_arguments,
+    planner_part,
+    with_bandwidths,
 )
 from torchrec_neuroshard.report import DeviceFigure
 
@@ -212,8 +216,8 @@ def topology_for(
         options["ddr_cap"] = host_memory_gb
         arguments["ddr_cap"] = round(host_memory_gb * GB / per_node)
     arguments["hbm_cap"] = round(arguments["hbm_cap"])
-    if "created_by_factory" in inspect.signature(Topology.__init__).parameters:
-        arguments["created_by_factory"] = True  # Its figures were looked up.
+    # Its figures were looked up.
+    arguments |= accepted_arguments(Topology, created_by_factory=True)
     return CardTopology(
         found,
         frozenset(name for name, value in options.items() if value is not None),
@@ -367,14 +371,9 @@ def _with_values(topology: Topology, values: Mapping[str, float]) -> Topology:
             device.storage = dataclasses.replace(
                 device.storage, hbm=round(values["hbm_cap"])
             )
-    if values.keys() & {*_LINKS}:
-        new._comms_bandwidths = BasicCommsBandwidths(
-            **{n: values.get(n, _value(n, topology)) for n in _LINKS}
-        )
-    for name in ("hbm_mem_bw", "hbm_to_ddr_mem_bw"):
-        if name in values:
-            setattr(new, f"_{name}", values[name])
-    return new
+    return with_bandwidths(
+        new, {n: v for n, v in values.items() if n not in ("hbm_cap", "ddr_cap")}
+    )
 
 
 def _impossible(topology: Topology, given: frozenset[str]) -> tuple[str, ...]:
@@ -440,7 +439,8 @@ def default_topology() -> Topology:
     Raises:
         ValueError: There is no process group.
     """
-    return EmbeddingShardingPlanner()._topology
+    topology: Topology = planner_part(EmbeddingShardingPlanner(), "topology")
+    return topology
 
 
 def whole_nodes(world_size: int, local_world_size: int) -> int:
@@ -451,8 +451,7 @@ def whole_nodes(world_size: int, local_world_size: int) -> int:
 
 def node_size(topology: Topology) -> int:
     """Return the ranks that TorchRec spreads a table-row-wise table over."""
-    asked = getattr(topology, "intra_group_size", topology.local_world_size)
-    return whole_nodes(topology.world_size, asked)
+    return whole_nodes(topology.world_size, topology.intra_group_size)
 
 
 def _visible_card() -> tuple[str, int] | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,6 +24,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_neuroshard.planner.compat import report_full
 from torchrec_neuroshard.planner.shard_estimators import (
     OutOfTimeError,
     StorageEstimator,
@@ -38,7 +38,7 @@ from torchrec_neuroshard.planner.table_reader import (
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan", "report_full"]
+__all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan"]
 
 logger = logging.getLogger(__name__)
 
@@ -291,27 +291,6 @@ class PlacedPlanProposer(Proposer):
         """
         del partitionable, plan, storage_constraint
         self.rating = perf_rating
-
-
-@contextlib.contextmanager
-def report_full(reservation: StorageReservation) -> Iterator[None]:
-    """Let TorchRec say that nothing fits, whatever the class of the reservation.
-
-    Before 1.9 it takes reservations for ones of its own there and reads `_percentage`.
-
-    Raises:
-        PlannerError: In place of the error that it ends in.
-    """
-    try:
-        yield
-    except AttributeError as error:
-        if error.obj is not reservation or error.name != "_percentage":
-            raise
-        raise PlannerError(
-            error_type=PlannerErrorType.INSUFFICIENT_STORAGE,
-            message="no plan fits into the memory that "
-            f"{type(reservation).__name__} leaves",
-        ) from error
 
 
 def _is_even(options: Sequence[ShardingOption]) -> bool:

@@ -1,0 +1,341 @@
+"""TorchRec's private attributes, and what differs between its releases 1.6 to 1.9.
+
+No other module reads or sets a private attribute of TorchRec's, or asks which release
+it is or which names it has. Each function says why there is no other way; one without
+releases is about all four.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import types as torchrec_types
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.planners import EmbeddingPlannerBase
+from torchrec.distributed.planner.types import (
+    BasicCommsBandwidths,
+    DeviceHardware,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder
+
+__all__ = [
+    "SETTING_TYPES",
+    "HookedEnumerator",
+    "accepted_arguments",
+    "can_reshard",
+    "enumerator_constraints",
+    "is_wrapped_by_ddp",
+    "kernel_settings",
+    "lookups",
+    "nothing_collected",
+    "num_output_collectives",
+    "optimizer_arguments",
+    "optimizer_classes",
+    "permute_features_again",
+    "planner_part",
+    "replaced_parts",
+    "report_full",
+    "sharder_params",
+    "share_in_copies",
+    "wait_through",
+    "with_bandwidths",
+    "with_devices",
+    "with_optimizer",
+]
+
+SETTING_TYPES: Mapping[str, Any] = {
+    name: getattr(torchrec_types, name)
+    for name in (
+        "BoundsCheckMode",
+        "CacheAlgorithm",
+        "CacheParams",
+        "DataType",
+        "KVZCHTBEConfig",
+        "KeyValueParams",
+        "MultiPassPrefetchConfig",
+        "TBEStatsReporterConfig",
+    )
+    if hasattr(torchrec_types, name)
+}
+"""Types of settings that a table's sharding may carry; older releases lack some."""
+
+_KERNEL_SETTINGS = (
+    "enforce_hbm",
+    "stochastic_rounding",
+    "bounds_check_mode",
+    "output_dtype",
+    "stash_weights",  # since 1.9
+)
+
+PlannerPart = Literal[
+    "topology",
+    "batch_size",
+    "constraints",
+    "enumerator",
+    "storage_reservation",
+    "proposers",
+    "partitioner",
+    "callbacks",
+]
+
+
+def planner_part(planner: EmbeddingPlannerBase, name: PlannerPart) -> Any:
+    """Return a part of one of TorchRec's planners, which has no property for it."""
+    return getattr(planner, f"_{name}")
+
+
+@contextlib.contextmanager
+def replaced_parts(planner: EmbeddingPlannerBase, **parts: Any) -> Iterator[None]:
+    """Give a planner's loop other parts for a while: it reads them off `self`.
+
+    Args:
+        planner: One of TorchRec's.
+        parts: By the names of `planner_part`.
+    """
+    before = {name: getattr(planner, f"_{name}") for name in parts}
+    try:
+        for name, part in parts.items():
+            setattr(planner, f"_{name}", part)
+        yield
+    finally:
+        for name, part in before.items():
+            setattr(planner, f"_{name}", part)
+
+
+@contextlib.contextmanager
+def report_full(reservation: StorageReservation) -> Iterator[None]:
+    """Let TorchRec say that nothing fits, whatever the class of the reservation.
+
+    Before 1.9 it takes reservations for ones of its own there and reads `_percentage`.
+
+    Raises:
+        PlannerError: In place of the error that it ends in.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if error.obj is not reservation or error.name != "_percentage":
+            raise
+        raise PlannerError(
+            error_type=PlannerErrorType.INSUFFICIENT_STORAGE,
+            message="no plan fits into the memory that "
+            f"{type(reservation).__name__} leaves",
+        ) from error
+
+
+class HookedEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, with a say in the options that it lists.
+
+    Nothing public keeps options from being estimated.
+    """
+
+    def narrowed_types(self, table: str, types: list[str]) -> list[str]:
+        """Return the sharding types to list of those that TorchRec would."""
+        del table
+        return types
+
+    def narrowed_kernels(self, table: str, kernels: list[str]) -> list[str]:
+        """Return the kernels to list of those that TorchRec would."""
+        del table
+        return kernels
+
+    def _filter_sharding_types(
+        self, name: str, allowed_sharding_types: list[str], sharder_key: str = ""
+    ) -> list[str]:
+        return self.narrowed_types(
+            name,
+            super()._filter_sharding_types(name, allowed_sharding_types, sharder_key),
+        )
+
+    def _filter_compute_kernels(
+        self, name: str, allowed_compute_kernels: list[str], sharding_type: str
+    ) -> list[str]:
+        return self.narrowed_kernels(
+            name,
+            super()._filter_compute_kernels(
+                name, allowed_compute_kernels, sharding_type
+            ),
+        )
+
+
+def enumerator_constraints(enumerator: EmbeddingEnumerator) -> Mapping[str, Any]:
+    """Return table -> constraints of TorchRec's enumerator: a private attribute."""
+    return enumerator._constraints or {}
+
+
+def with_devices(topology: Topology, devices: Sequence[DeviceHardware]) -> Topology:
+    """Return a topology of other devices; its constructor takes only numbers."""
+    other = copy.copy(topology)
+    other._devices = list(devices)
+    return other
+
+
+def with_bandwidths(topology: Topology, values: Mapping[str, float]) -> Topology:
+    """Return a copy of a topology with other bandwidths, which it only reads.
+
+    Args:
+        topology: Any; where links change, the copy's are `BasicCommsBandwidths`.
+        values: Properties of `Topology` -> bytes per millisecond.
+    """
+    other, links = copy.copy(topology), ("intra_host_bw", "inter_host_bw")
+    if values.keys() & {*links}:
+        other._comms_bandwidths = BasicCommsBandwidths(
+            **{name: values.get(name, getattr(topology, name)) for name in links}
+        )
+    for name in values.keys() - {*links}:
+        setattr(other, f"_{name}", values[name])
+    return other
+
+
+def accepted_arguments(kind: type, **arguments: Any) -> dict[str, Any]:
+    """Return those of some arguments that a class of TorchRec's takes.
+
+    `Topology(created_by_factory=...)` is not in all releases.
+    """
+    known = inspect.signature(kind).parameters
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def optimizer_classes(tensor: torch.Tensor) -> tuple[type, ...]:
+    """Return the classes that `apply_optimizer_in_backward` left on a parameter.
+
+    It leaves them there for TorchRec to read, as private attributes of the tensor.
+    """
+    return tuple(c for c in getattr(tensor, "_optimizer_classes", ()) or () if c)
+
+
+def optimizer_arguments(tensor: torch.Tensor) -> Any:
+    """Return the arguments that go with `optimizer_classes`; None without."""
+    return getattr(tensor, "_optimizer_kwargs", None)
+
+
+def with_optimizer(
+    option: ShardingOption, kind: type[torch.optim.Optimizer]
+) -> ShardingOption:
+    """Return the option of a parameter that names an optimizer; the shards are shared.
+
+    TorchRec's estimate of memory reads `_optimizer_classes`, and `tensor` is read-only.
+    """
+    named = copy.copy(option)
+    tensor: Any = torch.empty_like(option.tensor, device="meta")
+    tensor._optimizer_classes = [kind]
+    named._tensor = tensor
+    return named
+
+
+def kernel_settings(option: ShardingOption) -> tuple[str, ...]:
+    """Settings of an option by which TorchRec groups tables into kernels."""
+    return tuple(repr(getattr(option, name, None)) for name in _KERNEL_SETTINGS)
+
+
+def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return module type -> fused parameters of its sharder.
+
+    Args:
+        sharders: What TorchRec hands to estimators: by module type, sharders (1.6) or
+            their data (since 1.7). A sharder without such parameters has no attribute.
+    """
+    return {
+        name: getattr(data, "fused_params", None) or {}
+        for name, data in sharders.items()
+    }
+
+
+@contextlib.contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Keep the garbage collector from walking over a million shards that all stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def share_in_copies(options: Sequence[ShardingOption]) -> None:
+    """Make copies of TorchRec's options share what nobody changes, in place.
+
+    TorchRec copies the whole search space and every best plan; of thousands of tables
+    on hundreds of ranks that takes longer than all else.
+    """
+    for option in options:
+        if type(option) is ShardingOption:
+            option.__class__ = _SharingOption
+
+
+class _SharingOption(ShardingOption):
+    """An option whose copies share with it what nobody changes in place."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharingOption:
+        new = copy.copy(self)
+        new.__dict__.update(
+            {
+                name: copy.deepcopy(value, memo)
+                for name, value in vars(self).items()
+                if name not in ("_tensor", "_module", "shards")
+            }
+        )
+        new.shards = [
+            Shard(
+                size=shard.size,
+                offset=shard.offset,
+                storage=shard.storage,
+                perf=shard.perf and type(shard.perf)(**vars(shard.perf)),
+                rank=shard.rank,
+            )
+            for shard in self.shards
+        ]
+        return new
+
+
+def can_reshard(sharder: ModuleSharder[Any]) -> bool:
+    """Whether TorchRec moves tables of a sharder's modules; some have no `reshard`."""
+    return hasattr(sharder, "reshard")
+
+
+def is_wrapped_by_ddp(model: DistributedModelParallel) -> bool:
+    """Whether the dense part is in DistributedDataParallel; `reshard` unwraps it."""
+    return hasattr(model._dmp_wrapped_module, "module")
+
+
+def permute_features_again(sharded: nn.Module) -> None:
+    """Make a resharded module bring its features into the order of its tables.
+
+    Left at False by a first plan that needed no permutation, `_has_features_permute`
+    would feed the wrong features to the tables; TorchRec sets it only once.
+    """
+    sharded._has_features_permute = True  # type: ignore[assignment]
+
+
+def lookups(sharded: nn.Module) -> Sequence[nn.Module]:
+    """Return the parts of a sharded module that hold its kernels."""
+    found: Any = sharded._lookups
+    return list(found)
+
+
+def num_output_collectives(sharded: nn.Module) -> int:
+    """Count the collectives that carry a sharded module's outputs."""
+    dists: Any = sharded._output_dists
+    return len(dists)
+
+
+def wait_through(awaitable: Any, around: Callable[[Callable[[], Any]], Any]) -> None:
+    """Wait for an output by a call of `around(wait)`; awaitables have no hooks."""
+    # Lazy awaitables forward to their output what is set on them.
+    object.__setattr__(awaitable, "_wait_impl", partial(around, awaitable._wait_impl))
