@@ -16,7 +16,7 @@ PACKAGE = "torchrec_neuroshard"
 ROOT = Path(__file__).parents[1] / PACKAGE
 
 _VALUES = {"errors", "profiles", "tables"}
-_TASKS = _VALUES | {"sharding_types", "placement"}
+_TASKS = _VALUES | {"sharding_types", "placement_rules", "placement"}
 _DATA = _TASKS | {"access", "records", "workloads", "devices"}
 _MODELS = _TASKS | {"records", "devices", "gpu_cards", "features", "cost_models"}
 _COSTS = _MODELS | {"shard_encoder", "simulator"}
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "access": {"errors", "profiles"},
     "tables": {"errors", "profiles"},
     "sharding_types": set(),
-    "placement": _VALUES | {"sharding_types"},
+    "placement_rules": {"errors"},
+    "placement": _VALUES | {"sharding_types", "placement_rules"},
     "features": _TASKS,
     "cost_models": _MODELS - {"cost_models"},
     "shard_encoder": _MODELS,

@@ -247,7 +247,10 @@ def test_impossible_rules_on_colocation_are_named(
     ("pieces", "message"),
     [
         ([(0, 8, 0), (1, 8, 2), (2, 8, 1)], "'t1' is on rank 2; .* ranks 0, 1 only"),
-        ([(0, 8, 0), (1, 8, 1), (2, 8, 2)], "'t0' is on rank 0 and 't1' on rank 1"),
+        (
+            [(0, 8, 0), (1, 8, 1), (2, 8, 2)],
+            "'t0' and 't1' are on ranks 0, 1, not together",
+        ),
         ([(0, 8, 0), (1, 4, 0), (1, 4, 1), (2, 8, 2)], "'t1': 2 shards, at most 1"),
         ([(0, 8, 0), (1, 8, 0), (2, 4, 0), (2, 4, 1)], "rank 0 holds .*'t0' and 't2'"),
     ],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
+from torchrec_neuroshard.placement_rules import PlacementRules, joined_sets
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
@@ -23,7 +24,6 @@ __all__ = [
     "Placement",
     "ShardingTask",
     "format_bytes",
-    "joined_sets",
 ]
 
 ALL_ROWS = -1
@@ -41,7 +41,6 @@ def format_bytes(num_bytes: float) -> str:
 
 
 _MAX_LISTED = 8
-Member = TypeVar("Member", int, str)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,6 +304,17 @@ class ShardingTask:
         """Whether any table's ranks depend on more than memory and costs."""
         return bool(self.allowed_ranks or self.together or self.apart)
 
+    @property
+    def rules(self) -> PlacementRules:
+        """Which ranks tables may be on, and in whose company."""
+        return PlacementRules(
+            names=tuple(t.name for t in self.tables),
+            world_size=self.world_size,
+            allowed={t: ranks for t, ranks in enumerate(self.allowed_ranks) if ranks},
+            together=self.together,
+            apart=self.apart,
+        )
+
     def shard_bytes(self, table: int, width: int) -> float:
         """Memory of one shard [bytes]."""
         return self.fixed_bytes[table] + self.column_bytes[table] * width
@@ -314,16 +324,6 @@ def _listed(ranks: Sequence[int]) -> str:
     """Name ranks, of many the first ones."""
     shown = ", ".join(map(str, ranks[:_MAX_LISTED]))
     return shown if len(ranks) <= _MAX_LISTED else f"{shown}, ..."
-
-
-def joined_sets(sets: Iterable[Iterable[Member]]) -> tuple[tuple[Member, ...], ...]:
-    """Join sets that share a member until none do; sorted, and each set sorted."""
-    joined: list[set[Member]] = []
-    for members in map(set, sets):
-        shared = [other for other in joined if other & members]
-        joined = [other for other in joined if not other & members]
-        joined.append(members.union(*shared))
-    return tuple(sorted(tuple(sorted(members)) for members in joined))
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -414,7 +414,12 @@ class Placement:
                     f"{task.sharding_types[held[0]]} and {task.sharding_types[held[1]]}"
                 )
             self._check_table(task, held[0], by_table[held[0]])
-        self._check_colocation(task, by_table)
+        ranks = {
+            i: {s.rank for s in shards} for i, shards in by_table.items() if shards
+        }
+        violation = task.rules.violation(ranks)
+        if violation is not None:
+            raise PlacementError(violation)
         for rank, (used, cap) in enumerate(
             zip(self.rank_bytes(task), task.memory_bytes, strict=False)
         ):
@@ -496,38 +501,6 @@ class Placement:
                 )
             first.append(held[0])
         return first
-
-    def _check_colocation(
-        self, task: ShardingTask, by_table: Mapping[int, Sequence[ColumnShard]]
-    ) -> None:
-        """Check which ranks tables are on, and with which other tables."""
-        name = [t.name for t in task.tables]
-        on = {i: {s.rank for s in shards} for i, shards in by_table.items()}
-        for i, allowed in enumerate(task.allowed_ranks):
-            odd = sorted(on[i].difference(allowed)) if allowed else []
-            if odd:
-                raise PlacementError(
-                    f"table '{name[i]}' is on rank {odd[0]}; it may be on ranks "
-                    f"{_listed(allowed)} only"
-                )
-        for held in ([i for i in s if on[i]] for s in task.together):
-            first = held[0]
-            for i in held:
-                if on[i] != on[first]:
-                    raise PlacementError(
-                        f"table '{name[first]}' is on rank {min(on[first])} and "
-                        f"'{name[i]}' on rank {min(on[i])}; they belong together"
-                    )
-        for tables in task.apart:
-            holder: dict[int, int] = {}
-            for i in tables:
-                for rank in sorted(on[i]):
-                    other = holder.setdefault(rank, i)
-                    if other != i:
-                        raise PlacementError(
-                            f"rank {rank} holds tables '{name[other]}' and "
-                            f"'{name[i]}', which belong on different ranks"
-                        )
 
     def rank_bytes(self, task: ShardingTask) -> list[float]:
         """Memory that each rank holds [bytes]."""

@@ -16,8 +16,9 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import with_devices
-from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
+from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.table_reader import table_name
 
 __all__ = ["memory_left", "option_copies", "place_greedily"]
@@ -40,20 +41,21 @@ def place_greedily(
         PlannerError: Of type PARTITION, when nothing fits.
     """
     placed = option_copies(options)
-    free = [o for o in placed if rules.is_free(table_name(o))]
-    units: dict[tuple[str, ...], list[ShardingOption]] = {}
+    free: list[ShardingOption] = []
+    units: dict[tuple[int, ...], list[ShardingOption]] = {}
     for option in placed:
-        if not rules.is_free(table_name(option)):
-            units.setdefault(rules.colocated_with(table_name(option)), []).append(
-                option
-            )
+        table = rules.index[table_name(option)]
+        if rules.is_free(table):
+            free.append(option)
+        else:
+            units.setdefault(rules.colocated_with(table), []).append(option)
     done: list[ShardingOption] = []
     while units:
-        now = rules.restricted(ranks_by_table(done))
-        names = min(
-            units, key=lambda n: (len(now.ranks(n[0])), *_negative_size(units[n]))
+        now = rules.restricted(ranks_by_table(done, rules))
+        tables = min(
+            units, key=lambda t: (len(now.ranks(t[0])), *_negative_size(units[t]))
         )
-        unit = units.pop(names)
+        unit = units.pop(tables)
         _place_unit(unit, _less(topology, done), now)
         done += unit
     if free:
@@ -118,9 +120,10 @@ def _place_unit(
     unit: list[ShardingOption], topology: Topology, rules: PlacementRules
 ) -> None:
     """Place one table, or tables that belong together, in place."""
-    ranks = rules.ranks(table_name(unit[0]))
+    table = rules.index[table_name(unit[0])]
+    ranks = rules.ranks(table)
     choices: list[Collection[int]] = [ranks]
-    if len(rules.colocated_with(table_name(unit[0]))) > 1:
+    if len(rules.colocated_with(table)) > 1:
         load = [d.perf.total for d in topology.devices]
         choices = [(r,) for r in sorted(ranks, key=lambda r: (load[r], r))]
     for allowed in choices:

@@ -22,9 +22,9 @@ from torchrec.distributed.planner.types import (
 
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
-    PlacementRules,
     ranks_by_table,
 )
 from torchrec_neuroshard.planner.costs import CostedPart
@@ -203,7 +203,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             chosen = self._search(
                 searched,
                 memory_left(storage_constraint, others),
-                rules.restricted(ranks_by_table(others)) if rules else rules,
+                rules.restricted(ranks_by_table(others, rules)) if rules else rules,
             )
         placed = {table_name(o): o for o in (*others, *chosen)}
         return [placed[table_name(o)] for o in proposal]
@@ -225,7 +225,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Price a plan that somebody else made."""
-        violation = rules.violation(ranks_by_table(plan))
+        violation = rules.violation(ranks_by_table(plan, rules))
         if violation is not None:
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,

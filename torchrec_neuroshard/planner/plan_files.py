@@ -317,7 +317,7 @@ class _Job:
         rules = self.placement.rules(tables, stored.fingerprint.world_size)
         violation = rules.violation(
             {
-                f"{module}.{name}" if module else name: sharding.ranks
+                rules.index[f"{module}.{name}" if module else name]: sharding.ranks
                 for module, name, sharding in plan_entries(stored.plan)
             }
         )

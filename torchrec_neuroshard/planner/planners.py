@@ -521,7 +521,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         rules = self.placement_constraints.rules(
             map(table_name, options), int(self.topology.world_size)
         )
-        return rules.violation(ranks_by_table(options))
+        return rules.violation(ranks_by_table(options, rules))
 
     def _last_resort(self, run: PlanRun, error: PlannerError) -> ShardingPlan:
         """Let TorchRec's own planner try, with what the caller passed."""

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.constraints import PlacementConstraints, permits
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.table_reader import (
     cannot_run,
@@ -129,10 +129,10 @@ class NeuroShardProposer(CostedPart, Proposer):
 
     def _permitted(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Options that can be where placement constraints allow the table."""
-        if self._rules.is_free(table_name(options[0])):
+        if self._rules.is_free(self._rules.index[table_name(options[0])]):
             return options
         size = node_size(self._topology)
-        kept = [o for o in options if self._rules.permits(o, size)]
+        kept = [o for o in options if permits(self._rules, o, size)]
         if not kept:
             kinds = ", ".join(sorted({o.sharding_type for o in options}))
             raise ConfigError(
@@ -152,7 +152,7 @@ class NeuroShardProposer(CostedPart, Proposer):
 
     def _cost_order(self, option: ShardingOption) -> tuple[Any, ...]:
         """Options that run and fit first; of these, by columns, then the cheapest."""
-        ranks = self._rules.ranks(table_name(option))
+        ranks = self._rules.ranks(self._rules.index[table_name(option)])
         room = max(
             getattr(self._topology.devices[r].storage, self._tier) for r in ranks
         )

@@ -45,13 +45,14 @@ from torchrec_neuroshard.placement import (
     ShardingTask,
     format_bytes,
 )
+from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.checks import check_profiles
 from torchrec_neuroshard.planner.compat import (
     can_reshard,
     is_wrapped_by_ddp,
     permute_features_again,
 )
-from torchrec_neuroshard.planner.constraints import PlacementRules, ranks_by_table
+from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
@@ -271,7 +272,8 @@ class _Job:
         rules = self._planner.placement_constraints.rules(
             tables, int(self.topology.world_size)
         )
-        return rules.restricted(ranks_by_table(self._fixed)) if rules else rules
+        held = ranks_by_table(self._fixed, rules)
+        return rules.restricted(held) if rules else rules
 
     def _task(self, reserved: Topology) -> ShardingTask:
         """What the search would be asked to place, with its limits."""
@@ -306,16 +308,15 @@ class _Job:
             executable_only: Whether to keep to what TorchRec can carry out.
             config: How hard to search.
         """
-        index = {table_name(o): t for t, o in enumerate(self.options)}
-        stuck = {t for name, t in index.items() if not self._rules.ranks(name)}
+        rules = self._rules
+        index = {rules.index[table_name(o)]: t for t, o in enumerate(self.options)}
+        stuck = {t for table, t in index.items() if not rules.ranks(table)}
         odd = {
             t
             for t, shards in self.state.items()
             if any(width % COLUMN_MULTIPLE for _, width, _ in shards)
         }
-        sets = [
-            [index[n] for n in names if n in index] for names in self._rules.together
-        ]
+        sets = [[index[t] for t in tables if t in index] for tables in rules.together]
         sizes = [self._bytes(t) for t in self.state]
         return MoveBudget(
             self.task,

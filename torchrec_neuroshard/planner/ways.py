@@ -21,7 +21,8 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
-from torchrec_neuroshard.planner.constraints import PlacementRules
+from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.constraints import permits
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.kernels import is_estimated, kernel_factors
 from torchrec_neuroshard.planner.plan_conversion import OptionShards
@@ -336,8 +337,7 @@ def _useful(
     another table of the module can be nothing else, so that both share a kernel.
     """
     size = node_size(topology)
-    name = table_name(ways[0])
-    kept = [o for o in ways if rules.permits(o, size)] if rules else list(ways)
+    kept = [o for o in ways if permits(rules, o, size)] if rules else list(ways)
     columns = {o.compute_kernel for o in kept if o.sharding_type == COLUMN_WISE}
     if not ways[0].is_pooled:
         # Sequences are not split: table-wise shards are the same.
@@ -355,7 +355,7 @@ def _useful(
             or o.compute_kernel not in columns
             or o.path in whole_modules
         ]
-    if rules and len(rules.colocated_with(name)) > 1:
+    if rules and len(rules.colocated_with(rules.index[table_name(ways[0])])) > 1:
         # Those that lie together are moved as one: one way, the fastest.
         alone = [o for o in kept if o.sharding_type in COLUMN_SHARDED_TYPES]
         kept = sorted(alone, key=is_estimated)[:1] or kept
@@ -446,20 +446,20 @@ def _placement_fields(
     """Fields of a task that say which ranks its tables may be on, and with whom."""
     if not rules:
         return {}
-    names = [table_name(o) for o in options]
-    ranks_T = tuple(rules.allowed.get(name) for name in names)
-    for name, ranks in zip(names, ranks_T, strict=True):
+    tables = [rules.index[table_name(o)] for o in options]
+    ranks_T = tuple(rules.allowed.get(table) for table in tables)
+    for table, ranks in zip(tables, ranks_T, strict=True):
         if ranks == ():
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message=f"table '{name}': tables that are not searched took the last "
-                "rank that placement constraints left it",
+                message=f"table '{rules.names[table]}': tables that are not searched "
+                "took the last rank that placement constraints left it",
             )
-    ways: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        ways.setdefault(name, []).append(index)
+    ways: dict[int, list[int]] = {}
+    for index, table in enumerate(tables):
+        ways.setdefault(table, []).append(index)
     together, apart = (
-        tuple(tuple(i for n in members if n in ways for i in ways[n]) for members in s)
+        tuple(tuple(i for t in members if t in ways for i in ways[t]) for members in s)
         for s in (rules.together, rules.apart)
     )
     return {

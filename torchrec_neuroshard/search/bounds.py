@@ -64,7 +64,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
-from torchrec_neuroshard.placement import joined_sets
+from torchrec_neuroshard.placement_rules import joined_sets
 from torchrec_neuroshard.search.greedy_grid import place_lanes
 from torchrec_neuroshard.search.shards import (
     Floats,

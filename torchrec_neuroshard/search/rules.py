@@ -215,15 +215,10 @@ def _whole_bytes(task: ShardingTask, table: int) -> float:
     return task.shard_bytes(table, task.tables[table].embedding_dim)
 
 
-def _ranks(task: ShardingTask, table: int) -> frozenset[int]:
-    """Ranks that a table may be on."""
-    ranks = task.allowed_ranks[table] if task.allowed_ranks else ()
-    return frozenset(ranks or range(task.world_size))
-
-
 def _common_ranks(task: ShardingTask, tables: Sequence[int]) -> tuple[int, ...]:
     """Ranks that all of some tables may be on."""
-    return tuple(sorted(frozenset.intersection(*(_ranks(task, t) for t in tables))))
+    rules = task.rules
+    return tuple(sorted(set.intersection(*(set(rules.ranks(t)) for t in tables))))
 
 
 def _named(task: ShardingTask, tables: Sequence[int]) -> str:
@@ -242,9 +237,9 @@ def _check_set(task: ShardingTask, tables: Sequence[int]) -> None:
     ranks = _common_ranks(task, tables)
     if not ranks:
         kept = [
-            f"'{task.tables[t].name}' on {_numbered(sorted(_ranks(task, t)))}"
+            f"'{task.tables[t].name}' on {_numbered(task.rules.ranks(t))}"
             for t in tables
-            if len(_ranks(task, t)) < task.world_size
+            if t in task.rules.allowed
         ]
         raise InfeasibleError(
             f"tables {_named(task, tables)} are to lie together, but no rank may hold "
@@ -266,7 +261,8 @@ def _check_set(task: ShardingTask, tables: Sequence[int]) -> None:
 
 def _check_apart(task: ShardingTask, tables: Sequence[int]) -> None:
     """Check that tables that lie apart have as many ranks as they are."""
-    allowed = {t: _ranks(task, t) for t in tables}
+    rules = task.rules
+    allowed = {t: frozenset(rules.ranks(t)) for t in tables}
     for ranks in {*allowed.values(), frozenset().union(*allowed.values())}:
         held = [t for t in tables if allowed[t] <= ranks]
         if len(held) > len(ranks):

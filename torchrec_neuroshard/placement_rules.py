@@ -1,0 +1,231 @@
+"""Rules on ranks, by index: where tables may lie, and with which others or not.
+
+The one description and the one check of them. What a caller says of a model by names is
+resolved into these once (`planner.constraints`); a `ShardingTask` gives its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from scipy import sparse
+
+from torchrec_neuroshard.errors import ConfigError
+
+__all__ = ["PlacementRules", "joined_sets", "listed", "quoted"]
+
+_MAX_NAMED = 8
+"""Tables or ranks that a message lists; of more, the first ones."""
+
+Member = TypeVar("Member", int, str)
+
+
+@dataclass(frozen=True)
+class PlacementRules:
+    """Which ranks the tables of a model or task may be on, and in whose company.
+
+    Tables are indices.
+    """
+
+    names: tuple[str, ...]
+    """Of the tables, for messages."""
+    world_size: int
+    allowed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Table -> ranks that may hold shards of it, sorted; others may be anywhere."""
+    together: tuple[tuple[int, ...], ...] = ()
+    """Sets without a common member."""
+    apart: tuple[tuple[int, ...], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.allowed or self.together or self.apart)
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Table's name -> index, where names differ."""
+        return {name: table for table, name in enumerate(self.names)}
+
+    def ranks(self, table: int) -> tuple[int, ...]:
+        """Return the ranks that may hold shards of a table, sorted."""
+        return self.allowed.get(table, tuple(range(self.world_size)))
+
+    def colocated_with(self, table: int) -> tuple[int, ...]:
+        """Return the tables that lie where this one lies, itself among them."""
+        return next((s for s in self.together if table in s), (table,))
+
+    def is_free(self, table: int) -> bool:
+        """Whether nothing is asked of a table."""
+        return table not in self.allowed and not any(
+            table in tables for tables in (*self.together, *self.apart)
+        )
+
+    def propagated(self) -> PlacementRules:
+        """Return the rules with what follows from them for the ranks of each table.
+
+        Tables that lie together have the same ranks; one that has a single rank leaves
+        that to none that it belongs apart from. A table's ranks are an empty tuple
+        where nothing is left.
+        """
+        ranks = {
+            table: set(self.ranks(table))
+            for tables in (*self.together, *self.apart)
+            for table in tables
+        }
+        before = -1
+        while before != (before := sum(map(len, ranks.values()))):
+            for tables in self.together:
+                common = set.intersection(*(ranks[table] for table in tables))
+                ranks.update({table: set(common) for table in tables})
+            for tables in self.apart:
+                for table in (t for t in tables if len(ranks[t]) == 1):
+                    for other in set(tables) - {table}:
+                        ranks[other] -= ranks[table]
+        narrower = {
+            table: tuple(sorted(left))
+            for table, left in ranks.items()
+            if len(left) < self.world_size
+        }
+        return dataclasses.replace(self, allowed={**self.allowed, **narrower})
+
+    def restricted(self, held: Mapping[int, Collection[int]]) -> PlacementRules:
+        """Return the rules for other tables, once some are on their ranks.
+
+        Args:
+            held: Placed table -> its ranks.
+
+        Returns:
+            A table's ranks are an empty tuple where the placed ones leave it none.
+        """
+        allowed = dict(self.allowed)
+        for tables in self.together:
+            for mate in (held[t] for t in tables if t in held):
+                for table in tables:
+                    kept = [r for r in self.ranks(table) if r in mate]
+                    allowed[table] = tuple(kept)
+        for tables in self.apart:
+            taken = {t: held[t] for t in tables if t in held}
+            for table in set(tables).difference(taken):
+                for member in self.colocated_with(table):
+                    before = allowed.get(member, self.ranks(member))
+                    full = {r for ranks in taken.values() for r in ranks}
+                    allowed[member] = tuple(r for r in before if r not in full)
+        return dataclasses.replace(self, allowed=allowed).propagated()
+
+    def violation(self, held: Mapping[int, Collection[int]]) -> str | None:
+        """Say how placed tables break the rules; None if they do not.
+
+        Args:
+            held: Table -> its ranks; of tables that are not there, nothing is asked.
+        """
+        for table in sorted(self.allowed.keys() & held):
+            odd = sorted(set(held[table]).difference(self.ranks(table)))
+            if odd:
+                return (
+                    f"table '{self.names[table]}' is on rank {odd[0]}; it may be on "
+                    f"{listed(self.ranks(table))} only"
+                )
+        for tables in self.together:
+            sets = {t: set(held[t]) for t in tables if t in held}
+            for table, ranks in sets.items():
+                first = next(iter(sets))
+                where = f"on {listed(ranks | sets[first])}"
+                name = self.names[table]
+                if len(ranks) > 1:
+                    return f"table '{name}' is {where}; it belongs on one, with others"
+                if ranks != sets[first]:
+                    return (
+                        f"tables '{self.names[first]}' and '{name}' are {where}, not "
+                        "together"
+                    )
+        for tables in self.apart:
+            holder: dict[int, int] = {}
+            for table in (t for t in tables if t in held):
+                for rank in sorted(set(held[table])):
+                    other = holder.setdefault(rank, table)
+                    if other != table:
+                        return (
+                            f"rank {rank} holds both '{self.names[other]}' and "
+                            f"'{self.names[table]}', which belong apart"
+                        )
+        return None
+
+    def check(self) -> None:
+        """Check that the rules do not contradict each other, sizes aside.
+
+        Raises:
+            ConfigError: They do; names the tables.
+        """
+        for tables in self.together:
+            first, ranks = tables[0], set(self.ranks(tables[0]))
+            for table in tables[1:]:
+                ranks &= set(self.ranks(table))
+                if not ranks:
+                    one, two = self.names[first], self.names[table]
+                    raise ConfigError(
+                        f"tables '{one}' and '{two}' belong together, but no rank may "
+                        f"hold both: '{one}' may be on {listed(self.ranks(first))}, "
+                        f"'{two}' on {listed(self.ranks(table))}. Pin them to a common "
+                        "rank"
+                    )
+        for tables in self.apart:
+            for i, table in enumerate(tables):
+                mates = set(self.colocated_with(table)).intersection(tables[:i])
+                if mates:
+                    raise ConfigError(
+                        f"tables '{self.names[min(mates)]}' and '{self.names[table]}' "
+                        "are asked to lie both together and apart. Take them out of "
+                        "one of the two"
+                    )
+            self._check_room(tables)
+
+    def _check_room(self, tables: Sequence[int]) -> None:
+        """Check that tables which belong apart can have a rank each."""
+        may = np.zeros((len(tables), self.world_size), dtype=bool)
+        for row, table in enumerate(tables):
+            common = set(self.ranks(table)).intersection(
+                *(self.ranks(mate) for mate in self.colocated_with(table))
+            )
+            may[row, sorted(common)] = True
+        of_table = sparse.csgraph.maximum_bipartite_matching(
+            sparse.csr_array(may), perm_type="column"
+        )
+        if (of_table < 0).any():
+            ranks = np.flatnonzero(may.any(axis=0)).tolist()
+            names = [self.names[t] for t in tables]
+            raise ConfigError(
+                f"tables {quoted(names)} belong apart, but there is not a rank for "
+                f"each of them: they may be on {listed(ranks)}"
+                + (
+                    ""
+                    if len(ranks) < len(names)
+                    else f", and nothing is left for '{names[of_table.argmin()]}'"
+                )
+                + ". Pin them elsewhere or take some out of the set"
+            )
+
+
+def joined_sets(sets: Iterable[Iterable[Member]]) -> tuple[tuple[Member, ...], ...]:
+    """Join sets that share a member until none do; sorted, and each set sorted."""
+    joined: list[set[Member]] = []
+    for members in map(set, sets):
+        shared = [other for other in joined if other & members]
+        joined = [other for other in joined if not other & members]
+        joined.append(members.union(*shared))
+    return tuple(sorted(tuple(sorted(members)) for members in joined))
+
+
+def listed(ranks: Collection[int]) -> str:
+    """Name ranks, of many the first ones."""
+    shown = ", ".join(map(str, sorted(ranks)[:_MAX_NAMED])) or "none"
+    more = ", ..." if len(ranks) > _MAX_NAMED else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+
+
+def quoted(names: Sequence[str], joint: str = ", ") -> str:
+    """Name tables, of many the first ones."""
+    shown = joint.join(f"'{n}'" for n in names[:_MAX_NAMED])
+    return shown + (" and more" if len(names) > _MAX_NAMED else "")
