@@ -23,6 +23,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard.errors import PlacementError
 from torchrec_neuroshard.placement import ColumnShard
+from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.plan_conversion import (
     fusion_key,
     lower_plan,
@@ -31,6 +32,7 @@ from torchrec_neuroshard.planner.plan_conversion import (
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     device_tier,
+    name_optimizers,
     table_configs,
 )
 from torchrec_neuroshard.planner.ways import is_placeable
@@ -52,7 +54,7 @@ def options_of(
     enumerator = EmbeddingEnumerator(topology, 32, constraints=constraints)
     options = enumerator.enumerate(module, [sharder])
     reader = TableReader(world_size=2, constraints=constraints, profiles=None)
-    reader.note_sharders([sharder])
+    name_optimizers(options, sharders_by_type([sharder]))
     return reader, {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
 
 

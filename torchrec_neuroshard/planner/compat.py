@@ -11,7 +11,7 @@ import contextlib
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from torchrec.distributed.planner.types import (
     StorageReservation,
     Topology,
 )
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "replaced_parts",
     "report_full",
     "sharder_params",
+    "sharders_by_type",
     "share_in_copies",
     "wait_through",
     "with_bandwidths",
@@ -241,6 +243,13 @@ def with_optimizer(
 def kernel_settings(option: ShardingOption) -> tuple[str, ...]:
     """Settings of an option by which TorchRec groups tables into kernels."""
     return tuple(repr(getattr(option, name, None)) for name in _KERNEL_SETTINGS)
+
+
+def sharders_by_type(
+    sharders: Iterable[ModuleSharder[Any]],
+) -> dict[str, ModuleSharder[Any]]:
+    """Return module type, as TorchRec's options call it -> its sharder."""
+    return {sharder_name(s.module_type): s for s in sharders}
 
 
 def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

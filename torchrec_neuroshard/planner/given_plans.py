@@ -18,8 +18,9 @@ from torchrec.modules.embedding_modules import (
 )
 
 from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.table_reader import table_configs
+from torchrec_neuroshard.planner.table_reader import name_optimizers, table_configs
 
 __all__ = [
     "PlanFileError",
@@ -77,9 +78,10 @@ class PlanOptions:
         costs: PlanCosts,
     ) -> None:
         self._module, self._costs, self._enumerator = module, costs, enumerator
-        costs.reader.note_sharders(sharders)
         self._offered: dict[tuple[str, str], list[ShardingOption]] = {}
-        for option in enumerator.enumerate(module, list(sharders)):
+        offered = enumerator.enumerate(module, list(sharders))
+        name_optimizers(offered, sharders_by_type(sharders))
+        for option in offered:
             self._offered.setdefault((option.path, option.name), []).append(option)
 
     def of(self, plan: ShardingPlan) -> list[ShardingOption]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,12 @@ from torchrec.distributed.planner.types import (
     Storage,
     Topology,
 )
+from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
@@ -33,7 +35,11 @@ from torchrec_neuroshard.planner.greedy import (
     option_copies,
     place_greedily,
 )
-from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS, table_name
+from torchrec_neuroshard.planner.table_reader import (
+    OFFLOADED_KERNELS,
+    name_optimizers,
+    table_name,
+)
 from torchrec_neuroshard.planner.ways import FreeOption, SearchSpace, is_placeable
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
@@ -134,11 +140,19 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self.searcher = make_searcher(search)
         self._enumerator = enumerator
         self.log = SearchLog()
+        self._sharders: Mapping[str, ModuleSharder[Any]] = {}
 
-    def for_run(self, log: SearchLog) -> NeuroShardPartitioner:
-        """Return the same partitioner with another log."""
+    def for_run(
+        self, log: SearchLog, sharders: Iterable[ModuleSharder[Any]] = ()
+    ) -> NeuroShardPartitioner:
+        """Return the same partitioner for one planning run.
+
+        Args:
+            log: Of the run.
+            sharders: Of the run, for options whose estimators did not read them.
+        """
         other = copy.copy(self)
-        other.log = log
+        other.log, other._sharders = log, sharders_by_type(sharders)
         return other
 
     def partition(
@@ -158,6 +172,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             ConfigError: The cost model predicts something that is not a time, or
                 placement constraints cannot be kept, whatever the sizes.
         """
+        for option in proposal:
+            name_optimizers((option, *FreeOption.ways_of(option)), self._sharders)
         rules = self.rules(proposal)
         if all(s.rank is not None for o in proposal for s in o.shards):
             return self._keep(proposal, storage_constraint, rules)

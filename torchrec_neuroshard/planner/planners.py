@@ -293,7 +293,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """
         self._known = None
         unmatched = self._check_inputs(module)
-        self.costs.reader.note_sharders(sharders)
         run, parts = self._start(module, sharders)
         reservation = planner_part(self, "storage_reservation")
         try:
@@ -348,7 +347,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             proposers = [*proposers, torchrec.proposer]
         return run, {
             "proposers": proposers,
-            "partitioner": partitioner.for_run(run.log) if own else partitioner,
+            "partitioner": partitioner.for_run(run.log, sharders)
+            if own
+            else partitioner,
             "callbacks": run.callbacks(planner_part(self, "callbacks")),
         }
 

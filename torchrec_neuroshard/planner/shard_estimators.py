@@ -20,9 +20,13 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.planner.compat import sharder_params, with_optimizer
+from torchrec_neuroshard.planner.compat import with_optimizer
 from torchrec_neuroshard.planner.costs import CostedPart
-from torchrec_neuroshard.planner.table_reader import TableReader, has_own_optimizer
+from torchrec_neuroshard.planner.table_reader import (
+    TableReader,
+    has_own_optimizer,
+    name_optimizers,
+)
 
 __all__ = [
     "NeuroShardEstimator",
@@ -121,7 +125,7 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
             args: TorchRec 1.6 passes the sharders here, by position.
             kwargs: Later releases pass their data by keyword.
         """
-        self._note_sharders(*args, *kwargs.values())
+        _name_optimizers(sharding_options, *args, *kwargs.values())
         costed: list[ShardingOption] = []
         others: list[ShardingOption] = []
         for option in sharding_options:
@@ -137,11 +141,6 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         if others:
             self._stock.estimate(others, *args, **kwargs)
             self.costs.add_launches(others)
-
-    def _note_sharders(self, *maps: Any) -> None:
-        for entries in maps:
-            if isinstance(entries, Mapping):
-                self.costs.reader.fused_params |= sharder_params(entries)
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
@@ -178,6 +177,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
             args: As in TorchRec.
             kwargs: As in TorchRec.
         """
+        _name_optimizers(sharding_options, *args, *kwargs.values())
         named = [self._with_optimizer(option) for option in sharding_options]
         super().estimate(named, *args, **kwargs)
 
@@ -187,3 +187,10 @@ class StorageEstimator(EmbeddingStorageEstimator):
         if state is None or has_own_optimizer(option):
             return option
         return with_optimizer(option, state)
+
+
+def _name_optimizers(options: list[ShardingOption], *given: Any) -> None:
+    """Read the sharders that TorchRec gave an estimator."""
+    for sharders in given:
+        if isinstance(sharders, Mapping):
+            name_optimizers(options, sharders)

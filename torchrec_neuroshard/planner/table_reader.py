@@ -22,7 +22,6 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -50,6 +49,7 @@ __all__ = [
     "has_own_optimizer",
     "is_dense",
     "is_modelled_config",
+    "name_optimizers",
     "table_configs",
     "table_name",
 ]
@@ -82,6 +82,9 @@ _OPTIMIZER_NAMES: Mapping[str, str] = {
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
 
+_SHARDERS_OPTIMIZER = "sharders_optimizer"
+"""Attribute of an option: see `name_optimizers`."""
+
 
 def device_tier(topology: Topology) -> str:
     """Return the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
@@ -112,6 +115,30 @@ def has_own_optimizer(option: ShardingOption) -> bool:
     return bool(optimizer_classes(option.tensor))
 
 
+def name_optimizers(
+    options: Iterable[ShardingOption], sharders: Mapping[str, Any]
+) -> None:
+    """Leave on options the optimizer that their sharders' fused parameters ask for.
+
+    TorchRec shows sharders to enumerators and estimators alone; the other parts of a
+    planner read the optimizer off the option, and copies keep it.
+
+    Args:
+        options: Changed in place.
+        sharders: By module type: sharders, or what TorchRec gives estimators of them.
+    """
+    asked = {
+        kind: params["optimizer"]
+        for kind, params in sharder_params(sharders).items()
+        if params.get("optimizer") is not None
+    }
+    for option in options if asked else ():
+        chosen = asked.get(option.module_type_key)
+        if chosen is not None:
+            name = chosen.name if isinstance(chosen, Enum) else str(chosen)
+            setattr(option, _SHARDERS_OPTIMIZER, name)
+
+
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
     """Return TorchRec's configurations of the tables in `module`."""
     for child in module.modules():
@@ -134,10 +161,8 @@ def is_modelled_config(config: BaseEmbeddingConfig) -> bool:
 class TableReader:
     """Reads TorchRec's sharding options as tables of the cost model.
 
-    Attributes:
-        fused_params: Module type -> the sharder's fused parameters. Filled by
-            `note_sharders` or by the estimator; without them the optimizer is taken
-            from the parameter, else TorchRec's default.
+    An option's optimizer is the one of its parameter or module, else what
+    `name_optimizers` left on it, else TorchRec's default.
     """
 
     def __init__(
@@ -148,7 +173,6 @@ class TableReader:
         profiles: Mapping[str, FeatureProfile] | None,
     ) -> None:
         """Take what the tables' inputs are described by."""
-        self.fused_params: dict[str, Mapping[str, Any]] = {}
         self._world_size = world_size
         self._constraints = constraints or {}
         self._profiles = profiles or {}
@@ -159,13 +183,6 @@ class TableReader:
             weakref.WeakKeyDictionary()
         )
         self._tables: dict[tuple[Any, ...], TableConfig] = {}
-
-    def note_sharders(self, sharders: Iterable[ModuleSharder[Any]]) -> None:
-        """Remember the fused parameters of each sharder."""
-        kinds = {s.module_type: s for s in sharders}
-        self.fused_params |= sharder_params(
-            {f"{k.__module__}.{k.__name__}": s for k, s in kinds.items()}
-        )
 
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""
@@ -224,12 +241,10 @@ class TableReader:
         module = option.module[1]
         if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
             return _OPTIMIZER_NAMES.get(module.optimizer_type().__name__, "adam")
-        chosen = self.fused_params.get(option.module_type_key, {}).get("optimizer")
+        chosen = vars(option).get(_SHARDERS_OPTIMIZER)
         if chosen is None or is_dense(option):  # which reads no fused_params
             return "sgd"  # fbgemm's own default
-        return _OPTIMIZER_NAMES.get(
-            chosen.name if isinstance(chosen, Enum) else str(chosen), "adam"
-        )
+        return _OPTIMIZER_NAMES.get(chosen, "adam")
 
     def table(self, option: ShardingOption) -> TableConfig:
         """Describe the option's table, whatever its shards.
