@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from torchrec_neuroshard.devices import (
+    BACKENDS,
     GpuMonitor,
     GpuState,
+    backend_of,
     cpu_name,
     current_device_name,
+    device_type_of,
     find_gpu_monitor,
     nvidia_smi_reader,
     nvml_reader,
@@ -154,3 +157,14 @@ def test_threads_are_as_before_even_after_a_failure() -> None:
         assert torch.get_num_threads() == before + 1
         raise KeyboardInterrupt
     assert torch.get_num_threads() == before
+
+
+def test_backends_belong_to_devices() -> None:
+    assert {kind: backend_of(kind) for kind in BACKENDS} == BACKENDS
+    assert {backend: device_type_of(backend) for backend in BACKENDS.values()} == {
+        backend: kind for kind, backend in BACKENDS.items()
+    }
+
+
+def test_device_that_torch_does_not_know_has_no_name() -> None:
+    assert current_device_name("abacus") is None

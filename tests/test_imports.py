@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": _COSTS | {"search", "baselines", "workloads"},
     "planner": _COSTS | {"search", "baselines", "report", "workloads"},
     # Beside it.
-    "phase_timer": {"errors", "simulator", "planner.compat"},
+    "phase_timer": {"devices", "errors", "simulator", "planner.compat"},
     "devices": {"errors"},
     "gpu_cards": {"errors"},
     "records": _VALUES,
@@ -61,6 +61,9 @@ FENCES = {
     "torchrec": ("phase_timer", "planner"),
 }
 """What only these may import; for its types alone (TYPE_CHECKING), all may."""
+
+NAMES_DEVICES = ("devices", "doctor")
+"""What knows accelerators by name; the builds of packages are the doctor's."""
 
 NO_GUESSING = ("phase_timer", "planner")
 """Where TorchRec is met: only `COMPAT` asks there what an object has."""
@@ -274,6 +277,18 @@ def find_guesses(module: str, tree: ast.AST) -> list[str]:
     return found
 
 
+def find_device_names(module: str, tree: ast.AST) -> list[str]:
+    """Accelerators and their backends by name, outside of `NAMES_DEVICES`."""
+    if within(module.removeprefix(f"{PACKAGE}."), NAMES_DEVICES):
+        return []
+    return [
+        f"{module}:{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Constant) and node.value in ("cuda", "nccl"))
+        or (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda")
+    ]
+
+
 def sources() -> dict[str, ast.Module]:
     """Module name -> syntax tree, for the whole package.
 
@@ -313,6 +328,13 @@ def test_private_attributes_are_used_at_home() -> None:
 def test_only_one_module_asks_what_torchrec_has() -> None:
     found = [
         f for module, tree in sources().items() for f in find_guesses(module, tree)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_accelerators_are_named_in_one_place() -> None:
+    found = [
+        f for module, tree in sources().items() for f in find_device_names(module, tree)
     ]
     assert not found, "\n".join(found)
 
@@ -472,6 +494,22 @@ def test_guess_is_found(source: str, asks: bool) -> None:
     assert bool(find_guesses(f"{PACKAGE}.planner.replan", tree)) == asks
     for elsewhere in (COMPAT, "search.beam"):
         assert find_guesses(f"{PACKAGE}.{elsewhere}", tree) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("device.type == 'cuda'", True),
+        ("backend = 'nccl' if fast else 'gloo'", True),
+        ("torch.cuda.synchronize()", True),
+        ("device.type == 'cpu'", False),
+        ('"""Of `torch.cuda`; cuda or cpu."""', False),
+    ],
+)
+def test_device_name_is_found(source: str, names: bool) -> None:
+    tree = ast.parse(source)
+    assert bool(find_device_names(f"{PACKAGE}.collect.ranks", tree)) == names
+    assert find_device_names(f"{PACKAGE}.devices", tree) == []
 
 
 @pytest.mark.parametrize(

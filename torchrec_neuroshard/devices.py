@@ -1,4 +1,4 @@
-"""Which CPU or GPU this is, how many threads torch uses, what state a GPU is in."""
+"""Kinds of devices; which CPU or GPU this is, and what state a GPU is in."""
 
 from __future__ import annotations
 
@@ -15,15 +15,28 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "BACKENDS",
+    "GPU",
     "GpuMonitor",
     "GpuState",
+    "accelerator",
+    "backend_of",
     "cpu_name",
     "current_device_name",
+    "device_type_of",
     "find_gpu_monitor",
+    "free_cached_memory",
+    "gpu_uuid",
+    "is_accelerator",
     "nvidia_smi_reader",
     "nvml_reader",
+    "synchronize",
     "torch_threads",
 ]
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""Device type, as torch calls it -> what carries its collectives. All but the CPU are
+accelerators, each with a module of torch's, such as `torch.cuda`."""
 
 _THROTTLING = {
     0x08: "hardware slowdown",
@@ -37,6 +50,55 @@ _NVML_SM, _NVML_MEMORY, _NVML_DIE = 1, 2, 0
 _SMI_INTERVAL_S = 1.0
 """nvidia-smi takes tens of milliseconds: as long as a sample."""
 _SMI_TIMEOUT_S = 10.0
+
+
+GPU = "cuda"
+"""What torch calls the type of the cards in `gpu_cards`."""
+
+
+def is_accelerator(device_type: str) -> bool:
+    """Whether a type of device is not the CPU itself."""
+    return device_type != "cpu"
+
+
+def accelerator(device_type: str) -> Any:
+    """Return torch's module for a type of accelerator, such as `torch.cuda`.
+
+    Raises:
+        RuntimeError: torch knows no such type.
+    """
+    import torch
+
+    return torch.get_device_module(device_type)
+
+
+def backend_of(device_type: str) -> str:
+    """Name what carries the collectives of a type of device; gloo, where unknown."""
+    return BACKENDS.get(device_type, "gloo")
+
+
+def device_type_of(backend: str) -> str:
+    """Name the type of device whose collectives a backend carries."""
+    return next(device for device, its in BACKENDS.items() if its == backend)
+
+
+def synchronize(device: Any) -> None:
+    """Wait until an accelerator (a `torch.device`) is through with its queue."""
+    if is_accelerator(device.type):
+        accelerator(device.type).synchronize(device)
+
+
+def free_cached_memory(device: Any) -> None:
+    """Give back what torch keeps of an accelerator's memory, in whatever pieces."""
+    if is_accelerator(device.type):
+        accelerator(device.type).empty_cache()
+
+
+def gpu_uuid(device: Any) -> str | None:
+    """Name a device as NVIDIA's driver does; None where it is not of its."""
+    if device.type != GPU:
+        return None
+    return f"GPU-{accelerator(device.type).get_device_properties(device).uuid}"
 
 
 def cpu_name() -> str:
@@ -55,14 +117,13 @@ def cpu_name() -> str:
 
 def current_device_name(device_type: str) -> str | None:
     """Name of this machine's first device of a type; None if it has none."""
-    if device_type == "cpu":
+    if not is_accelerator(device_type):
         return cpu_name()
-    if device_type == "cuda":
-        import torch
-
-        if torch.cuda.is_available():
-            return str(torch.cuda.get_device_name(0))
-    return None
+    try:
+        module = accelerator(device_type)
+    except RuntimeError:  # this torch does not know the type
+        return None
+    return str(module.get_device_name(0)) if module.is_available() else None
 
 
 @contextlib.contextmanager

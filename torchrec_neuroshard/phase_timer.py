@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
+from torchrec_neuroshard.devices import synchronize
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import (
     lookups,
@@ -110,8 +111,7 @@ class PhaseTimer:
         return taken
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
     def _start(self, marks: _Marks, phase: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -348,7 +349,8 @@ def test_inputs_made_on_a_device_are_whole_batches(
 def test_memory_is_taken_once_and_no_more_than_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (2**30, 2**31))
+    device = SimpleNamespace(mem_get_info=lambda _: (2**30, 2**31))
+    monkeypatch.setattr("torchrec_neuroshard.collect.tbe.accelerator", lambda _: device)
     taken: list[int] = []
     empty = torch.empty
 

@@ -141,12 +141,14 @@ def queue(monkeypatch: pytest.MonkeyPatch, busy_repeats: list[int]) -> list[str]
             return self
 
     empty = torch.empty
-    monkeypatch.setattr("torch.cuda.Event", Event)
-    monkeypatch.setattr(
-        "torch.empty", lambda *size, **kw: empty(*size, **kw).as_subclass(Cache)
+    device = SimpleNamespace(
+        Event=Event, get_device_properties=lambda _: SimpleNamespace(L2_cache_size=500)
     )
     monkeypatch.setattr(
-        "torch.cuda.get_device_properties", lambda _: SimpleNamespace(L2_cache_size=500)
+        "torchrec_neuroshard.collect.timing.accelerator", lambda _: device
+    )
+    monkeypatch.setattr(
+        "torch.empty", lambda *size, **kw: empty(*size, **kw).as_subclass(Cache)
     )
     return queue
 

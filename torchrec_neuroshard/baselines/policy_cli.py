@@ -54,6 +54,7 @@ from torchrec_neuroshard.baselines.policy_training import (
 from torchrec_neuroshard.cost_models.base import CommsModel
 from torchrec_neuroshard.cost_models.comms import BandwidthCommsModel
 from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
+from torchrec_neuroshard.devices import BACKENDS
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.records import command_line
@@ -409,7 +410,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=tasks.batch_size, help="over all ranks"
     )
-    parser.add_argument("--device-type", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device-type", choices=tuple(BACKENDS), default="cpu")
     parser.add_argument(
         "--gb-per-s", type=float, default=600.0, help="of links that were not measured"
     )

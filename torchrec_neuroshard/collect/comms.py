@@ -38,7 +38,13 @@ from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.collect.tbe import column_permutation
 from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
-from torchrec_neuroshard.devices import torch_threads
+from torchrec_neuroshard.devices import (
+    BACKENDS,
+    accelerator,
+    is_accelerator,
+    synchronize,
+    torch_threads,
+)
 from torchrec_neuroshard.errors import (
     ConfigError,
     NeuroShardError,
@@ -65,6 +71,7 @@ __all__ = [
     "summary",
 ]
 
+_BACKEND_NAMES = " or ".join(BACKENDS.values())
 _REFERENCE_BYTES_PER_PEER = 64 * 1024
 _REFERENCE_SAMPLES = 5
 """The reference's speed is taken over so many samples: the machine drifts over minutes,
@@ -106,8 +113,8 @@ class CommsConfig:
     sampling: CommsSamplingConfig = field(default_factory=CommsSamplingConfig)
 
     def __post_init__(self) -> None:
-        if self.backend not in ("gloo", "nccl"):
-            raise ConfigError(f"backend must be gloo or nccl, got '{self.backend}'")
+        if self.backend not in BACKENDS.values():
+            raise ConfigError(f"backend must be {_BACKEND_NAMES}, got '{self.backend}'")
         if self.num_samples < 1 or not 1 <= self.min_passes <= self.max_passes:
             raise ConfigError(
                 "num_samples must be at least 1 and passes 1 <= min <= max, got "
@@ -171,8 +178,7 @@ class _CollectiveMeter:
         time.sleep(max(0.0, begin - self._ranks.clock()))
         arrival = self._ranks.clock()
         runner.run()
-        if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._ranks.device)
         return arrival, self._ranks.clock(), bool(stopped)
 
     def nominal_ms(self, num_passes: int = 60) -> float:
@@ -305,7 +311,7 @@ def _collect(
     inter = ranks.bandwidth(local) if local < world else 0.0
     reference_ms = meter.nominal_ms()
     kernels = _KernelTimes({}, {}, 0.0)
-    if known is None and ranks.device.type == "cpu":
+    if known is None and not is_accelerator(ranks.device.type):
         kernels = _time_kernels(ranks)
     header = CommsHeader(
         fingerprint=device_fingerprint(ranks.device, 1),
@@ -439,8 +445,9 @@ def _open_together(config: CommsConfig, ranks: Ranks) -> tuple[CommsHeader | Non
 
 def _memory_cap(ranks: Ranks) -> int:
     """Most bytes per rank that the buffers of this node's ranks have room for."""
-    if ranks.device.type == "cuda":
-        free = int(torch.cuda.mem_get_info()[0])
+    on_host = not is_accelerator(ranks.device.type)
+    if not on_host:
+        free = int(accelerator(ranks.device.type).mem_get_info()[0])
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         with contextlib.suppress(OSError):
@@ -449,7 +456,7 @@ def _memory_cap(ranks: Ranks) -> int:
             free = int(lines["MemAvailable"].split()[0]) * 1024
         free //= ranks.local_world_size
     # Input, send buffer, output and its copy; one rank may send for all.
-    copies = 2 + 2 * (ranks.world_size if ranks.device.type == "cuda" else 1)
+    copies = 2 + 2 * (1 if on_host else ranks.world_size)
     return max(1024, int(free * _MEMORY_SHARE / copies))
 
 
@@ -498,7 +505,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = CommsSamplingConfig()
     low, high = sampling.bytes_per_rank
     parser.add_argument("--out", type=Path, required=True, help="Parquet file")
-    parser.add_argument("--backend", default="gloo", help="gloo or nccl")
+    parser.add_argument("--backend", default="gloo", help=_BACKEND_NAMES)
     parser.add_argument("--num-samples", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-bytes", type=int, default=low, help="per rank")

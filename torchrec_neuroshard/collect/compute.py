@@ -29,7 +29,11 @@ from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import (
     GpuMonitor,
     GpuState,
+    accelerator,
     find_gpu_monitor,
+    free_cached_memory,
+    gpu_uuid,
+    is_accelerator,
     torch_threads,
 )
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
@@ -110,9 +114,10 @@ class CollectConfig:
 
 def _monitor(device: torch.device, console: Console) -> GpuMonitor | None:
     """Find a way to watch a GPU's clocks, and tell whether there is one."""
-    if device.type != "cuda":
+    uuid = gpu_uuid(device)
+    if uuid is None:
         return None
-    monitor = find_gpu_monitor(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    monitor = find_gpu_monitor(uuid)
     console.print(
         "neither pynvml nor nvidia-smi answers: clocks, temperature and throttling "
         "are not recorded"
@@ -154,10 +159,11 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
     """
     console = console or Console()
     device = torch.device(config.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
+    kind = device.type
+    if is_accelerator(kind) and not accelerator(kind).is_available():
         raise ConfigError(
-            "device 'cuda' was asked for but torch sees none; use --device cpu or run "
-            "'neuroshard doctor'"
+            f"device '{kind}' was asked for but torch sees none; use --device cpu or "
+            "run 'neuroshard doctor'"
         )
     base_tables = _base_tables(config)
     header = RunHeader(
@@ -416,8 +422,8 @@ class _SetMeter:
         except torch.OutOfMemoryError:
             pass  # outside of the handler, which holds the failed set
         gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what the sets before have left in pieces
+        # What the sets before have left in pieces.
+        free_cached_memory(torch.device(self._config.device))
         return self.measure(index)
 
     def measure_steadily(self, index: int) -> CostRecord | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchrec_neuroshard.collect.tbe import fbgemm_version
-from torchrec_neuroshard.devices import cpu_name
+from torchrec_neuroshard.devices import accelerator, cpu_name, is_accelerator
 from torchrec_neuroshard.records import Fingerprint
 
 __all__ = ["device_fingerprint"]
@@ -13,10 +13,9 @@ __all__ = ["device_fingerprint"]
 
 def device_fingerprint(device: torch.device, num_threads: int) -> Fingerprint:
     """Describe the device and libraries at hand."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = cpu_name()
+    name = cpu_name()
+    if is_accelerator(device.type):
+        name = accelerator(device.type).get_device_name(device)
     return Fingerprint(
         device=name,
         device_type=device.type,

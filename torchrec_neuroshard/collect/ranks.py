@@ -18,6 +18,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from torchrec_neuroshard.devices import (
+    accelerator,
+    device_type_of,
+    is_accelerator,
+    synchronize,
+)
 from torchrec_neuroshard.errors import ConfigError
 
 __all__ = ["Ranks"]
@@ -78,16 +84,18 @@ class Ranks:
                 "--nproc-per-node"
             )
         self.backend = backend
-        self.device = torch.device("cpu")
-        if backend == "nccl":
-            local_rank = self.rank % self.local_world_size
-            if torch.cuda.device_count() <= local_rank:
+        kind = device_type_of(backend)
+        self.device = torch.device(kind)
+        if is_accelerator(kind):
+            local_rank, there = self.rank % self.local_world_size, accelerator(kind)
+            if there.device_count() <= local_rank:
                 raise ConfigError(
-                    f"backend 'nccl' needs one CUDA device per rank; this node has "
-                    f"{torch.cuda.device_count()} for {self.local_world_size} ranks"
+                    f"backend '{backend}' needs one {kind.upper()} device per rank; "
+                    f"this node has {there.device_count()} for "
+                    f"{self.local_world_size} ranks"
                 )
-            self.device = torch.device("cuda", local_rank)
-            torch.cuda.set_device(self.device)
+            self.device = torch.device(kind, local_rank)
+            there.set_device(self.device)
         self._timeout_seconds = timeout_seconds
         timeout = datetime.timedelta(seconds=timeout_seconds)
         self._is_guest = dist.is_initialized()
@@ -219,8 +227,7 @@ class Ranks:
                     dist.send(buffer, target)
                 elif self.rank == target:
                     dist.recv(buffer, source)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(self.device)
             times.append(time.perf_counter() - start)
         return float(self.share(2 * num_bytes / statistics.median(times[1:]) / 1e9))
 

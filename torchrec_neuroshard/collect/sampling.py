@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 
 from torchrec_neuroshard.access import AccessDistribution, draw_lengths
+from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.tables import (
@@ -99,7 +100,7 @@ class SamplingConfig:
             device_type: `cpu` or `cuda`; a GPU holds and reads tens of times more and
                 has kernels for all optimizers.
         """
-        if device_type != "cuda":
+        if not is_accelerator(device_type):
             return cls()
         return cls(
             max_shards=100,

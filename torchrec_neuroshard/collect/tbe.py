@@ -21,6 +21,7 @@ from torchrec_neuroshard.access import (
     coprime_step,
     draw_lengths,
 )
+from torchrec_neuroshard.devices import accelerator
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.tables import TableConfig
 
@@ -146,7 +147,7 @@ def reserve_memory(device: torch.device, num_bytes: int) -> None:
     Raises:
         ConfigError: The device has not that much free memory.
     """
-    free, _ = torch.cuda.mem_get_info(device)
+    free, _ = accelerator(device.type).mem_get_info(device)
     if num_bytes > _FREE_SHARE * free:
         raise ConfigError(
             f"sets of up to {num_bytes / 2**30:.1f} GiB were asked for, {device} has "

@@ -28,6 +28,7 @@ from torchrec_neuroshard.collect.tbe import (
     draw_inputs,
     reserve_memory,
 )
+from torchrec_neuroshard.devices import accelerator, is_accelerator
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.tables import TableConfig
 
@@ -147,7 +148,9 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         """Allocate what is written to flush, sized from the device's L2 cache."""
-        cache: int = torch.cuda.get_device_properties(device).L2_cache_size
+        cache: int = (
+            accelerator(device.type).get_device_properties(device).L2_cache_size
+        )
         self._flush = torch.empty(
             self.FLUSHED_SHARE * cache, dtype=torch.int8, device=device
         )
@@ -162,7 +165,7 @@ class DeviceClock:
         """See `Clock`; both are run again where the device did not stay busy."""
         while True:
             events: list[Any] = [
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                accelerator(self._flush.device.type).Event(enable_timing=True)
                 for _ in range(4)
             ]
             self._fill_queue()
@@ -315,7 +318,7 @@ class SetTimer:
             num_batches: Different inputs that the passes take in turn.
         """
         self._device = device
-        defaults = CUDA_PASSES if device.type == "cuda" else CPU_PASSES
+        defaults = CUDA_PASSES if is_accelerator(device.type) else CPU_PASSES
         given = {
             "budget_seconds": budget_seconds,
             "min_passes": min_passes,
@@ -328,7 +331,7 @@ class SetTimer:
         self._reference: Reference | None = None
         self.reference_ms = 0.0
         self._clock: Clock
-        if device.type == "cuda":
+        if is_accelerator(device.type):
             self._clock = DeviceClock(device)
             reserve_memory(device, arena_bytes)
             return

@@ -18,7 +18,12 @@ from torchrec_neuroshard.cost_models.compute import (
     PhysicalConstants,
     PhysicalCostModel,
 )
-from torchrec_neuroshard.devices import current_device_name
+from torchrec_neuroshard.devices import (
+    GPU,
+    backend_of,
+    current_device_name,
+    is_accelerator,
+)
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, GpuCard, find_card
 
@@ -61,22 +66,22 @@ def find_named_card(
 
     Args:
         cost_model: As for `load_cost_model`.
-        device_type: Device that is planned for: "cpu" or "cuda".
+        device_type: Device that is planned for, of `BACKENDS`.
 
     Raises:
         ConfigError: A card is named for devices that are no GPUs.
     """
     if isinstance(cost_model, CostModel):
-        return find_card(cost_model.hardware) if device_type == "cuda" else None
+        return find_card(cost_model.hardware) if device_type == GPU else None
     card = GPU_CARDS.get(str(cost_model).lower())
-    if card is not None and device_type != "cuda":
+    if card is not None and device_type != GPU:
         raise ConfigError(
             f"cost model '{cost_model}' is a GPU's, the devices to plan for are of "
-            f"type '{device_type}': give the topology compute_device='cuda' or take "
+            f"type '{device_type}': give the topology compute_device='{GPU}' or take "
             "another cost model"
         )
     folder = bundle_folder(cost_model)
-    if card is not None or folder is None or device_type != "cuda":
+    if card is not None or folder is None or device_type != GPU:
         return card
     info = COMPUTE_BUNDLE.find_info(folder)
     return find_card(info.fingerprint.device) if info is not None else None
@@ -97,7 +102,7 @@ def load_cost_model(
             device, else a physical estimate, with a warning; it never takes a CPU's
             bundle for a GPU. So it is with a folder that holds collectives alone. A
             card's name asks for the physical estimate for it.
-        device_type: Device that is planned for: "cpu" or "cuda".
+        device_type: Device that is planned for, of `BACKENDS`.
         hbm_gb_per_s: Its memory bandwidth, for the physical estimate; None: the card's.
         card: What is planned for. None: the card named, else the one of this machine.
 
@@ -152,7 +157,7 @@ def load_comms_model(
 
     Args:
         cost_model: As for `load_cost_model`; None: nothing was measured beside it.
-        device_type: Device that is planned for: "cpu" (gloo) or "cuda" (NCCL).
+        device_type: Device that is planned for, of `BACKENDS`.
         world_size: Ranks.
         local_world_size: Ranks per node.
         intra_gb_per_s: Bandwidth inside a node to predict for; None is as measured.
@@ -176,9 +181,11 @@ def load_comms_model(
     if card is None and cost_model is not None:
         card = find_named_card(cost_model, device_type)
     card = card or find_card(device)
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = backend_of(device_type)
     folder = _measured_collectives(cost_model, backend, device)
-    stands_in = folder is None and device_type == "cpu" and intra_gb_per_s is None
+    stands_in = (
+        folder is None and not is_accelerator(device_type) and intra_gb_per_s is None
+    )
     if stands_in:
         folder = _PRETRAINED / _STAND_IN
     if folder is None or not COMMS_BUNDLE.is_in(folder):
@@ -284,9 +291,8 @@ def _estimate(
         f"can be asked for by name: {', '.join(pretrained_names()) or 'none'}",
         stacklevel=4,
     )
-    if device_type == "cpu":
-        constants = _CPU_CONSTANTS
-    else:
+    constants = _CPU_CONSTANTS
+    if is_accelerator(device_type):
         bandwidth = hbm_gb_per_s or (card or _UNKNOWN_CARD).hbm_gb_per_s.value
         constants = PhysicalConstants(memory_gb_per_s=bandwidth)
     return PhysicalCostModel(constants, name="physical", hardware=shown)

@@ -38,6 +38,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
+from torchrec_neuroshard.devices import backend_of, is_accelerator
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import (
     ColumnShard,
@@ -382,7 +383,7 @@ class _Job:
     @property
     def _over_gloo(self) -> bool:
         """Whether a rank cannot send to itself."""
-        return bool(self.topology.compute_device == "cpu")
+        return backend_of(self.topology.compute_device) == "gloo"
 
     def _state_is_cut(self, table: int) -> bool:
         """Whether TorchRec moves the optimizer's state of parts of shards."""
@@ -560,7 +561,7 @@ def apply_moves(
     if not changed:
         return
     _check_moves(model, replaced, executable[0])
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = [model.device] if is_accelerator(model.device.type) else []
     with torch.random.fork_rng(devices):
         for path, tables in changed.items():
             _move_module(model, path, tables)

@@ -32,6 +32,7 @@ from torchrec.modules.fused_embedding_modules import (
     FusedEmbeddingCollection,
 )
 
+from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.planner.compat import optimizer_classes, sharder_params
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
@@ -88,7 +89,7 @@ _SHARDERS_OPTIMIZER = "sharders_optimizer"
 
 def device_tier(topology: Topology) -> str:
     """Return the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
-    return "ddr" if topology.compute_device == "cpu" else "hbm"
+    return "hbm" if is_accelerator(topology.compute_device) else "ddr"
 
 
 def table_name(option: ShardingOption) -> str:

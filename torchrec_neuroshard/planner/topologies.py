@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torchrec.distributed.planner.constants import (
     CROSS_NODE_BANDWIDTH,
     DDR_CAP,
@@ -31,6 +30,7 @@ from torchrec.distributed.planner.types import BasicCommsBandwidths, Topology
 
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.loading import find_named_card
+from torchrec_neuroshard.devices import GPU, accelerator, is_accelerator
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.gpu_cards import (
     GPU_CARDS,
@@ -223,7 +223,7 @@ def topology_for(
         frozenset(name for name, value in options.items() if value is not None),
         world_size=num_nodes * per_node,
         local_world_size=per_node,
-        compute_device="cuda",
+        compute_device=GPU,
         **arguments,
     )
 
@@ -274,7 +274,7 @@ class PlannedDevices:
             ConfigError: A card is named for devices that are no GPUs.
         """
         device_type = str(topology.compute_device)
-        visible = _visible_card() if device_type == "cuda" else None
+        visible = _visible_card(device_type)
         seen = find_card(visible[0]) if visible else None
         card = find_named_card(cost_model, device_type)
         if isinstance(topology, CardTopology):
@@ -332,7 +332,7 @@ def _is_used(name: str, topology: Topology) -> bool:
         return False
     if name == "inter_host_bw" and world_size <= topology.local_world_size:
         return False
-    if topology.compute_device == "cpu":
+    if not is_accelerator(topology.compute_device):
         return not name.startswith("hbm")
     return name != "ddr_mem_bw"
 
@@ -407,7 +407,9 @@ def _defaults_in_use(
     asked: Collection[str],
 ) -> tuple[str, ...]:
     """Say which figures the caller left out, what is taken for them, the way out."""
-    if topology.compute_device != "cuda" or isinstance(topology, CardTopology):
+    if not is_accelerator(topology.compute_device) or isinstance(
+        topology, CardTopology
+    ):
         return ()
     left_out = [n for n in figures if n in asked and figures[n].basis != "given"]
     if not left_out:
@@ -454,9 +456,12 @@ def node_size(topology: Topology) -> int:
     return whole_nodes(topology.world_size, topology.intra_group_size)
 
 
-def _visible_card() -> tuple[str, int] | None:
-    """Name and memory [bytes] of the GPU that this process uses, if it has one."""
-    if not torch.cuda.is_available():
+def _visible_card(device_type: str) -> tuple[str, int] | None:
+    """Name and memory [bytes] of the card that this process uses, if it has one."""
+    if not is_accelerator(device_type):
         return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    module = accelerator(device_type)
+    if not module.is_available():
+        return None
+    found = module.get_device_properties(module.current_device())
     return str(found.name), int(found.total_memory)

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.constraints import permits
@@ -228,7 +229,6 @@ class SearchSpace:
         tier = device_tier(topology)
         storages = _storages(options, reader, enumerator, tier)
         kernels = [kernel_factors(o, topology) for o in options]
-        cpu = topology.compute_device == "cpu"
         task = OptionShards.of(options, reader, topology, kernels).task
         most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
         return cls(
@@ -240,7 +240,7 @@ class SearchSpace:
                 column_bytes=tuple(s.per_column[tier] for s in storages),
                 min_widths=tuple(narrowest_shard(o, constraints) for o in options),
                 max_shards=tuple(most),
-                uneven=cpu,
+                uneven=not is_accelerator(topology.compute_device),
                 **_placement_fields(options, rules),
             ),
             _storages=tuple(storages),

@@ -28,6 +28,7 @@ from torchrec_neuroshard.cost_models.bundle import (
     save_comms_bundle,
 )
 from torchrec_neuroshard.cost_models.loading import bundle_folder, pretrained_names
+from torchrec_neuroshard.devices import accelerator, backend_of, is_accelerator
 from torchrec_neuroshard.errors import ConfigError, RankFailureError, RecordError
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
@@ -345,7 +346,8 @@ def _check_collectives(args: argparse.Namespace, source: Path) -> None:
         return
     if args.ranks < 2:
         raise ConfigError(f"--ranks must be at least 2, got {args.ranks}")
-    num_gpus = torch.cuda.device_count() if _on_gpu(args) else args.ranks
+    kind = _device_type(args)
+    num_gpus = accelerator(kind).device_count() if is_accelerator(kind) else args.ranks
     if num_gpus < args.ranks:
         raise ConfigError(
             f"--ranks {args.ranks} on GPUs needs as many, this machine has {num_gpus}; "
@@ -353,8 +355,8 @@ def _check_collectives(args: argparse.Namespace, source: Path) -> None:
         )
 
 
-def _on_gpu(args: argparse.Namespace) -> bool:
-    return torch.device(args.device or "cpu").type == "cuda"
+def _device_type(args: argparse.Namespace) -> str:
+    return torch.device(args.device or "cpu").type
 
 
 def _measure_collectives(args: argparse.Namespace) -> Path:
@@ -363,7 +365,7 @@ def _measure_collectives(args: argparse.Namespace) -> Path:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(args.ranks), "-m", "torchrec_neuroshard"]
     command += ["collect", "comms", "--out", str(path), "--seed", str(args.seed)]
-    command += ["--backend", "nccl" if _on_gpu(args) else "gloo"]
+    command += ["--backend", backend_of(_device_type(args))]
     command += ["--num-samples", str(args.comms_samples)]
     command += ["--time-limit", str(args.comms_time_limit)]
     if args.ranks > 3:
