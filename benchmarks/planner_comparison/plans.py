@@ -20,9 +20,9 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan
 from planner_comparison.tasks import Task, held_bytes
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE, table_features
+from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 from torchrec_neuroshard.tables import TableConfig, row_shard
 
-COLUMN_TYPES = ("table_wise", "column_wise", "table_column_wise")
 ROW_TYPES = ("row_wise", "table_row_wise")
 """On one node both spread a table's rows over all ranks."""
 REPLICAS = "data_parallel"
@@ -128,7 +128,7 @@ def read_plan(plan: ShardingPlan, task: Task) -> RunPlan:
     held = [0] * task.world_size
     for shard in (s for shards in by_type.values() for s in shards):
         held[shard.rank] += held_bytes(shard.table)
-    column_shards = [s.number for k in COLUMN_TYPES for s in by_type.get(k, [])]
+    column_shards = [s.number for k in COLUMN_SHARDED_TYPES for s in by_type.get(k, [])]
     return RunPlan(
         stages=tuple(_stage(kind, by_type[kind], task) for kind in sorted(by_type)),
         rank_bytes=tuple(held),
@@ -141,7 +141,9 @@ def _shards(sharding: ParameterSharding, number: int, task: Task) -> list[_Shard
     kind, table = sharding.sharding_type, task.tables[number]
     if kind == REPLICAS:
         return [_Shard(table, rank, number) for rank in range(task.world_size)]
-    if sharding.compute_kernel != "fused" or kind not in COLUMN_TYPES + ROW_TYPES:
+    if sharding.compute_kernel != "fused" or kind not in COLUMN_SHARDED_TYPES.union(
+        ROW_TYPES
+    ):
         raise NotRunError(f"{kind} tables with {sharding.compute_kernel} kernels")
     assert sharding.ranks is not None and sharding.sharding_spec is not None
     shards = []
