@@ -31,6 +31,7 @@ from tests.builders import (
     make_ebc,
     stock_planner,
 )
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
@@ -112,6 +113,12 @@ def kinds_of(options: list[ShardingOption]) -> dict[str, list[tuple[str, str]]]:
         kind = (option.sharding_type, option.compute_kernel)
         kinds.setdefault(option.name, []).append(kind)
     return kinds
+
+
+def test_part_with_costs_takes_no_other_model() -> None:
+    costs = PlanCosts(gpus(), **analytic())
+    with pytest.raises(ConfigError, match="leave out comms_model, cost_model, or cos"):
+        NeuroShardPerfModel(gpus(), costs=costs, **analytic())
 
 
 def test_enumerator_keeps_one_option_of_each_use() -> None:

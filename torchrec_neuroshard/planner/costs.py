@@ -487,10 +487,11 @@ class CostedPart:
     Args:
         topology: The devices to plan for.
         constraints: Table name -> TorchRec's constraints on it.
-        cost_model: "auto", a bundle's name or folder, or a model.
-        comms_model: None: as measured, else as published, else by the topology.
-        profiles: Feature name -> its measured profile.
-        costs: Shares one loaded cost model between parts; replaces the three above.
+        costs: Shares one loaded cost model between parts. None: one of the part's own.
+        model: What `PlanCosts` takes: cost_model, comms_model, profiles.
+
+    Raises:
+        ConfigError: Both `costs` and some of these are given.
     """
 
     def __init__(
@@ -498,18 +499,15 @@ class CostedPart:
         topology: Topology,
         constraints: Mapping[str, ParameterConstraints] | None = None,
         *,
-        cost_model: str | Path | CostModel = "auto",
-        comms_model: CommsModel | None = None,
-        profiles: Mapping[str, FeatureProfile] | None = None,
         costs: PlanCosts | None = None,
+        **model: Any,
     ) -> None:
-        self.costs = costs or PlanCosts(
-            topology,
-            constraints,
-            cost_model=cost_model,
-            comms_model=comms_model,
-            profiles=profiles,
-        )
+        if costs is not None and model:
+            raise ConfigError(
+                f"costs has a model of its own: leave out {', '.join(sorted(model))}, "
+                "or costs"
+            )
+        self.costs = costs or PlanCosts(topology, constraints, **model)
 
 
 def _rank_name(stage: str, rank: int) -> str:

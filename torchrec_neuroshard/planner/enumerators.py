@@ -95,18 +95,17 @@ class NeuroShardEnumerator(HookedEnumerator):
     ) -> None:
         constraints = dict(constraints) if constraints else None
         if estimator is None:
-            learned = NeuroShardEstimator(
+            costs = costs or PlanCosts(
                 topology,
                 constraints,
                 cost_model=cost_model,
                 comms_model=comms_model,
                 profiles=profiles,
-                costs=costs,
             )
-            reader = learned.costs.reader
+            learned = NeuroShardEstimator(topology, constraints, costs=costs)
             estimator = [
                 learned,
-                StorageEstimator(topology, constraints, reader=reader),
+                StorageEstimator(topology, constraints, reader=costs.reader),
             ]
         super().__init__(
             topology=topology,

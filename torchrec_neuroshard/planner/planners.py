@@ -100,7 +100,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         costs: The cost model at work.
         last_result: What is known of the plan last returned; None before the first
             one and for a model without tables. After `collective_plan` the same on
-            all ranks.
+            all ranks. Its costs are of all tables; its `placement` holds those alone
+            whose shards are whole columns in fused kernels on devices. The plan
+            itself says where the others are, and `report` names them.
         last_task: The tables that `last_result.placement` counts, in its order; None
             when it has none.
         last_seconds: What planning took, part by part: "options" (listing and
@@ -440,12 +442,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     @property
     def last_result(self) -> SearchResult | None:
-        """What is known of the plan last returned."""
+        """What is known of the plan last returned; its placement is of columns."""
         return self._known.result if self._known else None
 
     @property
     def last_task(self) -> ShardingTask | None:
-        """The tables that `last_result.placement` counts."""
+        """The tables that `last_result.placement` counts: the column-sharded ones."""
         return self._known.task if self._known else None
 
     @property
