@@ -77,7 +77,7 @@ def test_plan_for_gpus_uses_published_figures(
     monkeypatch.setattr(plan_on_cpu, "NeuroShardPlanner", Remembered)
     assert plan_on_cpu.main(["--ranks", "4", "--ranks-per-node", "4"]) == 0
     (planner,) = planners
-    topology = planner._topology
+    topology = planner.topology
     assert topology.hbm_mem_bw * GB_PER_S == pytest.approx(3_350)
     assert topology.intra_host_bw * GB_PER_S == pytest.approx(370)
     assert topology.inter_host_bw * GB_PER_S == pytest.approx(35)

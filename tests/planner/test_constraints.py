@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import (
@@ -24,12 +23,12 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingPlan
 
+from tests.builders import FixedSearcher, bag_sharders, make_ebc, make_planner, types_of
 from torchrec_neuroshard import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError, PlacementError
 from torchrec_neuroshard.planner import (
     NeuroShardPartitioner,
     NeuroShardPlanLoader,
-    NeuroShardPlanner,
     PlanMismatchError,
     StalePlanWarning,
     load_plan,
@@ -38,11 +37,6 @@ from torchrec_neuroshard.planner import (
     save_plan,
 )
 from torchrec_neuroshard.search import SEARCHES
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
-MakePlanner = Callable[..., NeuroShardPlanner]
-ReadTypes = Callable[[ShardingPlan], dict[str, str]]
-Sharders = list[EmbeddingBagCollectionSharder]
 
 SIZES = [(1000, 64), (5000, 32), (300, 16), (8000, 64), (2000, 128), (100, 8)]
 NAMES = [f"t{i}" for i in range(len(SIZES))]
@@ -187,12 +181,7 @@ RULES = {
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize(("compute_device", "copies"), [("cpu", 4), ("cuda", 1)])
 def test_every_plan_keeps_them(
-    rules: PlacementConstraints,
-    compute_device: str,
-    copies: int,
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
+    rules: PlacementConstraints, compute_device: str, copies: int
 ) -> None:
     planner = make_planner(
         4,
@@ -200,7 +189,7 @@ def test_every_plan_keeps_them(
         placement_constraints=rules,
         consider_stock=True,
     )
-    plan = planner.plan(make_ebc(copies * SIZES), sharders)
+    plan = planner.plan(make_ebc(copies * SIZES), bag_sharders())
     assert len(ranks_of(plan)) == copies * len(SIZES)
     assert keeps(plan, rules, 4)
 
@@ -222,13 +211,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 @pytest.mark.parametrize("rule", ["together", "apart", "all"])
-def test_tables_of_any_kernel_keep_them(
-    kind: dict[str, list[str]],
-    rule: str,
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-) -> None:
+def test_tables_of_any_kernel_keep_them(kind: dict[str, list[str]], rule: str) -> None:
     """Half of the tables are of kinds that are not searched."""
     rules = RULES[rule]
     planner = make_planner(
@@ -236,13 +219,11 @@ def test_tables_of_any_kernel_keep_them(
         placement_constraints=rules,
         constraints={n: ParameterConstraints(**kind) for n in NAMES[::2]},
     )
-    plan = planner.plan(make_ebc(SIZES), sharders)
+    plan = planner.plan(make_ebc(SIZES), bag_sharders())
     assert keeps(plan, rules, 4)
 
 
-def test_offloaded_company_goes_where_its_pinned_member_may_be(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_offloaded_company_goes_where_its_pinned_member_may_be() -> None:
     kind = ParameterConstraints(
         sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
     )
@@ -256,15 +237,13 @@ def test_offloaded_company_goes_where_its_pinned_member_may_be(
             apart=[["t4", "t5"], ["t1", "t2"]],
         ),
     )
-    held = ranks_of(planner.plan(make_ebc(SIZES), sharders))
+    held = ranks_of(planner.plan(make_ebc(SIZES), bag_sharders()))
     assert held["t0"] == held["t4"] == {2} != held["t5"]
     assert held["t2"] == held["t3"] != held["t1"] == {0}
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_constraints_drawn_at_random(
-    seed: int, make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_constraints_drawn_at_random(seed: int) -> None:
     """Of tables of all kinds, in scarce memory, through the real search."""
     rng = np.random.default_rng(seed)
     kinds = [None, None, None, *KINDS.values()]
@@ -290,7 +269,7 @@ def test_constraints_drawn_at_random(
         consider_stock=seed == 1,
     )
     try:
-        plan = planner.plan(make_ebc(SIZES), sharders)
+        plan = planner.plan(make_ebc(SIZES), bag_sharders())
     except ConfigError as error:
         assert re.search("pinned|together|apart", str(error))
         assert "callback" not in str(error)
@@ -298,20 +277,15 @@ def test_constraints_drawn_at_random(
         assert keeps(plan, rules, 4)
 
 
-def test_row_wise_and_replicas_need_every_rank(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    read_types: ReadTypes,
-    sharders: Sharders,
-) -> None:
+def test_row_wise_and_replicas_need_every_rank() -> None:
     for name in ("row_wise", "data_parallel"):
         only = {"t0": ParameterConstraints(sharding_types=[name])}
         everywhere = PlacementConstraints(pin={"t0": [0, 1]})
         planner = make_planner(
             2, "cuda", constraints=only, placement_constraints=everywhere
         )
-        plan = planner.plan(make_ebc([(10**6, 64)]), sharders)
-        assert read_types(plan) == {"t0": name}
+        plan = planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
+        assert types_of(plan) == {"t0": name}
         planner = make_planner(
             2,
             "cuda",
@@ -321,15 +295,10 @@ def test_row_wise_and_replicas_need_every_rank(
         with pytest.raises(
             ConfigError, match=f"'t0' may only be sharded {name}, which"
         ):
-            planner.plan(make_ebc([(10**6, 64)]), sharders)
+            planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
 
 
-def test_node_wise_tables_stay_in_allowed_nodes(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    read_types: ReadTypes,
-    sharders: Sharders,
-) -> None:
+def test_node_wise_tables_stay_in_allowed_nodes() -> None:
     only = ParameterConstraints(sharding_types=["table_row_wise"])
     for ranks, node in [([2, 3], {2, 3}), ([0, 1, 2], {0, 1})]:
         planner = make_planner(
@@ -337,8 +306,8 @@ def test_node_wise_tables_stay_in_allowed_nodes(
             constraints={"t0": only, "t1": only},
             placement_constraints=PlacementConstraints(pin={"t0": ranks}),
         )
-        plan = planner.plan(make_ebc([(1000, 64), (10**5, 64)]), sharders)
-        assert set(read_types(plan).values()) == {"table_row_wise"}
+        plan = planner.plan(make_ebc([(1000, 64), (10**5, 64)]), bag_sharders())
+        assert set(types_of(plan).values()) == {"table_row_wise"}
         assert ranks_of(plan)["t0"] == node
     planner = make_planner(
         topology=Topology(4, "cuda", local_world_size=2),
@@ -346,42 +315,35 @@ def test_node_wise_tables_stay_in_allowed_nodes(
         placement_constraints=PlacementConstraints(pin={"t0": [1, 2]}),
     )
     with pytest.raises(ConfigError, match="'t0' may only be sharded table_row_wise"):
-        planner.plan(make_ebc([(1000, 64)]), sharders)
+        planner.plan(make_ebc([(1000, 64)]), bag_sharders())
 
 
-def test_a_table_too_large_for_its_ranks_is_named(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_a_table_too_large_for_its_ranks_is_named() -> None:
     planner = make_planner(
         topology=Topology(4, "cpu", ddr_cap=2**20),
         placement_constraints=PlacementConstraints(pin={"t0": [1]}),
         constraints={"t0": ParameterConstraints(compute_kernels=["fused"])},
     )
     with pytest.raises(PlannerError, match="'t0'"):
-        planner.plan(make_ebc([(10_000, 64)]), sharders)
+        planner.plan(make_ebc([(10_000, 64)]), bag_sharders())
 
 
-def test_a_stock_plan_that_breaks_them_is_no_candidate(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    fixed_searcher: Any,
-) -> None:
+def test_a_stock_plan_that_breaks_them_is_no_candidate() -> None:
     """Everything on one rank is slow: TorchRec's plan would win."""
     sizes = [(1000, 64)] * 4
-    searcher = fixed_searcher([(i, 64, 0) for i in range(4)])
+    searcher = FixedSearcher([(i, 64, 0) for i in range(4)])
     arguments: dict[str, Any] = {"search": searcher, "consider_stock": True}
     free = make_planner(2, **arguments)
-    free.plan(make_ebc(sizes), sharders)
+    free.plan(make_ebc(sizes), bag_sharders())
     assert free.last_result is not None and free.last_result.fallback is not None
     pinned = PlacementConstraints(pin={f"t{i}": [0] for i in range(4)})
     planner = make_planner(2, **arguments, placement_constraints=pinned)
-    plan = planner.plan(make_ebc(sizes), sharders)
+    plan = planner.plan(make_ebc(sizes), bag_sharders())
     assert planner.last_result is not None and planner.last_result.fallback is None
     assert keeps(plan, pinned, 2)
 
 
-def test_the_planner_takes_no_part_that_ignores_them(make_planner: MakePlanner) -> None:
+def test_the_planner_takes_no_part_that_ignores_them() -> None:
     pinned = PlacementConstraints(pin={"t0": [0]})
     with pytest.raises(ConfigError, match="GreedyPerfPartitioner given has other"):
         make_planner(
@@ -394,34 +356,25 @@ def test_the_planner_takes_no_part_that_ignores_them(make_planner: MakePlanner) 
 
 
 @pytest.mark.parametrize("search", sorted(set(SEARCHES) - {"default"}))
-def test_searches_that_do_not_know_them_say_so(
-    search: str, make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_searches_that_do_not_know_them_say_so(search: str) -> None:
     planner = make_planner(
         4, search=search, placement_constraints=RULES["pinned"], consider_stock=True
     )
     with pytest.raises(ConfigError, match=r"allowed_ranks.*search='default'"):
-        planner.plan(make_ebc(SIZES), sharders)
+        planner.plan(make_ebc(SIZES), bag_sharders())
 
 
-def test_a_search_that_ignores_them_is_named(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    fixed_searcher: Any,
-) -> None:
+def test_a_search_that_ignores_them_is_named() -> None:
     planner = make_planner(
         2,
-        search=fixed_searcher([(0, 64, 1)]),
+        search=FixedSearcher([(0, 64, 1)]),
         placement_constraints=PlacementConstraints(pin={"t0": [0]}),
     )
     with pytest.raises(PlacementError, match=r"search 'fixed' .* 't0' is on rank 1"):
-        planner.plan(make_ebc([(1000, 64)]), sharders)
+        planner.plan(make_ebc([(1000, 64)]), bag_sharders())
 
 
-def test_a_callback_may_not_break_them(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_a_callback_may_not_break_them() -> None:
     def to_rank_1(options: list[ShardingOption]) -> list[ShardingOption]:
         for option, shard in itertools.product(options, range(1)):
             option.shards[shard].rank = 1
@@ -433,13 +386,11 @@ def test_a_callback_may_not_break_them(
         placement_constraints=PlacementConstraints(pin={"t0": [0]}),
     )
     with pytest.raises(ConfigError, match=r"'t0' is on rank 1; .* A callback or"):
-        planner.plan(make_ebc([(1000, 64)]), sharders)
+        planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     assert planner.last_result is None
 
 
-def test_stock_proposals_are_held_to_them(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_stock_proposals_are_held_to_them() -> None:
     """TorchRec's proposer knows nothing of them; the partitioner keeps them."""
     rules = RULES["all"]
     whole = ParameterConstraints(sharding_types=["table_wise", "column_wise"])
@@ -449,11 +400,11 @@ def test_stock_proposals_are_held_to_them(
         constraints=dict.fromkeys(NAMES, whole),
         placement_constraints=rules,
     )
-    plan = planner.plan(make_ebc(SIZES), sharders)
+    plan = planner.plan(make_ebc(SIZES), bag_sharders())
     assert keeps(plan, rules, 4)
 
 
-def test_parts_of_the_documentation_keep_them(sharders: Sharders) -> None:
+def test_parts_of_the_documentation_keep_them() -> None:
     path = Path(__file__).parents[2] / "docs" / "extending.md"
     text = path.read_text(encoding="utf-8").split("## The parts")[1]
     [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -471,7 +422,7 @@ def test_parts_of_the_documentation_keep_them(sharders: Sharders) -> None:
         ],
         device=torch.device("meta"),
     )
-    assert ranks_of(names["planner"].plan(ebc, sharders))["user"] == {0}
+    assert ranks_of(names["planner"].plan(ebc, bag_sharders()))["user"] == {0}
 
 
 # --- plans that are there already ---
@@ -480,34 +431,30 @@ def test_parts_of_the_documentation_keep_them(sharders: Sharders) -> None:
 class Towers(nn.Module):
     """Two modules with tables of the same names."""
 
-    def __init__(self, make_ebc: MakeEbc) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.user = make_ebc(SIZES[:2])
         self.item = make_ebc(SIZES[2:4])
 
 
-def test_names_mean_tables_of_a_module(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_names_mean_tables_of_a_module() -> None:
     rules = PlacementConstraints(
         pin={"t0": [1, 2]},
         together=[["user.t0", "item.t1"]],
         apart=[["item.t0", "user.t0"]],
     )
     planner = make_planner(3, placement_constraints=rules)
-    held = ranks_of(planner.plan(Towers(make_ebc), sharders))
+    held = ranks_of(planner.plan(Towers(), bag_sharders()))
     assert held["user.t0"] == held["item.t1"]
     assert set(held["item.t0"]) < {1, 2} > set(held["user.t0"])
     assert set(held["item.t0"]).isdisjoint(held["user.t0"])
 
 
-def test_files_are_held_to_them(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders, tmp_path: Path
-) -> None:
+def test_files_are_held_to_them(tmp_path: Path) -> None:
     rules, path = RULES["pinned"], tmp_path / "plan.json"
     model = make_ebc(SIZES)
     planner = make_planner(4, placement_constraints=rules)
-    plan = planner.plan(model, sharders)
+    plan = planner.plan(model, bag_sharders())
     save_plan(plan, path, model=model, planner=planner)
     assert read_plan(path).fingerprint.placement == rules.to_json()
     assert load_plan(path, model=model, planner=planner).plan == plan.plan
@@ -525,17 +472,11 @@ def test_files_are_held_to_them(
         pytest.warns(StalePlanWarning, match="placement"),
         pytest.raises(PlanMismatchError, match=message),
     ):
-        other.plan(model, sharders)
+        other.plan(model, bag_sharders())
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
-def test_moves_keep_them(
-    rules: PlacementConstraints,
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    fixed_searcher: Any,
-) -> None:
+def test_moves_keep_them(rules: PlacementConstraints) -> None:
     """From everything where it may be, but as few ranks as that takes."""
     model = make_ebc(SIZES)
     start = {
@@ -548,34 +489,29 @@ def test_moves_keep_them(
     [name] = [n for n, r in RULES.items() if r is rules]
     triples = [(t, SIZES[t][1], r) for t, r in enumerate(start[name])]
     planner = make_planner(
-        4, placement_constraints=rules, search=fixed_searcher(triples)
+        4, placement_constraints=rules, search=FixedSearcher(triples)
     )
-    plan = planner.plan(model, sharders)
+    plan = planner.plan(model, bag_sharders())
     result = replan(
-        plan, planner=planner, model=model, sharders=sharders, budget_bytes=2**60
+        plan, planner=planner, model=model, sharders=bag_sharders(), budget_bytes=2**60
     )
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
     assert keeps(result.plan, rules, 4)
 
 
-def test_tables_that_belong_together_move_as_one(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    fixed_searcher: Any,
-) -> None:
+def test_tables_that_belong_together_move_as_one() -> None:
     sizes = [(1000, 64)] * 4
     rules = PlacementConstraints(together=[["t0", "t1"], ["t2", "t3"]])
     planner = make_planner(
         2,
         placement_constraints=rules,
-        search=fixed_searcher([(t, 64, 0) for t in range(4)]),
+        search=FixedSearcher([(t, 64, 0) for t in range(4)]),
     )
     model = make_ebc(sizes)
-    plan = planner.plan(model, sharders)
+    plan = planner.plan(model, bag_sharders())
     result = replan(
-        plan, planner=planner, model=model, sharders=sharders, budget_bytes=2**60
+        plan, planner=planner, model=model, sharders=bag_sharders(), budget_bytes=2**60
     )
     held = ranks_of(result.plan)
     assert held["t0"] == held["t1"] != held["t2"] == held["t3"]

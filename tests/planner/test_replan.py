@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
@@ -24,6 +24,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 
+from tests.builders import bag_sharders, make_ebc, make_planner, shards_of
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
@@ -37,9 +38,6 @@ from torchrec_neuroshard.planner import (
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCommsModel
 
-MakeEbc = Callable[..., EmbeddingBagCollection]
-MakePlanner = Callable[..., NeuroShardPlanner]
-ReadShards = Callable[[ShardingPlan], dict[str, list[tuple[int, int, int]]]]
 Triples = Sequence[tuple[int, int, int]]
 
 HUGE = 2**60
@@ -72,11 +70,7 @@ MakeJob = Callable[..., Job]
 
 
 @pytest.fixture
-def make_job(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: list[Any],
-) -> MakeJob:
+def make_job() -> MakeJob:
     """A model, its planner, and a plan at work that the planner did not choose."""
 
     def build(
@@ -108,10 +102,10 @@ def make_job(
             **kwargs,
         )
         # Row-wise and data-parallel tables lie as the planner has them.
-        plan = planner.plan(model, sharders)
+        plan = planner.plan(model, bag_sharders())
         for table in {t for t, *_ in triples}:
-            place(plan, table, triples, compute_device, planner._topology)
-        return Job(planner, model, plan, sharders)
+            place(plan, table, triples, compute_device, planner.topology)
+        return Job(planner, model, plan, bag_sharders())
 
     return build
 
@@ -141,12 +135,12 @@ def place(
     )
 
 
-def test_slowest_rank_is_relieved(make_job: MakeJob, read_shards: ReadShards) -> None:
+def test_slowest_rank_is_relieved(make_job: MakeJob) -> None:
     job = make_job(ALL_ON_0)
     result = job.replan()
     assert result.executable and not result.obstacles
     assert result.after.critical_path_ms < 0.8 * result.before.critical_path_ms
-    old, new = read_shards(job.plan), read_shards(result.plan)
+    old, new = shards_of(job.plan), shards_of(result.plan)
     assert {(m.table, m.from_rank, m.to_rank) for m in result.moves} == {
         (name, old[name][0][2], new[name][0][2])
         for name in old
@@ -163,13 +157,11 @@ def test_slowest_rank_is_relieved(make_job: MakeJob, read_shards: ReadShards) ->
     assert result.replaced[""] == {n: job.plan.plan[""][n] for n in result.changed[""]}
 
 
-def test_the_plan_at_work_is_left_alone(
-    make_job: MakeJob, read_shards: ReadShards
-) -> None:
+def test_the_plan_at_work_is_left_alone(make_job: MakeJob) -> None:
     job = make_job(ALL_ON_0)
-    before = read_shards(job.plan)
+    before = shards_of(job.plan)
     job.replan()
-    assert read_shards(job.plan) == before
+    assert shards_of(job.plan) == before
 
 
 def test_predictions_are_the_planners(make_job: MakeJob) -> None:
@@ -182,9 +174,7 @@ def test_predictions_are_the_planners(make_job: MakeJob) -> None:
     assert result.after == job.replan(0, plan=result.plan).before
 
 
-def test_a_planner_that_planned_before_replans_another_plan(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: list[Any]
-) -> None:
+def test_a_planner_that_planned_before_replans_another_plan() -> None:
     """Table-wise and column-wise tables run one after the other: two stages."""
     ebc = make_ebc(SIZES)
     kinds = [TABLE, COLUMN, TABLE, COLUMN, TABLE]
@@ -197,15 +187,19 @@ def test_a_planner_that_planned_before_replans_another_plan(
             f"t{i}": ParameterConstraints(**kind, min_partition=16)
             for i, kind in enumerate(kinds)
         },
-    ).plan(ebc, sharders)
+    ).plan(ebc, bag_sharders())
     results = []
     for planned in (True, False):
         planner = make_planner(2)
         if planned:
-            planner.plan(ebc, sharders)
+            planner.plan(ebc, bag_sharders())
         results.append(
             replan(
-                mixed, planner=planner, model=ebc, sharders=sharders, budget_bytes=HUGE
+                mixed,
+                planner=planner,
+                model=ebc,
+                sharders=bag_sharders(),
+                budget_bytes=HUGE,
             )
         )
     used, fresh = results
@@ -301,15 +295,13 @@ def test_over_gloo_a_table_leaves_all_its_ranks_or_none(make_job: MakeJob) -> No
     assert gpu.executable
 
 
-def test_splits_need_a_rank_of_their_own_over_gloo(
-    make_job: MakeJob, read_shards: ReadShards
-) -> None:
+def test_splits_need_a_rank_of_their_own_over_gloo(make_job: MakeJob) -> None:
     arguments: dict[str, Any] = {"sizes": [(4000, 64)], "kind": COLUMN}
     job = make_job([(0, 64, 0)], **arguments)
     assert job.replan().moves == ()
     every = job.replan(executable_only=False)
     assert not every.executable
-    assert read_shards(every.plan)["t0"] in (
+    assert shards_of(every.plan)["t0"] in (
         [(0, 32, 0), (32, 32, 1)],
         [(0, 32, 1), (32, 32, 0)],
     )
@@ -336,22 +328,20 @@ def test_optimizer_state_is_not_split(make_job: MakeJob, optimizer: Any) -> None
     assert make_job([(0, 64, 0)], optimizer=torch.optim.SGD, **arguments).replan().moves
 
 
-def test_neighbouring_columns_are_shared_out_again(
-    make_job: MakeJob, read_shards: ReadShards
-) -> None:
+def test_neighbouring_columns_are_shared_out_again(make_job: MakeJob) -> None:
     job = make_job([(0, 60, 0), (0, 4, 1)], sizes=[(4000, 64)], kind=COLUMN)
     result = job.replan(executable_only=False)
     assert result.moves
-    [(_, first, _), *rest] = read_shards(result.plan)["t0"]
+    [(_, first, _), *rest] = shards_of(result.plan)["t0"]
     assert first < 60 and first + sum(w for _, w, _ in rest) == 64
-    assert len({r for *_, r in read_shards(result.plan)["t0"]}) == 2
+    assert len({r for *_, r in shards_of(result.plan)["t0"]}) == 2
 
 
 @pytest.mark.parametrize(
     ("compute_device", "widths"), [("cpu", [20, 24]), ("cuda", [36, 8])]
 )
 def test_unequal_widths_only_on_cpu(
-    make_job: MakeJob, read_shards: ReadShards, compute_device: str, widths: list[int]
+    make_job: MakeJob, compute_device: str, widths: list[int]
 ) -> None:
     # Half of 44 columns is no multiple of 4.
     job = make_job(
@@ -361,7 +351,7 @@ def test_unequal_widths_only_on_cpu(
         compute_device=compute_device,
     )
     plan = job.replan(executable_only=False).plan
-    assert sorted(w for _, w, _ in read_shards(plan)["t0"]) == sorted(widths)
+    assert sorted(w for _, w, _ in shards_of(plan)["t0"]) == sorted(widths)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +397,7 @@ def test_what_torchrec_cannot_move_is_not_proposed(
     assert every.after.critical_path_ms < every.before.critical_path_ms
 
 
-def test_sequence_tables_are_not_resharded(make_planner: MakePlanner) -> None:
+def test_sequence_tables_are_not_resharded() -> None:
     model = EmbeddingCollection(
         tables=[
             EmbeddingConfig(
@@ -450,9 +440,7 @@ def test_tables_of_other_kinds_stay_and_are_costed(make_job: MakeJob) -> None:
     assert result.before.stages[1] == result.after.stages[1]
 
 
-def test_constraints_may_forbid_what_is_at_work(
-    make_job: MakeJob, make_planner: MakePlanner
-) -> None:
+def test_constraints_may_forbid_what_is_at_work(make_job: MakeJob) -> None:
     job = make_job(
         ALL_ON_0[:4],
         kinds={"t4": {"sharding_types": ["row_wise"]}},
@@ -476,9 +464,7 @@ def test_full_ranks_take_nothing(make_job: MakeJob) -> None:
     assert job.replan().moves
 
 
-def test_fresh_profiles_are_what_counts(
-    make_job: MakeJob, make_planner: MakePlanner
-) -> None:
+def test_fresh_profiles_are_what_counts(make_job: MakeJob) -> None:
     sizes = [(100_000, 32)] * 4
     job = make_job([(t, 32, t % 2) for t in range(4)], sizes=sizes)
     assert job.replan().moves == ()
@@ -492,7 +478,7 @@ def test_fresh_profiles_are_what_counts(
         job.replan()
 
 
-def test_plan_of_another_job(make_job: MakeJob, make_ebc: MakeEbc) -> None:
+def test_plan_of_another_job(make_job: MakeJob) -> None:
     job = make_job([(0, 32, 2), (1, 32, 1)], 3, sizes=[(1000, 32)] * 2)
     job.planner = make_job([(0, 32, 1), (1, 32, 1)], 2, sizes=[(1000, 32)] * 2).planner
     with pytest.raises(PlanFileError, match="'t0': rank 2 is not in 0 to 1"):

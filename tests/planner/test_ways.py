@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -17,21 +16,16 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
+from tests.builders import FixedSearcher, bag_sharders, make_ebc, make_planner, types_of
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardPartitioner,
-    NeuroShardPlanner,
     PlanCosts,
     torchrec_plan,
 )
 from torchrec_neuroshard.planner.partitioners import SearchLog
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-
-MakeEbc = Callable[..., EmbeddingBagCollection]
-MakePlanner = Callable[..., NeuroShardPlanner]
-Sharders = list[EmbeddingBagCollectionSharder]
-ReadTypes = Callable[[Any], dict[str, str]]
 
 pytestmark = pytest.mark.usefixtures("patience")
 
@@ -52,13 +46,7 @@ def compute_bound() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kinds", [(TABLE,), (TABLE, ROW)])
-def test_a_table_that_holds_up_one_rank_goes_row_wise(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    read_types: ReadTypes,
-    kinds: tuple[str, ...],
-) -> None:
+def test_a_table_that_holds_up_one_rank_goes_row_wise(kinds: tuple[str, ...]) -> None:
     # The first is looked up as often as the other three together, and cannot be split
     # by columns.
     constraints = {
@@ -71,25 +59,20 @@ def test_a_table_that_holds_up_one_rank_goes_row_wise(
         constraints=constraints,
         **compute_bound(),
     )
-    plan = planner.plan(make_ebc([(10_000, 16)] * 4), sharders)
+    plan = planner.plan(make_ebc([(10_000, 16)] * 4), bag_sharders())
     assert planner.last_result is not None
     path_ms = planner.last_result.predicted.critical_path_ms
     # A batch of 256: 30 lookups each on one rank, or 15 on each of four.
     whole, spread = (3 * (0.001 + 256 * n * 1e-3) for n in (30, 15))
     if ROW in kinds:
-        assert set(read_types(plan).values()) == {ROW}
+        assert set(types_of(plan).values()) == {ROW}
         assert path_ms == pytest.approx(spread, rel=1e-2)
     else:
-        assert set(read_types(plan).values()) == {TABLE}
+        assert set(types_of(plan).values()) == {TABLE}
         assert path_ms == pytest.approx(whole, rel=1e-2)
 
 
-def test_tables_join_the_stage_of_one_that_must_be_elsewhere(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    read_types: ReadTypes,
-) -> None:
+def test_tables_join_the_stage_of_one_that_must_be_elsewhere() -> None:
     # One launch is paid for two stages' worth; kernels of replicas are estimates, and
     # would be a stage of their own as well.
     planner = make_planner(
@@ -98,16 +81,11 @@ def test_tables_join_the_stage_of_one_that_must_be_elsewhere(
         constraints={"t0": only("table_row_wise")},
         topology_arguments={"local_world_size": 2},
     )
-    plan = planner.plan(make_ebc([(1000, 256), (1000, 32), (1000, 32)]), sharders)
-    assert set(read_types(plan).values()) == {"table_row_wise"}
+    plan = planner.plan(make_ebc([(1000, 256), (1000, 32), (1000, 32)]), bag_sharders())
+    assert set(types_of(plan).values()) == {"table_row_wise"}
 
 
-def test_small_tables_become_replicas_where_collectives_are_dear(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    read_types: ReadTypes,
-) -> None:
+def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
     # Replicas of the small ones send 6 kB of gradients, their outputs are 16 kB; those
     # of the large one would send 8 MB.
     planner = make_planner(
@@ -117,7 +95,7 @@ def test_small_tables_become_replicas_where_collectives_are_dear(
         comms_model=AnalyticCommsModel(gb_per_s=1e-3),
     )
     ebc = make_ebc([(50, 32), (100_000, 32), (50, 32)])
-    types = read_types(planner.plan(ebc, sharders))
+    types = types_of(planner.plan(ebc, bag_sharders()))
     assert types["t0"] == types["t2"] == REPLICAS
     assert types["t1"] != REPLICAS
     assert planner.last_result is not None
@@ -129,7 +107,7 @@ def test_small_tables_become_replicas_where_collectives_are_dear(
         cost_model=planner.costs.cost_model,
         comms_model=planner.costs.comms_model,
     )
-    stay.plan(ebc, sharders)
+    stay.plan(ebc, bag_sharders())
     assert stay.last_result is not None
     assert (
         planner.last_result.predicted.critical_path_ms
@@ -139,9 +117,6 @@ def test_small_tables_become_replicas_where_collectives_are_dear(
 
 @pytest.mark.parametrize(("width", "blocks"), [(64, [0, 32]), (96, [0, 48])])
 def test_a_grid_has_no_more_blocks_than_nodes(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
     width: int,
     blocks: list[int],
 ) -> None:
@@ -153,7 +128,7 @@ def test_a_grid_has_no_more_blocks_than_nodes(
         topology_arguments={"local_world_size": 2},
         consider_stock=False,
     )
-    plan = planner.plan(make_ebc([(1001, width)]), sharders)
+    plan = planner.plan(make_ebc([(1001, width)]), bag_sharders())
     shards = plan.plan[""]["t0"].sharding_spec.shards
     assert sorted(tuple(s.shard_offsets) for s in shards) == sorted(
         (row, column) for row in (0, 501) for column in blocks
@@ -162,19 +137,17 @@ def test_a_grid_has_no_more_blocks_than_nodes(
     assert planner.last_result is not None and planner.last_result.fallback is None
 
 
-def test_max_switches_is_ignored_with_a_word(make_planner: MakePlanner) -> None:
+def test_max_switches_is_ignored_with_a_word() -> None:
     with pytest.warns(DeprecationWarning, match="max_switches is ignored"):
         make_planner(2, max_switches=0)
 
 
-def test_later_searches_share_what_is_left_of_the_budget(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_later_searches_share_what_is_left_of_the_budget() -> None:
     """The first of a run makes full effort, the others less, in what it left."""
     topology = Topology(world_size=4, compute_device="cuda")
     costs = PlanCosts(topology, **compute_bound())
     enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
-    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), sharders)
+    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), bag_sharders())
     config = SearchConfig(time_budget_seconds=20.0, exhaustive_limit=0)
     partitioner = NeuroShardPartitioner(topology, search=config, costs=costs)
     proposal = [o for o in options if o.sharding_type == TABLE]
@@ -194,19 +167,14 @@ def test_later_searches_share_what_is_left_of_the_budget(
 # --- TorchRec's own plan --------------------------------------------------------
 
 
-def test_stock_plan_is_taken_where_it_is_cheaper(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    fixed_searcher: Any,
-) -> None:
+def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
     # A search that puts everything on one rank.
-    searcher = fixed_searcher([(i, 64, 0) for i in range(4)])
+    searcher = FixedSearcher([(i, 64, 0) for i in range(4)])
     constraint = {f"t{i}": only(TABLE) for i in range(4)}
     planner = make_planner(
         4, search=searcher, consider_stock=True, constraints=constraint
     )
-    plan = planner.plan(make_ebc([(1000, 64)] * 4), sharders)
+    plan = planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
     assert sorted(p.ranks[0] for p in plan.plan[""].values()) == [0, 1, 2, 3]
     result, task = planner.last_result, planner.last_task
     assert result is not None and task is not None
@@ -219,25 +187,18 @@ def test_stock_plan_is_taken_where_it_is_cheaper(
     assert result.gap == pytest.approx(taken / result.lower_bound_ms - 1)
 
 
-def test_stock_plan_is_not_taken_where_it_is_no_better(
-    make_ebc: MakeEbc, make_planner: MakePlanner, sharders: Sharders
-) -> None:
+def test_stock_plan_is_not_taken_where_it_is_no_better() -> None:
     constraint = {f"t{i}": only(TABLE) for i in range(4)}
     plans, results = [], []
     for consider in (True, False):
         planner = make_planner(4, consider_stock=consider, constraints=constraint)
-        plans.append(str(planner.plan(make_ebc([(1000, 64)] * 4), sharders)))
+        plans.append(str(planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())))
         results.append(planner.last_result)
     assert plans[0] == plans[1]
     assert results[0] is not None and results[0].fallback is None
 
 
-def test_callers_callbacks_see_the_stock_plan_once(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    fixed_searcher: Any,
-) -> None:
+def test_callers_callbacks_see_the_stock_plan_once() -> None:
     calls = []
 
     def callback(options: list[ShardingOption]) -> list[ShardingOption]:
@@ -246,19 +207,16 @@ def test_callers_callbacks_see_the_stock_plan_once(
 
     planner = make_planner(
         2,
-        search=fixed_searcher([(0, 64, 0), (1, 64, 0)]),
+        search=FixedSearcher([(0, 64, 0), (1, 64, 0)]),
         consider_stock=True,
         callbacks=[callback],
         constraints={f"t{i}": only(TABLE) for i in range(2)},
     )
-    planner.plan(make_ebc([(1000, 64)] * 2), sharders)
+    planner.plan(make_ebc([(1000, 64)] * 2), bag_sharders())
     assert calls == [{0, 1}]
 
 
 def test_stock_planner_without_a_plan_does_no_harm(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planner = make_planner(2, consider_stock=True)
@@ -270,34 +228,26 @@ def test_stock_planner_without_a_plan_does_no_harm(
         return original(self, *arguments)
 
     monkeypatch.setattr(EmbeddingShardingPlanner, "plan", plan)
-    planner.plan(make_ebc([(1000, 64)]), sharders)
+    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     assert planner.last_result is not None and planner.last_result.fallback is None
 
 
 def test_stock_planner_gives_up_where_listing_options_takes_too_long(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planner = make_planner(2, consider_stock=True)
     monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 0.0)
     monkeypatch.setattr(torchrec_plan, "ESTIMATING_SHARE", 0.0)
-    planner.plan(make_ebc([(1000, 64)]), sharders)
+    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     assert planner.last_result is not None
     assert any("was not looked at" in w for w in planner.last_result.warnings)
     monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 15.0)
     monkeypatch.setattr(torchrec_plan, "ESTIMATING_SHARE", 0.75)
-    planner.plan(make_ebc([(2000, 64)]), sharders)
+    planner.plan(make_ebc([(2000, 64)]), bag_sharders())
     assert not any("not looked at" in w for w in planner.last_result.warnings)
 
 
-def test_stock_planner_has_a_timeout(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stock_planner_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     timeouts = []
     original = EmbeddingShardingPlanner.plan
 
@@ -309,13 +259,13 @@ def test_stock_planner_has_a_timeout(
     monkeypatch.setattr(EmbeddingShardingPlanner, "plan", plan)
     planner = make_planner(2, consider_stock=True)
     start = time.monotonic()
-    planner.plan(make_ebc([(1000, 64)]), sharders)
+    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     passed = time.monotonic() - start
     (timeout,) = timeouts
     assert 0 < timeout <= max(15.0, passed)
 
 
-def test_stock_plan_that_cannot_run_is_left_out(make_planner: MakePlanner) -> None:
+def test_stock_plan_that_cannot_run_is_left_out() -> None:
     # TorchRec splits them to unlike widths, which its all-to-all cannot take.
     module = EmbeddingCollection(
         tables=[
@@ -341,9 +291,7 @@ def test_stock_plan_that_cannot_run_is_left_out(make_planner: MakePlanner) -> No
 
 
 @pytest.mark.parametrize("widths", [(16, 32), (32, 32)])
-def test_stock_plan_that_cannot_run_is_no_last_resort(
-    make_planner: MakePlanner, widths: tuple[int, int]
-) -> None:
+def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -> None:
     """Only split do the tables fit; the search keeps tables of sequences whole."""
     module = EmbeddingCollection(
         tables=[
@@ -372,13 +320,8 @@ def test_stock_plan_that_cannot_run_is_no_last_resort(
     assert planner.last_result is not None and planner.last_result.fallback is not None
 
 
-def test_stock_planner_keeps_the_callers_timeout(
-    make_ebc: MakeEbc,
-    make_planner: MakePlanner,
-    sharders: Sharders,
-    fixed_searcher: Any,
-) -> None:
-    class Slow(fixed_searcher):
+def test_stock_planner_keeps_the_callers_timeout() -> None:
+    class Slow(FixedSearcher):
         def search(self, *arguments: Any) -> Any:
             time.sleep(1.1)
             return super().search(*arguments)
@@ -386,14 +329,12 @@ def test_stock_planner_keeps_the_callers_timeout(
     planner = make_planner(
         2, consider_stock=True, timeout_seconds=1, search=Slow([(0, 64, 0)])
     )
-    planner.plan(make_ebc([(1000, 64)]), sharders)
+    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     assert planner.last_result is not None
     assert any("has none after 0.0 s" in w for w in planner.last_result.warnings)
 
 
-def test_stock_parts_of_the_caller_are_kept(
-    make_ebc: MakeEbc, make_planner: MakePlanner
-) -> None:
+def test_stock_parts_of_the_caller_are_kept() -> None:
     # A partitioner that cannot take plans with ranks is not given any.
     planner = make_planner(partitioner=GreedyPerfPartitioner(), consider_stock=True)
     assert len(planner._proposers) == 1
@@ -404,13 +345,11 @@ def test_stock_parts_of_the_caller_are_kept(
     assert [w for w in known.warnings if "not looked at: the partitioner given" in w]
 
 
-def test_given_plan_beyond_a_ranks_memory(
-    make_ebc: MakeEbc, sharders: Sharders
-) -> None:
+def test_given_plan_beyond_a_ranks_memory() -> None:
     topology = Topology(world_size=4, compute_device="cuda")
     costs = PlanCosts(topology, **compute_bound())
     enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
-    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), sharders)
+    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), bag_sharders())
     plan = [o for o in options if o.sharding_type == TABLE]
     for option in plan:
         option.shards[0].rank = 2
