@@ -20,7 +20,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GATE_ARGS ?=
 # Releases of torchrec that are supported.
-VERSIONS ?= 1.6.1 1.7.0 1.8.0 1.9.2
+VERSIONS ?= $(shell $(BIN)/python -c "from torchrec_neuroshard.doctor import \
+	SUPPORTED_RELEASES as found; print(*found.values())")
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -61,8 +61,9 @@ Source: the compatibility table in FBGEMM's `fbgemm_gpu/__init__.py` (1.2 to 1.8
 DEFAULT_RELEASE = "1.8"
 """The release that this package is developed and measured on."""
 
-SUPPORTED_RELEASES = ("1.6", "1.7", "1.8", "1.9")
-"""TorchRec releases whose planner interfaces this package supports."""
+SUPPORTED_RELEASES = {"1.6": "1.6.1", "1.7": "1.7.0", "1.8": "1.8.0", "1.9": "1.9.2"}
+"""TorchRec releases whose planner interfaces this package supports -> the version that
+the tests run on (`make test-versions`)."""
 
 FBGEMM_DISTRIBUTIONS = (
     "fbgemm-gpu",
@@ -281,11 +282,12 @@ def _find_release_clashes(
 
 def _find_support_limits(installed: Installed) -> Iterator[Problem]:
     release = _minor(installed.torchrec)
+    first, *_, last = SUPPORTED_RELEASES
     if release in RELEASES and release not in SUPPORTED_RELEASES:
         yield Problem(
             severity="warning",
             message=f"torchrec {installed.torchrec} is older than what is supported "
-            f"({SUPPORTED_RELEASES[0]} to {SUPPORTED_RELEASES[-1]})",
+            f"({first} to {last})",
         )
 
 
