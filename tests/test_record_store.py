@@ -176,6 +176,10 @@ def test_files_of_two_machines_are_not_read_together(tmp_path: Path) -> None:
     assert [h.seed for h in headers] == [3, 9] and len(records) == 2
     with pytest.raises(RecordMismatchError, match="one machine's records at a time"):
         read_records([tmp_path / "a.parquet", tmp_path / "c.parquet"])
+    checked = dataclasses.replace(HEADER, bounds_check="warning")
+    write(tmp_path / "d.parquet", 2, header=checked)
+    with pytest.raises(RecordMismatchError, match="bounds_check: 'none' against 'war"):
+        read_records([tmp_path / "a.parquet", tmp_path / "d.parquet"])
 
 
 def test_missing_file_names_the_command(tmp_path: Path) -> None:

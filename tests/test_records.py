@@ -115,6 +115,7 @@ def test_fingerprints_name_what_differs() -> None:
     ("change", "message"),
     [
         ({"seed": 4}, "seed: 3 against 4"),
+        ({"bounds_check": "warning"}, "bounds_check: 'none' against 'warning'"),
         ({"sampling": {"max_shards": 5}}, "sampling: .*against"),
         (
             {"fingerprint": dataclasses.replace(FINGERPRINT, device="gpu")},

@@ -12,7 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torchrec_neuroshard.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "BACKENDS",
@@ -20,9 +25,12 @@ __all__ = [
     "GpuMonitor",
     "GpuState",
     "accelerator",
+    "as_device",
     "backend_of",
     "cpu_name",
     "current_device_name",
+    "default_device_type",
+    "device_bytes",
     "device_type_of",
     "find_gpu_monitor",
     "free_cached_memory",
@@ -116,14 +124,61 @@ def cpu_name() -> str:
 
 
 def current_device_name(device_type: str) -> str | None:
-    """Name of this machine's first device of a type; None if it has none."""
+    """Name of the device of a type that this process works on; None if it has none."""
     if not is_accelerator(device_type):
         return cpu_name()
     try:
         module = accelerator(device_type)
     except RuntimeError:  # this torch does not know the type
         return None
-    return str(module.get_device_name(0)) if module.is_available() else None
+    return str(module.get_device_name()) if module.is_available() else None
+
+
+def default_device_type() -> str:
+    """Name the first type of accelerator that torch sees here; `cpu` without any."""
+    for device_type in filter(is_accelerator, BACKENDS):
+        if accelerator(device_type).is_available():
+            return device_type
+    return "cpu"
+
+
+def as_device(name: str) -> torch.device:
+    """Return a device of this machine.
+
+    Args:
+        name: As torch names them, such as `cpu`, `cuda` or `cuda:1`.
+
+    Raises:
+        ConfigError: It is not here.
+    """
+    import torch
+
+    device = torch.device(name)
+    if not is_accelerator(device.type):
+        return device
+    module = accelerator(device.type)
+    count = module.device_count() if module.is_available() else 0
+    if not count:
+        raise ConfigError(
+            f"device '{name}' was asked for but torch sees none; use --device cpu or "
+            "run 'neuroshard doctor'"
+        )
+    if device.index is not None and device.index >= count:
+        raise ConfigError(
+            f"no device '{name}': torch sees {count}, {device.type}:0 to "
+            f"{device.type}:{count - 1}"
+        )
+    return device
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """All memory of an accelerator; None for a CPU, and for one that is not here."""
+    if not is_accelerator(device.type):
+        return None
+    module = accelerator(device.type)
+    if not module.is_available():
+        return None
+    return int(module.get_device_properties(device).total_memory)
 
 
 @contextlib.contextmanager

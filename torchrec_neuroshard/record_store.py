@@ -315,11 +315,12 @@ def _read_files(
                 f"{_command(path, record_format.kind)}"
             )
         if files:
-            lines = files[0][0].fingerprint.mismatch(header.fingerprint)
+            lines = files[0][0].measured_unlike(header)
             if lines:
                 raise RecordMismatchError(
-                    f"{path} was measured elsewhere than the files before it "
-                    f"({'; '.join(lines)}); train on one machine's records at a time"
+                    f"{path} was measured elsewhere or otherwise than the files before "
+                    f"it ({'; '.join(lines)}); train on one machine's records at a "
+                    "time, measured alike"
                 )
         files.append((header, records))
     return files

@@ -96,15 +96,19 @@ class RunHeader:
     command: str
     created: str
     """UTC, ISO 8601."""
+    bounds_check: str = "none"
+    """How FBGEMM checks ids within a timed forward: `warning`, as TorchRec trains;
+    `none` in files from before it was on."""
     schema_version: int = SCHEMA_VERSION
 
     def check_same_run(self, other: RunHeader, where: str) -> None:
         """Refuse to mix `other`'s records with this header's.
 
         Raises:
-            RecordMismatchError: Other hardware, libraries, seed or sampling.
+            RecordMismatchError: Other hardware, libraries, seed, sampling or check of
+                ids.
         """
-        lines = self.fingerprint.mismatch(other.fingerprint)
+        lines = self.measured_unlike(other)
         for name in ("schema_version", "seed"):
             if getattr(self, name) != getattr(other, name):
                 lines.append(
@@ -117,6 +121,15 @@ class RunHeader:
                 f"{where} holds records of another run ({'; '.join(lines)}); write to "
                 "another file, or measure with the same machine, libraries and options"
             )
+
+    def measured_unlike(self, other: RunHeader) -> list[str]:
+        """Return one line per reason why times of `other` mean something else."""
+        lines = self.fingerprint.mismatch(other.fingerprint)
+        if self.bounds_check != other.bounds_check:
+            lines.append(
+                f"bounds_check: {self.bounds_check!r} against {other.bounds_check!r}"
+            )
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torchrec_neuroshard.collect.compute import default_sampling
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.collect.timing import SetTimer
@@ -55,14 +56,20 @@ def properties(device: torch.device) -> dict[str, Any]:
     }
 
 
-def try_sets(device: torch.device, max_gib: float, num_sets: int) -> dict[str, Any]:
+def try_sets(
+    device: torch.device, max_gib: float | None, num_sets: int
+) -> dict[str, Any]:
     """Time sets of each kind; a kind that fails is told and does not end the others."""
-    defaults = SamplingConfig.for_device(device.type)
-    limit = min(int(max_gib * 2**30), defaults.max_weight_bytes)
+    defaults = default_sampling(device)
+    limit = defaults.max_weight_bytes
+    if max_gib is not None:
+        limit = min(int(max_gib * 2**30), limit)
     timer = SetTimer(device, limit)
     results: dict[str, Any] = {}
     for optimizer in defaults.optimizers:
         for data_type, share in (("fp32", 0.0), ("fp16", 1.0)):
+            if (optimizer, data_type) == ("adam", "fp16"):
+                continue  # of which no sets are drawn
             config = dataclasses.replace(
                 defaults,
                 optimizers=(optimizer,),
@@ -109,7 +116,7 @@ def main() -> int:
     """Run and write; 1 where a kind failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--max-gib", type=float, default=93.0, help="of a set")
+    parser.add_argument("--max-gib", type=float, help="of a set; default: the card's")
     parser.add_argument("--num-sets", type=int, default=6, help="of each kind")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

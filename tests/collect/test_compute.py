@@ -455,9 +455,15 @@ def options(*arguments: str) -> SamplingConfig:
     return sampling_from(parser.parse_args(["--out", "x", *arguments]))
 
 
-def test_options_change_what_the_device_would_get() -> None:
-    assert options() == SamplingConfig()
-    gpu = SamplingConfig.for_device("cuda")
+def test_options_change_what_the_device_would_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert options("--device", "cpu") == SamplingConfig()
+    gpu = SamplingConfig.for_device("cuda", 24 * 2**30)
+    monkeypatch.setattr("torchrec_neuroshard.collect.compute.as_device", torch.device)
+    monkeypatch.setattr(
+        "torchrec_neuroshard.collect.compute.device_bytes", lambda device: 24 * 2**30
+    )
     assert options("--device", "cuda:1") == gpu
     changed = "--device cuda --max-gib 2 --batch-sizes 64 128 --optimizers adam sgd"
     assert options(

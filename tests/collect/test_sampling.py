@@ -268,6 +268,27 @@ def test_a_gpu_gets_all_kinds_and_large_sets() -> None:
     assert 10_000_000 < max(lookups) <= config.max_lookups
 
 
+@pytest.mark.parametrize("gib", [16, 24, 80, 141, 288])
+def test_sets_are_as_large_as_a_card_has_room_for(gib: int) -> None:
+    memory = gib * 2**30
+    config = SamplingConfig.for_device("cuda", memory)
+    most = SamplingConfig.for_device("cuda")
+    share = config.max_weight_bytes / memory
+    assert 0.6 < share < 0.8 or config.max_weight_bytes == most.max_weight_bytes
+    assert config.max_lookups == min(most.max_lookups, memory // 1_400)
+    assert (config.max_lookups < most.max_lookups) == (gib < 131)
+
+
+def test_adam_is_drawn_over_fp32_weights_alone() -> None:
+    config = dataclasses.replace(SamplingConfig.for_device("cuda"), fp16_share=1.0)
+    sets = [sample_set(i, 4, config, []) for i in range(60)]
+    types = {(t.optimizer, t.data_type) for s in sets for t in s.tables}
+    assert types == {
+        ("adam", "fp32"),
+        *((o, "fp16") for o in OPTIMIZERS if o != "adam"),
+    }
+
+
 @pytest.mark.parametrize(
     ("optimizer", "state_bytes"), [("adam", 8), ("adagrad", 4), ("sgd", 0)]
 )

@@ -165,6 +165,19 @@ def test_sgd_step_is_the_one_by_hand(weighted: bool) -> None:
         assert wanted.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("bounds_check", ["warning", "none"])
+def test_ids_are_checked_as_in_training(bounds_check: str) -> None:
+    table = variants()[0]
+    kernel = FusedTables([table], CPU, bounds_check=bounds_check)
+    beyond = torch.tensor([table.num_embeddings + 3])
+    batch = InputBatch(beyond.clone(), torch.tensor([0, 1]), None)
+    if bounds_check == "warning":  # FBGEMM reads row 0 instead
+        assert torch.equal(kernel.forward(batch)[0], kernel.split_weights()[0][0])
+        return
+    with pytest.raises(RuntimeError):
+        kernel.forward(batch)
+
+
 def test_rowwise_adagrad_shrinks_hot_rows_steps() -> None:
     (table,) = variants(optimizer="rowwise_adagrad")[:1]
     kernel = FusedTables([table], CPU)

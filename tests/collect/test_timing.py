@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -142,7 +143,9 @@ def queue(monkeypatch: pytest.MonkeyPatch, busy_repeats: list[int]) -> list[str]
 
     empty = torch.empty
     device = SimpleNamespace(
-        Event=Event, get_device_properties=lambda _: SimpleNamespace(L2_cache_size=500)
+        Event=Event,
+        device=contextlib.nullcontext,
+        get_device_properties=lambda _: SimpleNamespace(L2_cache_size=500),
     )
     monkeypatch.setattr(
         "torchrec_neuroshard.collect.timing.accelerator", lambda _: device

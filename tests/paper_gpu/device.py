@@ -48,7 +48,7 @@ import torch  # noqa: E402
 
 from tests.paper_gpu import process_groups  # noqa: E402
 
-__all__ = ["NAME", "Event", "Stream", "break_at_next_kernel", "index_of", "ops"]
+__all__ = ["NAME", "Event", "Stream", "index_of", "ops"]
 
 NAME = "Paper GPU"
 _L2_BYTES = 2**20
@@ -75,11 +75,6 @@ def index_of(device: Any = None) -> int:
     if index >= ops.device_count():
         raise torch.AcceleratorError("CUDA error: invalid device ordinal")
     return int(ops.current_device()) if index < 0 else index
-
-
-def break_at_next_kernel(device: Any = None) -> None:
-    """Let the next fused kernel fail, after which the device does nothing more."""
-    ops.break_at_next_kernel(index_of(device))
 
 
 class Stream(torch.Stream):
@@ -110,10 +105,21 @@ class Stream(torch.Stream):
         pass
 
     def synchronize(self) -> None:
-        ops.check_alive(self.device.index)
+        _wait(self.device.index, time.perf_counter())
 
     def query(self) -> bool:
         return True
+
+
+_MS_PER_LAUNCH = 0.01
+"""What an operator takes, whatever it does: passes of one set take equally long."""
+_waited_until: dict[int, float] = {}
+"""Device -> when the last work was recorded that somebody has waited for."""
+
+
+def _wait(index: int, seconds: float) -> None:
+    ops.check_alive(index)
+    _waited_until[index] = max(seconds, _waited_until.get(index, 0.0))
 
 
 class Event:
@@ -128,7 +134,6 @@ class Event:
     ) -> None:
         self._timed = enable_timing
         self._seconds: float | None = None
-        self._done = True
         self.device: torch.device | None = None
         self.launches = 0
         """Operators that its device had run when it was recorded."""
@@ -137,18 +142,19 @@ class Event:
         stream = stream or current_stream()
         self.device = stream.device
         self.launches = ops.launches(stream.device.index)
-        self._seconds, self._done = time.perf_counter(), False
+        self._seconds = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         pass
 
     def query(self) -> bool:
-        return self._done
+        if self.device is None or self._seconds is None:
+            return True
+        return self._seconds <= _waited_until.get(self.device.index, 0.0)
 
     def synchronize(self) -> None:
-        if self.device is not None:
-            ops.check_alive(self.device.index)
-        self._done = True
+        if self.device is not None and self._seconds is not None:
+            _wait(self.device.index, self._seconds)
 
     def elapsed_time(self, end: Event) -> float:
         if not (self._timed and end._timed):
@@ -161,9 +167,9 @@ class Event:
             )
         if self.device != end.device:
             raise RuntimeError("CUDA error: invalid resource handle")
-        if not end._done:
+        if not end.query():
             raise RuntimeError("CUDA error: device not ready")
-        return (end._seconds - self._seconds) * 1e3
+        return (end.launches - self.launches) * _MS_PER_LAUNCH
 
 
 def _streams() -> dict[int, Any]:
@@ -257,7 +263,7 @@ def _mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def _synchronize(device: Any = None) -> None:
-    ops.check_alive(index_of(device))
+    _wait(index_of(device), time.perf_counter())
 
 
 def _seed(seed: int) -> None:

@@ -380,33 +380,46 @@ class FusedKernel {
     }
   }
 
-  // The buffer of weights or of an optimizer's state, wherever it lies.
-  Tensor buffer(const std::string& name) const {
-    const bool weights = name == "weights";
-    const Tensor dev = tensor(weights ? "dev_weights" : name + "_dev");
-    const Tensor uvm = tensor(weights ? "uvm_weights" : name + "_uvm");
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        dev.numel() <= 1 || uvm.numel() <= 1,
-        "one kernel with tables in device and in managed memory");
-    return uvm.numel() > dev.numel() ? uvm : dev;
-  }
-
-  void use_device_buffers() const {
-    (*this)["host_weights"] = buffer("weights");
+  // Puts the weights' and the states' buffers where the CPU's kernel reads them. Tables
+  // of one kernel may lie in either memory: it then gets a copy of both.
+  void use_device_buffers() {
+    use_device_buffer("weights", "host_weights", "dev_weights", "uvm_weights");
     for (const auto& argument : schema_.arguments()) {
-      const std::string& name = argument.name();
-      const std::string state =
-          name.substr(0, name.size() - std::min<size_t>(name.size(), 5));
-      if (ends_with(name, "_host") && has(state + "_dev")) {
-        (*this)[name] = buffer(state);
+      if (ends_with(argument.name(), "_dev")) {
+        const std::string state = argument.name().substr(0, argument.name().size() - 4);
+        use_device_buffer(state, state + "_host", state + "_dev", state + "_uvm");
       }
     }
   }
 
+  // Hands what the kernel wrote into such copies back.
+  void write_back() const {
+    for (const auto& [both, dev, uvm] : copies_) {
+      dev.copy_(both.slice(0, 0, dev.numel()).view_as(dev));
+      uvm.copy_(both.slice(0, dev.numel()).view_as(uvm));
+    }
+  }
+
  private:
+  void use_device_buffer(const std::string& name, const std::string& host,
+                         const std::string& dev_name, const std::string& uvm_name) {
+    const Tensor dev = tensor(dev_name), uvm = tensor(uvm_name);
+    if (dev.numel() <= 1 || uvm.numel() <= 1) {  // one value or none: not in use
+      (*this)[host] = uvm.numel() > dev.numel() ? uvm : dev;
+      return;
+    }
+    const Tensor both = at::cat({dev.flatten(), uvm.flatten()});
+    const Tensor is_managed = tensor(name + "_placements").ne(0);
+    (*this)[host] = both;
+    (*this)[name + "_offsets"] =
+        tensor(name + "_offsets") + is_managed.to(at::kLong) * dev.numel();
+    copies_.push_back({both, dev, uvm});
+  }
+
   const c10::FunctionSchema& schema_;
   torch::jit::Stack* stack_;
   const size_t first_;
+  std::vector<std::array<Tensor, 3>> copies_;
 };
 
 // Operators whose CUDA kernels take host tensors beside their own, too.
@@ -444,9 +457,9 @@ class Call {
     check_alive(device_);
     ++launches[device_];
     if (FusedKernel::is(name_)) {
-      const FusedKernel kernel(schema_, stack);
-      kernel.check(device_);
-      kernel.use_device_buffers();
+      kernel_.emplace(schema_, stack);
+      kernel_->check(device_);
+      kernel_->use_device_buffers();
     }
     std::lock_guard<std::mutex> lock(calls_mutex);
     ++calls[schema_.overload_name().empty() ? name_
@@ -454,6 +467,9 @@ class Call {
   }
 
   void give_back(torch::jit::Stack* stack) {
+    if (kernel_) {
+      kernel_->write_back();
+    }
     for (auto& [original, view] : pairs_) {
       if (view.sizes() != original.sizes()) {  // an out= argument was resized
         Tensor target = original;
@@ -559,6 +575,7 @@ class Call {
   const c10::FunctionSchema& schema_;
   const std::string name_;
   std::vector<std::pair<Tensor, Tensor>> pairs_;  // on the device, its view
+  std::optional<FusedKernel> kernel_;
   DeviceIndex device_ = -1;
   bool host_operand_ = false, own_generator_ = false;
 };
@@ -727,8 +744,9 @@ void adam(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stac
   const Tensor ids = kernel.tensor("indices").to(at::kLong);
   const Tensor offsets = kernel.tensor("offsets").to(at::kLong);
   const Tensor sample_weights = kernel.tensor("indice_weights");
-  Tensor weights = kernel.buffer("weights");
-  Tensor moment1 = kernel.buffer("momentum1"), moment2 = kernel.buffer("momentum2");
+  Tensor weights = kernel.tensor("host_weights");
+  Tensor moment1 = kernel.tensor("momentum1_host"),
+         moment2 = kernel.tensor("momentum2_host");
   const Tensor columns = kernel.tensor("D_offsets").to(at::kLong);
   const int64_t num_features = columns.numel() - 1;
   const int64_t batch_size = (offsets.numel() - 1) / num_features;
@@ -860,6 +878,8 @@ TORCH_LIBRARY(paper_cuda, library) {
               [](int64_t index) { broken[or_current(index)] = true; });
   library.def("break_at_next_kernel(int index) -> ()",
               [](int64_t index) { breaks_next[or_current(index)] = true; });
+  library.def("repair(int index) -> ()",
+              [](int64_t index) { broken[or_current(index)] = false; });
   library.def("managed(int index) -> int", [](int64_t index) -> int64_t {
     return usage[or_current(index)].managed;
   });

@@ -83,6 +83,19 @@ def _new_group(original: Callable[..., Any]) -> Callable[..., Any]:
     return new_group
 
 
+def _destroy_process_group(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def destroy(group: dist.ProcessGroup | None = None) -> None:
+        # A group that is kept beyond its end would end with the process, too late.
+        if group is None:
+            _asked_for_nccl.clear()
+        else:
+            _asked_for_nccl.pop(group, None)
+        original(group)
+
+    return destroy
+
+
 def _get_backend(original: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(original)
     def get_backend(group: dist.ProcessGroup | None = None) -> str:
@@ -131,7 +144,6 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         _backend[0] = _GLOO
         if dist.is_initialized():
             dist.destroy_process_group()
-        _asked_for_nccl.clear()
 
 
 def install() -> None:
@@ -141,6 +153,7 @@ def install() -> None:
     wrappers: dict[str, Callable[..., Any]] = {
         "init_process_group": _init_process_group,
         "new_group": _new_group,
+        "destroy_process_group": _destroy_process_group,
         "get_backend": _get_backend,
         "_get_object_coll_device": _object_device,
         "is_nccl_available": lambda original: lambda: True,

@@ -48,17 +48,21 @@ class World(NamedTuple):
 
 @functools.cache
 def world(world_size: int) -> World:
-    cases = [(kind, kernel) for kind, kernels in OFFERED.items() for kernel in kernels]
+    cases = [
+        (kind, kernel)
+        for kind, kernels in OFFERED.items()
+        for kernel in kernels
+        for _ in range(1 + (kernel == "fused"))  # two, to share a kernel
+    ]
     tables = tuple(
         TableConfig(
-            name=f"{kind}_{kernel}_{copy}",
+            name=f"{kind}_{kernel}_{number}",
             num_embeddings=world_size * 8 + 40 * number,
             embedding_dim=32,
             pooling_factor=2.0,
-            optimizer=OPTIMIZERS[number % len(OPTIMIZERS)],
+            optimizer=OPTIMIZERS[list(OFFERED).index(kind) % len(OPTIMIZERS)],
         )
         for number, (kind, kernel) in enumerate(cases)
-        for copy in range(2)
     )
     warnings.simplefilter("ignore")  # torch and TorchRec, about their own code
     module = nn.Module()
@@ -75,9 +79,7 @@ def world(world_size: int) -> World:
                 min_partition=8,
                 pooling_factors=[t.pooling_factor],
             )
-            for t, (kind, kernel) in zip(
-                tables, [c for c in cases for _ in range(2)], strict=True
-            )
+            for t, (kind, kernel) in zip(tables, cases, strict=True)
         },
     )
     plan = planner.plan(module, bag_sharders())

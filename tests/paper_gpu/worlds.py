@@ -187,9 +187,14 @@ def walk(
         ranks: Which; None takes all.
     """
     found = {}
-    for rank in range(world_size) if ranks is None else ranks:
-        with one_rank(rank, world_size, local_world_size) as (device, exchanges):
-            found[rank] = _step(rank, plan, tables, batch_size, device, exchanges)
+    gc.collect()
+    gc.freeze()  # between ranks, what there was before need not be looked through
+    try:
+        for rank in range(world_size) if ranks is None else ranks:
+            with one_rank(rank, world_size, local_world_size) as (device, exchanges):
+                found[rank] = _step(rank, plan, tables, batch_size, device, exchanges)
+    finally:
+        gc.unfreeze()
     return found
 
 

@@ -41,6 +41,8 @@ from torchrec_neuroshard.collect.timing import Reference, keep_freed_memory
 from torchrec_neuroshard.devices import (
     BACKENDS,
     accelerator,
+    backend_of,
+    default_device_type,
     is_accelerator,
     synchronize,
     torch_threads,
@@ -505,7 +507,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = CommsSamplingConfig()
     low, high = sampling.bytes_per_rank
     parser.add_argument("--out", type=Path, required=True, help="Parquet file")
-    parser.add_argument("--backend", default="gloo", help=_BACKEND_NAMES)
+    parser.add_argument(
+        "--backend", help=f"{_BACKEND_NAMES} (default: nccl where every rank has a GPU)"
+    )
     parser.add_argument("--num-samples", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--min-bytes", type=int, default=low, help="per rank")
@@ -534,13 +538,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _default_backend() -> str:
+    """Name the backend of the accelerators here, where there is one per rank."""
+    kind = default_device_type()
+    local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    if is_accelerator(kind) and accelerator(kind).device_count() < int(local):
+        kind = "cpu"
+    return backend_of(kind)
+
+
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard collect comms`; only one rank prints what went wrong."""
     try:
         collect_comms(
             CommsConfig(
                 out=args.out,
-                backend=args.backend,
+                backend=args.backend or _default_backend(),
                 num_samples=args.num_samples,
                 seed=args.seed,
                 timeout_seconds=args.timeout,

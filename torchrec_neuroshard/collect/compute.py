@@ -25,15 +25,17 @@ from torchrec_neuroshard.collect.sampling import (
     is_held_out_set,
     sample_set,
 )
+from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import (
     GpuMonitor,
     GpuState,
-    accelerator,
+    as_device,
+    default_device_type,
+    device_bytes,
     find_gpu_monitor,
     free_cached_memory,
     gpu_uuid,
-    is_accelerator,
     torch_threads,
 )
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
@@ -56,6 +58,7 @@ __all__ = [
     "CollectConfig",
     "add_arguments",
     "collect_compute",
+    "default_sampling",
     "failures_path",
     "read_failures",
     "run",
@@ -158,13 +161,7 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
         DeviceFailureError: A GPU failed for good; the same command goes on.
     """
     console = console or Console()
-    device = torch.device(config.device)
-    kind = device.type
-    if is_accelerator(kind) and not accelerator(kind).is_available():
-        raise ConfigError(
-            f"device '{kind}' was asked for but torch sees none; use --device cpu or "
-            "run 'neuroshard doctor'"
-        )
+    device = as_device(config.device)
     base_tables = _base_tables(config)
     header = RunHeader(
         fingerprint=device_fingerprint(device, config.num_threads),
@@ -177,6 +174,7 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
         },
         command=command_line(),
         created=utc_now(),
+        bounds_check=BOUNDS_CHECK,
     )
     with torch_threads(config.num_threads):
         _collect(config, header, base_tables, device, console)
@@ -355,7 +353,8 @@ def _device_failure(path: Path, index: int, error: RuntimeError) -> RuntimeError
         The error to raise: as it was, unless it is the device's.
     """
     text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    if "CUDA error" not in text:
+    # "CUDA error" of torch, "CUDA Error" of FBGEMM.
+    if "cuda error" not in str(error).lower():
         return error
     with failures_path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"index": index, "error": text}) + "\n")
@@ -520,7 +519,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="Parquet file")
     parser.add_argument("--num-sets", type=int, default=5_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda[:N]")
+    parser.add_argument(
+        "--device",
+        default=default_device_type(),
+        help="cpu or cuda[:N] (default: the GPU where there is one)",
+    )
     parser.add_argument(
         "--num-threads", type=int, default=1, help="CPU threads of the kernel"
     )
@@ -558,9 +561,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def default_sampling(device: torch.device) -> SamplingConfig:
+    """Return what is drawn for a device unless options say otherwise."""
+    return SamplingConfig.for_device(device.type, device_bytes(device))
+
+
 def sampling_from(args: argparse.Namespace) -> SamplingConfig:
     """Return the device's ranges with what the options change."""
-    sampling = SamplingConfig.for_device(torch.device(args.device).type)
+    sampling = default_sampling(as_device(args.device))
     given: dict[str, Any] = {
         "max_shards": args.max_shards,
         "max_lookups": args.max_lookups,

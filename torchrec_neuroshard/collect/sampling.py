@@ -34,6 +34,13 @@ __all__ = [
 _STATE_BYTES = {"adam": 8, "adagrad": 4}
 """Optimizer state per weight; row-wise Adagrad's, 4 bytes a row, is left out."""
 
+_GIB = 2**30
+_WEIGHT_SHARE = 0.7
+"""Of a GPU's memory, what weights may take: ids, outputs and a driver need the rest."""
+_BYTES_PER_LOOKUP = 1_400
+"""Of a GPU's memory: 100 million lookups on 141 GB, whose ids, twice over and with what
+drawing them takes, are a twentieth of it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingConfig:
@@ -93,21 +100,28 @@ class SamplingConfig:
             raise ConfigError(f"fp16_share must lie in 0 to 1, got {self.fp16_share}")
 
     @classmethod
-    def for_device(cls, device_type: str) -> Self:
+    def for_device(cls, device_type: str, memory_bytes: int | None = None) -> Self:
         """Return what is measured on a kind of device unless asked otherwise.
 
         Args:
             device_type: `cpu` or `cuda`; a GPU holds and reads tens of times more and
                 has kernels for all optimizers.
+            memory_bytes: All memory of the GPU; None is as much as a set can use.
         """
         if not is_accelerator(device_type):
             return cls()
+        weight_bytes, lookups = 100 * 10**9, 100_000_000
+        if memory_bytes is not None:
+            # Of all memory, not of what is free: a run that goes on draws the same.
+            room = int(_WEIGHT_SHARE * memory_bytes) // _GIB * _GIB
+            weight_bytes = min(weight_bytes, max(room, 1))
+            lookups = min(lookups, max(memory_bytes // _BYTES_PER_LOOKUP, 1))
         return cls(
             max_shards=100,
             batch_sizes=(512, 65_536),
             rows=(10, 100_000_000),
-            max_lookups=100_000_000,
-            max_weight_bytes=100 * 10**9,
+            max_lookups=lookups,
+            max_weight_bytes=weight_bytes,
             optimizers=OPTIMIZERS,
             fp16_share=0.3,
         )
@@ -180,6 +194,8 @@ def sample_set(
     optimizer = str(rng.choice(config.optimizers))
     weighted = bool(rng.random() < config.weighted_share)
     data_type = "fp16" if rng.random() < config.fp16_share else "fp32"
+    if optimizer == "adam":  # FBGEMM 1.8's kernel takes no other weights
+        data_type = "fp32"
     value_bytes = DATA_TYPE_BYTES[data_type] + _STATE_BYTES.get(optimizer, 0)
     draw_width = _width_rule(rng, config)
     pool = [

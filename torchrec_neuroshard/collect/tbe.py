@@ -21,7 +21,7 @@ from torchrec_neuroshard.access import (
     coprime_step,
     draw_lengths,
 )
-from torchrec_neuroshard.devices import accelerator
+from torchrec_neuroshard.devices import GPU, accelerator
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.tables import TableConfig
 
@@ -47,6 +47,7 @@ except (ImportError, OSError) as error:
     ) from error
 
 __all__ = [
+    "BOUNDS_CHECK",
     "Arena",
     "FusedTables",
     "InputBatch",
@@ -71,6 +72,10 @@ _WEIGHT_BOUND = 0.05
 """Weights are drawn from both sides of 0: no denormals, no overflow in any layout."""
 _ON_HOST = ("cpu",)
 """Devices whose bag lengths NumPy draws."""
+BOUNDS_CHECK = "warning"
+"""How each forward checks ids: what FBGEMM does unless told, and TorchRec leaves it."""
+_WIDEST_ON_GPU = 2_048
+"""Most columns of a row that FBGEMM's CUDA kernels take."""
 _FREE_SHARE = 0.9
 """Of a GPU's free memory, what weights may take: inputs and outputs need the rest."""
 
@@ -330,6 +335,27 @@ def _draw_ids(
     return (rank * coprime_step(num_embeddings) + num_embeddings // 3) % num_embeddings
 
 
+def _check_for_gpu(
+    tables: Sequence[TableConfig], optimizer: str, data_type: str
+) -> None:
+    """Refuse what FBGEMM's CUDA kernels fail on at the first pass.
+
+    Raises:
+        ConfigError: Too wide a table, or Adam over other weights than fp32.
+    """
+    if optimizer == "adam" and data_type != "fp32":
+        raise ConfigError(
+            f"cuda kernels for adam over {data_type} weights fail in FBGEMM 1.8; use "
+            "fp32 or another optimizer"
+        )
+    for table in tables:
+        if table.embedding_dim > _WIDEST_ON_GPU:
+            raise ConfigError(
+                f"table '{table.name}' has {table.embedding_dim:,} columns, cuda "
+                f"kernels take at most {_WIDEST_ON_GPU:,}; split it by columns"
+            )
+
+
 class FusedTables:
     """One fused TBE that holds a table set."""
 
@@ -338,6 +364,7 @@ class FusedTables:
         tables: Sequence[TableConfig],
         device: torch.device,
         arena: Arena | None = None,
+        bounds_check: str = BOUNDS_CHECK,
     ) -> None:
         """Build the kernel over the arena's memory.
 
@@ -345,10 +372,11 @@ class FusedTables:
             tables: Shards; all of one optimizer, weight type and weightedness.
             device: CPU or CUDA device.
             arena: Memory to view (CPU only); None allocates.
+            bounds_check: How each forward checks ids, `warning` or `none`.
 
         Raises:
             ConfigError: The set mixes optimizers, types or weighted lookups, or the
-                device's kernels lack one of them.
+                device's kernels lack one of them, or a table's width.
         """
         kinds = {(t.optimizer, t.data_type, t.weighted) for t in tables}
         if len(kinds) != 1:
@@ -364,6 +392,8 @@ class FusedTables:
                 f"{device.type} kernels for {optimizer} over {data_type} weights "
                 "cannot be measured; use fp32 or fp16 and, on a CPU, not adam"
             )
+        if device.type == GPU:
+            _check_for_gpu(tables, optimizer, data_type)
         dtype = torch.float32 if data_type == "fp32" else torch.float16
         on_cpu = device.type == "cpu"
         options: dict[str, Any] = {}
@@ -393,7 +423,7 @@ class FusedTables:
                 weights_precision=_PRECISIONS[data_type],
                 output_dtype=SparseType.FP32,
                 pooling_mode=PoolingMode.SUM,
-                bounds_check_mode=BoundsCheckMode.NONE,
+                bounds_check_mode=BoundsCheckMode[bounds_check.upper()],
                 learning_rate=_LEARNING_RATE,
                 eps=1e-8,
                 device=device,

@@ -22,6 +22,7 @@ import torch
 
 from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.tbe import (
+    BOUNDS_CHECK,
     Arena,
     FusedTables,
     InputBatch,
@@ -148,6 +149,7 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         """Allocate what is written to flush, sized from the device's L2 cache."""
+        self._device = device
         cache: int = (
             accelerator(device.type).get_device_properties(device).L2_cache_size
         )
@@ -163,26 +165,26 @@ class DeviceClock:
         backward: Callable[[torch.Tensor], None],
     ) -> tuple[float, float]:
         """See `Clock`; both are run again where the device did not stay busy."""
-        while True:
-            events: list[Any] = [
-                accelerator(self._flush.device.type).Event(enable_timing=True)
-                for _ in range(4)
-            ]
-            self._fill_queue()
-            events[0].record()
-            output = forward()
-            events[1].record()
-            was_idle = events[0].query()
-            self._fill_queue()
-            events[2].record()
-            backward(output)
-            events[3].record()
-            was_idle = events[2].query() or was_idle
-            events[3].synchronize()
-            if not was_idle or self.repeats >= self.MAX_REPEATS:
-                break
-            self.repeats *= 2
-        return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
+        device = accelerator(self._device.type)
+        # Events are recorded on the current device's stream, kernels run on theirs.
+        with device.device(self._device):
+            while True:
+                events: list[Any] = [device.Event(enable_timing=True) for _ in range(4)]
+                self._fill_queue()
+                events[0].record()
+                output = forward()
+                events[1].record()
+                was_idle = events[0].query()
+                self._fill_queue()
+                events[2].record()
+                backward(output)
+                events[3].record()
+                was_idle = events[2].query() or was_idle
+                events[3].synchronize()
+                if not was_idle or self.repeats >= self.MAX_REPEATS:
+                    break
+                self.repeats *= 2
+            return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
 
     def _fill_queue(self) -> None:
         for _ in range(self.repeats):
@@ -202,9 +204,10 @@ class _Passes:
         device: torch.device,
         arena: Arena | None,
         clock: Clock,
+        bounds_check: str = BOUNDS_CHECK,
     ) -> None:
         self._device, self._clock = device, clock
-        self._kernel = FusedTables(tables, device, arena)
+        self._kernel = FusedTables(tables, device, arena, bounds_check)
         self._tables, self._access = tables, access
         self._batch_size, self._seed = batch_size, seed
         self._num_batches = num_batches
@@ -273,6 +276,8 @@ class Reference:
             device,
             Arena(device, self.NUM_TABLES * self.ROWS * self.WIDTH * 4),
             HostClock(),
+            # A unit of time, which bundles of before ids were checked are given in.
+            bounds_check="none",
         )
 
     def run(self) -> float:

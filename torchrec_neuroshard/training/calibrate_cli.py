@@ -15,7 +15,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from torchrec_neuroshard.collect.console import RateProgress
@@ -28,7 +27,13 @@ from torchrec_neuroshard.cost_models.bundle import (
     save_comms_bundle,
 )
 from torchrec_neuroshard.cost_models.loading import bundle_folder, pretrained_names
-from torchrec_neuroshard.devices import accelerator, backend_of, is_accelerator
+from torchrec_neuroshard.devices import (
+    accelerator,
+    as_device,
+    backend_of,
+    default_device_type,
+    is_accelerator,
+)
 from torchrec_neuroshard.errors import ConfigError, RankFailureError, RecordError
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
@@ -258,7 +263,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"sets to measure (default: {_NUM_SAMPLES}); more where too few of them "
         "are of held-out tables to judge by",
     )
-    measuring.add_argument("--device", help="cpu or cuda[:N] (default: cpu)")
+    measuring.add_argument(
+        "--device", help="cpu or cuda[:N] (default: the GPU where there is one)"
+    )
     measuring.add_argument(
         "--time-limit",
         type=float,
@@ -303,11 +310,14 @@ _MEASURING = ("num_samples", "device", "time_limit", "cpu", "max_gib", "tables")
 
 def _measure(args: argparse.Namespace, console: Console) -> Path:
     # Only here: with --records, calibrating does without fbgemm.
-    from torchrec_neuroshard.collect.compute import CollectConfig, collect_compute
-    from torchrec_neuroshard.collect.sampling import SamplingConfig
+    from torchrec_neuroshard.collect.compute import (
+        CollectConfig,
+        collect_compute,
+        default_sampling,
+    )
 
-    device = args.device or "cpu"
-    sampling = SamplingConfig.for_device(torch.device(device).type)
+    device = args.device or default_device_type()
+    sampling = default_sampling(as_device(device))
     if args.max_gib is not None:
         sampling = dataclasses.replace(
             sampling, max_weight_bytes=int(args.max_gib * 2**30)
@@ -351,12 +361,12 @@ def _check_collectives(args: argparse.Namespace, source: Path) -> None:
     if num_gpus < args.ranks:
         raise ConfigError(
             f"--ranks {args.ranks} on GPUs needs as many, this machine has {num_gpus}; "
-            "lower it or leave it out"
+            "lower it, leave it out, or calibrate for CPUs with --device cpu"
         )
 
 
 def _device_type(args: argparse.Namespace) -> str:
-    return torch.device(args.device or "cpu").type
+    return as_device(args.device or default_device_type()).type
 
 
 def _measure_collectives(args: argparse.Namespace) -> Path:
