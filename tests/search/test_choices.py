@@ -185,3 +185,41 @@ def test_every_way_is_searched(limited: bool) -> None:
     assert np.mean(np.array(worse) < 1e-6) >= 0.95, sorted(worse)[-8:]
     assert max(worse) < 0.01, sorted(worse)[-8:]
     assert limited == (infeasible > 0)
+
+
+def test_more_choices_are_no_worse_than_columns_alone() -> None:
+    # Row-wise tables gain nothing here, but there are many such choices to look at.
+    rng, count = np.random.default_rng(8), 24
+    tables = [
+        TableConfig(
+            name=f"t{i}",
+            num_embeddings=int(10 ** rng.uniform(2, 5)),
+            embedding_dim=int(rng.choice([16, 32, 64])),
+            pooling_factor=float(rng.lognormal(1, 1.2)),
+        )
+        for i in range(count)
+    ]
+
+    def best_ms(*kinds: str) -> float:
+        size = len(kinds)
+        task = ShardingTask(
+            tables=tuple(t for t in tables for _ in kinds),
+            world_size=4,
+            batch_size=512,
+            groups=tuple(range(size)) * count,
+            stages=tuple(range(size)),
+            sharding_types=kinds * count,
+            alternatives=tuple(
+                tuple(range(i, i + size))
+                for i in range(0, size * count, size)
+                if size > 1
+            ),
+        )
+        config = SearchConfig(effort=0.1, restarts=2, max_rounds=3)
+        result = NeuroShardSearcher(config).search(
+            task, AnalyticCostModel(launch_ms=0.05), AnalyticCommsModel(30.0)
+        )
+        return result.predicted.critical_path_ms
+
+    columns_ms = best_ms("column_wise")
+    assert best_ms("column_wise", "row_wise") <= columns_ms * (1 + 1e-9)

@@ -96,8 +96,8 @@ NUM_ROUNDS, NUM_PHASE_ROUNDS, NUM_CASE_ROUNDS = 4, 6, 2
 case."""
 MAX_CHECKS = 3
 """Times that rounds go on after a longer search found cheaper sets."""
-MAX_CASES = 2
-"""Cases that are looked at."""
+MAX_CASES, MAX_CASE_TABLES = 2, 40
+"""Cases that are looked at, and tables of which some one's way makes a difference."""
 LEAST_MIXED = 0.02
 """Part of a table that has to be in another way before cases are told apart by it."""
 LEAST_INTERVAL = 2e-3
@@ -986,7 +986,7 @@ class _Case:
         """The table proper, if any, of which the program mixes ways most."""
         prices, part = self.prices, self.prices.part
         index, weight = self._used
-        if not part.has_choices or not len(index):
+        if not part.has_choices or part.num_own > MAX_CASE_TABLES or not len(index):
             return None
         held = prices.pool.table_LM[index]
         line, place = np.nonzero(held >= 0)

@@ -50,6 +50,8 @@ FILL = 0.95
 """Part of the memory that a choice may fill on average."""
 MAX_STEPS = 40
 """Switches on a path."""
+HOT_SHARE = 0.4
+"""Tables that cost more than this share of a rank may hold one up."""
 
 
 class Choices:
@@ -300,6 +302,43 @@ class Choices:
         order = np.argsort(self.costs(candidates), kind="stable")
         best: Ints = candidates[order[:most]]
         return best
+
+    def relieving(self, now_N: Ints, most: int) -> Ints:
+        """Shard the tables in another way that may hold up a rank, costliest first.
+
+        What a table takes of one rank balanced ranks do not tell.
+
+        Args:
+            now_N: The way that each table takes.
+            most: Choices to return, those that balanced ranks take least for.
+
+        Returns:
+            `C x N` choices that fit: the first few of these tables in one other kind of
+            way.
+        """
+        each_N = self.own_ms_T[now_N] / self.bank.block_T[now_N]
+        hot_ms = HOT_SHARE * self.own_ms_T[now_N].sum() / self.bank.task.world_size
+        order = np.argsort(-each_N, kind="stable")
+        hot = order[each_N[order] > hot_ms].tolist()
+        found = []
+        for kind in np.unique(self.kind_T).tolist() if hot else ():
+            chosen, changed = now_N.copy(), 0
+            counts = _counts(len(hot))
+            for number in hot:
+                ways = [w for w in self.ways[number] if self.kind_T[w] == kind]
+                ways = [w for w in ways if self.fits_T[w] and w != now_N[number]]
+                if ways:
+                    chosen[number] = min(ways, key=lambda w: float(self.own_ms_T[w]))
+                    changed += 1
+                    if changed in counts:
+                        found.append(chosen.copy())
+        if not found:
+            return now_N[None][:0]
+        candidates = np.stack(found)
+        candidates = candidates[self._bytes_T[candidates].sum(axis=1) <= self.room]
+        cheapest = np.argsort(self.costs(candidates), kind="stable")
+        first: Ints = candidates[cheapest[:most]]
+        return first
 
     def of(self, width_TW: Ints) -> Ints:
         """Return the way that each table takes in a placement."""

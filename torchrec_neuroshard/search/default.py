@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -21,6 +22,7 @@ from torchrec_neuroshard.search.base import (
 from torchrec_neuroshard.search.beam import beam_search
 from torchrec_neuroshard.search.bounds import NUM_ROUNDS, lower_bound
 from torchrec_neuroshard.search.choices import (
+    MIN_GAIN,
     Choices,
     column_task,
     columns_of,
@@ -29,7 +31,7 @@ from torchrec_neuroshard.search.choices import (
 )
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
 from torchrec_neuroshard.search.feasibility import check_memory, pack
-from torchrec_neuroshard.search.progress import ProgressReporter
+from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.rules import check_constraints, follow, merged
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
@@ -45,6 +47,15 @@ MAX_TRIED_CHOICES = 3000
 """Placements of tables with several ways that are all tried."""
 MAX_REPAIRS = 8
 """Times that a choice which does not fit is changed to one that takes less."""
+FAR_CHOICE = 0.5
+"""How much worse than the best choice one may be that is still improved."""
+MAX_RELIEFS, MAX_RELIEVING, RELIEVED_TABLES = 4, 12, 1500
+"""Times that tables which hold up ranks are sharded in another way, choices that are
+placed for it, and the tables that these have together."""
+QUICK_CAPS = (1.1, float("inf"))
+"""Caps with which these are placed."""
+MAX_REFINED_TABLES = 250
+"""Tables that, all in column shards, are first improved as such."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
 
@@ -196,12 +207,13 @@ class NeuroShardSearcher(Searcher):
         """
         found: list[tuple[float, int, Ints]] = []
         problem: InfeasibleError | None = None
-        for chosen in (*choices.best(MAX_CHOICES, deadline), choices.smallest()):
-            if found and (time.monotonic() > deadline or len(found) >= MAX_CHOICES):
+        promising = choices.best(MAX_CHOICES, deadline)
+        for number, chosen in enumerate((*promising, choices.smallest())):
+            if found and (time.monotonic() > deadline or number >= MAX_CHOICES):
                 break
             for repair in range(MAX_REPAIRS):
                 try:
-                    plans = self._place(bank, chosen, deadline, reporter)
+                    plans = self._place(bank, chosen, self.config, deadline, reporter)
                 except InfeasibleError as error:
                     problem = problem or error
                     following = choices.smaller(chosen, 2**repair)
@@ -216,14 +228,54 @@ class NeuroShardSearcher(Searcher):
         if not found:
             assert problem is not None, "some choice was tried"
             raise problem
+        # The best plan of each choice; the last choice is all that fits.
+        starts = {choices.of(f[2]).tobytes(): f for f in sorted(found)[::-1]}
+        far_ms = min(found)[0] * (1 + FAR_CHOICE)
+        for cost_ms, _, width_TW in starts.values():
+            now_N = choices.of(width_TW)
+            if cost_ms <= far_ms:
+                for better in self._relieve(bank, choices, now_N, cost_ms, deadline):
+                    found.append((better[0], len(found), better[1]))
         return [width_TW for *_, width_TW in sorted(found)]
+
+    def _relieve(
+        self,
+        bank: ShardBank,
+        choices: Choices,
+        now_N: Ints,
+        now_ms: float,
+        deadline: float,
+    ) -> list[tuple[float, Ints]]:
+        """Shard tables that hold up ranks in another way as long as that pays.
+
+        Returns:
+            The best plan of each step, its critical path [ms] and its widths.
+        """
+        config = dataclasses.replace(self.config, max_rounds=0, caps=QUICK_CAPS)
+        most = min(MAX_RELIEVING, max(1, RELIEVED_TABLES // len(now_N)))
+        found: list[tuple[float, Ints]] = []
+        while len(found) < MAX_RELIEFS:
+            step: list[tuple[float, int, Ints, Ints]] = []
+            for chosen in choices.relieving(now_N, most):
+                if time.monotonic() > deadline:
+                    break
+                with contextlib.suppress(InfeasibleError):
+                    for width_TW in self._place(bank, chosen, config, deadline):
+                        cost_ms = Plan(bank, width_TW).critical_ms
+                        step.append((cost_ms, len(step), width_TW, chosen))
+            if not step or min(step)[0] >= now_ms * (1 - MIN_GAIN):
+                break
+            now_ms, _, width_TW, now_N = min(step)
+            found.append((now_ms, width_TW))
+        return found
 
     def _place(
         self,
         bank: ShardBank,
         chosen_N: Ints,
+        config: SearchConfig,
         deadline: float,
-        reporter: ProgressReporter,
+        reporter: ProgressReporter = NO_REPORTS,
     ) -> list[Ints]:
         """Place tables of which the way to be sharded is chosen.
 
@@ -238,9 +290,13 @@ class NeuroShardSearcher(Searcher):
         task = column_task(bank.simulator.task, tables, free_W, width_TW)
         part = ShardBank(_other(bank.simulator, task), merge=True)
         check_memory(part.task)
-        plans = self._split(part, self.config, deadline, reporter)
-        if part.has_order:
+        plans = self._split(part, config, deadline, reporter)
+        if part.has_order and config.max_rounds:
             plans += self._whole(part, deadline, reporter)
+        if config.refine and config.max_rounds and not width_TW.any():
+            # No worse than if column shards alone were allowed.
+            if len(tables) <= MAX_REFINED_TABLES:
+                plans = [refine(part, plans, config, deadline)[0], *plans]
         found = []
         for part_TW in plans:
             found.append(width_TW.copy())

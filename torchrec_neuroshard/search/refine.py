@@ -1342,8 +1342,8 @@ def refine(
     best, best_ms = base.width_TW, base.critical_ms
     if bank.task.world_size < 2:
         return best, best_ms
-    starts = starts[: max(1, MAX_START_TABLES // len(bank.dims_T))]
     num_tables = len(bank.task.ways)
+    starts = starts[: max(1, MAX_START_TABLES // num_tables)]
     steps = _num_steps(num_tables, config, choices is not None)
     effort = _Effort(steps, deadline, reporter)
     pool = {_ways(base): base}
