@@ -12,8 +12,8 @@ call stopped, `--only 'mlperf-*/h100'` takes the tasks of these names. For each 
 
 Nothing is trained: milliseconds are predictions, by a model of CPU kernels (`cpu`) and
 by the estimate for an H100 (`h100`). Both plan for topologies of GPUs, since TorchRec
-offers row-wise sharding for these only. Where other work shares the machine, planning
-seconds are indicative.
+offers row-wise sharding for these only. Seconds of `plan()` are the process's CPU time,
+and our limits of time count them, so that other work on the machine ends no search.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -92,6 +93,11 @@ LIMITS: dict[str, dict[str, list[str]]] = {
     "columns+row-wise": {"sharding_types": ["column_wise", "row_wise"]},
 }
 """Name -> constraints on every table."""
+SUBSETS = {
+    FREE: tuple(n for n in LIMITS if n != FREE),
+    "as offered": ("columns", "fused", "columns+row-wise"),
+}
+"""Name -> those that allow nothing else; no plan of theirs may be better."""
 Sizes = Sequence[tuple[float, int, int]]
 """Rows, width and ids per sample of each table."""
 EXACT: Sizes = (
@@ -230,14 +236,15 @@ def judge(task: Task, limit: str, rival_seconds: float) -> dict[str, Any]:
         profiles={t.name: t.profile for t in task.tables if t.profile is not None},
         consider_stock=False,
     )
-    start = time.perf_counter()
+    start = time.process_time()
     try:
-        plan = planner.plan(*task.job())
+        with mock.patch.object(time, "monotonic", time.process_time):
+            plan = planner.plan(*task.job())
     except Exception as error:  # a failure is a result; no plan may be one rightly
         kind = "no plan" if isinstance(error, PlannerError) else "crashed"
         text = f"{kind}: {type(error).__name__}: {error}"[:200]
-        return {"failed": text, "seconds": time.perf_counter() - start}
-    seconds = time.perf_counter() - start
+        return {"failed": text, "seconds": time.process_time() - start}
+    seconds = time.process_time() - start
     result = planner.last_result
     assert result is not None
     row: dict[str, Any] = {
@@ -320,19 +327,24 @@ def best_rival(entry: dict[str, Any]) -> tuple[float, str]:
 def losses(row: dict[str, Any]) -> list[str]:
     """Say where ours is worse than TorchRec's, or than with fewer choices."""
     found = []
-    free = row["limits"][FREE].get("ms", math.inf)
+
+    def ms_of(limit: str) -> float:
+        return float(row["limits"].get(limit, {}).get("ms", math.inf))
+
     for limit, entry in row["limits"].items():
         if "crashed" in entry.get("failed", ""):
             found.append(f"`{row['name']}` {limit}: {entry['failed']}")
-        ms, (theirs, name) = entry.get("ms", math.inf), best_rival(entry)
-        pairs = (
-            (ms, theirs, f"{limit}: TorchRec's ({name})"),
-            (free, ms, f"free: {limit}"),
-        )
+        theirs, name = best_rival(entry)
+        pairs = [(limit, theirs, f"TorchRec's ({name})")]
+        pairs += [
+            (more, ms_of(limit), limit)
+            for more, fewer in SUBSETS.items()
+            if limit in fewer and more in row["limits"]
+        ]
         found += [
-            f"`{row['name']}` {text} {other:.5g} ms, ours {ours:.5g} ms"
-            for ours, other, text in pairs
-            if ours > other * (1 + TOLERANCE)
+            f"`{row['name']}` {ours}: {whose} {other:.5g} ms, ours {ms_of(ours):.5g} ms"
+            for ours, other, whose in pairs
+            if ms_of(ours) > other * (1 + TOLERANCE)
         ]
     return found
 
@@ -341,7 +353,7 @@ def page(settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """The results as a page."""
     lines = [
         "| task | choices | ours ms | TorchRec's best ms | ours / TorchRec's "
-        "| bound ms | gap | `plan()` s | tables by type and kernel |",
+        "| bound ms | gap | `plan()` CPU s | tables by type and kernel |",
         "|---" * 9 + "|",
     ]
     for row in rows:

@@ -67,6 +67,9 @@ def test_a_worse_plan_is_named(entry: dict[str, Any]) -> None:
     less = {k: v for k, v in entry.items() if k != "torchrec"}
     (loss,) = bench_types.losses(row_of(less, columns={**less, "ms": 0.9 * less["ms"]}))
     assert "free: columns" in loss
+    fewer = {"as offered": less, "columns": {**less, "ms": 0.9 * less["ms"]}}
+    (loss,) = bench_types.losses({"name": "tiny", "limits": fewer})
+    assert "as offered: columns" in loss
     (loss,) = bench_types.losses(row_of(less, rows={"failed": "crashed: x"}))
     assert "rows: crashed" in loss
 
