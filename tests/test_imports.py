@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "search": _COSTS,
     "baselines": _COSTS | {"search", "record_store", "training.fit", "workloads"},
     "report": _COSTS | {"search", "baselines", "workloads"},
-    "planner": _COSTS | {"search", "baselines", "report", "workloads"},
+    "planner": _COSTS
+    | {"search", "baselines", "report", "workloads", "training.first_launch"},
     # Beside it.
     "phase_timer": {"devices", "errors", "simulator", "planner.compat"},
     "devices": {"errors"},

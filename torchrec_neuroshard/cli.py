@@ -53,6 +53,11 @@ COMMANDS = (
         "torchrec_neuroshard.training.calibrate_cli",
     ),
     Command(
+        "cache",
+        "list, show or clear what first launches have measured",
+        "torchrec_neuroshard.cost_models.cache_cli",
+    ),
+    Command(
         "train-policy",
         "train a DreamShard or AutoShard placement policy",
         "torchrec_neuroshard.baselines.policy_cli",

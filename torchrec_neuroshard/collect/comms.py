@@ -83,7 +83,7 @@ _REFERENCE_EVERY = 4
 _REFERENCE_QUANTILE = 0.25
 """Quantile of the reference's passes that tells the machine's speed. Where threads
 share cores, passes differ by whole time slices: a median jumps between two values."""
-_SLOWDOWN_ROUNDS, _SLOWDOWN_PASSES = 5, 40
+_SLOWDOWN_PASSES = 40
 _START_MARGIN_S = 1e-3
 """From the agreement on a start to the start, so that all ranks know of it."""
 _MEMORY_SHARE = 0.25
@@ -105,10 +105,14 @@ class CommsConfig:
     """A rank that is silent for so long ends the run."""
     time_limit_seconds: float = float("inf")
     """Stop after this time; the same command goes on later."""
+    min_samples: int = 0
+    """Measured whatever the time."""
     sample_seconds: float = 0.15
     """Stop repeating a sample after this time."""
     min_passes: int = 3
     max_passes: int = 60
+    kernel_rounds: int = 5
+    """How often kernels of several ranks at once are timed beside one alone."""
     group_sizes: tuple[int, ...] = ()
     """Groups of the first so many ranks to measure beside all ranks, in the same run:
     the machine's drift is then the same for all world sizes."""
@@ -314,7 +318,7 @@ def _collect(
     reference_ms = meter.nominal_ms()
     kernels = _KernelTimes({}, {}, 0.0)
     if known is None and not is_accelerator(ranks.device.type):
-        kernels = _time_kernels(ranks)
+        kernels = _time_kernels(ranks, config.kernel_rounds)
     header = CommsHeader(
         fingerprint=device_fingerprint(ranks.device, 1),
         reference_ms=reference_ms,
@@ -343,7 +347,11 @@ def _collect(
         done = ranks.share(store.done if store else None)
         deadline = time.monotonic() + config.time_limit_seconds
         for index in (i for i in range(config.num_samples) if i not in done):
-            late = ranks.rank == 0 and time.monotonic() > deadline
+            late = (
+                ranks.rank == 0
+                and index >= config.min_samples
+                and time.monotonic() > deadline
+            )
             if ranks.agree([float(late or bool(stop))])[0]:
                 break
             sampled = sample_collective(index, header.seed, sampling, ranks.group_sizes)
@@ -363,13 +371,13 @@ class _KernelTimes(NamedTuple):
     reference_ms: float
 
 
-def _time_kernels(ranks: Ranks) -> _KernelTimes:
+def _time_kernels(ranks: Ranks, num_rounds: int) -> _KernelTimes:
     """Time kernels and copies on several ranks of a node at once, and on one alone."""
     reference, order = Reference(ranks.device), _ColumnOrder(ranks.device)
     local = ranks.local_world_size
     counts = sorted({1, local, *(n for n in ranks.group_sizes.values() if n < local)})
     rounds: dict[int, list[npt.NDArray[np.float64]]] = {n: [] for n in counts}
-    for count in counts * _SLOWDOWN_ROUNDS:
+    for count in counts * num_rounds:
         mine = []
         for work in (reference.run_phases, order.run):
             ranks.agree([0.0])

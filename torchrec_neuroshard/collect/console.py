@@ -84,6 +84,25 @@ class RateProgress(Progress):
 
         return advance
 
+    def add_time_bar(self, description: str, seconds: float) -> Callable[[int], None]:
+        """Add a bar of time; call what is returned with what is done by now."""
+        begin = last = self._clock()
+        bar = self.add_task(description, total=round(seconds), completed=0, rate=0.0)
+
+        def show(done: int) -> None:
+            nonlocal last
+            now = self._clock()
+            rate = done / max(now - begin, 1e-9)
+            self.update(bar, completed=round(now - begin), rate=rate)
+            if now - last >= self.LINE_EVERY_S and not self.console.is_terminal:
+                last = now
+                self._print_line(
+                    f"{description}: {done} {self._unit}, {now - begin:.0f} of "
+                    f"{seconds:.0f} s"
+                )
+
+        return show
+
     def _print_line(self, line: str) -> None:
         self.console.print(line, soft_wrap=True, highlight=False)
         self.console.file.flush()

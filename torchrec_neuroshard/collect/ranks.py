@@ -192,10 +192,7 @@ class Ranks:
         return offset
 
     def _gather_processes(self) -> list[tuple[str, int]]:
-        processes: list[Any] = [None] * self.world_size
-        mine = (socket.gethostname(), os.getpid())
-        dist.all_gather_object(processes, mine, group=self._control)
-        return processes
+        return self.gather_objects((socket.gethostname(), os.getpid()))
 
     def agree(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all ranks; also a barrier."""
@@ -215,6 +212,17 @@ class Ranks:
         parts = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(parts, mine, group=self._control)
         return np.stack([p.numpy() for p in parts], axis=-1)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value, on every rank."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def turn(self) -> tuple[int, int]:
+        """Which of the ranks on its host this one is, and the most that a host has."""
+        hosts = [host for host, _ in self._processes]
+        return hosts[: self.rank].count(hosts[self.rank]), max(map(hosts.count, hosts))
 
     def bandwidth(self, other: int, num_bytes: int = _BANDWIDTH_BYTES) -> float:
         """Rate of a large message between rank 0 and another [GB/s], on every rank."""

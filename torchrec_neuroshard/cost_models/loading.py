@@ -32,6 +32,7 @@ __all__ = [
     "find_named_card",
     "load_comms_model",
     "load_cost_model",
+    "physical_estimate",
     "pretrained_names",
 ]
 
@@ -98,7 +99,8 @@ def load_cost_model(
 
     Args:
         cost_model: "auto", the name of a shipped bundle or of a card of `GPU_CARDS`, a
-            bundle's folder, or a model. "auto" takes the bundle measured on this very
+            bundle's folder, a model, or "measure": the estimate that a planner starts
+            from until it has measured. "auto" takes the bundle measured on this very
             device, else a physical estimate, with a warning; it never takes a CPU's
             bundle for a GPU. So it is with a folder that holds collectives alone. A
             card's name asks for the physical estimate for it.
@@ -116,6 +118,8 @@ def load_cost_model(
     named = find_named_card(cost_model, device_type)
     if str(cost_model) == "auto":
         return _auto(device_type, hbm_gb_per_s, card)
+    if str(cost_model) == "measure":
+        return physical_estimate(device_type, hbm_gb_per_s, card)
     if (folder := bundle_folder(cost_model)) is not None:
         if COMMS_BUNDLE.is_in(folder) and not COMPUTE_BUNDLE.is_in(folder):
             warnings.warn(
@@ -291,6 +295,26 @@ def _estimate(
         f"can be asked for by name: {', '.join(pretrained_names()) or 'none'}",
         stacklevel=4,
     )
+    return physical_estimate(device_type, hbm_gb_per_s, card, shown)
+
+
+def physical_estimate(
+    device_type: str,
+    hbm_gb_per_s: float | None = None,
+    card: GpuCard | None = None,
+    shown: str | None = None,
+) -> PhysicalCostModel:
+    """Return the estimate for a device that nothing was measured on.
+
+    Args:
+        device_type: Of `BACKENDS`.
+        hbm_gb_per_s: Its memory bandwidth; None: the card's.
+        card: What is planned for; None: the one of this machine.
+        shown: What the device is called; None: by its own name.
+    """
+    device = current_device_name(device_type)
+    card = card or find_card(device)
+    shown = shown or (card.title if card else device or device_type)
     constants = _CPU_CONSTANTS
     if is_accelerator(device_type):
         bandwidth = hbm_gb_per_s or (card or _UNKNOWN_CARD).hbm_gb_per_s.value

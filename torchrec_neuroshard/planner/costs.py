@@ -94,7 +94,7 @@ class PlanCosts:
         Args:
             topology: The devices to plan for.
             constraints: Table name -> TorchRec's constraints on it.
-            cost_model: "auto", a bundle's name or folder, or a model.
+            cost_model: "auto", "measure", a bundle's name or folder, or a model.
             comms_model: None: what the cost model's bundle measured, else published
                 links of this GPU, else bytes over the topology's bandwidths. It is for
                 all ranks; nodes of several and what is between them (table-row-wise and
@@ -116,22 +116,35 @@ class PlanCosts:
         self.reader = TableReader(
             world_size=topology.world_size, constraints=constraints, profiles=profiles
         )
+        self._given_comms = comms_model
+        self._load(cost_model)
+        self._launches_added = False
+
+    def use(self, bundle: Path) -> None:
+        """Go on with the models of a bundle that was measured since.
+
+        Raises:
+            BundleError: The bundle cannot be used; costs stay as they were.
+        """
+        self._load(bundle)
+
+    def _load(self, cost_model: str | Path | CostModel) -> None:
+        topology = self.topology
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            self.cost_model = load_cost_model(
+            compute = load_cost_model(
                 cost_model,
                 device_type=topology.compute_device,
                 hbm_gb_per_s=topology.hbm_mem_bw * GB_PER_S,
                 card=self.devices.card,
             )
             ranks = topology.world_size, topology.local_world_size
-            self.comms_model = comms_model or find_comms_model(
+            comms = self._given_comms or find_comms_model(
                 self.devices, cost_model, *ranks
             )
-            self.comms_model = find_rank_groups(
-                self.devices, self.comms_model, cost_model
-            )
-        self.cost_model = ConcurrentCostModel.of(self.cost_model, self.comms_model)
+            comms = find_rank_groups(self.devices, comms, cost_model)
+        self.comms_model: CommsModel = comms
+        self.cost_model: CostModel = ConcurrentCostModel.of(compute, comms)
         found = [str(w.message) for w in caught]
         texts = [*found, *self.devices.impossible, *self.devices.left_out]
         if isinstance(cost_model, CostModel):
@@ -140,10 +153,9 @@ class PlanCosts:
         else:
             found = texts
         if found:
-            warnings.warn("\n".join(dict.fromkeys(found)), stacklevel=3)
+            warnings.warn("\n".join(dict.fromkeys(found)), stacklevel=4)
         self.warnings: tuple[str, ...] = tuple(dict.fromkeys(texts))
         self.encoder = ShardEncoder(self.cost_model)
-        self._launches_added = False
 
     def simulator(self, task: ShardingTask) -> Simulator:
         """Return a simulator; all keep their encodings in one place."""

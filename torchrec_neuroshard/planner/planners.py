@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from torchrec_neuroshard.planner.constraints import (
 )
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.first_launch import FirstLaunch
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
@@ -128,7 +130,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         debug: As in TorchRec.
         callbacks: As in TorchRec; they may change the plan.
         timeout_seconds: Also limits the search.
-        cost_model: "auto", the name of a shipped bundle, a bundle's folder, or a model.
+        cost_model: "auto", the name of a shipped bundle, a bundle's folder, a model, or
+            "measure": what first launches measured on this device, or measure now.
         profiles: Feature name -> its profile, from `profile_inputs`. Features without
             one are described by the constraints' pooling factors.
         search: "default", another search's name, its settings, or a searcher.
@@ -138,12 +141,17 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             seconds). A warning in the result says when it found none in that time.
         max_switches: Ignored; the search chooses sharding types by itself.
         placement_constraints: Which ranks tables may be on, and with which others.
+        calibrate: Whether a first launch measures: where `cost_model` is "auto" and
+            neither the cache nor a shipped bundle knows this device, the ranks of
+            `collective_plan` measure the model's own tables for so many seconds, and
+            the bundle that comes of it is kept for later launches. "auto": 60 s on
+            GPUs; on CPUs only with cost_model="measure". "never", or seconds.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
-        ConfigError: There is no such cost model or search, the batch size or a number
-            of the constraints cannot be, or the partitioner cannot keep placement
-            constraints.
+        ConfigError: There is no such cost model, search or `calibrate`, the batch size
+            or a number of the constraints cannot be, or the partitioner cannot keep
+            placement constraints.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -171,6 +179,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         consider_stock: bool = True,
         max_switches: int | None = None,
         placement_constraints: PlacementConstraints | None = None,
+        calibrate: str | float = "auto",
         **kwargs: Any,
     ) -> None:
         constraints, offered, notes = _own_constraints(constraints, enumerator)
@@ -185,6 +194,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             comms_model=comms_model,
             profiles=profiles,
         )
+        self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
         topology = self.costs.topology
         if max_switches is not None:
             warnings.warn(
@@ -295,6 +305,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """
         self._known = None
         unmatched = self._check_inputs(module)
+        self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
         reservation = planner_part(self, "storage_reservation")
         try:
@@ -323,6 +334,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             seconds = run.seconds(options, chosen)
             self._known = dataclasses.replace(known, seconds=seconds)
         return plan
+
+    def _options(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> list[ShardingOption]:
+        """List the options of every table."""
+        return list(self.enumerator.enumerate(module, sharders))
 
     def _start(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -389,6 +406,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             assert pg is not None, "there is one once it is initialised"
         if sharders is None:
             sharders = get_default_sharders()
+        self._first_launch.on_all_ranks(partial(self._options, module, sharders), pg)
         plan: ShardingPlan | None = None
         error: Exception | None = None
         if pg.rank() == 0:

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -37,6 +37,7 @@ from torchrec_neuroshard.devices import (
 from torchrec_neuroshard.errors import ConfigError, RankFailureError, RecordError
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
+    CostRecord,
     command_line,
     repeatability,
     steady_records,
@@ -111,6 +112,7 @@ def calibrate_bundle(
     name: str,
     config: CalibrationConfig,
     report: TrainingReport | None = None,
+    select: Callable[[Sequence[CostRecord]], list[CostRecord]] | None = None,
 ) -> tuple[Calibration, list[Evaluation]]:
     """Fine-tune a bundle on another device's records and write a new bundle.
 
@@ -124,6 +126,7 @@ def calibrate_bundle(
         name: What it is called.
         config: Steps and rates.
         report: Makes the report of each training.
+        select: Leaves out records that do not count; None: `steady_records`.
 
     Returns:
         The calibration, and the errors that the card shows: of what was kept, of all
@@ -141,7 +144,7 @@ def calibrate_bundle(
         )
     model, old = load_bundle(source), COMPUTE_BUNDLE.read_info(source)
     headers, found_records = read_records(records)
-    steady = steady_records(found_records)
+    steady = (select or steady_records)(found_records)
     num_disturbed = len(found_records) - len(steady)
     try:
         training, test = map(build_sets, split_records(steady))

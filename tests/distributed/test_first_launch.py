@@ -1,0 +1,203 @@
+"""First launches over gloo: measured and kept, and harmless where that fails."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+
+from tests.builders import CPU, bag_config, bags, make_planner
+from tests.distributed.ranks import TWO_NODES, Jobs, OfJob
+from tests.distributed.unsharded import draw_batch
+from torchrec_neuroshard.cost_models import cache
+from torchrec_neuroshard.cost_models.loading import bundle_folder
+
+pytestmark = pytest.mark.distributed
+
+LOCAL_BATCH = 64
+SIZES = [(1000, 16), (3000, 32), (500, 8), (2000, 64)]
+
+SHIPPED = str(bundle_folder("cpu_epyc"))
+COPIES = f"""
+import os, shutil, sys, time
+time.sleep(0.3)
+if os.environ["RANK"] == "0":
+    open(os.environ["NEUROSHARD_CACHE"] + ".measured", "a").write("x")
+    shutil.copytree({SHIPPED!r}, sys.argv[1] + "/bundle")
+"""
+"""In place of measuring: a bundle is there at once."""
+
+FAILURES = {
+    "a kernel dies": "import os; os.abort()",
+    "out of memory": (
+        "import sys; open(sys.argv[1] + '/reason.txt', 'w')"
+        ".write('OutOfMemoryError: no room'); sys.exit(1)"
+    ),
+    "a rank is late": "import time; time.sleep(60)",
+    "no bundle": "",
+    "a damaged bundle": (
+        "import os, sys; os.mkdir(sys.argv[1] + '/bundle'); "
+        "open(sys.argv[1] + '/bundle/bundle.json', 'w').write('{')"
+    ),
+}
+REASONS = {
+    "a kernel dies": "process ended with code -6",
+    "out of memory": "OutOfMemoryError: no room",
+    "a rank is late": "was not through after",
+    "no bundle": "its process left no bundle",
+    "a damaged bundle": "is damaged",
+}
+
+
+def small_model() -> Any:
+    return bags(*(bag_config(i, *size) for i, size in enumerate(SIZES)), device=CPU)
+
+
+def launch(
+    pg: dist.ProcessGroup, *, trains: bool = True, **arguments: Any
+) -> dict[str, Any]:
+    """Plan as a new process would, and train a step."""
+    planner = make_planner(
+        pg.size(),
+        search_only=False,
+        batch_size=LOCAL_BATCH,
+        cost_model="measure",
+        comms_model=None,
+        **{"calibrate": 1.0, **arguments},
+    )
+    model, sharders = small_model(), [EmbeddingBagCollectionSharder()]
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = planner.collective_plan(model, sharders, pg)
+    seconds = time.perf_counter() - start - sum(planner.last_seconds.values())
+    texts = [str(w.message) for w in caught]
+    found: dict[str, Any] = {
+        "warnings": [t for t in texts if "first launch" in t or "kept" in t],
+        "kernels": planner.costs.cost_model.source,
+        "collectives": planner.costs.comms_model.source,
+        "noted": " ".join(planner.last_result.warnings if planner.last_result else ()),
+        "seconds": seconds,
+    }
+    if trains:
+        sharded = DistributedModelParallel(
+            model, device=CPU, plan=plan, sharders=sharders
+        )
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        keys = [f"f{i}" for i in range(len(SIZES))]
+        batch = draw_batch(keys, LOCAL_BATCH, 500, generator)
+        loss = sharded(batch).values().square().mean()
+        loss.backward()
+        found["loss"] = float(loss)
+    return found
+
+
+def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
+    """Run with a cache of its own and, if given, a program in place of measuring."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEUROSHARD_CACHE", str(folder))
+        patch.setattr("torchrec_neuroshard.planner.first_launch._GRACE_S", 60.0)
+        if program is not None:
+            patch.setattr(
+                "torchrec_neuroshard.training.first_launch._PROGRAM", ("-c", program)
+            )
+        if program == FAILURES["a rank is late"]:
+            patch.setattr("torchrec_neuroshard.planner.first_launch._GRACE_S", -1.0)
+        found: dict[str, Any] = action()
+    return found
+
+
+def run_twice(folder: Path) -> dict[str, Any]:
+    """A launch that measures, the one after it, and one of calibrate="auto"."""
+    pg = dist.group.WORLD
+    assert pg is not None
+    first, second = launch(pg), launch(pg)
+    dist.barrier()
+    entries = cache.entries()
+    return {
+        "first": first,
+        "second": second,
+        "entries": [e.folder.name for e in entries],
+        "collectives": [e.has_collectives for e in entries],
+        "left": sorted(p.name for p in folder.iterdir() if p.name.startswith(".")),
+    }
+
+
+def run_two_jobs(folder: Path) -> dict[str, Any]:
+    """Two groups of ranks plan at once; each is a job."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[dist.get_rank() // 2]
+    found = launch(mine, trains=False)
+    dist.barrier()
+    measured = Path(f"{folder}.measured").read_text()
+    return {**found, "measured": len(measured), "entries": len(cache.entries())}
+
+
+def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
+    world = dist.group.WORLD
+    assert world is not None
+    if num_nodes == TWO_NODES:
+        path = folder / "two-jobs"
+        return {"two jobs": lambda: in_cache(path, COPIES, lambda: run_two_jobs(path))}
+    path = folder / "measured"
+    jobs: Jobs = {"twice": lambda: in_cache(path, None, lambda: run_twice(path))}
+    for number, (name, program) in enumerate(FAILURES.items()):
+        mine = folder / f"failure-{number}"
+        jobs[name] = partial(in_cache, mine, program, partial(launch, world))
+    closed = folder / "closed"
+    closed.touch()
+    copies = COPIES.replace("open(os", "0 and open(os")
+    jobs["unwritable"] = lambda: in_cache(
+        closed / "cache", copies, lambda: launch(world)
+    )
+    return jobs
+
+
+def test_first_launch_measures_and_the_next_one_remembers(results: OfJob) -> None:
+    for found in results("twice"):
+        (name,) = found["entries"]
+        assert "-2x-" in name and found["collectives"] == [True]
+        assert found["left"] == []
+        for launched in (found["first"], found["second"]):
+            assert launched["warnings"] == []
+            assert 0 < launched["loss"] < 1e6
+        # Only the first rank plans; it looks nothing up but the cache.
+    first, second = (results("twice")[0][n] for n in ("first", "second"))
+    assert first["kernels"] == second["kernels"] == "measured"
+    assert first["collectives"] == second["collectives"] == "measured"
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_no_failure_reaches_the_job(results: OfJob, name: str) -> None:
+    first, *others = results(name)
+    (text,) = first["warnings"]
+    assert "measuring at the first launch failed (" in text and REASONS[name] in text
+    assert "not measured" in first["kernels"]
+    assert text in first["noted"]
+    for found in (first, *others):
+        assert 0 < found["loss"] < 1e6
+
+
+def test_what_cannot_be_kept_serves_this_launch(results: OfJob) -> None:
+    first, second = results("unwritable")
+    (text,) = first["warnings"]
+    assert "what was measured could not be kept" in text
+    assert first["kernels"] == "measured"
+    assert first["loss"] > 0 and second["loss"] > 0
+
+
+def test_two_jobs_on_one_empty_cache(tmp_path: Path, request: Any) -> None:
+    ranks = request.getfixturevalue("ranks")(__name__, TWO_NODES, "two jobs")
+    for found in ranks:
+        assert found["warnings"] == [] and found["entries"] == 1
+        assert found["measured"] == 1
+    for first in (ranks[0], ranks[2]):
+        assert first["kernels"] == "measured"

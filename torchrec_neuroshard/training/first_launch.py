@@ -1,0 +1,627 @@
+"""The first launch on a device is its calibration: all ranks measure, rank 0 fits.
+
+Each rank measures in a process of its own, started beside the job: what it takes is
+given back with its end, and whatever ends it (a kernel, the system, the time) leaves
+the job as it was. These processes form a group of their own, measure different sets of
+the user's own tables (in turn where they share a CPU) and then collectives; that of
+rank 0 fits a bundle, from the shipped bundle of this kind of device that errs least or
+from the physical estimate, whichever is nearer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
+from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
+from torchrec_neuroshard.collect.console import RateProgress
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
+from torchrec_neuroshard.collect.ranks import Ranks
+from torchrec_neuroshard.collect.sampling import AccessDistribution, SamplingConfig
+from torchrec_neuroshard.collect.timing import SetTimer
+from torchrec_neuroshard.cost_models.bundle import (
+    COMMS_BUNDLE,
+    COMPUTE_BUNDLE,
+    BundleInfo,
+    load_bundle,
+)
+from torchrec_neuroshard.cost_models.loading import (
+    bundle_folder,
+    physical_estimate,
+    pretrained_names,
+)
+from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.devices import torch_threads
+from torchrec_neuroshard.errors import NeuroShardError, RankFailureError, RecordError
+from torchrec_neuroshard.record_store import RecordStore, read_records
+from torchrec_neuroshard.records import (
+    CostRecord,
+    RunHeader,
+    command_line,
+    disturbance,
+    steady_records,
+    utc_now,
+)
+from torchrec_neuroshard.tables import DATA_TYPE_BYTES, TableConfig
+from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle
+from torchrec_neuroshard.training.calibration import (
+    MIN_SETS,
+    CalibrationConfig,
+    split_records,
+)
+from torchrec_neuroshard.training.comms import CommsTrainConfig
+from torchrec_neuroshard.training.compute import (
+    TrainConfig,
+    best_factor,
+    build_sets,
+    fit_linear,
+    training_ranges,
+)
+from torchrec_neuroshard.training.train_cli import train_comms_bundle
+
+__all__ = [
+    "KERNELS_NAME",
+    "LaunchRequest",
+    "Member",
+    "draw_launch_set",
+    "measure_and_fit",
+    "take_part",
+]
+
+KERNELS_NAME, COMMS_NAME = "kernels.parquet", "collectives.parquet"
+"""The records behind a bundle, kept beside it."""
+_REQUEST, _BUNDLE, _REASON = "request.json", "bundle", "reason.txt"
+
+_KERNEL_SHARE, _COMMS_SHARE = 0.5, 0.75
+"""Of the budget: when measuring kernels ends, and when measuring collectives does."""
+_PROGRAM = ("-m", "torchrec_neuroshard.training.first_launch")
+_FREE_SHARE = 0.5
+"""Of the memory that is free, what the sets of all ranks may take."""
+_MOST_SET_SECONDS, _USUAL_SETS = 0.2, 60
+"""Passes of a set are repeated for so long on a CPU, or for less where the time would
+not do for so many sets: many sets, each a bit noisier, teach more."""
+_MOST_COMMS_SECONDS, _USUAL_COLLECTIVES = 0.05, 100
+"""The same of collectives."""
+_SCALE_ROWS = 4
+"""No table of a set takes more than one part in so many of the memory."""
+_STEPS, _COMMS_STEPS = 300, 400
+_STEPS_PER_S = 10
+"""Fewer steps, at least a fifth, where there is little time."""
+_MIN_COLLECTIVES = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchRequest:
+    """What is to be measured, the same on all ranks."""
+
+    shards: tuple[TableConfig, ...]
+    """What the search may put on a rank: whole tables, columns and rows of them."""
+    kernels: tuple[int, ...]
+    """Beside `shards`: the kernel that each would run in."""
+    tables: tuple[int, ...]
+    """Beside `shards`: the table that each is of."""
+    batch_size: int
+    """Samples that a kernel sees."""
+    device_type: str
+    world_size: int
+    local_world_size: int
+    seconds: float
+    """Budget."""
+    grace_seconds: float = 60.0
+    """A process is ended after twice the budget and this: starting may take long on a
+    busy machine. A rank is waited for so long beyond the budget."""
+    hbm_gb_per_s: float | None = None
+    """Memory bandwidth of the physical estimate."""
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary; `from_json` reads it back."""
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**data, "shards": [t.to_json() for t in self.shards]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Read what `to_json` wrote."""
+        shards = tuple(TableConfig.from_json(t) for t in data["shards"])
+        lists = {n: tuple(data[n]) for n in ("kernels", "tables")}
+        return cls(**{**data, **lists, "shards": shards})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One rank of the group that measures."""
+
+    rank: int
+    address: str
+    """Where rank 0's process listens."""
+    port: int
+
+
+# In the job's own process.
+
+
+def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | None:
+    """Measure in a process of its own and wait for its end.
+
+    Args:
+        request: What to measure.
+        member: Which rank this is.
+        folder: An empty folder; on rank 0 it gets the bundle.
+
+    Returns:
+        The bundle's folder on rank 0, None elsewhere.
+
+    Raises:
+        RankFailureError: The process failed, or was too late.
+        OSError: It could not be started.
+    """
+    text = json.dumps(request.to_json())
+    (folder / _REQUEST).write_text(text, encoding="utf-8")
+    limit = 2 * request.seconds + request.grace_seconds
+    process = subprocess.Popen(
+        [sys.executable, *_PROGRAM, str(folder), str(limit)],
+        env=_environment(request, member),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        # Progress is shown on rank 0 alone.
+        stderr=None if member.rank == 0 else subprocess.DEVNULL,
+    )
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        raise RankFailureError(f"it was not through after {limit:.0f} s") from None
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if code:
+        reason = f"its process ended with code {code}"
+        with contextlib.suppress(OSError):
+            reason = (folder / _REASON).read_text(encoding="utf-8")
+        raise RankFailureError(reason)
+    if member.rank:
+        return None
+    if not COMPUTE_BUNDLE.is_in(folder / _BUNDLE):
+        raise RankFailureError("its process left no bundle")
+    return folder / _BUNDLE
+
+
+def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
+    """What torch.distributed reads in the process that measures."""
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")
+    }
+    environment.update(
+        RANK=str(member.rank),
+        WORLD_SIZE=str(request.world_size),
+        LOCAL_WORLD_SIZE=str(request.local_world_size),
+        LOCAL_RANK=str(member.rank % request.local_world_size),
+        MASTER_ADDR=member.address,
+        MASTER_PORT=str(member.port),
+        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
+    )
+    if request.device_type == "cpu":
+        environment["OMP_NUM_THREADS"] = "1"
+    return environment
+
+
+# In the process that measures.
+
+
+def draw_launch_set(
+    request: LaunchRequest, index: int, max_bytes: int
+) -> tuple[TableConfig, ...]:
+    """Return the shards of set number `index`: some of what a rank may be given.
+
+    Args:
+        request: What may be drawn.
+        index: Equal ones give equal sets.
+        max_bytes: Most bytes of a set; tables that are larger lose rows.
+    """
+    rng = np.random.default_rng([request.seed, index])
+    kernels = np.array(request.kernels)
+    # As often as it has tables, a kernel is drawn.
+    kernel = request.kernels[int(rng.integers(len(kernels)))]
+    mine = np.flatnonzero(kernels == kernel)
+    tables = np.unique(np.array(request.tables)[mine])
+    usual = len(tables) / request.world_size
+    # From one table to twice what a rank holds on average, split tables counted.
+    most = max(1.0, min(len(tables), 2 * usual + 2))
+    count = round(float(np.exp(rng.uniform(0, np.log(most)))))
+    drawn: list[TableConfig] = []
+    free = max_bytes
+    for table in rng.permutation(tables)[:count]:
+        ways = [i for i in mine if request.tables[i] == table]
+        shard = request.shards[ways[int(rng.integers(len(ways)))]]
+        row_bytes = shard.embedding_dim * (DATA_TYPE_BYTES[shard.data_type] + 8)
+        rows = min(shard.num_embeddings, max(1, max_bytes // _SCALE_ROWS // row_bytes))
+        if rows * row_bytes > free and drawn:
+            continue
+        free -= rows * row_bytes
+        drawn.append(_with_rows(shard, rows, request.batch_size, len(drawn)))
+    return tuple(drawn)
+
+
+def _with_rows(
+    shard: TableConfig, rows: int, batch_size: int, place: int
+) -> TableConfig:
+    profile = shard.profile_at(batch_size)
+    if rows < shard.num_embeddings:
+        access = AccessDistribution.from_profile(profile, rows)
+        histogram = access.histogram(profile.num_lookups)
+        profile = dataclasses.replace(profile, access_histogram=histogram)
+    name = f"{shard.name}#{place}"
+    return dataclasses.replace(shard, name=name, num_embeddings=rows, profile=profile)
+
+
+def measure_and_fit(
+    request: LaunchRequest, folder: Path, console: Console, begin: float
+) -> None:
+    """Measure as one rank of the group; rank 0 writes the bundle.
+
+    Args:
+        request: What to measure.
+        folder: Gets the bundle on rank 0.
+        console: Where rank 0 shows progress.
+        begin: `time.monotonic()` when the budget began to count.
+
+    Raises:
+        RecordError: Time or memory was enough for too few sets.
+        RankFailureError: Another rank died or was too late.
+    """
+    on_gpu = request.device_type == "cuda"
+    patience = request.seconds + request.grace_seconds
+    ranks = None
+    if request.world_size > 1:
+        ranks = Ranks("nccl" if on_gpu else "gloo", patience)
+    rank = 0 if ranks is None else ranks.rank
+    device = torch.device("cpu") if ranks is None else ranks.device
+    if ranks is None and on_gpu:
+        device = torch.device("cuda", torch.cuda.current_device())
+    until = begin + _KERNEL_SHARE * request.seconds
+    with torch_threads(1):
+        found, reference_ms = _measure_kernels(request, ranks, device, until, console)
+    bundle = folder / _BUNDLE
+    _say(console, begin, f"{len(found)} sets of your tables measured")
+    if rank == 0:
+        fingerprint = device_fingerprint(device, 1)
+        header = RunHeader(
+            fingerprint=fingerprint,
+            reference_ms=reference_ms,
+            seed=request.seed,
+            sampling={"first_launch": True, "num_shards": len(request.shards)},
+            command=command_line(),
+            created=utc_now(),
+        )
+        with RecordStore(bundle / KERNELS_NAME, header) as store:
+            for record in found:
+                store.append(record)
+    if ranks is not None:
+        left = begin + _COMMS_SHARE * request.seconds - time.monotonic()
+        collect_comms(
+            CommsConfig(
+                out=bundle / COMMS_NAME if rank == 0 else folder / COMMS_NAME,
+                backend="nccl" if on_gpu else "gloo",
+                num_samples=10_000,
+                timeout_seconds=patience,
+                time_limit_seconds=max(left, 0.1),
+                min_samples=_MIN_COLLECTIVES,
+                kernel_rounds=2,
+                sample_seconds=min(
+                    _MOST_COMMS_SECONDS,
+                    (_COMMS_SHARE - _KERNEL_SHARE)
+                    * request.seconds
+                    / _USUAL_COLLECTIVES,
+                ),
+                sampling=_collectives_of(request),
+            ),
+            console,
+        )
+    _say(console, begin, "collectives measured")
+    if rank == 0:
+        _fit(request, bundle)
+        _say(console, begin, "cost models fitted")
+
+
+def _say(console: Console, begin: float, text: str) -> None:
+    seconds = time.monotonic() - begin
+    console.print(f"neuroshard: {text}, {seconds:.0f} s", highlight=False)
+
+
+def _collectives_of(request: LaunchRequest) -> CommsSamplingConfig:
+    """Sizes around those of the user's outputs."""
+    samples = request.batch_size / request.world_size
+    widest: dict[int, int] = {}
+    for shard, table in zip(request.shards, request.tables, strict=True):
+        columns = shard.embedding_dim * shard.num_features
+        widest[table] = max(columns, widest.get(table, 0))
+    total = 4.0 * samples * sum(widest.values())
+    return CommsSamplingConfig(
+        bytes_per_rank=(
+            max(1024, int(total / request.world_size / 64)),
+            max(65_536, int(2 * total)),
+        ),
+        max_delay_ms=2.0,
+    )
+
+
+def _measure_kernels(
+    request: LaunchRequest,
+    ranks: Ranks | None,
+    device: torch.device,
+    until: float,
+    console: Console,
+) -> tuple[list[CostRecord], float]:
+    """Measure this rank's sets and gather everyone's: records and rank 0's unit."""
+    turn, turns = 0, 1
+    if ranks is not None and device.type == "cpu":
+        turn, turns = ranks.turn()
+    begin = time.monotonic()
+    mine: list[CostRecord] = []
+    reference_ms = 0.0
+    for number in range(turns):
+        if ranks is not None:
+            ranks.agree([0.0])
+        if number == turn:
+            end = begin + (until - begin) * (turn + 1) / turns
+            mine, reference_ms = _measure_mine(request, ranks, device, end, console)
+    if ranks is None:
+        return mine, reference_ms
+    everyone = ranks.gather_objects(mine)
+    return [r for of_rank in everyone for r in of_rank], reference_ms
+
+
+def _measure_mine(
+    request: LaunchRequest,
+    ranks: Ranks | None,
+    device: torch.device,
+    until: float,
+    console: Console,
+) -> tuple[list[CostRecord], float]:
+    """Measure until the time; at least this rank's part of the fewest sets."""
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    max_bytes = _free_bytes(device, request.local_world_size)
+    each = None
+    if device.type == "cpu":
+        time_left = max(0.0, until - time.monotonic())
+        each = min(_MOST_SET_SECONDS, time_left * size / _USUAL_SETS)
+    timer = SetTimer(device, max_bytes, budget_seconds=each)
+    least = -(-2 * MIN_SETS // size)
+    kept: dict[int, CostRecord] = {}
+    with RateProgress(console, "sets") as progress:
+        bar = progress.add_time_bar(
+            "measuring your tables", max(0.0, until - time.monotonic())
+        )
+        number = 0
+        while len(kept) < least or time.monotonic() < until:
+            if number >= least and not kept:
+                raise RecordError("no set of the tables could be measured")
+            index = rank + number * size
+            number += 1
+            record = _measure_set(request, index, timer, max_bytes)
+            if record is not None:
+                kept[index] = record
+            bar(len(kept))
+    return list(kept.values()), timer.reference_ms
+
+
+def _measure_set(
+    request: LaunchRequest, index: int, timer: SetTimer, max_bytes: int
+) -> CostRecord | None:
+    """Measure one set, again where it was disturbed; None: there was no memory."""
+    tables = draw_launch_set(request, index, max_bytes)
+    access = [
+        AccessDistribution.from_profile(
+            t.profile_at(request.batch_size), t.num_embeddings
+        )
+        for t in tables
+    ]
+    best: CostRecord | None = None
+    for _ in range(2):
+        try:
+            measured = timer.measure(
+                tables, access, request.batch_size, (request.seed, index)
+            )
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return best
+        record = CostRecord(
+            index=index,
+            # The first sets are held out in turn, so that few of them suffice.
+            held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
+            batch_size=request.batch_size,
+            tables=tables,
+            **dataclasses.asdict(measured),
+        )
+        usual_ms = timer.reference_ms or 1.0
+        if best is None or disturbance(record, usual_ms) < disturbance(best, usual_ms):
+            best = record
+        if disturbance(best, usual_ms) <= 1.0:
+            break
+    return best
+
+
+def _free_bytes(device: torch.device, num_ranks: int) -> int:
+    """Memory that a rank's sets may take: a part of what is free now."""
+    usual = SamplingConfig.for_device(device.type).max_weight_bytes
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return min(usual, int(_FREE_SHARE * free))
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = {k: v for k, _, v in (line.partition(":") for line in lines)}
+    free = int(available["MemAvailable"].split()[0]) * 1024
+    return min(usual, int(_FREE_SHARE * free / num_ranks))
+
+
+def _fit(request: LaunchRequest, bundle: Path) -> None:
+    records = bundle / KERNELS_NAME
+    with tempfile.TemporaryDirectory() as scratch:
+        quiet = Console(quiet=True)
+        source = _nearest(request, records, Path(scratch))
+        calibrate_bundle(
+            source,
+            [records],
+            bundle,
+            "first launch",
+            CalibrationConfig(steps=_steps(_STEPS, request), seed=request.seed),
+            select=_steady_enough,
+        )
+        collectives = bundle / COMMS_NAME
+        if collectives.exists():
+            train_comms_bundle(
+                [collectives],
+                bundle,
+                "first launch",
+                CommsTrainConfig(
+                    steps=_steps(_COMMS_STEPS, request), seed=request.seed
+                ),
+                before=_comms_source(request.device_type),
+                console=quiet,
+            )
+
+
+def _steps(most: int, request: LaunchRequest) -> int:
+    return max(most // 5, min(most, int(_STEPS_PER_S * request.seconds)))
+
+
+def _steady_enough(records: Sequence[CostRecord]) -> list[CostRecord]:
+    """Leave out disturbed records, as far as enough are left to fit and to judge."""
+    steady = steady_records(records)
+    held_out = sum(r.held_out for r in steady)
+    enough = min(held_out, len(steady) - held_out) >= MIN_SETS
+    return steady if enough else list(records)
+
+
+def _nearest(request: LaunchRequest, records: Path, scratch: Path) -> Path:
+    """The shipped bundle or the physical estimate, whichever a factor brings nearer."""
+    header, measured = read_records([records])
+    training, _ = split_records(_steady_enough(measured))
+    data = build_sets(training)
+    folders = [_physical_bundle(request, header[0], training, scratch / "physical")]
+    for name in pretrained_names():
+        folder = bundle_folder(name)
+        assert folder is not None
+        info = COMPUTE_BUNDLE.read_info(folder)
+        if info.fingerprint.device_type == request.device_type:
+            folders.append(folder)
+
+    def error(folder: Path) -> float:
+        model = load_bundle(folder)
+        predicted = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+        factors = list(map(best_factor, predicted.T, data.costs_S2.T))
+        shares = np.abs(predicted * factors / data.costs_S2 - 1)
+        return float(shares.mean())
+
+    return min(folders, key=error)
+
+
+def _physical_bundle(
+    request: LaunchRequest,
+    header: RunHeader,
+    training: Sequence[CostRecord],
+    folder: Path,
+) -> Path:
+    """Save the physical estimate as a bundle that can be fine-tuned."""
+    estimate = physical_estimate(request.device_type, request.hbm_gb_per_s)
+    data = build_sets(training)
+    predicted = estimate.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+    # It is linear in the network's physical totals, so that the fit recovers it.
+    linear = fit_linear(dataclasses.replace(data, costs_S2=predicted))
+    sizes = TrainConfig()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)
+        network = SetCostNetwork(
+            sizes.num_members, sizes.hidden, sizes.latent, sizes.head_hidden
+        )
+    inputs = network.inputs(torch.from_numpy(data.features_NF))
+    with torch.no_grad():
+        for layers in (network.encoder, network.head):
+            for last in list(layers)[-2:]:
+                last.zero_()
+        network.physical_PO2.copy_(torch.from_numpy(linear.weights_PO2))
+        network.launch_2.copy_(torch.from_numpy(np.maximum(linear.launch_2, 1e-4)))
+        network.input_mean_X.copy_(inputs.mean(dim=0))
+        network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))
+    info = BundleInfo(
+        name="physical estimate",
+        fingerprint=dataclasses.replace(header.fingerprint, device=estimate.hardware),
+        reference_ms=header.reference_ms,
+        network=network.config,
+        ranges=training_ranges(data),
+        trained_on={"num_training_sets": 0},
+    )
+    COMPUTE_BUNDLE.save(folder, network, info, "# Physical estimate\n")
+    return folder
+
+
+def _comms_source(device_type: str) -> Path | None:
+    """A shipped bundle whose collectives are of this kind of device."""
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    for name in pretrained_names():
+        folder = bundle_folder(name)
+        if folder is not None and COMMS_BUNDLE.is_in(folder):
+            if COMMS_BUNDLE.read_info(folder).backend == backend:
+                return folder
+    return None
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """End this process after the time, also where the job that started it is gone."""
+    timer = threading.Timer(seconds, lambda: os._exit(3))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _main(folder: Path, limit: float) -> int:
+    begin = time.monotonic()
+    data = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
+    request = LaunchRequest.from_json(data)
+    warnings.simplefilter("ignore")
+    shown = os.environ["RANK"] == "0"
+    console = Console(stderr=True, quiet=not shown)
+    if shown:
+        console.print(
+            f"neuroshard: first launch on this device: measuring for about "
+            f"{request.seconds:.0f} s; later launches take it from the cache",
+            soft_wrap=True,
+        )
+    with _ended_after(limit):
+        try:
+            measure_and_fit(request, folder, console, begin)
+        except Exception as error:
+            text = str(error).strip() or repr(error)
+            kind = (
+                ""
+                if isinstance(error, NeuroShardError)
+                else f"{type(error).__name__}: "
+            )
+            (folder / _REASON).write_text(f"{kind}{text.splitlines()[0]}", "utf-8")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # Not `sys.exit`: threads of a group whose ranks have died may never end.
+    os._exit(_main(Path(sys.argv[1]), float(sys.argv[2])))
