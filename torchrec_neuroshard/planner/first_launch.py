@@ -131,7 +131,7 @@ class FirstLaunch:
                 return
             self._is_through = True
             if self.seconds:
-                request = self._request(options(), ranks=1)
+                request = self.request(options(), ranks=1)
                 alone = int(self._costs.topology.world_size) == 1
                 self._measure(_Offer(request, "127.0.0.1", _free_port()), 0, alone)
                 return
@@ -175,7 +175,7 @@ class FirstLaunch:
         if self._find(options) or (not self._must and self._is_shipped()):
             return None
         topology = self._costs.topology
-        request = self._request(options(), ranks=int(topology.world_size))
+        request = self.request(options(), ranks=int(topology.world_size))
         key = self._key(request.shards)
         limit_s = 2 * self.seconds + _GRACE_S
         if not locked.enter_context(cache.lock(key, limit_s)):
@@ -263,7 +263,16 @@ class FirstLaunch:
         places = list(found.values())
         return list(found), [k for k, _ in places], [t for _, t in places]
 
-    def _request(self, options: Sequence[ShardingOption], ranks: int) -> LaunchRequest:
+    def request(self, options: Sequence[ShardingOption], ranks: int) -> LaunchRequest:
+        """Say what is to be measured.
+
+        Args:
+            options: All of the model's.
+            ranks: That measure.
+
+        Raises:
+            ConfigError: No table runs a kernel that can be measured.
+        """
         from torchrec_neuroshard.training.first_launch import LaunchRequest
 
         topology = self._costs.topology
