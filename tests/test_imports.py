@@ -72,8 +72,12 @@ NO_GUESSING = ("phase_timer", "planner")
 COMPAT = "planner.compat"
 """The one module that knows TorchRec's private attributes and its releases."""
 
-_NO_OTHER_WAY = {(f"{PACKAGE}.collect.ranks", "_get_default_store")}
-"""torch's own private names: there is no public way to a group's store."""
+_NO_OTHER_WAY = {
+    (f"{PACKAGE}.collect.ranks", "_get_default_store"),
+    (f"{PACKAGE}.training.first_launch", "_exit"),
+}
+"""torch's own private names: there is no public way to a group's store. And Python's
+documented way to end a process whose threads may never end."""
 
 _OF_NAMED_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
 

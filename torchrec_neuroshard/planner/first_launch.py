@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
@@ -27,7 +26,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_neuroshard.cost_models import ConcurrentCostModel, CostModel, cache
 from torchrec_neuroshard.cost_models.cache import CacheKey
 from torchrec_neuroshard.cost_models.compute import PhysicalCostModel
-from torchrec_neuroshard.devices import current_device_name
+from torchrec_neuroshard.devices import current_device_name, is_accelerator
 from torchrec_neuroshard.errors import (
     ConfigError,
     NeuroShardError,
@@ -110,7 +109,7 @@ class FirstLaunch:
         if calibrate == "never":
             return 0.0
         if calibrate == "auto":
-            on_gpu = self._costs.topology.compute_device == "cuda"
+            on_gpu = is_accelerator(self._costs.topology.compute_device)
             return _GPU_SECONDS if on_gpu or self._must else 0.0
         if isinstance(calibrate, str) or not calibrate > 0:
             raise ConfigError(
@@ -343,9 +342,7 @@ def _text(error: Exception) -> str:
 
 
 def _has_device(topology: Topology) -> bool:
-    if topology.compute_device == "cuda":
-        return torch.cuda.is_available()
-    return bool(topology.compute_device == "cpu")
+    return current_device_name(topology.compute_device) is not None
 
 
 def _address(topology: Topology) -> str:

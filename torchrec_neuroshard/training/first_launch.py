@@ -48,7 +48,13 @@ from torchrec_neuroshard.cost_models.loading import (
     pretrained_names,
 )
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
-from torchrec_neuroshard.devices import torch_threads
+from torchrec_neuroshard.devices import (
+    accelerator,
+    backend_of,
+    free_cached_memory,
+    is_accelerator,
+    torch_threads,
+)
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError, RecordError
 from torchrec_neuroshard.record_store import RecordStore, read_records
 from torchrec_neuroshard.records import (
@@ -286,15 +292,15 @@ def measure_and_fit(
         RecordError: Time or memory was enough for too few sets.
         RankFailureError: Another rank died or was too late.
     """
-    on_gpu = request.device_type == "cuda"
+    backend = backend_of(request.device_type)
     patience = request.seconds + request.grace_seconds
     ranks = None
     if request.world_size > 1:
-        ranks = Ranks("nccl" if on_gpu else "gloo", patience)
+        ranks = Ranks(backend, patience)
     rank = 0 if ranks is None else ranks.rank
     device = torch.device("cpu") if ranks is None else ranks.device
-    if ranks is None and on_gpu:
-        device = torch.device("cuda", torch.cuda.current_device())
+    if ranks is None and is_accelerator(request.device_type):
+        device = torch.device(request.device_type, 0)
     until = begin + _KERNEL_SHARE * request.seconds
     with torch_threads(1):
         found, reference_ms = _measure_kernels(request, ranks, device, until, console)
@@ -318,7 +324,7 @@ def measure_and_fit(
         collect_comms(
             CommsConfig(
                 out=bundle / COMMS_NAME if rank == 0 else folder / COMMS_NAME,
-                backend="nccl" if on_gpu else "gloo",
+                backend=backend,
                 num_samples=10_000,
                 timeout_seconds=patience,
                 time_limit_seconds=max(left, 0.1),
@@ -415,7 +421,7 @@ def _measure_mine(
                 raise RecordError("no set of the tables could be measured")
             index = rank + number * size
             number += 1
-            record = _measure_set(request, index, timer, max_bytes)
+            record = _measure_set(request, index, timer, device, max_bytes)
             if record is not None:
                 kept[index] = record
             bar(len(kept))
@@ -423,7 +429,11 @@ def _measure_mine(
 
 
 def _measure_set(
-    request: LaunchRequest, index: int, timer: SetTimer, max_bytes: int
+    request: LaunchRequest,
+    index: int,
+    timer: SetTimer,
+    device: torch.device,
+    max_bytes: int,
 ) -> CostRecord | None:
     """Measure one set, again where it was disturbed; None: there was no memory."""
     tables = draw_launch_set(request, index, max_bytes)
@@ -440,7 +450,7 @@ def _measure_set(
                 tables, access, request.batch_size, (request.seed, index)
             )
         except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
+            free_cached_memory(device)
             return best
         record = CostRecord(
             index=index,
@@ -461,8 +471,8 @@ def _measure_set(
 def _free_bytes(device: torch.device, num_ranks: int) -> int:
     """Memory that a rank's sets may take: a part of what is free now."""
     usual = SamplingConfig.for_device(device.type).max_weight_bytes
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    if is_accelerator(device.type):
+        free, _ = accelerator(device.type).mem_get_info(device)
         return min(usual, int(_FREE_SHARE * free))
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = {k: v for k, _, v in (line.partition(":") for line in lines)}
@@ -573,7 +583,7 @@ def _physical_bundle(
 
 def _comms_source(device_type: str) -> Path | None:
     """A shipped bundle whose collectives are of this kind of device."""
-    backend = "nccl" if device_type == "cuda" else "gloo"
+    backend = backend_of(device_type)
     for name in pretrained_names():
         folder = bundle_folder(name)
         if folder is not None and COMMS_BUNDLE.is_in(folder):
