@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from torchrec_neuroshard.errors import ConfigError
@@ -76,3 +78,16 @@ def test_links_are_slower_the_further_they_reach(name: str) -> None:
 def test_a_figure_is_not_negative() -> None:
     with pytest.raises(ConfigError, match="at least 0, got -1"):
         Figure(-1.0, "assumed", "nowhere")
+
+
+def test_the_documentation_shows_the_table() -> None:
+    marks = {"data sheet": "", "published measurement": "*", "assumed": "?"}
+    rows = {
+        f"| `{card.name}` | "
+        + " | ".join(f"{f.value:,g}{marks[f.basis]}" for f in card.figures().values())
+        + " |"
+        for card in GPU_CARDS.values()
+    }
+    page = Path(__file__).parents[1] / "docs" / "gpus.md"
+    shown = {line for line in page.read_text().splitlines() if line.startswith("| `")}
+    assert shown == rows

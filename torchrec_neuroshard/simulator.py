@@ -18,8 +18,9 @@ order of `PHASES`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -284,6 +285,38 @@ class Simulator:
                 table_N[odd], width_N[odd], share_N[odd], row_N[odd]
             )
         return PricedShards(row_N, extra, loads)
+
+    def under(self, encoder: ShardEncoder, comms_model: CommsModel) -> Simulator:
+        """Return a simulator of the same task by other costs.
+
+        Args:
+            encoder: Of another model; it knows all shards that are asked for.
+            comms_model: Collectives.
+        """
+        other = copy.copy(self)
+        other.encoder, other.cost_model = encoder, encoder.cost_model
+        other.comms_model = comms_model
+        return other
+
+    def repriced(
+        self, shards: PricedShards, table_N: Ints, width_N: Ints, rows_N: Ints
+    ) -> PricedShards:
+        """Price shards again that another simulator of the task priced (`under`).
+
+        Args:
+            shards: What the other one made of them.
+            table_N: Tables.
+            width_N: Columns.
+            rows_N: Rows.
+        """
+        odd = np.flatnonzero(self._estimated_T[table_N])
+        if not len(odd):
+            return shards
+        table_N, width_N, row_N = table_N[odd], width_N[odd], shards.row_N[odd]
+        _, share_N = self._parts(table_N, rows_N[odd])
+        extra_N2 = shards.extra_N2.copy()
+        extra_N2[odd] = self._extra(table_N, width_N, share_N, row_N)
+        return replace(shards, extra_N2=extra_N2)
 
     def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
         """Parts of the encoder, and what share of its table's rows each has."""
@@ -550,9 +583,7 @@ class Simulator:
             loads: What each rank holds (no axis `C`).
             num_shards_T: See `ordered_columns`.
         """
-        compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
-        compute += loads.extra_CWS2
-        phases_WS5 = _in_phases(compute, self.collectives(loads, num_shards_T))
+        phases_WS5 = self._rank_phases(loads, num_shards_T)
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
@@ -561,6 +592,16 @@ class Simulator:
             compute_source=self.cost_model.source,
             comms_source=self.comms_model.source,
         )
+
+    def path_ms(self, loads: RankLoads, num_shards_T: Ints) -> float:
+        """Predict the critical path alone [ms]; see `predict`."""
+        return float(critical_path(self._rank_phases(loads, num_shards_T)[None])[0])
+
+    def _rank_phases(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
+        """Phases of each rank in each stage of one placement, `W x S x 5` [ms]."""
+        compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
+        compute += loads.extra_CWS2
+        return _in_phases(compute, self.collectives(loads, num_shards_T))
 
     def collectives(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
         """Predict the collectives of one placement, with the ordering of outputs.

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_neuroshard.cost_models.estimate_error import (
+    EstimateError,
+    EstimateFactors,
+)
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 
 __all__ = ["CommsModel", "CostModel", "RangeWarning"]
@@ -43,6 +47,8 @@ class CostModel(ABC):
     """The device whose times are predicted."""
     source: str = "measured"
     """`measured`, or what else the numbers rest on (shown beside them)."""
+    error: EstimateError | None = None
+    """How far off an estimate may be; None for what was measured."""
 
     @property
     @abstractmethod
@@ -92,11 +98,27 @@ class CostModel(ABC):
         np.add.at(sums, set_ids_N, self.encode(features_NF))
         return self.predict_sums(sums)
 
+    def under(self, factors: EstimateFactors) -> CostModel:
+        """Return the model as it would be were the device off by these factors.
+
+        What was measured is not off: by default, the model itself.
+        """
+        del factors
+        return self
+
     def relative_uncertainty(
         self, sums_SE: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
-        """Relative standard deviation of each set's total; 0 where not known."""
-        return np.zeros(len(sums_SE))
+        """Relative standard deviation of each set's total; 0 where not known.
+
+        By default, what the error of an estimate makes.
+        """
+        if self.error is None:
+            return np.zeros(len(sums_SE))
+        costs_S2 = self.predict_sums(sums_SE)
+        total_S = np.maximum(costs_S2.sum(axis=1), 1e-9)
+        shares: npt.NDArray[np.float64] = costs_S2 @ self.error.time_std / total_S
+        return shares
 
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]
@@ -112,6 +134,14 @@ class CommsModel(ABC):
     compute_slowdown: tuple[float, float] = (1.0, 1.0)
     """How many times as long forward and backward kernels take while all ranks of a
     node run theirs: ranks on CPUs share memory and cores, GPUs do not."""
+
+    def under(self, factors: EstimateFactors) -> CommsModel:
+        """Return the model as it would be were the links off by a factor.
+
+        What was measured is not off: by default, the model itself.
+        """
+        del factors
+        return self
 
     @abstractmethod
     def all_to_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,6 +16,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
     lateness_overlap,
     traffic_shares,
 )
+from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.gpu_cards import GpuCard
@@ -122,6 +124,13 @@ class BandwidthCommsModel(CommsModel):
         self._ms_per_byte = inside / (intra_gb_per_s * 1e6) + outside / (
             inter_gb_per_s * 1e6
         )
+
+    def under(self, factors: EstimateFactors) -> BandwidthCommsModel:
+        """See `CommsModel.under`."""
+        other = copy.copy(self)
+        other._ms_per_byte = self._ms_per_byte / factors.link
+        other._latency_ms = self._latency_ms * factors.launch
+        return other
 
     def all_to_all(
         self, columns_CW: npt.NDArray[np.float64], batch_size: int

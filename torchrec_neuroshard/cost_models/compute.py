@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
+from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES
@@ -117,6 +120,7 @@ class ConcurrentCostModel(CostModel):
         """
         self.alone = alone
         self.name, self.hardware, self.source = alone.name, alone.hardware, alone.source
+        self.error = alone.error
         self._slowdown_2 = np.array(slowdown)
 
     @classmethod
@@ -141,6 +145,11 @@ class ConcurrentCostModel(CostModel):
             self.alone.predict_sums(sums_SE) * self._slowdown_2
         )
         return slowed
+
+    def under(self, factors: EstimateFactors) -> ConcurrentCostModel:
+        """See `CostModel.under`."""
+        slowdown = float(self._slowdown_2[0]), float(self._slowdown_2[1])
+        return ConcurrentCostModel(self.alone.under(factors), slowdown)
 
     def relative_uncertainty(
         self, sums_SE: npt.NDArray[np.float64]
@@ -220,6 +229,20 @@ class PhysicalCostModel(CostModel):
         launch = self.constants.launch_us * 1e-3 * (sums_SE[:, :1] > 0.5)
         costs: npt.NDArray[np.float64] = sums_SE[:, 1:] + launch
         return costs
+
+    def under(self, factors: EstimateFactors) -> PhysicalCostModel:
+        """Return this model as it would be were the device off by these factors.
+
+        The backward and what repeats cost are no constants of it: they stay.
+        """
+        other = copy.copy(self)
+        other.constants = dataclasses.replace(
+            self.constants,
+            efficiency=self.constants.efficiency * factors.bandwidth,
+            lookup_ns=self.constants.lookup_ns / factors.bandwidth,
+            launch_us=self.constants.launch_us * factors.launch,
+        )
+        return other
 
 
 class StockCostModel(CostModel):

@@ -176,6 +176,17 @@ class EstimateError:
         return _CORRELATION.copy()
 
     @property
+    def time_std(self) -> npt.NDArray[np.float64]:
+        """Of the logarithm of kernels' times without launches: forward and backward."""
+        faster, longer = self.log_std["bandwidth"], self.log_std["backward"]
+        both = self.correlation[
+            FACTOR_NAMES.index("bandwidth"), FACTOR_NAMES.index("backward")
+        ]
+        # A higher bandwidth is a shorter time.
+        backward = np.sqrt(faster**2 + longer**2 - 2 * both * faster * longer)
+        return np.array([faster, backward])
+
+    @property
     def forward(self) -> float:
         """Largest of the other cards' errors of forward kernels, a share."""
         return max(self._others("forward_error"))

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel
+from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.errors import ConfigError
 
 __all__ = ["RankGroups"]
@@ -39,6 +40,15 @@ class RankGroups(CommsModel):
         self.node_size = node_size
         self.source = world.source
         self.compute_slowdown = world.compute_slowdown
+
+    def under(self, factors: EstimateFactors) -> RankGroups:
+        """See `CommsModel.under`."""
+        return RankGroups(
+            self.world.under(factors),
+            node=self.node.under(factors),
+            cross=self.cross.under(factors),
+            node_size=self.node_size,
+        )
 
     def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
         """See `CommsModel.all_to_all`."""

@@ -92,6 +92,7 @@ PlannerPart = Literal[
     "storage_reservation",
     "proposers",
     "partitioner",
+    "perf_model",
     "callbacks",
 ]
 

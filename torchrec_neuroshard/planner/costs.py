@@ -1,6 +1,8 @@
 """The cost of a whole plan: one place for all parts of the planner.
 
-Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases.
+Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases, `C` plans,
+`K` truths,
+`T` options or tables.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -269,6 +271,60 @@ class PlanCosts:
             comms_source=self.comms_model.source,
         )
 
+    def paths_under(
+        self,
+        plans: Sequence[Sequence[ShardingOption]],
+        truths: Sequence[tuple[CostModel, CommsModel]],
+        table_std: float = 0.0,
+        seed: int = 0,
+    ) -> Floats:
+        """Predict plans under other costs of the same shards.
+
+        Tables that the cost model has no price for count as in `evaluate`.
+
+        Args:
+            plans: Placed options of each plan.
+            truths: Kernels and collectives, of each truth.
+            table_std: Standard deviation of the logarithm of a factor that each truth
+                has for the kernels of each table besides, forward and backward.
+            seed: Of these factors.
+
+        Returns:
+            `K x C` [ms]: critical path of each plan under each truth.
+        """
+        fixed_C = np.zeros(len(plans))
+        priced: list[PricedOptions | None] = []
+        for number, plan in enumerate(plans):
+            costed, stock = self._split(self.lower(plan))
+            if stock:
+                fixed_C[number] = self._stock_stage(stock).critical_path_ms
+            priced.append(self.price(costed) if costed else None)
+        known = [p for p in priced if p is not None]
+        if not known:
+            return np.tile(fixed_C, (len(truths), 1))
+        rows, first = np.unique(
+            np.concatenate([p.shards.row_N for p in known]), return_index=True
+        )
+        features = np.concatenate([p.features() for p in known])[first]
+        names = sorted({table_name(o) for p in known for o in p.found.options})
+        number_of = {name: number for number, name in enumerate(names)}
+        rng = np.random.default_rng(seed)
+        logs_KT2 = rng.standard_normal((len(truths), len(names), 2))
+        factors_KT2 = np.exp(table_std * logs_KT2)
+        paths_KC = np.tile(fixed_C, (len(truths), 1))
+        tables = [
+            [number_of[table_name(o)] for o in one.found.options] if one else []
+            for one in priced
+        ]
+        for truth, (cost_model, comms_model) in enumerate(truths):
+            encoder = self.encoder.under(cost_model, rows, features)
+            for number, one in enumerate(priced):
+                if one is not None:
+                    factors = factors_KT2[truth, tables[number]]
+                    path = one.path_under(encoder, comms_model, factors)
+                    paths_KC[truth, number] += path
+        return paths_KC
+
     def _split(
         self, lowered: LoweredPlan
     ) -> tuple[list[ShardingOption], list[ShardingOption]]:
@@ -307,6 +363,7 @@ class PlanCosts:
         for option in plan:
             inputs.update(self.reader.inputs_from(option))
         counts = Counter(inputs.values())
+        error = self.cost_model.error
         devices = self.devices
         return PlanBasis(
             card=devices.card.title if devices.card else None,
@@ -317,6 +374,7 @@ class PlanCosts:
             assumed_features=tuple(
                 f for f, source in inputs.items() if source == DEFAULT_INPUTS
             ),
+            estimate_error=None if error is None else str(error),
         )
 
     def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
@@ -421,6 +479,28 @@ class PricedOptions:
         found = self.found
         loads = self.simulator.add_up(self.shards, found.table_N, found.rank_N)
         return self.simulator.predict(loads, self._num_shards())
+
+    def path_under(
+        self, encoder: ShardEncoder, comms_model: CommsModel, factors_T2: Floats
+    ) -> float:
+        """Critical path of placed options by other costs of the same shards [ms].
+
+        Args:
+            encoder: Of another model; it knows all of the shards.
+            comms_model: Collectives.
+            factors_T2: On what each option's shards take above a launch.
+        """
+        found = self.found
+        simulator = self.simulator.under(encoder, comms_model)
+        shards = simulator.repriced(
+            self.shards, found.table_N, found.width_N, found.rows_N
+        )
+        if (factors_T2 != 1.0).any():
+            own_N2 = simulator.single_compute(shards) - encoder.launch_ms
+            extra_N2 = (factors_T2[found.table_N] - 1.0) * np.maximum(own_N2, 0.0)
+            shards = replace(shards, extra_N2=shards.extra_N2 + extra_N2)
+        loads = simulator.add_up(shards, found.table_N, found.rank_N)
+        return simulator.path_ms(loads, self._num_shards())
 
     def ordered_columns(self) -> Floats:
         """Count the output columns that TorchRec puts in order in each stage: `S`."""

@@ -77,6 +77,13 @@ class SearchLog:
     """Why the first proposal that did not fit did not."""
     seconds: float = 0.0
     """What the searches took."""
+    plans: list[list[ShardingOption]] = dataclasses.field(default_factory=list)
+    """Every plan that fits, placed and priced, in the order of the proposals."""
+
+    def keep(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """Remember a plan, and return it."""
+        self.plans.append(plan)
+        return plan
 
     def next(self, searcher: Searcher) -> Searcher:
         """Return the search with what is left of the budget."""
@@ -176,7 +183,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             name_optimizers((option, *FreeOption.ways_of(option)), self._sharders)
         rules = self.rules(proposal)
         if all(s.rank is not None for o in proposal for s in o.shards):
-            return self._keep(proposal, storage_constraint, rules)
+            return self.log.keep(self._keep(proposal, storage_constraint, rules))
         ways = [
             tuple(o for o in FreeOption.ways_of(option) if self._is_placeable(o))
             for option in proposal
@@ -193,7 +200,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             self.costs.attribute(plan)
             plan = self._place(_without_ranks(again), ways, storage_constraint, rules)
         self.costs.attribute(plan)
-        return plan
+        return self.log.keep(plan)
 
     def _is_placeable(self, option: ShardingOption) -> bool:
         return is_placeable(option, self.costs.reader, self._topology)

@@ -9,9 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from torchrec.distributed.planner.types import Proposer, ShardingOption
 
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.hedging import (
+    choose_plan,
+    draw_paths,
+    robustness,
+)
 from torchrec_neuroshard.planner.partitioners import SearchLog
 from torchrec_neuroshard.planner.proposers import NeuroShardProposer
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecOption, TorchRecPlan
+from torchrec_neuroshard.report import Robustness
 
 __all__ = ["PlanRun"]
 
@@ -26,11 +33,15 @@ class PlanRun:
         torchrec: TorchRec's own plan.
         fallback: Why that one was taken, if it was.
         selected: The options of the plan returned; None until there is one.
+        robustness: How the plan does if its costs are off; None where they were
+            measured.
 
     Args:
         torchrec: The candidate and last resort.
         proposers: The planner's, without the candidate's.
         violation: Says how a plan breaks the caller's constraints on placement.
+        uncertain: What plans cost, if that is an estimate under whose error the plan
+            returned must hold up; None: the plan rated best is returned.
     """
 
     def __init__(
@@ -38,7 +49,11 @@ class PlanRun:
         torchrec: TorchRecPlan,
         proposers: Sequence[Proposer],
         violation: Callable[[Sequence[ShardingOption]], str | None],
+        uncertain: PlanCosts | None = None,
     ) -> None:
+        self.robustness: Robustness | None = None
+        self._uncertain = uncertain
+        self._draw_seconds = 0.0
         self.log = SearchLog()
         self.torchrec = torchrec
         self.fallback: str | None = None
@@ -53,7 +68,8 @@ class PlanRun:
 
     def _see_winner(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """First of TorchRec's callbacks: sees whose plan was rated best."""
-        if not all(isinstance(o, TorchRecOption) for o in options):
+        options = self._hold_up(options)
+        if not _is_torchrecs(options):
             return options
         rating = self.torchrec.proposer.rating
         assert rating is not None, "a plan that is returned was rated"
@@ -64,7 +80,25 @@ class PlanRun:
         self.fallback = (
             f"it is predicted to take {rating:.4g} ms, the search's {against}"
         )
+        if ratings and min(ratings) < rating:
+            self.fallback += (
+                ", but if the estimate is off as it may be, that one is too often the "
+                "slower of the two"
+            )
         return options
+
+    def _hold_up(self, best: list[ShardingOption]) -> list[ShardingOption]:
+        """Choose the plan that holds up under the error of costs not measured."""
+        plans = self.log.plans
+        if self._uncertain is None or not plans:
+            return best
+        start = time.monotonic()
+        paths_KC = draw_paths(self._uncertain, plans)
+        theirs = next((n for n, p in enumerate(plans) if _is_torchrecs(p)), None)
+        chosen = choose_plan(paths_KC, theirs)
+        self.robustness = robustness(paths_KC, chosen, theirs)
+        self._draw_seconds = time.monotonic() - start
+        return plans[chosen]
 
     def select(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Last of TorchRec's callbacks: sees the plan that is returned."""
@@ -91,12 +125,18 @@ class PlanRun:
             chosen: When TorchRec's loop was through (`time.monotonic()`).
         """
         now = time.monotonic()
+        draws = {} if self.robustness is None else {"draws": self._draw_seconds}
         parts = {
             "options": options,
             "search": self.log.seconds,
             "stock": self.torchrec.seconds,
+            **draws,
             "stats": chosen - self._selected_at,
             "result": now - chosen,
         }
         rest = now - self._started - math.fsum(parts.values())
         return {**parts, "rest": max(0.0, rest)}
+
+
+def _is_torchrecs(plan: Sequence[ShardingOption]) -> bool:
+    return all(isinstance(o, TorchRecOption) for o in plan)

@@ -59,6 +59,7 @@ from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import FirstLaunch
 from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.hedging import is_uncertain
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
 )
@@ -94,6 +95,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     returned where the search finds none or one that is predicted to be slower, and
     `last_result.fallback` says so.
 
+    Where costs are an estimate, the plan returned is the one with the least expected
+    time, over draws of what the card may really be, of those that are hardly ever
+    slower than TorchRec's (`report().robustness`).
+
     `last_result.lower_bound_ms` holds for all plans of the tables that the search may
     place, whatever sharding types, splits, kernels and ranks the constraints allow
     them. Other tables add nothing to it.
@@ -108,9 +113,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         last_task: The tables that `last_result.placement` counts, in its order; None
             when it has none.
         last_seconds: What planning took, part by part: "options" (listing and
-            estimating them), "search", "stock" (TorchRec's own plan), "stats"
-            (TorchRec's statistics and checks), "result" (filling `last_result`) and
-            "rest" (proposals, ratings, copies).
+            estimating them), "search", "stock" (TorchRec's own plan), "draws" (of
+            what costs that were not measured may really be), "stats" (TorchRec's
+            statistics and checks), "result" (filling `last_result`) and "rest"
+            (proposals, ratings, copies).
 
     Args:
         topology: The devices to plan for, by `topology_for` or TorchRec's `Topology`.
@@ -328,6 +334,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 run.fallback,
                 notes,
                 batch_size_is_default=self._batch_size_is_default,
+                robustness=run.robustness,
             )
             listed = self.enumerator
             options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
@@ -361,7 +368,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             violation=self._violation,
             time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
         )
-        run = PlanRun(torchrec, proposers, self._violation)
+        # A caller's rating of plans is not overruled.
+        hedged = isinstance(planner_part(self, "perf_model"), NeuroShardPerfModel)
+        run = PlanRun(
+            torchrec,
+            proposers,
+            self._violation,
+            self.costs if hedged and is_uncertain(self.costs) else None,
+        )
         if self._considers_torchrec:
             proposers = [*proposers, torchrec.proposer]
         return run, {
@@ -535,7 +549,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _explain(self, known: KnownPlan) -> PlanReport:
         simulator = None if known.task is None else self.costs.simulator(known.task)
-        return explain(known.result, simulator, known.others, basis=known.basis)
+        return explain(
+            known.result,
+            simulator,
+            known.others,
+            basis=known.basis,
+            robustness=known.robustness,
+        )
 
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""

@@ -14,7 +14,7 @@ from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.partitioners import SearchRecord
 from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS, table_name
-from torchrec_neuroshard.report import OtherTable, PlanBasis
+from torchrec_neuroshard.report import OtherTable, PlanBasis, Robustness
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
@@ -33,6 +33,8 @@ class KnownPlan:
     """Tables outside the placement."""
     basis: PlanBasis | None = None
     """What its costs rest on."""
+    robustness: Robustness | None = None
+    """How it does if they are off; None where they were measured."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What planning took, part by part."""
 
@@ -44,6 +46,7 @@ def describe_plan(
     fallback: str | None = None,
     notes: Sequence[str] = (),
     batch_size_is_default: bool = False,
+    robustness: Robustness | None = None,
 ) -> KnownPlan:
     """Describe a plan that was chosen.
 
@@ -54,9 +57,13 @@ def describe_plan(
         fallback: Why another planner's plan was taken, if it was.
         notes: More warnings.
         batch_size_is_default: Whether the caller gave no batch size.
+        robustness: How the plan does if the costs are off.
     """
     lowered = costs.lower(selected)
     predicted = costs.evaluate(lowered)
+    if robustness is not None:
+        relative = robustness.std_ms / robustness.mean_ms if robustness.mean_ms else 0.0
+        predicted = dataclasses.replace(predicted, uncertainty=relative)
     path_ms = predicted.critical_path_ms
     texts = [*_host_notes(selected), *costs.warnings]
     own = [r for r in records if _covers(r.task, selected)]
@@ -96,6 +103,7 @@ def describe_plan(
         task=task,
         others=others,
         basis=costs.basis(selected, batch_size_is_default),
+        robustness=robustness,
     )
 
 

@@ -8,6 +8,7 @@ from torchrec_neuroshard.report.plan_report import (
     PlanBasis,
     PlanReport,
     RankReport,
+    Robustness,
     SplitReport,
 )
 from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
@@ -18,6 +19,7 @@ __all__ = [
     "PlanBasis",
     "PlanReport",
     "RankReport",
+    "Robustness",
     "SplitReport",
     "chrome_trace",
     "explain",

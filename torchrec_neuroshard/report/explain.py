@@ -17,6 +17,7 @@ from torchrec_neuroshard.report.plan_report import (
     PlanBasis,
     PlanReport,
     RankReport,
+    Robustness,
     SplitReport,
 )
 from torchrec_neuroshard.search import SearchResult
@@ -36,6 +37,7 @@ def explain(
     others: Sequence[OtherTable] = (),
     max_splits: int = MAX_SPLITS,
     basis: PlanBasis | None = None,
+    robustness: Robustness | None = None,
 ) -> PlanReport:
     """Say what a plan costs and what each of its splits is good for.
 
@@ -49,6 +51,7 @@ def explain(
         others: Tables outside the placement.
         max_splits: Split tables explained one by one.
         basis: What the costs rest on.
+        robustness: How the plan does if its costs are off.
     """
     placement, predicted = result.placement, result.predicted
     task = simulator.task if simulator is not None else None
@@ -74,6 +77,7 @@ def explain(
         fallback=result.fallback,
         warnings=result.warnings,
         basis=basis,
+        robustness=robustness,
     )
 
 

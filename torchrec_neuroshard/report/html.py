@@ -98,9 +98,10 @@ def _summary(report: PlanReport) -> Iterator[str]:
     )
     if report.lower_bound_ms > 0:
         yield _bound_bar(report.lower_bound_ms, report.critical_path_ms)
+    estimated = report.basis is not None and report.basis.estimate_error is not None
     uncertain = (
         f" The ensemble of nets differs by up to {report.uncertainty:.1%} on a rank."
-        if report.uncertainty
+        if report.uncertainty and not estimated
         else ""
     )
     yield (
@@ -108,6 +109,9 @@ def _summary(report: PlanReport) -> Iterator[str]:
         f"{html.escape(report.comms_source)}.{uncertain} {report.num_evaluated:,} rank "
         f"sets evaluated in {report.search_seconds:.1f} s.</p>"
     )
+    if report.robustness is not None:
+        text = str(report.robustness)
+        yield f"<p>{html.escape(text[0].upper() + text[1:])}.</p>"
     if report.fallback is not None:
         yield (
             "<p class='warning'>TorchRec's own plan was taken: "
@@ -267,6 +271,9 @@ def _basis(basis: PlanBasis | None) -> Iterator[str]:
     yield "<h2>What the costs rest on</h2>"
     card = html.escape(basis.card or "not named")
     yield f"<p>Card: {card}. {basis.batch_size:,} samples per rank.</p>"
+    if basis.estimate_error is not None:
+        error = html.escape(basis.estimate_error)
+        yield f"<p class='warning'>The estimate of kernels may be off: {error}.</p>"
     yield "<table><tr><th>figure</th><th class='number'>value</th><th>from</th></tr>"
     for figure in basis.figures:
         source = f"{figure.basis}: {figure.source}" if figure.source else figure.basis

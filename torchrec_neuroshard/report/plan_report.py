@@ -16,6 +16,7 @@ __all__ = [
     "PlanBasis",
     "PlanReport",
     "RankReport",
+    "Robustness",
     "SplitReport",
 ]
 
@@ -68,6 +69,8 @@ class PlanBasis:
     many features."""
     assumed_features: tuple[str, ...]
     """Those that nobody described: TorchRec's default of 1 id per sample."""
+    estimate_error: str | None = None
+    """How far off the estimate of kernels may be; None where they were measured."""
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -83,6 +86,36 @@ class PlanBasis:
                 "(TorchRec's default)"
             )
         return tuple(texts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Robustness:
+    """How a plan by costs that were not measured does if these are off."""
+
+    num_draws: int
+    """Of what the card may really be."""
+    num_plans: int
+    """Plans that it was chosen from."""
+    mean_ms: float
+    """Critical path over the draws."""
+    std_ms: float
+    mean_ratio: float | None
+    """Over TorchRec's plan; None where there was none to compare with."""
+    worst_ratio: float | None
+    """The same in the worst draw."""
+
+    def __str__(self) -> str:
+        """Return it as a sentence without a full stop."""
+        spread = (
+            f"in {self.num_draws} draws of what the card may really be: "
+            f"{self.mean_ms:.3f} ms, standard deviation {self.std_ms:.3f}"
+        )
+        if self.mean_ratio is None or self.worst_ratio is None:
+            return f"{spread}; TorchRec's own plan was not there to compare with"
+        return (
+            f"{spread}; {1 - self.mean_ratio:.1%} less than TorchRec's plan on "
+            f"average, {self.worst_ratio - 1:+.1%} in the worst draw"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +207,8 @@ class PlanReport:
     warnings: tuple[str, ...]
     basis: PlanBasis | None = None
     """None where only a search is reported."""
+    robustness: Robustness | None = None
+    """None where costs were measured, or the plan is not one of the planner's."""
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -202,6 +237,8 @@ def _lines(report: PlanReport) -> Iterator[str]:
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
     if report.fallback is not None:
         yield f"TorchRec's own plan: {report.fallback}"
+    if report.robustness is not None:
+        yield str(report.robustness)
     if report.basis is not None:
         yield from _basis_lines(report.basis)
     yield ""
@@ -228,6 +265,8 @@ def _basis_lines(basis: PlanBasis) -> Iterator[str]:
     """What costs rest on, in sentences without a full stop."""
     card = basis.card or "cards that are not named"
     yield f"planned for {card}, {basis.batch_size:,} samples per rank"
+    if basis.estimate_error is not None:
+        yield f"the estimate of kernels may be off: {basis.estimate_error}"
     if basis.figures:
         yield ", ".join(f"{f.name} {f} ({f.basis})" for f in basis.figures)
     yield "ids per sample: " + ", ".join(

@@ -1,0 +1,183 @@
+"""Plans by costs that were not measured: which one holds up if these are off."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from torchrec.distributed.planner import ParameterConstraints
+
+from tests.builders import (
+    QUICK,
+    bag_sharders,
+    keep_nothing_back,
+    make_ebc,
+    make_planner,
+)
+from torchrec_neuroshard import NeuroShardPlanner, topology_for
+from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.cost_models.estimate_error import (
+    EstimateError,
+    EstimateFactors,
+)
+from torchrec_neuroshard.planner import PlanCosts
+from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.hedging import (
+    NUM_DRAWS,
+    choose_plan,
+    draw_truths,
+    is_uncertain,
+    robustness,
+)
+
+SIZES = [(200_000, 64), (50_000, 32), (1000, 128), (30_000, 16), (500, 64)]
+
+
+def estimated(**arguments: Any) -> NeuroShardPlanner:
+    """A planner for cards that nothing was measured on."""
+    shared: dict[str, Any] = {
+        "batch_size": 256,
+        "search": QUICK,
+        "storage_reservation": keep_nothing_back(),
+        "stats": [],
+        "debug": False,
+    }
+    topology = topology_for("h100", num_nodes=2, ranks_per_node=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the result holds them, too
+        model = load_cost_model("h100", device_type="cuda")
+        model.error = EstimateError(card="h100")
+        return NeuroShardPlanner(topology, cost_model=model, **{**shared, **arguments})
+
+
+def test_the_least_expected_time_of_plans_that_do_no_harm_is_taken() -> None:
+    theirs = np.ones(100)
+    fast_but_risky = np.where(np.arange(100) < 6, 1.03, 0.2)
+    sound = np.where(np.arange(100) < 5, 1.5, 0.7)
+    slow = np.full(100, 0.9)
+    paths = np.stack([fast_but_risky, slow, theirs, sound], axis=1)
+    assert choose_plan(paths, reference=2) == 3
+    # 1 % more than TorchRec's is not worse.
+    paths[:6, 0] = 1.01
+    assert choose_plan(paths, reference=2) == 0
+    # Nothing beats the reference: it is taken, however slow.
+    assert choose_plan(np.stack([theirs * 1.03, theirs], axis=1), reference=1) == 1
+    # Without it, the least expected time counts.
+    assert choose_plan(np.stack([sound, fast_but_risky, slow], axis=1), None) == 1
+
+
+def test_what_is_said_of_the_draws() -> None:
+    paths = np.array([[1.0, 2.0], [3.0, 2.0]])
+    found = robustness(paths, chosen=0, reference=1)
+    assert (found.num_draws, found.num_plans) == (2, 2)
+    assert (found.mean_ms, found.std_ms) == (2.0, 1.0)
+    assert (found.mean_ratio, found.worst_ratio) == (1.0, 1.5)
+    assert "0.0% less than TorchRec's plan on average, +50.0% in the worst" in str(
+        found
+    )
+    alone = robustness(paths, chosen=1, reference=None)
+    assert "was not there to compare with" in str(alone)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
+def test_paths_without_an_error_are_those_predicted(kernel: str) -> None:
+    constraints = {
+        "t0": ParameterConstraints(compute_kernels=[kernel]),
+        "t1": ParameterConstraints(sharding_types=["row_wise"]),
+        "t2": ParameterConstraints(sharding_types=["table_row_wise"]),
+        "t3": ParameterConstraints(sharding_types=["data_parallel"]),
+    }
+    planner = estimated(constraints=constraints, consider_stock=False)
+    ebc, sharders = make_ebc(SIZES), bag_sharders()
+    plan = planner.plan(ebc, sharders)
+    costs = planner.costs
+    options = PlanOptions(ebc, sharders, planner.enumerator, costs).of(plan)
+    exactly = EstimateFactors()
+    same = costs.cost_model.under(exactly), costs.comms_model.under(exactly)
+    slower = EstimateFactors(bandwidth=0.5, launch=2.0, link=0.5)
+    other = costs.cost_model.under(slower), costs.comms_model.under(slower)
+    predicted = costs.evaluate(costs.lower(options)).critical_path_ms
+    paths = costs.paths_under([options, options], [same, other, same])
+    assert paths.shape == (3, 2)
+    np.testing.assert_allclose(paths[[0, 2]], predicted, rtol=1e-9)
+    assert (paths[1] > 1.5 * predicted).all()
+    # Every encoding is the other model's: as if it had been the planner's.
+    foreign = PlanCosts(costs.topology, constraints, cost_model=other[0])
+    foreign.comms_model = other[1]
+    expected = foreign.evaluate(foreign.lower(options)).critical_path_ms
+    np.testing.assert_allclose(paths[1], expected, rtol=1e-6)
+
+
+def test_plans_by_an_estimate_say_how_they_hold_up() -> None:
+    planner = estimated()
+    assert is_uncertain(planner.costs)
+    plan = planner.plan(make_ebc(SIZES), bag_sharders())
+    report, result = planner.report(), planner.last_result
+    assert result is not None and report.robustness is not None
+    found = report.robustness
+    assert found.num_draws == NUM_DRAWS and found.num_plans >= 2
+    assert found.mean_ratio is not None and found.worst_ratio is not None
+    assert found.mean_ratio <= found.worst_ratio
+    assert result.predicted.uncertainty == pytest.approx(found.std_ms / found.mean_ms)
+    assert str(found) in str(report)
+    assert report.to_json()["robustness"]["num_draws"] == NUM_DRAWS
+    assert "draws" in planner.last_seconds
+    assert str(estimated().plan(make_ebc(SIZES), bag_sharders())) == str(plan)
+
+
+def test_draws_are_those_of_their_seed() -> None:
+    costs = estimated().costs
+    first, again, other = (
+        [m.predict_sums(np.ones((1, m.encoding_dim))).sum() for m, _ in drawn]
+        for drawn in (draw_truths(costs, 5, s) for s in (0, 0, 1))
+    )
+    assert first == again != other
+    assert len(set(first)) == 5
+
+
+def test_a_plan_that_may_lose_gives_way_to_torchrecs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def paths(self: PlanCosts, plans: Any, truths: Any, *_: Any) -> Any:
+        """All plans but the last, TorchRec's, are slow in a tenth of the draws."""
+        found = np.full((len(truths), len(plans)), 0.5)
+        found[: len(truths) // 10] = 1.2
+        found[:, -1] = 1.0
+        return found
+
+    searched, theirs = estimated(consider_stock=False), estimated()
+    plan = searched.plan(make_ebc(SIZES), bag_sharders())
+    monkeypatch.setattr(PlanCosts, "paths_under", paths)
+    taken = theirs.plan(make_ebc(SIZES), bag_sharders())
+    result = theirs.last_result
+    assert result is not None and result.fallback is not None
+    assert "that one is too often the slower of the two" in result.fallback
+    assert str(taken) != str(plan)
+
+
+def test_what_was_measured_is_not_drawn() -> None:
+    planner = make_planner(4, search_only=False)
+    assert not is_uncertain(planner.costs)
+    planner.plan(make_ebc(SIZES), bag_sharders())
+    assert planner.report().robustness is None
+    assert "draws" not in planner.last_seconds
+
+
+def test_what_the_error_makes_of_a_time() -> None:
+    error = EstimateError(card="h100")
+    factors = error.draw(20_000, seed=3)
+    forward = -np.log([f.bandwidth for f in factors])
+    backward = forward + np.log([f.backward for f in factors])
+    np.testing.assert_allclose(
+        error.time_std, [forward.std(), backward.std()], rtol=0.03
+    )
+    planner = estimated(consider_stock=False)
+    model = planner.costs.cost_model
+    model.error = None
+    sums = np.ones((2, model.encoding_dim))
+    assert (model.relative_uncertainty(sums) == 0).all()
+    model.error = error
+    spread = model.relative_uncertainty(sums)
+    assert ((spread >= error.time_std.min()) & (spread <= error.time_std.max())).all()
