@@ -48,7 +48,8 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.training.compute import best_factor
 from torchrec_neuroshard.training.first_launch import LaunchRequest, draw_launch_set
 
-LOCAL_BATCH, NUM_TABLES, NUM_TEST_SETS, ROUNDS = 1024, 24, 30, 3
+LOCAL_BATCH, NUM_TABLES, NUM_TEST_SETS, ROUNDS = 1024, 24, 24, 5
+TEST_ROUNDS = 3
 ARENA_BYTES = 2**30
 FOREIGN, PHYSICAL, FIRST, SECOND = "foreign", "physical", "first launch", "second"
 
@@ -157,7 +158,15 @@ def errors(timer: SetTimer, models: dict[str, Any], world_size: int) -> Any:
     request = LaunchRequest.from_json({**request.to_json(), "seed": 1})
     batch_size = request.batch_size
     sets = [draw_launch_set(request, i, ARENA_BYTES) for i in range(NUM_TEST_SETS)]
-    found = np.array([measured(timer, s, i, batch_size) for i, s in enumerate(sets)])
+    rounds = np.array(
+        [
+            [measured(timer, s, i, batch_size) for i, s in enumerate(sets)]
+            for _ in range(TEST_ROUNDS)
+        ]
+    )
+    found = np.median(rounds, axis=0)
+    totals = rounds.sum(axis=2)
+    noise = float(np.abs(totals / np.median(totals, axis=0) - 1).mean())
     features = np.concatenate([table_features(s, batch_size) for s in sets])
     ids = np.repeat(np.arange(len(sets)), [len(s) for s in sets])
     rows = {}
@@ -175,14 +184,20 @@ def errors(timer: SetTimer, models: dict[str, Any], world_size: int) -> Any:
             "total_mape": float(np.abs(total / truth - 1).mean()),
             "total_mape_with_best_factors": float(np.abs(best / truth - 1).mean()),
         }
-    return {"num_sets": len(sets), "measured_ms": found.tolist(), "models": rows}
+    return {
+        "num_sets": len(sets),
+        "noise": noise,
+        "measured_ms": rounds.tolist(),
+        "models": rows,
+    }
 
 
 def kernels(timer: SetTimer, plans: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Slowest rank's forward plus slowest rank's backward, in each of the rounds."""
     times: dict[str, list[float]] = {n: [] for n in plans if n != SECOND}
     for number in range(ROUNDS):
-        for name in sorted(times, key=lambda n: hash((n, number)) % 7):
+        first = number % len(times)
+        for name in [*times][first:] + [*times][:first]:
             ranks = [
                 measured(
                     timer,
@@ -222,8 +237,10 @@ def report(data: dict[str, Any]) -> str:
     lines += [
         "",
         f"Mean absolute error of forward + backward over {data['errors']['num_sets']} "
-        f"sets; `foreign` is the bundle `{data['foreign']}`. Kernels: median of "
-        f"{ROUNDS} rounds. One busy machine of {os.cpu_count()} cores: indicative.",
+        f"sets, medians of {TEST_ROUNDS} rounds that differ from them by "
+        f"{data['errors']['noise']:.1%} on average; `foreign` is the bundle "
+        f"`{data['foreign']}`. Kernels: median of {ROUNDS} rounds, all of them in the "
+        f"JSON file. One busy machine of {os.cpu_count()} cores: indicative.",
         "",
         f"Command: `{data['command']}` (budget {data['seconds']:g} s). Commit "
         f"{data['commit']}, {data['created']}, torch {torch.__version__}.",
