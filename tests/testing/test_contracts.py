@@ -54,6 +54,7 @@ from torchrec_neuroshard.cost_models.bundle import (
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.cost_models.compute import PhysicalConstants
 from torchrec_neuroshard.cost_models.loading import pretrained_names
+from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
@@ -86,6 +87,11 @@ Floats = npt.NDArray[np.float64]
 class TestAnalyticCostModel(CostModelContract):
     def make_cost_model(self) -> CostModel:
         return AnalyticCostModel()
+
+
+class TestScaledCostModel(CostModelContract):
+    def make_cost_model(self) -> CostModel:
+        return ScaledCostModel(AnalyticCostModel(), (0.5, 3.0))
 
 
 class TestPhysicalCostModel(CostModelContract):
@@ -122,6 +128,12 @@ add_test_classes(BundleContract, {n: {"bundle": n} for n in pretrained_names()})
 class TestAnalyticCommsModel(CommsModelContract):
     def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
         return AnalyticCommsModel()
+
+
+class TestScaledCommsModel(CommsModelContract):
+    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
+        base = AnalyticCommsModel()
+        return ScaledCommsModel(base, index=2.0, forward=0.5, backward=3.0)
 
 
 class TestBandwidthCommsModel(CommsModelContract):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwork
+from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
 from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES
 
@@ -108,20 +109,8 @@ class NeuralCostModel(CostModel):
         return found
 
 
-class ConcurrentCostModel(CostModel):
+class ConcurrentCostModel(ScaledCostModel):
     """Another model's kernels while all ranks of a node run theirs at once."""
-
-    def __init__(self, alone: CostModel, slowdown: tuple[float, float]) -> None:
-        """Take the model of a rank alone.
-
-        Args:
-            alone: What was measured on one rank.
-            slowdown: `CommsModel.compute_slowdown`.
-        """
-        self.alone = alone
-        self.name, self.hardware, self.source = alone.name, alone.hardware, alone.source
-        self.error = alone.error
-        self._slowdown_2 = np.array(slowdown)
 
     @classmethod
     def of(cls, alone: CostModel, comms_model: CommsModel) -> CostModel:
@@ -129,39 +118,6 @@ class ConcurrentCostModel(CostModel):
         if comms_model.compute_slowdown == (1.0, 1.0) or isinstance(alone, cls):
             return alone
         return cls(alone, comms_model.compute_slowdown)
-
-    @property
-    def encoding_dim(self) -> int:
-        """See `CostModel`."""
-        return self.alone.encoding_dim
-
-    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """See `CostModel.encode`."""
-        return self.alone.encode(features_NF)
-
-    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """See `CostModel.predict_sums`."""
-        slowed: npt.NDArray[np.float64] = (
-            self.alone.predict_sums(sums_SE) * self._slowdown_2
-        )
-        return slowed
-
-    def under(self, factors: EstimateFactors) -> ConcurrentCostModel:
-        """See `CostModel.under`."""
-        slowdown = float(self._slowdown_2[0]), float(self._slowdown_2[1])
-        return ConcurrentCostModel(self.alone.under(factors), slowdown)
-
-    def relative_uncertainty(
-        self, sums_SE: npt.NDArray[np.float64]
-    ) -> npt.NDArray[np.float64]:
-        """See `CostModel.relative_uncertainty`."""
-        return self.alone.relative_uncertainty(sums_SE)
-
-    def range_warnings(
-        self, features_NF: npt.NDArray[np.float32]
-    ) -> Sequence[RangeWarning]:
-        """See `CostModel.range_warnings`."""
-        return self.alone.range_warnings(features_NF)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,133 @@
+"""Another model's times, times what was found to be missing from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
+from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
+
+__all__ = ["ScaledCommsModel", "ScaledCostModel"]
+
+Floats = npt.NDArray[np.float64]
+
+
+class ScaledCostModel(CostModel):
+    """Another model's kernels, forward and backward times a factor each."""
+
+    def __init__(
+        self, alone: CostModel, factors: tuple[float, float], source: str | None = None
+    ) -> None:
+        """Take a model.
+
+        Args:
+            alone: The model.
+            factors: Of forward and backward.
+            source: What the numbers rest on now. None: on what `alone` rests.
+        """
+        self.alone = alone
+        self.name, self.hardware = alone.name, alone.hardware
+        self.source, self.error = source or alone.source, alone.error
+        self._factors_2 = np.array(factors)
+
+    @property
+    def encoding_dim(self) -> int:
+        """See `CostModel`."""
+        return self.alone.encoding_dim
+
+    def encode(self, features_NF: npt.NDArray[np.float32]) -> Floats:
+        """See `CostModel.encode`."""
+        return self.alone.encode(features_NF)
+
+    def predict_sums(self, sums_SE: Floats) -> Floats:
+        """See `CostModel.predict_sums`."""
+        scaled: Floats = self.alone.predict_sums(sums_SE) * self._factors_2
+        return scaled
+
+    def under(self, factors: EstimateFactors) -> ScaledCostModel:
+        """See `CostModel.under`."""
+        scales = float(self._factors_2[0]), float(self._factors_2[1])
+        return type(self)(self.alone.under(factors), scales, self.source)
+
+    def relative_uncertainty(self, sums_SE: Floats) -> Floats:
+        """See `CostModel.relative_uncertainty`."""
+        return self.alone.relative_uncertainty(sums_SE)
+
+    def range_warnings(
+        self, features_NF: npt.NDArray[np.float32]
+    ) -> Sequence[RangeWarning]:
+        """See `CostModel.range_warnings`."""
+        return self.alone.range_warnings(features_NF)
+
+
+class ScaledCommsModel(CommsModel):
+    """Another model's collectives, each of an iteration's three times a factor.
+
+    What the other model says of kernels that run at once is not handed on: it is part
+    of the kernels' times already.
+    """
+
+    def __init__(
+        self,
+        base: CommsModel,
+        *,
+        index: float,
+        forward: float,
+        backward: float,
+        source: str | None = None,
+    ) -> None:
+        """Take a model.
+
+        Args:
+            base: The model.
+            index: Factor of the index exchange.
+            forward: Of what moves in the forward pass.
+            backward: Of what moves in the backward pass.
+            source: What the numbers rest on now. None: on what `base` rests.
+        """
+        self.base = base
+        self.source = source or base.source
+        self._index, self._factors_2 = index, np.array([forward, backward])
+
+    def under(self, factors: EstimateFactors) -> ScaledCommsModel:
+        """See `CommsModel.under`."""
+        forward, backward = self._factors_2.tolist()
+        return ScaledCommsModel(
+            self.base.under(factors),
+            index=self._index,
+            forward=forward,
+            backward=backward,
+            source=self.source,
+        )
+
+    def _scaled(self, ms_X2: Floats) -> Floats:
+        scaled: Floats = ms_X2 * self._factors_2
+        return scaled
+
+    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.all_to_all`."""
+        return self._scaled(self.base.all_to_all(columns_CW, batch_size))
+
+    def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.column_order`."""
+        return self._scaled(self.base.column_order(columns_C, batch_size))
+
+    def index_all_to_all(self, bytes_CW: Floats) -> Floats:
+        """See `CommsModel.index_all_to_all`."""
+        return self.base.index_all_to_all(bytes_CW) * self._index
+
+    def row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.row_wise`."""
+        return self._scaled(self.base.row_wise(columns_CW, batch_size))
+
+    def node_row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
+        """See `CommsModel.node_row_wise`."""
+        return self._scaled(self.base.node_row_wise(columns_CW, batch_size))
+
+    def all_reduce(self, bytes_CW: Floats) -> Floats:
+        """See `CommsModel.all_reduce`; it runs in the backward pass."""
+        reduced: Floats = self.base.all_reduce(bytes_CW) * self._factors_2[1]
+        return reduced
