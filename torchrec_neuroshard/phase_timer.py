@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from torchrec_neuroshard.devices import synchronize
+from torchrec_neuroshard.devices import accelerator, is_accelerator, synchronize
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import (
     lookups,
@@ -28,7 +28,13 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.simulator import PHASES
 
-__all__ = ["PhaseTimer", "PhaseTimes", "critical_times", "embedding_ms"]
+__all__ = [
+    "KernelShard",
+    "PhaseTimer",
+    "PhaseTimes",
+    "critical_times",
+    "embedding_ms",
+]
 
 _KERNEL = "SplitTableBatchedEmbeddingBagsCodegen"
 _KERNEL_NODE = "SplitLookup"
@@ -46,17 +52,35 @@ class PhaseTimes:
     """Path of the sharded module."""
     spans: Mapping[str, Sequence[tuple[float, float]]]
     """By the names of `PHASES`."""
+    kernels: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """For each span of the two compute phases: the number of its fused kernel, as in
+    `PhaseTimer.kernels`."""
 
     def duration_ms(self, phase: str) -> float:
         """Time that this rank spent in a phase, waiting for others included [ms]."""
         return sum(end - start for start, end in self.spans[phase]) * 1e3
 
 
+@dataclass(frozen=True, slots=True)
+class KernelShard:
+    """A table's part in a fused kernel."""
+
+    table: str
+    rows: int
+    width: int
+    """Columns."""
+
+
 @dataclass(slots=True)
 class _Marks:
-    starts: dict[str, float] = field(default_factory=dict)
-    spans: dict[str, list[tuple[float, float]]] = field(
+    """Of one module in the iteration under way; times are as `PhaseTimer._now`'s."""
+
+    starts: dict[str, Any] = field(default_factory=dict)
+    spans: dict[str, list[tuple[Any, Any]]] = field(
         default_factory=lambda: {name: [] for name in PHASES}
+    )
+    kernels: dict[str, list[int]] = field(
+        default_factory=lambda: {"fwd_compute": [], "bwd_compute": []}
     )
 
 
@@ -72,29 +96,50 @@ class PhaseTimer:
 
     Under a train pipeline, which sends a batch's ids in the iteration before, the index
     all-to-all has no span. On a GPU every mark waits for the device, which keeps phases
-    from overlapping: time whole iterations without a timer.
+    from overlapping: time whole iterations without a timer, or let marks be events in
+    the device's stream (`wait=False`), which then hold what lies between kernels, too.
+
+    Attributes:
+        enabled: Whether iterations are timed; change it between two of them.
+        num_kernels: Fused kernels on this rank.
+        num_collectives: Pooled-output all-to-alls of one forward pass.
+        kernels: Module -> the shards in each of its fused kernels on this rank.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        wait: bool = True,
+        on_error: Callable[[Exception], None] | None = None,
+    ) -> None:
         """Install the hooks.
 
         Args:
             model: A model whose `EmbeddingBagCollection`s are sharded.
             device: Where the rank's tables are.
+            wait: Whether marks wait for a GPU.
+            on_error: Called with what goes wrong in a hook, after which nothing more is
+                timed. None: it is raised where the model calls the hook.
 
         Raises:
             ConfigError: Nothing in the model is sharded.
         """
-        self._device = device
+        self._device, self._on_error = device, on_error
+        self._uses_events = is_accelerator(device.type) and not wait
+        self._origin: Any = None
         self._marks: dict[str, _Marks] = {}
+        self._held: list[dict[str, _Marks]] = []
+        self._removers: list[Callable[[], None]] = []
+        self.enabled = True
         self.num_kernels = 0
-        """Fused kernels on this rank."""
         self.num_collectives = 0
-        """Pooled-output all-to-alls of one forward pass."""
+        self.kernels: dict[str, list[tuple[KernelShard, ...]]] = {}
         for path, module in model.named_modules():
             if isinstance(module, ShardedEmbeddingBagCollection):
                 self._marks[path] = _Marks()
-                self._hook(module, self._marks[path])
+                self._hook(module, path)
         if not self._marks:
             raise ConfigError(
                 "the model has no sharded EmbeddingBagCollection to time; pass what "
@@ -103,76 +148,175 @@ class PhaseTimer:
 
     def take(self) -> list[PhaseTimes]:
         """Return the phases since the last call, a list over sharded modules."""
-        taken = []
-        for path, marks in self._marks.items():
-            spans = {name: tuple(spans) for name, spans in marks.spans.items()}
-            taken.append(PhaseTimes(path, spans))
-            marks.spans = {name: [] for name in PHASES}
-        return taken
+        self.end_iteration()
+        return self.take_all()[-1]
 
-    def _now(self) -> float:
+    def end_iteration(self) -> None:
+        """Keep the phases since the last call for `take_all`; waits for nothing."""
+        self._held.append(self._marks)
+        self._marks = {path: _Marks() for path in self._marks}
+
+    def forget(self) -> None:
+        """Drop what was timed."""
+        self.end_iteration()
+        self._held.clear()
+
+    def take_all(self) -> list[list[PhaseTimes]]:
+        """Return the iterations that were ended, each a list over sharded modules.
+
+        Where marks are events, it waits for the last of them.
+        """
+        held, self._held = self._held, []
+        return [
+            [
+                PhaseTimes(path, self._seconds(marks.spans), marks.kernels)
+                for path, marks in iteration.items()
+            ]
+            for iteration in held
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks out of the model."""
+        self.enabled = False
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
+
+    def _seconds(
+        self, spans: Mapping[str, Sequence[tuple[Any, Any]]]
+    ) -> dict[str, tuple[tuple[float, float], ...]]:
+        if not self._uses_events:
+            return {name: tuple(pairs) for name, pairs in spans.items()}
+
+        def at(event: Any) -> float:
+            event.synchronize()
+            milliseconds: float = self._origin.elapsed_time(event)
+            return milliseconds / 1e3
+
+        return {
+            name: tuple((at(a), at(b)) for a, b in pairs)
+            for name, pairs in spans.items()
+        }
+
+    def _now(self) -> Any:
+        if self._uses_events:
+            device = accelerator(self._device.type)
+            event: Any = device.Event(enable_timing=True)
+            event.record(device.current_stream(self._device))
+            self._origin = self._origin or event
+            return event
         synchronize(self._device)
         return time.perf_counter()
 
-    def _start(self, marks: _Marks, phase: str) -> None:
-        marks.starts[phase] = self._now()
+    def _start(self, path: str, phase: str) -> None:
+        self._marks[path].starts[phase] = self._now()
 
-    def _end(self, marks: _Marks, phase: str) -> None:
-        marks.spans[phase].append((marks.starts.pop(phase), self._now()))
+    def _end(self, path: str, phase: str, kernel: int | None = None) -> None:
+        marks = self._marks[path]
+        start = marks.starts.pop(phase, None)
+        if start is None:  # its start lies in an iteration that was not timed
+            return
+        marks.spans[phase].append((start, self._now()))
+        if kernel is not None:
+            marks.kernels[phase].append(kernel)
 
-    def _hook(self, module: Any, marks: _Marks) -> None:
+    def _safely(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Let no mistake of ours end the model's own work, if so asked."""
+        if self._on_error is None:
+            action(*arguments)
+            return
+        try:
+            action(*arguments)
+        except Exception as error:
+            self.enabled = False
+            self._on_error(error)
+
+    def _hook(self, module: Any, path: str) -> None:
         input_dist, compute = module.input_dist, module.compute_and_output_dist
 
         def timed_input_dist(*args: Any, **kwargs: Any) -> Any:
-            if not _is_pipelined(module):
-                self._start(marks, "index_comms")
+            if self.enabled and not _is_pipelined(module):
+                self._safely(self._start, path, "index_comms")
             return input_dist(*args, **kwargs)
 
         def timed_compute(*args: Any, **kwargs: Any) -> Any:
-            if "index_comms" in marks.starts:
-                self._end(marks, "index_comms")
+            if not self.enabled:
+                return compute(*args, **kwargs)
+            self._safely(self._end, path, "index_comms")
             output = compute(*args, **kwargs)
-            self._time_output(output, marks)
+            self._safely(self._time_output, output, path)
             return output
 
-        module.input_dist, module.compute_and_output_dist = (
-            timed_input_dist,
-            timed_compute,
-        )
+        self._replace(module, "input_dist", timed_input_dist)
+        self._replace(module, "compute_and_output_dist", timed_compute)
         self.num_collectives += num_output_collectives(module)
-        for kernel in _fused_kernels(module):
+        self.kernels[path] = []
+        for number, (kernel, shards) in enumerate(_fused_kernels(module)):
             self.num_kernels += 1
-            kernel.register_forward_pre_hook(
-                lambda *_: self._start(marks, "fwd_compute")
-            )
-            kernel.register_forward_hook(
-                lambda _module, _inputs, output: self._after_lookup(marks, output)
-            )
+            self.kernels[path].append(shards)
+            self._hook_kernel(kernel, path, number)
 
-    def _after_lookup(self, marks: _Marks, output: torch.Tensor) -> None:
-        self._end(marks, "fwd_compute")
+    def _replace(self, module: Any, name: str, function: Any) -> None:
+        before = vars(module).get(name)
+        setattr(module, name, function)
+
+        def restore() -> None:
+            if vars(module).get(name) is not function:
+                return  # somebody wrapped it in turn; disabled, it hands through
+            if before is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, before)
+
+        # The last to come is the first to go.
+        self._removers.insert(0, restore)
+
+    def _hook_kernel(self, kernel: nn.Module, path: str, number: int) -> None:
+        def before(*_: Any) -> None:
+            if self.enabled:
+                self._safely(self._start, path, "fwd_compute")
+
+        def after(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+            if self.enabled:
+                self._safely(self._after_lookup, path, number, output)
+
+        for handle in (
+            kernel.register_forward_pre_hook(before),
+            kernel.register_forward_hook(after),
+        ):
+            self._removers.append(handle.remove)
+
+    def _after_lookup(self, path: str, kernel: int, output: torch.Tensor) -> None:
+        self._end(path, "fwd_compute", kernel)
         node = _kernel_node(output)
         if node is None:  # no gradients are taken
             return
 
-        def before(_grads: Any) -> None:
-            if "bwd_comms" in marks.starts:
-                self._end(marks, "bwd_comms")
-            self._start(marks, "bwd_compute")
+        def begin() -> None:
+            self._end(path, "bwd_comms")
+            self._start(path, "bwd_compute")
 
-        node.register_prehook(before)
-        node.register_hook(lambda *_: self._end(marks, "bwd_compute"))
+        node.register_prehook(lambda _grads: self._safely(begin))
+        node.register_hook(
+            lambda *_: self._safely(self._end, path, "bwd_compute", kernel)
+        )
 
-    def _time_output(self, awaitable: Any, marks: _Marks) -> None:
+    def _time_output(self, awaitable: Any, path: str) -> None:
+        marks = self._marks[path]
         spans = marks.spans["fwd_compute"]
         marks.starts["fwd_comms"] = spans[-1][1] if spans else self._now()
 
-        def timed(wait: Callable[[], Any]) -> Any:
-            output = wait()
-            self._end(marks, "fwd_comms")
+        def after(output: Any) -> None:
+            self._end(path, "fwd_comms")
             values = output.values()
             if values.requires_grad:
-                values.register_hook(lambda _: self._start(marks, "bwd_comms"))
+                values.register_hook(
+                    lambda _: self._safely(self._start, path, "bwd_comms")
+                )
+
+        def timed(wait: Callable[[], Any]) -> Any:
+            output = wait()
+            self._safely(after, output)
             return output
 
         wait_through(awaitable, timed)
@@ -183,11 +327,22 @@ def _is_pipelined(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
-def _fused_kernels(module: Any) -> Iterator[nn.Module]:
+def _fused_kernels(
+    module: Any,
+) -> Iterator[tuple[nn.Module, tuple[KernelShard, ...]]]:
     for lookup in lookups(module):
-        for part in lookup.modules():
-            if type(part).__name__ == _KERNEL:
-                yield part
+        for group in lookup.modules():
+            for part in group.children():
+                if type(part).__name__ == _KERNEL:
+                    config: Any = group.config
+                    tables = config.embedding_tables
+                    yield (
+                        part,
+                        tuple(
+                            KernelShard(t.name, int(t.local_rows), int(t.local_cols))
+                            for t in tables
+                        ),
+                    )
 
 
 def _kernel_node(output: torch.Tensor) -> Any:
