@@ -29,6 +29,7 @@ __all__ = [
     "count_histogram",
     "expected_histogram",
     "merge_profiles",
+    "profile_ids",
     "profile_inputs",
     "uniform_profile",
     "zipf_groups",
@@ -522,13 +523,29 @@ def profile_inputs(batches: Iterable[KeyedJaggedLike]) -> dict[str, FeatureProfi
                 f"feature '{key}' has no samples in any batch; profile batches "
                 "with data"
             )
-        ids, bags = np.concatenate(values[key]), np.concatenate(lengths[key])
-        _, counts = np.unique(ids, return_counts=True)
-        profiles[key] = FeatureProfile(
-            batch_size=len(bags),
-            num_lookups=float(len(ids)),
-            pooling_std=float(bags.std()),
-            access_histogram=count_histogram(counts),
-            weighted=weighted,
+        profiles[key] = profile_ids(
+            np.concatenate(values[key]), np.concatenate(lengths[key]), weighted
         )
     return profiles
+
+
+def profile_ids(
+    ids: npt.NDArray[np.integer[Any]],
+    lengths: npt.NDArray[np.integer[Any]],
+    weighted: bool = False,
+) -> FeatureProfile:
+    """Profile one feature.
+
+    Args:
+        ids: Looked up in all samples.
+        lengths: Ids of each sample, at least one sample.
+        weighted: Whether lookups carry weights.
+    """
+    _, counts = np.unique(ids, return_counts=True)
+    return FeatureProfile(
+        batch_size=len(lengths),
+        num_lookups=float(len(ids)),
+        pooling_std=float(lengths.std()),
+        access_histogram=count_histogram(counts),
+        weighted=weighted,
+    )

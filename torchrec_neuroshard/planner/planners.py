@@ -37,6 +37,7 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import (
@@ -60,6 +61,7 @@ from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import FirstLaunch
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.hedging import is_uncertain
+from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.partitioners import (
     NeuroShardPartitioner,
 )
@@ -77,6 +79,7 @@ from torchrec_neuroshard.report import PlanReport, explain
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.progress import ProgressLine
+from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["NeuroShardPlanner"]
 
@@ -202,6 +205,24 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
         topology = self.costs.topology
+        self._arguments: dict[str, Any] = {
+            "topology": topology,
+            "batch_size": batch_size,
+            "enumerator": enumerator,
+            "storage_reservation": storage_reservation,
+            "proposer": proposer,
+            "partitioner": partitioner,
+            "performance_model": performance_model,
+            "stats": stats,
+            "constraints": constraints,
+            "debug": debug,
+            "callbacks": callbacks,
+            "timeout_seconds": timeout_seconds,
+            "search": search,
+            "consider_stock": consider_stock,
+            "placement_constraints": placement_constraints,
+            **kwargs,
+        }
         if max_switches is not None:
             warnings.warn(
                 "max_switches is ignored and will go: the search chooses sharding "
@@ -231,6 +252,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._profiles = dict(profiles or {})
         self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
+        self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
                 topology,
@@ -322,6 +344,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 raise
             plan = self._last_resort(run, error)
         run.check()
+        try:
+            self.remember(module, sharders)
+        except Exception as error:  # an odd module; the plan is good all the same
+            logger.debug("the model's outline could not be kept: %r", error)
         if run.selected is not None:
             chosen = time.monotonic()
             skipped = filter(None, [run.torchrec.skipped])
@@ -444,6 +470,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         return topology
 
     @property
+    def batch_size(self) -> int:
+        """Samples per rank."""
+        return int(planner_part(self, "batch_size"))
+
+    @property
     def enumerator(self) -> Enumerator:
         """The part that lists and estimates sharding options."""
         enumerator: Enumerator = planner_part(self, "enumerator")
@@ -502,6 +533,64 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 "there is no plan to report on; call plan() or collective_plan() first"
             )
         return self._explain(known)
+
+    @property
+    def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:
+        """The model last planned, as it was then but without weights; its sharders.
+
+        None before the first plan, and on ranks that another rank planned for.
+        """
+        return self._planned
+
+    def remember(
+        self,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+    ) -> None:
+        """Take a model for `last_model` whose plan somebody else made.
+
+        Args:
+            module: The model, before `DistributedModelParallel` took it.
+            sharders: None: TorchRec's defaults.
+        """
+        self._planned = outline_of(module), list(sharders or get_default_sharders())
+
+    def relearned(
+        self,
+        *,
+        profiles: Mapping[str, FeatureProfile],
+        factors: Mapping[str, float] | None = None,
+    ) -> NeuroShardPlanner:
+        """Return a planner like this one that has learned of a job under way.
+
+        Args:
+            profiles: Fresh ones, by feature; the others stay.
+            factors: Phase of an iteration, by the names of `simulator.PHASES` -> what
+                was measured over what this planner predicts. Those left out are 1.
+
+        Returns:
+            The planner. Parts that were given to this one are shared, and a `costs` of
+            their own that they may have stays as it is.
+        """
+        found = dict.fromkeys(PHASES, 1.0) | dict(factors or {})
+        source = "corrected by a job under way" if factors else None
+        costs = self.costs
+        kernels = found["fwd_compute"], found["bwd_compute"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were given for this planner
+            return NeuroShardPlanner(
+                **self._arguments,
+                cost_model=ScaledCostModel(costs.cost_model, kernels, source),
+                comms_model=ScaledCommsModel(
+                    costs.comms_model,
+                    index=found["index_comms"],
+                    forward=found["fwd_comms"],
+                    backward=found["bwd_comms"],
+                    source=source,
+                ),
+                profiles={**self._profiles, **profiles},
+                calibrate="never",
+            )
 
     def evaluate(
         self,

@@ -1,0 +1,118 @@
+"""A planner that has learned of a job: other times, other inputs, the same model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.sharding_plan import get_default_sharders
+
+from tests.builders import (
+    CPU,
+    Nested,
+    bag_config,
+    bag_sharders,
+    bags,
+    fused_bags,
+    gpus,
+    make_planner,
+    shards_of,
+)
+from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.outline import outline_of
+from torchrec_neuroshard.profiles import uniform_profile
+from torchrec_neuroshard.simulator import PHASES, PredictedCosts
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def price(planner: NeuroShardPlanner, plan: Any, model: nn.Module) -> PredictedCosts:
+    options = PlanOptions(model, bag_sharders(), planner.enumerator, planner.costs)
+    return planner.costs.evaluate(planner.costs.lower(options.of(plan)))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [gpus(2), gpus(4, local_world_size=2)],
+    ids=["one node", "two nodes"],
+)
+def test_phases_are_multiplied_by_their_factors(topology: Any) -> None:
+    planner = make_planner(topology=topology, search_only=False)
+    model = bags()
+    plan = planner.plan(model, bag_sharders())
+    factors = dict(zip(PHASES, (2.0, 3.0, 0.5, 1.5, 4.0), strict=True))
+    learned = planner.relearned(profiles={}, factors=factors)
+    before, after = price(planner, plan, model), price(learned, plan, model)
+    for old, new in zip(before.ranks, after.ranks, strict=True):
+        for phase, factor in factors.items():
+            assert getattr(new, phase) == pytest.approx(factor * getattr(old, phase))
+    assert before.critical_path_ms > 0
+    assert after.compute_source == "corrected by a job under way"
+    same = price(planner.relearned(profiles={}), plan, model)
+    assert same.ranks == before.ranks and same.compute_source == before.compute_source
+
+
+def test_new_profiles_stand_in_for_old_ones_feature_by_feature() -> None:
+    def profile(ids: float) -> Any:
+        return uniform_profile(batch_size=64, pooling_factor=ids, num_embeddings=1000)
+
+    planner = make_planner(profiles={"f0": profile(1.0), "f1": profile(1.0)})
+    learned = planner.relearned(profiles={"f1": profile(20.0)})
+    found = {f: p.pooling_factor for f, p in learned.profiles.items()}
+    assert found == {"f0": 1.0, "f1": 20.0}
+    assert planner.profiles["f1"].pooling_factor == 1.0
+
+
+def test_slowdown_of_kernels_at_once_counts_once() -> None:
+    from torchrec_neuroshard.testing import AnalyticCommsModel
+
+    comms = AnalyticCommsModel()
+    comms.compute_slowdown = (1.5, 2.0)
+    planner = make_planner(comms_model=comms)
+    model = bags()
+    plan = planner.plan(model, bag_sharders())
+    learned = planner.relearned(profiles={}).relearned(profiles={})
+    assert price(learned, plan, model).ranks == price(planner, plan, model).ranks
+
+
+def trained_bags() -> Nested:
+    # Some releases of torch warn where it is imported.
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    model = Nested(bags(bag_config(0), bag_config(1), device=CPU))
+    apply_optimizer_in_backward(
+        torch.optim.Adagrad, model.sparse.parameters(), {"lr": 0.1}
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [trained_bags, lambda: Nested(fused_bags(device=CPU))],
+    ids=["bags", "fused"],
+)
+def test_outline_is_planned_like_its_model_and_holds_no_weights(make: Any) -> None:
+    model = make()
+    outline = outline_of(model)
+    held = [*outline.parameters(), *outline.buffers()]
+    assert held and all(t.device.type == "meta" for t in held)
+    assert [n for n, _ in outline.named_parameters()] == [
+        n for n, _ in model.named_parameters()
+    ]
+    sharders = get_default_sharders()
+    plans = [make_planner().plan(m, sharders) for m in (model, outline)]
+    assert shards_of(plans[0]) == shards_of(plans[1])
+
+
+def test_outline_outlives_its_model() -> None:
+    planner = make_planner()
+    model = trained_bags()
+    plan = planner.plan(model, bag_sharders())
+    known = planner.last_model
+    assert known is not None
+    model.sparse["ebc"] = nn.Linear(1, 1)  # as DistributedModelParallel would
+    again = planner.plan(*known)
+    assert shards_of(again) == shards_of(plan)

@@ -1,0 +1,62 @@
+"""A model's outline: its modules and the shapes of its weights, without the weights.
+
+`DistributedModelParallel` puts sharded modules in the place of a model's own. What is
+to be planned again later is kept as an outline, which takes no memory to speak of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["outline_of"]
+
+_KEPT = "_optimizer"
+"""Attributes of a parameter that begin so say how `apply_optimizer_in_backward` trains
+it; others may hold the weights themselves."""
+
+
+def outline_of(module: nn.Module) -> nn.Module:
+    """Return a copy whose parameters and buffers are on the "meta" device.
+
+    Everything else is shared with the module, not copied.
+    """
+    copied: nn.Module = _outline(module, {})
+    return copied
+
+
+def _outline(value: Any, known: dict[int, Any]) -> Any:
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, nn.Module):
+        new: Any = type(value).__new__(type(value))
+        known[id(value)] = new
+        for name, held in vars(value).items():
+            new.__dict__[name] = _outline(held, known)
+        return new
+    if isinstance(value, torch.Tensor):
+        known[id(value)] = _weightless(value)
+        return known[id(value)]
+    if isinstance(value, dict) and any(map(_is_held, value.values())):
+        found = type(value)()
+        found.update({k: _outline(v, known) for k, v in value.items()})
+        return found
+    if type(value) in (list, tuple) and any(map(_is_held, value)):
+        return type(value)(_outline(v, known) for v in value)
+    return value
+
+
+def _is_held(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | nn.Module)
+
+
+def _weightless(tensor: torch.Tensor) -> torch.Tensor:
+    new = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+    for name, value in vars(tensor).items():
+        if name.startswith(_KEPT):
+            setattr(new, name, value)
+    return new
