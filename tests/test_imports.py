@@ -39,6 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": _COSTS | {"search", "baselines", "workloads"},
     "planner": _COSTS
     | {"search", "baselines", "report", "workloads", "training.first_launch"},
+    "monitor": _COSTS
+    | {"planner", "phase_timer", "record_store", "collect.fingerprint"},
     # Beside it.
     "phase_timer": {"devices", "errors", "simulator", "planner.compat"},
     "devices": {"errors"},
@@ -58,7 +60,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 FENCES = {
     "fbgemm_gpu": ("collect.tbe",),
-    "torch.distributed": ("collect.collectives", "collect.ranks", "planner"),
+    "torch.distributed": (
+        "collect.collectives",
+        "collect.ranks",
+        "monitor.exchange",
+        "planner",
+    ),
     "torchrec": ("phase_timer", "planner"),
 }
 """What only these may import; for its types alone (TYPE_CHECKING), all may."""

@@ -13,6 +13,7 @@ from torchrec_neuroshard.errors import NeuroShardError
 
 if TYPE_CHECKING:
     from torchrec_neuroshard.cost_models import load_cost_model
+    from torchrec_neuroshard.monitor import PlanMonitor
     from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
@@ -31,6 +32,7 @@ __all__ = [
     "PhaseTimer",
     "Placement",
     "PlacementConstraints",
+    "PlanMonitor",
     "SearchConfig",
     "SearchResult",
     "TableConfig",
@@ -46,6 +48,7 @@ _LOCATIONS = {
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.placement",
     "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
+    "PlanMonitor": "torchrec_neuroshard.monitor",
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables",
