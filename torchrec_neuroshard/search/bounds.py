@@ -198,6 +198,8 @@ def _part_bound(
     cases: list[tuple[float, int, _Case | None]] = [(bound, 0, first)]
     enough = cutoff_ms * (1 - MIN_GAP)
     count = 1
+    if part.has_choices and part.num_own > MAX_CASE_TABLES:
+        rounds = 0
     while rounds and count < MAX_CASES and time.monotonic() < deadline:
         bound, _, case = cases[0]
         if bound >= enough or case is None:
@@ -986,7 +988,7 @@ class _Case:
         """The table proper, if any, of which the program mixes ways most."""
         prices, part = self.prices, self.prices.part
         index, weight = self._used
-        if not part.has_choices or part.num_own > MAX_CASE_TABLES or not len(index):
+        if not part.has_choices or not len(index):
             return None
         held = prices.pool.table_LM[index]
         line, place = np.nonzero(held >= 0)
