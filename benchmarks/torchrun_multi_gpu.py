@@ -48,9 +48,12 @@ from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
 from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
-from torchrec_neuroshard.collect.compute import CollectConfig, collect_compute
+from torchrec_neuroshard.collect.compute import (
+    CollectConfig,
+    collect_compute,
+    default_sampling,
+)
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
-from torchrec_neuroshard.collect.sampling import SamplingConfig
 from torchrec_neuroshard.cost_models import CommsModel, load_comms_model
 from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
 from torchrec_neuroshard.errors import NeuroShardError
@@ -187,13 +190,13 @@ def _smaller_groups(ranks: Ranks) -> tuple[int, ...]:
 
 def calibrate_kernels(config: RunConfig, ranks: Ranks, folder: Path) -> None:
     """Measure sets of kernels on rank 0's device and fit a bundle to them."""
-    sampling = SamplingConfig.for_device(ranks.device.type)
+    sampling = default_sampling(ranks.device)
     sampling = dataclasses.replace(
         sampling,
         max_weight_bytes=min(
             int(config.kernel_gib * _GIB),
             sampling.max_weight_bytes,
-            _free_here(ranks) // 2,
+            _memory_here(ranks) // 2,
         ),
         held_out_sets=HELD_OUT_SETS,
     )
@@ -221,10 +224,11 @@ def calibrate_kernels(config: RunConfig, ranks: Ranks, folder: Path) -> None:
     print(found.verdict(), flush=True)
 
 
-def _free_here(ranks: Ranks) -> int:
+def _memory_here(ranks: Ranks) -> int:
+    """All memory: the same when the command is given again, unlike what is free."""
     if ranks.on_gpu:
-        return int(torch.cuda.mem_get_info(ranks.device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(torch.cuda.mem_get_info(ranks.device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _is_shipped(name: str) -> bool:
@@ -766,7 +770,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     costs = find_costs(config, ranks)
     data = ranks.on_first(lambda: _describe(config, ranks, costs))
     results = Results(config, ranks, data)
-    free = ranks.free_bytes()
+    # Tables are made to fit what is free, and their plans kept: a run that goes on has
+    # the tables that it began with, whatever is free by then.
+    free = int(results.data.setdefault("memory_bytes", ranks.free_bytes()))
     # The fullest rank has more than the mean, and TorchRec counts inputs and outputs.
     total = int(free * (1 - RESERVED) * config.memory_share) * ranks.world_size
     for workload in make_workloads(config, total):

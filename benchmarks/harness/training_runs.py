@@ -134,19 +134,22 @@ def run_trial(
     trial = _Trial(tables, batches, config, control)
     failure, mine = "", {}
     try:
-        trial.build(plan)
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    _agree(failure, control)
-    before = reference() if reference is not None else 0.0
-    try:
-        mine = trial.train()
-    except RuntimeError as error:
-        failure = f"{type(error).__name__}: {error}"
-    _agree(failure, control)
-    after = reference() if reference is not None else 0.0
-    mine["reference_ms"] = (before + after) / 2
-    trial.close()
+        try:
+            trial.build(plan)
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        _agree(failure, control)
+        before = reference() if reference is not None else 0.0
+        try:
+            trial.connect(plan)
+            mine = trial.train()
+        except RuntimeError as error:
+            failure = f"{type(error).__name__}: {error}"
+        _agree(failure, control)
+        after = reference() if reference is not None else 0.0
+        mine["reference_ms"] = (before + after) / 2
+    finally:
+        trial.close()  # else a failed plan's tables take the next one's memory
     return _summarise(_gather(mine, control), one_clock)
 
 
@@ -178,6 +181,8 @@ class _Trial:
         self._control = control
         self._device = batches[0].dense_BD.device
         self._on_gpu = self._device.type == "cuda"
+        self._model: nn.Module = nn.Module()
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._step_number = 0
         self._losses: list[torch.Tensor] = []
 
@@ -186,13 +191,20 @@ class _Trial:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         rate = self._config.learning_rate
-        self._model: nn.Module = DistributedModelParallel(
+        self._model = DistributedModelParallel(
             ConcatDLRM(self._tables, self._device, rate),
             device=self._device,
             plan=plan,
             sharders=[EmbeddingBagCollectionSharder()],
+            init_data_parallel=False,  # which waits for all ranks: see `connect`
         )
         fill_tables(self._model, self._tables, self._config.seed)
+
+    def connect(self, plan: ShardingPlan) -> None:
+        """Join the ranks' dense layers, once all have built their part."""
+        assert isinstance(self._model, DistributedModelParallel)
+        self._model.init_data_parallel()
+        rate = self._config.learning_rate
         self._optimizers = self._make_optimizers(plan, rate)
 
     def _make_optimizers(
@@ -278,7 +290,7 @@ class _Trial:
 
     def close(self) -> None:
         """Give the memory back."""
-        del self._model
+        self._model = nn.Module()
         self._optimizers.clear()
         self._losses.clear()
         gc.collect()

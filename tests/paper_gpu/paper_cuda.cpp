@@ -514,6 +514,14 @@ class Call {
       }
       return views;
     }
+    if (value.isList() && value.toList().elementType()->kind() ==
+                              c10::TypeKind::ListType) {  // what all ranks gather
+      c10::List<c10::List<Tensor>> views;
+      for (const c10::IValue& tensors : value.toListRef()) {
+        views.push_back(swapped(tensors).toTensorList());
+      }
+      return views;
+    }
     if (value.isDevice() && value.toDevice().is_cuda()) {
       note(or_current(value.toDevice().index()));
       return Device(c10::kCPU);

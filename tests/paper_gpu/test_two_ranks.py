@@ -1,0 +1,107 @@
+"""Two ranks on paper GPUs, beside two on CPUs: losses to the bit, memory, restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.paper_gpu.build import LIBRARY
+from torchrec_neuroshard.training.calibrate_cli import source_folder
+
+ROOT = Path(__file__).parents[2]
+MULTI_GPU = ROOT / "benchmarks" / "torchrun_multi_gpu.py"
+
+
+def torchrun(script: Path, *options: str, **environment: str) -> str:
+    """Run two ranks; what they printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(script), *options]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONHASHSEED": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def read(folder: Path) -> Sequence[dict[str, Any]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Sequence[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("gpus")
+    torchrun(ROOT / "tests/paper_gpu/two_ranks.py", str(folder))
+    return read(folder)
+
+
+@pytest.fixture(scope="module")
+def cpus(tmp_path_factory: pytest.TempPathFactory) -> Sequence[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("cpus")
+    torchrun(ROOT / "tests/paper_gpu/two_ranks.py", str(folder), **{LIBRARY: ""})
+    return read(folder)
+
+
+def test_the_example_trains_as_on_cpus(
+    gpus: Sequence[dict[str, Any]], cpus: Sequence[dict[str, Any]]
+) -> None:
+    for rank, (found, expected) in enumerate(zip(gpus, cpus, strict=True)):
+        assert found["example"]["device"] == f"cuda:{rank}"
+        assert expected["example"]["device"] == "cpu"
+        assert found["example"]["losses"] == expected["example"]["losses"]
+        assert len(set(found["example"]["losses"])) > 1
+
+
+@pytest.mark.parametrize("plan", ["ours", "theirs", "replanned", "again"])
+def test_plans_train_as_on_cpus(
+    gpus: Sequence[dict[str, Any]], cpus: Sequence[dict[str, Any]], plan: str
+) -> None:
+    for found, expected in zip(gpus, cpus, strict=True):
+        assert found["trials"][plan] == expected["trials"][plan]
+        assert len(set(found["trials"][plan])) > 1
+
+
+def test_a_failed_trial_gives_its_memory_back(gpus: Sequence[dict[str, Any]]) -> None:
+    for found in gpus:
+        failed = found["trials"]["failed"]
+        assert failed["error"].startswith("rank 1: OutOfMemoryError: CUDA out of mem")
+        assert failed["kept_bytes"] == 0
+
+
+def test_a_restart_with_less_free_memory_goes_on(tmp_path: Path) -> None:
+    out, costs = tmp_path / "run", tmp_path / "costs"
+    shutil.copytree(source_folder("cpu_epyc"), costs)
+    comms = json.loads((costs / "comms.json").read_text())
+    comms["backend"] = "nccl"  # as if measured so: none ships
+    (costs / "comms.json").write_text(json.dumps(comms))
+    options = ["--quick", "--cost-model", str(costs), "--out", str(out)]
+    options += ["--workloads", "dlrm", "--rounds", "1", "--num-tables", "5"]
+    options += ["--planners", "ours", "--max-rows", "1000000000"]
+    options += ["--memory-share", "0.1"]
+
+    def run(free_mib: int) -> dict[str, Any]:
+        torchrun(MULTI_GPU, *options, PAPER_CUDA_BYTES=str(free_mib * 2**20))
+        data: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+        return data
+
+    first = run(100)
+    entry = first["workloads"]["dlrm"]["planners"]["ours"]
+    assert "failed" not in entry and entry["rounds"][0]["peak_bytes"][0] > 0
+    entry["rounds"] = []  # as if it had ended before
+    out.with_suffix(".json").write_text(json.dumps(first))
+    again = run(92)["workloads"]["dlrm"]
+    assert again["largest_rows"] == first["workloads"]["dlrm"]["largest_rows"]
+    assert "failed" not in again["planners"]["ours"]
+    assert again["planners"]["ours"]["rounds"]
