@@ -20,6 +20,7 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_table
 __all__ = [
     "ALL_ROWS",
     "ColumnShard",
+    "HostRows",
     "KernelFactors",
     "Placement",
     "ShardingTask",
@@ -41,6 +42,17 @@ def format_bytes(num_bytes: float) -> str:
 
 
 _MAX_LISTED = 8
+_FP32_BYTES = (4.0, 4.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRows:
+    """Rows in the host's memory, which a GPU's kernels read there or from a cache."""
+
+    gb_per_s: float
+    """Bandwidth to that memory, one way; a cost model that knows its own takes that."""
+    missed: float | None = None
+    """Share of a batch's distinct rows that the cache lacks; None: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +65,8 @@ class KernelFactors:
     passes: float = 0.0
     """Over all weights, at the bandwidth at which the fused kernel reads rows: to clear
     and copy the gradient, and for the optimizer. Part of the backward."""
-    prefetch_ms_per_column: float = 0.0
-    """Loading of a cache, part of the forward."""
+    host: HostRows | None = None
+    """Rows in the host's memory; None: on the device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +122,9 @@ class ShardingTask:
     and the fields above let it. Empty: column-wise."""
     pooled: tuple[bool, ...] = ()
     """Per table: whether its module pools. Empty: all do."""
+    wire_bytes: tuple[tuple[float, float], ...] = ()
+    """Per table: bytes that collectives move for each output value, forward, and for
+    each of its gradients, backward; alike in a stage. Empty: 4, as fp32."""
     kernels: tuple[KernelFactors | None, ...] = ()
     """Per table: how its kernel differs from the measured fused one. Empty: not."""
     node_size: int = 0
@@ -139,6 +154,7 @@ class ShardingTask:
             "groups": self.groups or (0,) * count,
             "sharding_types": self.sharding_types or (COLUMN_WISE,) * count,
             "pooled": self.pooled or (True,) * count,
+            "wire_bytes": self.wire_bytes or (_FP32_BYTES,) * count,
             "kernels": self.kernels or (None,) * count,
         }
         for name, value in filled.items():

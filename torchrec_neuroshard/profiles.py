@@ -26,6 +26,7 @@ __all__ = [
     "NUM_COUNT_BINS",
     "FeatureProfile",
     "KeyedJaggedLike",
+    "bin_mean_counts",
     "count_histogram",
     "expected_histogram",
     "merge_profiles",
@@ -104,23 +105,12 @@ class FeatureProfile:
     def bin_mean_counts(self) -> npt.NDArray[np.float64]:
         """Mean count of an id in each bin, such that the lookups add up.
 
-        Within a bin only the bounds are known. One fraction between low and high,
-        the same for all bins, is solved for; the open last bin takes what remains.
-
         Returns:
             `C` float64, the mean count per bin (its lower bound for empty bins).
         """
         ids = np.asarray(self.access_histogram, dtype=np.float64)
-        low, high = COUNT_BIN_LOW, COUNT_BIN_HIGH.copy()
-        high[-1] = low[-1]
-        floor = float(ids @ low)
-        room = float(ids @ (high - low))
-        excess = self.num_lookups - floor
-        fraction = min(max(excess / room, 0.0), 1.0) if room > 0 else 0.0
-        mean: npt.NDArray[np.float64] = low + (high - low) * fraction
-        left = excess - fraction * room
-        if left > 0 and ids[-1] > 0:
-            mean[-1] += left / ids[-1]
+        lookups = np.array([self.num_lookups])
+        mean: npt.NDArray[np.float64] = bin_mean_counts(ids[None], lookups)[0]
         return mean
 
     def at_batch_size(
@@ -197,6 +187,34 @@ class FeatureProfile:
             )
         except (AttributeError, TypeError) as error:
             raise ProfileError(f"not a feature profile: {error}") from error
+
+
+def bin_mean_counts(
+    ids_NC: npt.NDArray[np.float64], lookups_N: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Mean count of an id in each bin of histograms, such that the lookups add up.
+
+    Within a bin only the bounds are known. One fraction between low and high, the same
+    for all bins, is solved for; the open last bin takes what remains.
+
+    Args:
+        ids_NC: Distinct ids in each bin.
+        lookups_N: Lookups of each histogram.
+
+    Returns:
+        `N x C` float64 (the lower bound for empty bins).
+    """
+    low, high = COUNT_BIN_LOW, COUNT_BIN_HIGH.copy()
+    high[-1] = low[-1]
+    room = ids_NC @ (high - low)
+    excess = lookups_N - ids_NC @ low
+    roomy = room > 0
+    fraction = np.clip(excess / np.where(roomy, room, 1.0), 0.0, 1.0) * roomy
+    mean: npt.NDArray[np.float64] = low + (high - low) * fraction[:, None]
+    left = np.maximum(excess - fraction * room, 0.0)
+    last = ids_NC[:, -1]
+    mean[:, -1] += np.where(last > 0, left / np.where(last > 0, last, 1.0), 0.0)
+    return mean
 
 
 def _bin_probabilities(

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.sharding_types import ShardingType
@@ -161,6 +162,15 @@ class RankLoads:
     """Sums of the shards' `loads_N3`."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Collective:
+    """How outputs travel: a method of `CommsModel`, and bytes of each value."""
+
+    name: str
+    forward_bytes: float
+    backward_bytes: float
+
+
 class Simulator:
     """Costs of shards, rank sets and placements of one task.
 
@@ -228,32 +238,36 @@ class Simulator:
         )
         self.index_bytes_per_table: Floats = self._id_bytes_T + self._length_bytes_T
         """Bytes of ids and lengths that every column shard of a table is sent."""
-        self._kernel_T4: Floats = np.array(
+        self._kernel_T3: Floats = np.array(
             [
-                (0.0, 0.0, 0.0, 0.0)
+                (0.0, 0.0, 0.0)
                 if k is None
-                else (k.forward - 1, k.backward - 1, k.passes, k.prefetch_ms_per_column)
+                else (k.forward - 1, k.backward - 1, k.passes)
                 for k in task.kernels
             ]
         )
-        self._estimated_T: npt.NDArray[np.bool_] = np.any(self._kernel_T4, axis=1)
+        self._host_T = [None if k is None else k.host for k in task.kernels]
+        self._estimated_T: npt.NDArray[np.bool_] = np.any(self._kernel_T3, axis=1)
+        self._estimated_T |= np.array([h is not None for h in self._host_T], dtype=bool)
         self._collectives = self._group_stages(kinds)
 
     def _group_stages(
         self, kinds: Sequence[ShardingType]
-    ) -> list[tuple[str, npt.NDArray[np.int64]]]:
+    ) -> list[tuple[_Collective, npt.NDArray[np.int64]]]:
         """Collectives -> the stages that use them; a stage's tables are of one kind."""
-        stages: dict[str, list[int]] = {}
+        stages: dict[_Collective, list[int]] = {}
         for stage in range(self.task.num_stages):
             held = np.flatnonzero(self.stages_T == stage)
             if not len(held):
                 continue
             kind = kinds[held[0]]
             pools = bool(self.pooled_T[held[0]])
-            stages.setdefault(kind.pooled if pools else kind.sequences, []).append(
-                stage
+            collective = _Collective(
+                kind.pooled if pools else kind.sequences,
+                *self.task.wire_bytes[held[0]],
             )
-        return [(name, np.array(used)) for name, used in stages.items()]
+            stages.setdefault(collective, []).append(stage)
+        return [(collective, np.array(used)) for collective, used in stages.items()]
 
     # Shards.
 
@@ -284,6 +298,7 @@ class Simulator:
             extra[odd] = self._extra(
                 table_N[odd], width_N[odd], share_N[odd], row_N[odd]
             )
+            extra[odd] += self._host_extra(table_N[odd], part_N[odd], width_N[odd])
         return PricedShards(row_N, extra, loads)
 
     def under(self, encoder: ShardEncoder, comms_model: CommsModel) -> Simulator:
@@ -313,9 +328,10 @@ class Simulator:
         if not len(odd):
             return shards
         table_N, width_N, row_N = table_N[odd], width_N[odd], shards.row_N[odd]
-        _, share_N = self._parts(table_N, rows_N[odd])
+        part_N, share_N = self._parts(table_N, rows_N[odd])
         extra_N2 = shards.extra_N2.copy()
         extra_N2[odd] = self._extra(table_N, width_N, share_N, row_N)
+        extra_N2[odd] += self._host_extra(table_N, part_N, width_N)
         return replace(shards, extra_N2=extra_N2)
 
     def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
@@ -347,15 +363,33 @@ class Simulator:
         alone = self.cost_model.predict_sums(self.encoder.encoding(rows))
         # What is not a time shows in the kernel's own cost.
         alone = np.where(np.isfinite(alone), alone, 0.0)[which]
-        forward, backward, passes, prefetch = self._kernel_T4[table_N].T
+        forward, backward, passes = self._kernel_T3[table_N].T
         extra = np.maximum(alone - self.encoder.launch_ms, 0.0)
         extra *= np.stack([forward, backward], axis=1)
         rows_N = self._rows_T[table_N] * share_N
         weights = rows_N * width_N * self._value_bytes_T[table_N]
         if passes.any():
             extra[:, 1] += weights * passes * self.encoder.byte_ms
-        extra[:, 0] += prefetch * width_N
         return extra
+
+    def _host_extra(self, table_N: Ints, part_N: Ints, width_N: Ints) -> Floats:
+        """Time beside the fused kernel's of rows in the host's memory."""
+        out = np.zeros((len(table_N), 2))
+        hosts = [self._host_T[t] for t in table_N.tolist()]
+        for cached in (False, True):
+            held = [
+                (n, host)
+                for n, host in enumerate(hosts)
+                if host is not None and (host.missed is not None) == cached
+            ]
+            if held:
+                numbers = np.array([n for n, _ in held])
+                out[numbers] = self.cost_model.host_memory(
+                    self.encoder.features(part_N[numbers], width_N[numbers]),
+                    np.array([host.gb_per_s for _, host in held]),
+                    np.array([host.missed for _, host in held]) if cached else None,
+                )
+        return out
 
     def features(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         """Return the features of (table, width) shards, `N x F`."""
@@ -449,9 +483,9 @@ class Simulator:
         """
         count, num_ranks = loads_CWS3.shape[:2]
         out = np.zeros(loads_CWS3.shape)
-        for name, used in self._collectives:
+        for collective, used in self._collectives:
             flat = loads_CWS3[:, :, used].swapaxes(1, 2).reshape(-1, num_ranks, 3)
-            ms = self._collective(name, flat)
+            ms = self._collective(collective, flat)
             out[:, :, used] = ms.reshape(count, len(used), num_ranks, 3).swapaxes(1, 2)
         return out
 
@@ -465,19 +499,26 @@ class Simulator:
         Returns:
             `C x W x 3` [ms]: index exchange, forward and backward of each rank.
         """
-        for name, used in self._collectives:
+        for collective, used in self._collectives:
             if stage in used:
-                return self._collective(name, loads_CW3)
+                return self._collective(collective, loads_CW3)
         raise AssertionError(f"stage {stage} has no table")
 
-    def _collective(self, name: str, loads_CW3: Floats) -> Floats:
+    def _collective(self, collective: _Collective, loads_CW3: Floats) -> Floats:
         """Index, forward and backward of one kind of collectives, `C x W x 3` [ms]."""
         model, batch_size = self.comms_model, self.task.batch_size
-        if name == "all_reduce":
+        if collective.name == "all_reduce":
             out = np.zeros(loads_CW3.shape)
             out[..., 2] = model.all_reduce(loads_CW3[..., 2])
             return out
-        both = getattr(model, name)(loads_CW3[..., 1], batch_size)
+        predict = getattr(model, collective.name)
+        columns_CW = loads_CW3[..., 1]
+        # Fewer bytes per value are as fewer columns, each way for itself.
+        fewer = collective.forward_bytes / OUTPUT_BYTES_PER_VALUE
+        both = predict(columns_CW * fewer, batch_size)
+        if collective.backward_bytes != collective.forward_bytes:
+            fewer = collective.backward_bytes / OUTPUT_BYTES_PER_VALUE
+            both[..., 1] = predict(columns_CW * fewer, batch_size)[..., 1]
         index = model.index_all_to_all(loads_CW3[..., 0])
         return np.concatenate([index[..., None], both], axis=2)
 
@@ -497,14 +538,14 @@ class Simulator:
         """
         out = np.zeros(shards.loads_N3.shape)
         stage_N = self.stages_T[table_N]
-        for name, used in self._collectives:
+        for collective, used in self._collectives:
             own = np.flatnonzero(np.isin(stage_N, used))
             if not len(own):
                 continue
             blocks, line = np.unique(block_N[own], return_inverse=True)
             loads = np.zeros((len(blocks), self.task.world_size, 3))
             loads[line, rank_N[own]] = shards.loads_N3[own]
-            out[own] = self._collective(name, loads)[line, rank_N[own]]
+            out[own] = self._collective(collective, loads)[line, rank_N[own]]
         return out
 
     def phases(self, compute_CWS2: Floats, loads_CWS3: Floats) -> Floats:

@@ -5,19 +5,22 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from torchrec_neuroshard.cost_models import BandwidthCommsModel
-from torchrec_neuroshard.cost_models.comms import (
-    LearnedCommsModel,
+from torchrec_neuroshard.cost_models import (
+    BandwidthCommsModel,
     published_comms_model,
 )
+from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
 from torchrec_neuroshard.cost_models.comms_network import (
     TERM_NAMES,
     CommsNetwork,
     physical_terms,
 )
+from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
 from torchrec_neuroshard.records import COLLECTIVES
+
+H100 = GPU_CARDS["h100"]
 
 
 def model(world: int = 4, local: int = 4) -> BandwidthCommsModel:
@@ -92,32 +95,51 @@ def test_other_collectives_move_the_bytes_of_an_all_to_all() -> None:
     np.testing.assert_allclose(reduced, 2 * 8e6 * per_byte)
 
 
-@pytest.mark.parametrize("name", ["h100", "h200"])
-def test_published_links_are_labelled(name: str) -> None:
-    card = GPU_CARDS[name]
-    one = published_comms_model(card, world_size=8, local_world_size=8)
-    assert one.source == f"published links of {name}, not measured"
-    columns = np.full((1, 8), 1024.0)
+def test_published_links_inside_a_node() -> None:
+    """By hand: a start, seven eighths of the bytes, and the ramp between the two."""
+    one = published_comms_model(H100, world_size=8, local_world_size=8)
+    assert one.source == "published links of h100, not measured"
     sent = 1024 * 65536 * 4
-    expected = sent * 7 / 8 / 370e6 + 0.0118
+    moved = sent * 7 / 8 / 370e3  # microseconds
+    ramp = 2 * np.sqrt(2.7 * moved)
+    columns = np.full((1, 8), 1024.0)
+    expected = (11.6 + moved + ramp) / 1e3
     np.testing.assert_allclose(one.all_to_all(columns, 65536), expected)
-
-    two = published_comms_model(card, world_size=16, local_world_size=8)
-    ms = two.all_to_all(np.full((1, 16), 1024.0), 65536)
-    expected = sent * (7 / 16 / 370e6 + 8 / 16 / 35e6) + 0.018
-    np.testing.assert_allclose(ms, expected)
+    ring = (11.6 + 5.1 + moved + ramp) / 1e3
+    np.testing.assert_allclose(one.row_wise(columns, 65536), ring)
+    np.testing.assert_allclose(one.all_reduce(np.full((1, 8), sent)), 2 * ring)
 
 
-def test_bandwidths_given_replace_published_ones() -> None:
-    two = published_comms_model(
-        GPU_CARDS["h100"], world_size=16, local_world_size=8, inter_gb_per_s=70.0
+def test_published_links_between_nodes() -> None:
+    """An all-to-all leaves by each rank's own share of the network, a ring by all's."""
+    two = published_comms_model(H100, world_size=16, local_world_size=8)
+    columns, sent = np.full((1, 16), 1024.0), 1024 * 65536 * 4
+    moved = sent * 15 / 16 / 2 / 35e3
+    expected = (11.6 + 25.7 + moved + 2 * np.sqrt(4.0 * moved)) / 1e3
+    np.testing.assert_allclose(two.all_to_all(columns, 65536), expected)
+    moved = sent * 15 / 16 / min(370e3, 8 * 35e3)
+    expected = (11.6 + 5.1 + 25.7 + moved + 2 * np.sqrt(4.0 * moved)) / 1e3
+    np.testing.assert_allclose(two.row_wise(columns, 65536), expected)
+
+
+def test_given_links_win_and_factors_slow_them() -> None:
+    columns = np.full((1, 8), 1024.0)
+    given = published_comms_model(
+        H100, world_size=8, local_world_size=8, intra_gb_per_s=185.0
     )
-    assert two.source == "given links of h100, not measured"
-    ms = two.all_to_all(np.full((1, 16), 1024.0), 65536)
-    expected = 1024 * 65536 * 4 * (7 / 16 / 370e6 + 8 / 16 / 70e6) + 0.018
-    np.testing.assert_allclose(ms, expected)
+    half = published_comms_model(H100, world_size=8, local_world_size=8).under(
+        EstimateFactors(link=0.5, launch=7.0)
+    )
+    np.testing.assert_allclose(
+        given.all_to_all(columns, 65536), half.all_to_all(columns, 65536)
+    )
+    assert given.source == "given links of h100, not measured"
     with pytest.raises(ConfigError, match=r"\(12\) must be a multiple"):
-        published_comms_model(GPU_CARDS["h100"], world_size=12, local_world_size=8)
+        published_comms_model(H100, world_size=12, local_world_size=8)
+    with pytest.raises(ConfigError, match="bandwidths must be above 0"):
+        published_comms_model(
+            H100, world_size=8, local_world_size=8, intra_gb_per_s=0.0
+        )
 
 
 # The learned model, with any weights

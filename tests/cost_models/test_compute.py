@@ -149,24 +149,6 @@ def test_out_of_range_features_are_named() -> None:
     assert {"log2_rows", "log2_width", "weight_bytes"} <= named
 
 
-def test_physical_model_moves_bytes_at_the_bandwidth() -> None:
-    constants = PhysicalConstants(
-        memory_gb_per_s=1000, launch_us=10, lookup_ns=0, efficiency=1.0
-    )
-    model = PhysicalCostModel(constants, name="p", hardware="h")
-    # Uniform ids over far more rows than lookups: nearly every id is distinct.
-    table = TableConfig(
-        name="t", num_embeddings=10**9, embedding_dim=128, pooling_factor=1.0
-    )
-    features = table_features([table], 1000)
-    column = dict(zip(FEATURE_NAMES, features[0].tolist(), strict=True))
-    repeats = column["lookup_bytes"] - column["distinct_bytes"]
-    moved = column["distinct_bytes"] + repeats / 3 + 1000 * 128 * 4 + 8 * 1000
-    expected = 0.010 + moved / 1e9
-    costs = model.predict_sets(features, np.zeros(1, dtype=np.int64), 1)
-    np.testing.assert_allclose(costs[0, 0], expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize(("width", "penalty"), [(32, 1.75), (64, 1.15), (128, 1.0)])
 def test_stock_formula(width: int, penalty: float) -> None:
     table = TableConfig(

@@ -14,6 +14,7 @@ from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import CacheParams
 
 from tests.builders import gpus, make_ebc, sequences
+from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
 from torchrec_neuroshard.planner.plan_conversion import fusion_key
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
@@ -208,24 +209,22 @@ def test_replicas(
 
 def test_offloaded_tables_run_in_the_kernel_of_the_others() -> None:
     topology = topology_of(1, hbm_mem_bw=64e6, hbm_to_ddr_mem_bw=32e6)
-    kinds = {"t0": ("table_wise", "fused"), "t1": ("table_wise", "fused_uvm_caching")}
-    cache = CacheParams(load_factor=0.5)
+    kinds = {"t0": ("table_wise", "fused"), "t1": ("table_wise", "fused_uvm")}
     costs, plan = placed(
-        make_ebc([(1000, 16)] * 2),
-        topology,
-        kinds,
-        pooling_factors=[6.0],
-        cache_params=cache,
+        make_ebc([(1000, 16)] * 2), topology, kinds, pooling_factors=[6.0]
     )
     ((name, (rank,)),) = phases_of(costs, plan).items()
     assert name == "model (table_wise)"
-    part = LOOKUP * BATCH * 6 + BYTE * BATCH * 6 * 64
-    # TorchRec: a tenth of the mean of both bandwidths.
-    slower = 64e6 / ((0.5 * 64e6 + 0.5 * 32e6) / 10)
-    above_launch = LAUNCH + part - PROBED_LAUNCH
-    forward = LAUNCH + 2 * part + above_launch * (slower - 1)
+    both = LAUNCH + 2 * (LOOKUP * BATCH * 6 + BYTE * BATCH * 6 * 64)
+    # Every looked-up row over the link of 32 GB/s; distinct ones back and forth.
+    constants = PhysicalConstants()
+    link = 32e6
+    forward = both + BATCH * 6 * 64 / (link * constants.host_read)
+    table = next(costs.reader.table(o) for o in plan if o.name == "t1")
+    distinct = table.profile_at(BATCH).num_distinct
+    backward = 2 * both + 2 * distinct * 64 / (link * constants.host_update)
     assert rank[1] == pytest.approx(forward)
-    assert rank[4] == pytest.approx(2 * rank[1])
+    assert rank[4] == pytest.approx(backward)
 
 
 def test_row_wise_tables_of_sequences() -> None:

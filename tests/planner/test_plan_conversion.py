@@ -32,7 +32,7 @@ from torchrec_neuroshard.planner.plan_conversion import (
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     device_tier,
-    name_optimizers,
+    note_sharders,
     table_configs,
 )
 from torchrec_neuroshard.planner.ways import is_placeable
@@ -54,7 +54,7 @@ def options_of(
     enumerator = EmbeddingEnumerator(topology, 32, constraints=constraints)
     options = enumerator.enumerate(module, [sharder])
     reader = TableReader(world_size=2, constraints=constraints, profiles=None)
-    name_optimizers(options, sharders_by_type([sharder]))
+    note_sharders(options, sharders_by_type([sharder]))
     return reader, {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
 
 

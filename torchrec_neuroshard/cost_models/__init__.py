@@ -5,6 +5,9 @@ from torchrec_neuroshard.cost_models.bundle import load_bundle
 from torchrec_neuroshard.cost_models.comms import (
     BandwidthCommsModel,
     LearnedCommsModel,
+)
+from torchrec_neuroshard.cost_models.comms_published import (
+    PublishedCommsModel,
     published_comms_model,
 )
 from torchrec_neuroshard.cost_models.compute import (
@@ -26,6 +29,7 @@ __all__ = [
     "LearnedCommsModel",
     "NeuralCostModel",
     "PhysicalCostModel",
+    "PublishedCommsModel",
     "StockCostModel",
     "load_bundle",
     "load_comms_model",

@@ -17,6 +17,10 @@ from torchrec_neuroshard.cost_models.estimate_error import (
     EstimateError,
     EstimateFactors,
 )
+from torchrec_neuroshard.cost_models.physical import (
+    PhysicalConstants,
+    host_memory_ms,
+)
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 
 __all__ = ["CommsModel", "CostModel", "RangeWarning"]
@@ -119,6 +123,27 @@ class CostModel(ABC):
         total_S = np.maximum(costs_S2.sum(axis=1), 1e-9)
         shares: npt.NDArray[np.float64] = costs_S2 @ self.error.time_std / total_S
         return shares
+
+    def host_memory(
+        self,
+        features_NF: npt.NDArray[np.float32],
+        gb_per_s_N: npt.NDArray[np.float64],
+        missed_N: npt.NDArray[np.float64] | None,
+    ) -> npt.NDArray[np.float64]:
+        """Predict what rows in the host's memory add to the fused kernel's time.
+
+        No bundle has measured such kernels: by default the physical estimate of them.
+
+        Args:
+            features_NF: Features of the shards.
+            gb_per_s_N: Bandwidth to the host's memory, one way.
+            missed_N: Shares of the distinct rows that a cache on the device lacks;
+                None: there is no cache.
+
+        Returns:
+            `N x 2` [ms], forward and backward.
+        """
+        return host_memory_ms(features_NF, PhysicalConstants(), gb_per_s_N, missed_N)
 
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]

@@ -16,65 +16,13 @@ from torchrec_neuroshard.cost_models.comms_network import (
     lateness_overlap,
     traffic_shares,
 )
+from torchrec_neuroshard.cost_models.comms_published import check_nodes
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
-from torchrec_neuroshard.gpu_cards import GpuCard
 from torchrec_neuroshard.records import COLLECTIVES
 
-__all__ = [
-    "BandwidthCommsModel",
-    "LearnedCommsModel",
-    "published_comms_model",
-]
-
-
-# Start of a collective (8.4) and one hop over NVLink (3.4) or network (9.6), of the
-# ring with the simple protocol. Constants of NCCL's own tuning model,
-# src/graph/tuning.cc of NVIDIA/nccl at 01afd20.
-_INTRA_LATENCY_US = 8.4 + 3.4
-_INTER_LATENCY_US = 8.4 + 9.6
-
-
-def published_comms_model(
-    card: GpuCard,
-    *,
-    world_size: int,
-    local_world_size: int,
-    intra_gb_per_s: float | None = None,
-    inter_gb_per_s: float | None = None,
-) -> BandwidthCommsModel:
-    """Return the latency-bandwidth form with the published links of a card's nodes.
-
-    Args:
-        card: Of every rank.
-        world_size: Ranks.
-        local_world_size: Ranks per node.
-        intra_gb_per_s: Bandwidth of a rank inside its node; None: the card's.
-        inter_gb_per_s: Same to other nodes.
-
-    Raises:
-        ConfigError: The ranks do not fill whole nodes.
-    """
-    one_node = world_size == local_world_size
-    given = intra_gb_per_s is not None or inter_gb_per_s is not None
-    return BandwidthCommsModel(
-        world_size=world_size,
-        local_world_size=local_world_size,
-        intra_gb_per_s=intra_gb_per_s or card.intra_gb_per_s.value,
-        inter_gb_per_s=inter_gb_per_s or card.inter_gb_per_s.value,
-        latency_us=_INTRA_LATENCY_US if one_node else _INTER_LATENCY_US,
-        source=f"{'given' if given else 'published'} links of {card.name}, not "
-        "measured",
-    )
-
-
-def _check_nodes(world_size: int, local_world_size: int) -> None:
-    if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
-        raise ConfigError(
-            f"world_size ({world_size}) must be a multiple of local_world_size "
-            f"({local_world_size})"
-        )
+__all__ = ["BandwidthCommsModel", "LearnedCommsModel"]
 
 
 class BandwidthCommsModel(CommsModel):
@@ -108,7 +56,7 @@ class BandwidthCommsModel(CommsModel):
         Raises:
             ConfigError: A bandwidth is missing, or the ranks do not fill whole nodes.
         """
-        _check_nodes(world_size, local_world_size)
+        check_nodes(world_size, local_world_size)
         if not (intra_gb_per_s > 0 and inter_gb_per_s > 0):
             raise ConfigError(
                 "bandwidths must be above 0 GB/s, got "
@@ -191,7 +139,7 @@ class LearnedCommsModel(CommsModel):
             ConfigError: The ranks do not fill whole nodes, or a bandwidth that is
                 needed is not known.
         """
-        _check_nodes(world_size, local_world_size)
+        check_nodes(world_size, local_world_size)
         intra = measured_gb_per_s[0] if intra_gb_per_s is None else intra_gb_per_s
         inter = measured_gb_per_s[1] if inter_gb_per_s is None else inter_gb_per_s
         needs_inter = world_size > local_world_size

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel, RangeWarning
-from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
+from torchrec_neuroshard.cost_models.estimate_error import (
+    EstimateError,
+    EstimateFactors,
+)
 from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwork
+from torchrec_neuroshard.cost_models.physical import (
+    STEP_POWER,
+    PhysicalConstants,
+    host_memory_ms,
+    shard_times,
+)
 from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
-from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
+from torchrec_neuroshard.errors import FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES
 
 __all__ = [
@@ -120,85 +126,75 @@ class ConcurrentCostModel(ScaledCostModel):
         return cls(alone, comms_model.compute_slowdown)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhysicalConstants:
-    """A device in four numbers."""
-
-    memory_gb_per_s: float
-    """Memory bandwidth."""
-    launch_us: float = 20.0
-    """Fixed cost of one fused kernel call, each way."""
-    lookup_ns: float = 0.02
-    """Cost of handling one id, each way (sorting, bounds, offsets)."""
-    efficiency: float = 0.6
-    """Share of the bandwidth that row gathers reach."""
-
-    def __post_init__(self) -> None:
-        if not self.memory_gb_per_s > 0:
-            raise ConfigError(
-                f"memory_gb_per_s must be above 0, got {self.memory_gb_per_s}; give "
-                "the topology its hbm_mem_bw (or ddr_mem_bw)"
-            )
-
-
 class PhysicalCostModel(CostModel):
-    """Bytes over bandwidth, for a device that nothing was measured on.
+    """Bytes over bandwidth and work per id and row; see `physical`."""
 
-    Forward reads each looked-up row and writes the output; repeats of a row cost a
-    third (they come from cache). Backward reads the output's gradient per lookup, and
-    reads and writes each distinct row and its optimizer state once.
-    """
-
-    source = "physical estimate from bandwidth, not measured"
-
-    _REPEAT_COST = 1.0 / 3.0
+    source = "physical estimate, not measured"
 
     def __init__(
-        self, constants: PhysicalConstants, *, name: str, hardware: str
+        self,
+        constants: PhysicalConstants,
+        *,
+        name: str,
+        hardware: str,
+        error: EstimateError | None = None,
     ) -> None:
-        """Take the device's constants."""
+        """Take the device.
+
+        Args:
+            constants: Its figures, and those that all devices share.
+            name: What it is called.
+            hardware: The device.
+            error: How far off the estimate may be; None where that is not known.
+        """
         self.name, self.hardware = name, hardware
         self.constants = constants
+        self.error = error
 
     @property
     def encoding_dim(self) -> int:
-        """Tables, forward ms, backward ms."""
-        return 3
+        """Tables, forward ms, backward ms, bag lengths to the power of `STEP_POWER`."""
+        return 4
 
     def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Each shard's count and its forward and backward ms without the launch."""
+        """Each shard's count, its times without the launch, and its bags' steps."""
         _check_columns(features_NF)
-        column = {n: features_NF[:, i].astype(np.float64) for n, i in _INDEX.items()}
-        bytes_per_ms = self.constants.memory_gb_per_s * 1e6 * self.constants.efficiency
-        repeats = column["lookup_bytes"] - column["distinct_bytes"]
-        gathered = column["distinct_bytes"] + self._REPEAT_COST * repeats
-        indices = 8.0 * column["num_lookups"] + 4.0 * column["weighted_lookups"]
-        ids = column["num_lookups"] * self.constants.lookup_ns * 1e-6
-        forward = (gathered + column["output_bytes"] + indices) / bytes_per_ms + ids
-        state = 1.0 + column["is_adagrad"] + 2.0 * column["is_adam"]
-        updated = 2.0 * state * column["distinct_bytes"]
-        backward = (gathered + updated + 4.0 * indices) / bytes_per_ms + 4.0 * ids
-        return np.stack([column["num_tables"], forward, backward], axis=1)
+        times = shard_times(features_NF, self.constants)
+        tables = features_NF[:, _INDEX["num_tables"]].astype(np.float64)
+        return np.stack([tables, times.forward, times.backward, times.steps], axis=1)
 
     def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Sums plus one launch for a set that is not empty."""
-        launch = self.constants.launch_us * 1e-3 * (sums_SE[:, :1] > 0.5)
-        costs: npt.NDArray[np.float64] = sums_SE[:, 1:] + launch
+        """Sums, and the launch and the longest bag of a set that is not empty."""
+        c = self.constants
+        held = sums_SE[:, :1] > 0.5
+        fixed = np.zeros((len(sums_SE), 2))
+        fixed[:] = c.forward_launch_us, c.backward_launch_us
+        fixed[:, 0] += c.bag_step_us * np.maximum(sums_SE[:, 3], 0.0) ** (
+            1.0 / STEP_POWER
+        )
+        costs: npt.NDArray[np.float64] = np.where(
+            held, np.maximum(sums_SE[:, 1:3], 0.0) + 1e-3 * fixed, 0.0
+        )
         return costs
 
-    def under(self, factors: EstimateFactors) -> PhysicalCostModel:
-        """Return this model as it would be were the device off by these factors.
+    def host_memory(
+        self,
+        features_NF: npt.NDArray[np.float32],
+        gb_per_s_N: npt.NDArray[np.float64],
+        missed_N: npt.NDArray[np.float64] | None,
+    ) -> npt.NDArray[np.float64]:
+        """By the device's own bandwidth; see `CostModel.host_memory`."""
+        own_N = np.full(len(gb_per_s_N), self.constants.host_gb_per_s)
+        return host_memory_ms(features_NF, self.constants, own_N, missed_N)
 
-        The backward and what repeats cost are no constants of it: they stay.
-        """
-        other = copy.copy(self)
-        other.constants = dataclasses.replace(
-            self.constants,
-            efficiency=self.constants.efficiency * factors.bandwidth,
-            lookup_ns=self.constants.lookup_ns / factors.bandwidth,
-            launch_us=self.constants.launch_us * factors.launch,
+    def under(self, factors: EstimateFactors) -> PhysicalCostModel:
+        """Return this model as it would be were the device off by these factors."""
+        return PhysicalCostModel(
+            self.constants.under(factors),
+            name=self.name,
+            hardware=self.hardware,
+            error=self.error,
         )
-        return other
 
 
 class StockCostModel(CostModel):

@@ -61,7 +61,7 @@ CHECKED_CARDS: Mapping[str, CardCheck] = {
     "a100": CardCheck(
         timings=9,
         forward_ratio=0.96,
-        forward_error=0.22,
+        forward_error=0.21,
         backward_ratio=0.85,
         backward_error=0.15,
     ),

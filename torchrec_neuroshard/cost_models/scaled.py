@@ -52,6 +52,15 @@ class ScaledCostModel(CostModel):
         scales = float(self._factors_2[0]), float(self._factors_2[1])
         return type(self)(self.alone.under(factors), scales, self.source)
 
+    def host_memory(
+        self,
+        features_NF: npt.NDArray[np.float32],
+        gb_per_s_N: Floats,
+        missed_N: Floats | None,
+    ) -> Floats:
+        """See `CostModel.host_memory`; the factors are of kernels on the device."""
+        return self.alone.host_memory(features_NF, gb_per_s_N, missed_N)
+
     def relative_uncertainty(self, sums_SE: Floats) -> Floats:
         """See `CostModel.relative_uncertainty`."""
         return self.alone.relative_uncertainty(sums_SE)

@@ -55,6 +55,7 @@ __all__ = [
     "sharders_by_type",
     "share_in_copies",
     "wait_through",
+    "wire_sizes",
     "with_bandwidths",
     "with_devices",
     "with_optimizer",
@@ -263,6 +264,33 @@ def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     return {
         name: getattr(data, "fused_params", None) or {}
         for name, data in sharders.items()
+    }
+
+
+_CODEC_VALUES = 2**20
+
+
+def _wire_bytes(codec: Any) -> float:
+    """Bytes per value after a codec, scales of rows included."""
+    dtype = codec.quantized_dtype
+    size = torch.empty(0, dtype=dtype() if callable(dtype) else dtype).element_size()
+    length = codec.calc_quantized_size(_CODEC_VALUES, codec.create_context())
+    return float(length * size) / _CODEC_VALUES
+
+
+def wire_sizes(sharder: Any) -> Mapping[str, tuple[float, float]]:
+    """Collective -> bytes per value, forward and backward, where it is quantised.
+
+    Args:
+        sharder: A sharder, or what TorchRec gives estimators of it, which knows no
+            scales of rows.
+    """
+    registry = getattr(sharder, "qcomm_codecs_registry", None)
+    if registry is None:
+        return getattr(sharder, "qcomm_dtype_sizes", None) or {}
+    return {
+        name: (_wire_bytes(codecs.forward), _wire_bytes(codecs.backward))
+        for name, codecs in registry.items()
     }
 
 

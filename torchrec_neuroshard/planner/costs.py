@@ -138,6 +138,7 @@ class PlanCosts:
                 cost_model,
                 device_type=topology.compute_device,
                 hbm_gb_per_s=topology.hbm_mem_bw * GB_PER_S,
+                host_gb_per_s=topology.hbm_to_ddr_mem_bw * GB_PER_S,
                 card=self.devices.card,
             )
             ranks = topology.world_size, topology.local_world_size
@@ -170,13 +171,11 @@ class PlanCosts:
             options: Options that have a cost (`TableReader.has_cost`), with or without
                 ranks.
         """
-        kernels = [kernel_factors(o, self.topology) for o in options]
+        kernels = [kernel_factors(o, self.topology, self.reader) for o in options]
         found = OptionShards.of(options, self.reader, self.topology, kernels)
         simulator = self.simulator(found.task)
         priced = simulator.price(found.table_N, found.width_N, found.rows_N)
-        prefetch_T = [0.0 if k is None else k.prefetch_ms_per_column for k in kernels]
-        prefetch_N: Floats = np.array(prefetch_T)[found.table_N] * found.width_N
-        return PricedOptions(found, simulator, priced, prefetch_N)
+        return PricedOptions(found, simulator, priced)
 
     def single_perfs(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
         """Predict each shard as if it were alone on its rank, in one batch.
@@ -466,8 +465,6 @@ class PricedOptions:
     found: OptionShards
     simulator: Simulator
     shards: PricedShards
-    prefetch_N: Floats
-    """Loading of caches, part of the forward [ms]."""
 
     def features(self) -> npt.NDArray[np.float32]:
         """Features of all shards, `N x F`."""
@@ -532,7 +529,7 @@ class PricedOptions:
     def attributed(self) -> tuple[Floats, Floats]:
         """Share the ranks' costs out to placed shards: `N x 2` and `N x 3` [ms].
 
-        A shard's part of a set is in proportion to its cost alone, prefetching aside.
+        A shard's part of a set is in proportion to its cost alone.
         """
         found, simulator, shards = self.found, self.simulator, self.shards
         task, rank_N = found.task, found.rank_N
@@ -551,24 +548,18 @@ class PricedOptions:
         """Return TorchRec's record of each shard's costs.
 
         Args:
-            compute_N2: Forward, prefetching included, and backward [ms].
+            compute_N2: Forward, loading of caches included, and backward [ms].
             comms_N3: Index exchange, forward and backward [ms].
         """
-        forward_N, backward_N = compute_N2.T
         return [
             Perf(
                 fwd_compute=forward,
                 fwd_comms=index + fwd_comms,
                 bwd_compute=backward,
                 bwd_comms=bwd_comms,
-                prefetch_compute=prefetch,
             )
-            for prefetch, forward, backward, (index, fwd_comms, bwd_comms) in zip(
-                self.prefetch_N.tolist(),
-                (forward_N - self.prefetch_N).tolist(),
-                backward_N.tolist(),
-                comms_N3.tolist(),
-                strict=True,
+            for (forward, backward), (index, fwd_comms, bwd_comms) in zip(
+                compute_N2.tolist(), comms_N3.tolist(), strict=True
             )
         ]
 

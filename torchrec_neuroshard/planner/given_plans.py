@@ -20,7 +20,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.table_reader import name_optimizers, table_configs
+from torchrec_neuroshard.planner.table_reader import note_sharders, table_configs
 
 __all__ = [
     "PlanFileError",
@@ -80,7 +80,7 @@ class PlanOptions:
         self._module, self._costs, self._enumerator = module, costs, enumerator
         self._offered: dict[tuple[str, str], list[ShardingOption]] = {}
         offered = enumerator.enumerate(module, list(sharders))
-        name_optimizers(offered, sharders_by_type(sharders))
+        note_sharders(offered, sharders_by_type(sharders))
         for option in offered:
             self._offered.setdefault((option.path, option.name), []).append(option)
 

@@ -1,17 +1,20 @@
 """What kernels cost that no bundle holds, in the terms of the measured fused one.
 
-Two kinds are estimates: the kernel of replicas, with the optimizer's pass over all of
-their rows, and kernels that read the host's memory. Both take what the fused kernel
-takes above its launch, times a factor: measured for replicas on CPUs, else what
-TorchRec's estimate takes them to be slower.
+Two kinds are estimates. The kernel of replicas, with the optimizer's pass over all of
+their rows, takes what the fused kernel takes above its launch, times a factor: measured
+on CPUs, else what TorchRec's estimate takes it to be slower. Kernels that read the
+host's memory take what the fused one takes and, beside it, what their rows take over
+the link (`cost_models.physical.host_memory_ms`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import (
     DP_ELEMENTWISE_KERNELS_PERF_FACTOR,
+    UVM_CACHING_RATIO,
     kernel_bw_lookup,
 )
 from torchrec.distributed.planner.types import (
@@ -20,12 +23,15 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_neuroshard.placement import KernelFactors
+from torchrec_neuroshard.cost_models.physical import cache_misses
+from torchrec_neuroshard.placement import HostRows, KernelFactors
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
+    TableReader,
     is_dense,
     table_name,
 )
+from torchrec_neuroshard.planner.topologies import GB_PER_S
 
 __all__ = ["is_estimated", "kernel_factors"]
 
@@ -41,15 +47,17 @@ def is_estimated(option: ShardingOption) -> bool:
     return is_dense(option) or option.compute_kernel in OFFLOADED_KERNELS
 
 
-def kernel_factors(option: ShardingOption, topology: Topology) -> KernelFactors | None:
-    """Return the factors of an option's kernel over the fused one.
+def kernel_factors(
+    option: ShardingOption, topology: Topology, reader: TableReader
+) -> KernelFactors | None:
+    """Return what an option's kernel takes beside the fused one.
 
-    Loading a cache ahead counts into the forward, for as long as TorchRec estimated in
-    the option's shards.
+    Loading a cache counts into the forward, also where it is loaded ahead.
 
     Args:
         option: An option that has a cost (`TableReader.has_cost`).
         topology: Device and bandwidths.
+        reader: Knows how tables are accessed.
 
     Returns:
         None where the kernel is the fused one itself.
@@ -57,11 +65,6 @@ def kernel_factors(option: ShardingOption, topology: Topology) -> KernelFactors 
     Raises:
         PlannerError: TorchRec has no such kernel for the device.
     """
-    prefetch = 0.0
-    if option.cache_params is not None:
-        shard = option.shards[0]
-        ahead = shard.perf.prefetch_compute if shard.perf else 0.0
-        prefetch = ahead / shard.size[1]
     if is_dense(option):
         known = _MEASURED_DENSE.get(topology.compute_device)
         if known is not None:
@@ -70,11 +73,34 @@ def kernel_factors(option: ShardingOption, topology: Topology) -> KernelFactors 
         passes = DP_ELEMENTWISE_KERNELS_PERF_FACTOR * slowness
         return KernelFactors(forward=slowness, backward=slowness, passes=passes)
     if is_estimated(option):
-        slowness = _slowness(option, topology)
+        _slowness(option, topology)
         return KernelFactors(
-            forward=slowness, backward=slowness, prefetch_ms_per_column=prefetch
+            host=HostRows(
+                gb_per_s=float(topology.hbm_to_ddr_mem_bw) * GB_PER_S,
+                missed=_missed(option, topology, reader),
+            )
         )
-    return KernelFactors(prefetch_ms_per_column=prefetch) if prefetch else None
+    return None
+
+
+def _missed(
+    option: ShardingOption, topology: Topology, reader: TableReader
+) -> float | None:
+    """Share of a batch's distinct rows that the option's cache lacks.
+
+    By the statistics that TorchRec was given, else by how the table is accessed.
+    """
+    if option.compute_kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+        return None
+    params = option.cache_params
+    ratio = params.load_factor if params else None
+    ratio = UVM_CACHING_RATIO if ratio is None else float(ratio)
+    stats = params.stats if params else None
+    if stats is not None:
+        return float(stats.expected_miss_rate(ratio))
+    table = reader.table(option)
+    samples = int(option.batch_size) * int(topology.world_size)
+    return cache_misses(table.profile_at(samples), table.num_embeddings, ratio)
 
 
 def _slowness(option: ShardingOption, topology: Topology) -> float:

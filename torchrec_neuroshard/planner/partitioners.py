@@ -37,7 +37,7 @@ from torchrec_neuroshard.planner.greedy import (
 )
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
-    name_optimizers,
+    note_sharders,
     table_name,
 )
 from torchrec_neuroshard.planner.ways import FreeOption, SearchSpace, is_placeable
@@ -180,7 +180,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 placement constraints cannot be kept, whatever the sizes.
         """
         for option in proposal:
-            name_optimizers((option, *FreeOption.ways_of(option)), self._sharders)
+            note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
         rules = self.rules(proposal)
         if all(s.rank is not None for o in proposal for s in o.shards):
             return self.log.keep(self._keep(proposal, storage_constraint, rules))

@@ -180,6 +180,7 @@ class OptionShards:
             alternatives=tuple(tuple(w) for w in ways.values()),
             sharding_types=tuple(o.sharding_type for o in options),
             pooled=tuple(bool(o.is_pooled) for o in options),
+            wire_bytes=tuple(reader.wire_bytes(o) for o in options),
             kernels=tuple(kernels),
         )
         counts = [len(o.shards) for o in options]

@@ -25,7 +25,7 @@ from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     has_own_optimizer,
-    name_optimizers,
+    note_sharders,
 )
 
 __all__ = [
@@ -125,15 +125,12 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
             args: TorchRec 1.6 passes the sharders here, by position.
             kwargs: Later releases pass their data by keyword.
         """
-        _name_optimizers(sharding_options, *args, *kwargs.values())
+        _note_sharders(sharding_options, *args, *kwargs.values())
         costed: list[ShardingOption] = []
         others: list[ShardingOption] = []
         for option in sharding_options:
             known = self.costs.reader.has_cost(option)
             (costed if known else others).append(option)
-        cached = [o for o in costed if o.cache_params is not None]
-        if cached:  # for what prefetching their caches takes
-            self._stock.estimate(cached, *args, **kwargs)
         perfs = self.costs.single_perfs(costed)
         for option, shard_perfs in zip(costed, perfs, strict=True):
             for shard, perf in zip(option.shards, shard_perfs, strict=True):
@@ -177,7 +174,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
             args: As in TorchRec.
             kwargs: As in TorchRec.
         """
-        _name_optimizers(sharding_options, *args, *kwargs.values())
+        _note_sharders(sharding_options, *args, *kwargs.values())
         named = [self._with_optimizer(option) for option in sharding_options]
         super().estimate(named, *args, **kwargs)
 
@@ -189,8 +186,8 @@ class StorageEstimator(EmbeddingStorageEstimator):
         return with_optimizer(option, state)
 
 
-def _name_optimizers(options: list[ShardingOption], *given: Any) -> None:
+def _note_sharders(options: list[ShardingOption], *given: Any) -> None:
     """Read the sharders that TorchRec gave an estimator."""
     for sharders in given:
         if isinstance(sharders, Mapping):
-            name_optimizers(options, sharders)
+            note_sharders(options, sharders)

@@ -22,6 +22,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
+from torchrec.distributed.types import CommOp
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -33,7 +34,11 @@ from torchrec.modules.fused_embedding_modules import (
 )
 
 from torchrec_neuroshard.devices import is_accelerator
-from torchrec_neuroshard.planner.compat import optimizer_classes, sharder_params
+from torchrec_neuroshard.planner.compat import (
+    optimizer_classes,
+    sharder_params,
+    wire_sizes,
+)
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
 from torchrec_neuroshard.tables import (
@@ -50,11 +55,22 @@ __all__ = [
     "has_own_optimizer",
     "is_dense",
     "is_modelled_config",
-    "name_optimizers",
+    "note_sharders",
     "table_configs",
     "table_name",
 ]
 
+_FP32_BYTES = (4.0, 4.0)
+_A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
+_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
+_SEQUENCES = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name
+_COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "all_to_all": ((_A2A,), (_SEQUENCES,)),
+    "row_wise": ((_SCATTER,), (_SEQUENCES,)),
+    "node_row_wise": ((_SCATTER, _A2A), (_SEQUENCES,)),
+    "all_reduce": ((), ()),
+}
+"""Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
 OFFLOADED_KERNELS: frozenset[str] = frozenset(
@@ -83,8 +99,8 @@ _OPTIMIZER_NAMES: Mapping[str, str] = {
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
 
-_SHARDERS_OPTIMIZER = "sharders_optimizer"
-"""Attribute of an option: see `name_optimizers`."""
+_SHARDERS_OPTIMIZER, _WIRE_SIZES = "sharders_optimizer", "wire_sizes"
+"""Attributes of an option: see `note_sharders`."""
 
 
 def device_tier(topology: Topology) -> str:
@@ -116,13 +132,15 @@ def has_own_optimizer(option: ShardingOption) -> bool:
     return bool(optimizer_classes(option.tensor))
 
 
-def name_optimizers(
+def note_sharders(
     options: Iterable[ShardingOption], sharders: Mapping[str, Any]
 ) -> None:
-    """Leave on options the optimizer that their sharders' fused parameters ask for.
+    """Leave on options what only their sharders know.
 
-    TorchRec shows sharders to enumerators and estimators alone; the other parts of a
-    planner read the optimizer off the option, and copies keep it.
+    That is the optimizer that fused parameters ask for, and the bytes per value of
+    collectives that are quantised. TorchRec shows sharders to enumerators and
+    estimators alone; the other parts of a planner read it off the option, and copies
+    keep it.
 
     Args:
         options: Changed in place.
@@ -133,11 +151,14 @@ def name_optimizers(
         for kind, params in sharder_params(sharders).items()
         if params.get("optimizer") is not None
     }
-    for option in options if asked else ():
+    sizes = {kind: found for kind, s in sharders.items() if (found := wire_sizes(s))}
+    for option in options if asked or sizes else ():
         chosen = asked.get(option.module_type_key)
         if chosen is not None:
             name = chosen.name if isinstance(chosen, Enum) else str(chosen)
             setattr(option, _SHARDERS_OPTIMIZER, name)
+        if option.module_type_key in sizes:
+            setattr(option, _WIRE_SIZES, sizes[option.module_type_key])
 
 
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
@@ -163,7 +184,7 @@ class TableReader:
     """Reads TorchRec's sharding options as tables of the cost model.
 
     An option's optimizer is the one of its parameter or module, else what
-    `name_optimizers` left on it, else TorchRec's default.
+    `note_sharders` left on it, else TorchRec's default.
     """
 
     def __init__(
@@ -184,6 +205,25 @@ class TableReader:
             weakref.WeakKeyDictionary()
         )
         self._tables: dict[tuple[Any, ...], TableConfig] = {}
+
+    def wire_bytes(self, option: ShardingOption) -> tuple[float, float]:
+        """Return bytes that collectives move per output value and per gradient."""
+        kind = SHARDING_TYPES.get(option.sharding_type)
+        sizes = vars(option).get(_WIRE_SIZES, {})
+        if kind is None or not sizes:
+            return _FP32_BYTES
+        name = kind.pooled if option.is_pooled else kind.sequences
+        used = (
+            [_FP32_BYTES]
+            if kind.is_replicated
+            else [
+                sizes.get(op, _FP32_BYTES)
+                for op in _COMM_OPS[name][0 if option.is_pooled else 1]
+            ]
+        )
+        # Of two collectives one after the other, the larger.
+        forward, backward = (max(u[i] for u in used) for i in (0, 1))
+        return forward, backward
 
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""

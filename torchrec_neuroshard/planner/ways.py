@@ -228,7 +228,7 @@ class SearchSpace:
         options = [option for ways in tables for option in ways]
         tier = device_tier(topology)
         storages = _storages(options, reader, enumerator, tier)
-        kernels = [kernel_factors(o, topology) for o in options]
+        kernels = [kernel_factors(o, topology, reader) for o in options]
         task = OptionShards.of(options, reader, topology, kernels).task
         most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
         return cls(

@@ -512,6 +512,7 @@ def column_task(
             "max_shards",
             "sharding_types",
             "pooled",
+            "wire_bytes",
             "kernels",
         )
     }

@@ -1,0 +1,239 @@
+"""Hold cost models against timings that others published.
+
+On a GPU that nothing was measured on, plans rest on a physical estimate. Its constants
+are fitted here to published timings of fused kernels on six GPUs and of collectives on
+two (`published/*.tsv`, each row with its source); and it is held against timings of
+cards, and of sources, that were left out of the fit. Beside it stand the estimate as it
+was before, TorchRec's, and TorchRec's with coefficients fitted to the same timings.
+
+    python benchmarks/bench_published.py --out benchmarks/results/published_202611 \
+        --trace a100x8_one_node.json.gz --trace a100x16_two_nodes.json.gz
+
+writes `<out>.json` (raw), `<out>.md` and `<out>.svg`. It needs no GPU. Traces are those
+of `torch.profiler`; two public ones are named in the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import platform
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from harness.provenance import commit, now
+from published import kernels
+from published.fitting import card_left_out, fit, group, left_out, predict, shared_of
+from published.kernels import KernelRow, family, read_kernels
+from published.links import (
+    fit_links,
+    line_rate,
+    predict_links,
+    read_links,
+    table_left_out,
+)
+from published.page import card_table, kernel_table, link_table, picture, table
+from published.rivals import FittedStock, earlier_estimate, stock_estimate
+from published.traces import read_trace
+from torchrec_neuroshard.cost_models.comms_published import CollectiveConstants
+from torchrec_neuroshard.cost_models.physical import PhysicalConstants
+
+
+def fitted_stock_left_out(
+    rows: Sequence[KernelRow], key: Callable[[KernelRow], Any]
+) -> dict[KernelRow, float]:
+    """Predict each timing by TorchRec's coefficients fitted without its key's."""
+    out: dict[KernelRow, float] = {}
+    for value in sorted({key(r) for r in rows}):
+        model = FittedStock.fit([r for r in rows if key(r) != value])
+        out.update({r: model.predict(r) for r in rows if key(r) == value})
+    return out
+
+
+def kernel_models(rows: list[KernelRow]) -> dict[str, dict[KernelRow, float]]:
+    """Predict all timings by all models [ms]."""
+    stock = FittedStock.fit(rows)
+    shipped = predict(rows, shared_of(PhysicalConstants())).tolist()
+    return {
+        "ours, earlier": {r: earlier_estimate(r) for r in rows},
+        "TorchRec": {r: stock_estimate(r) for r in rows},
+        "TorchRec, coefficients fitted": {r: stock.predict(r) for r in rows},
+        "- source left out": fitted_stock_left_out(rows, lambda r: r.source),
+        "- card left out": fitted_stock_left_out(rows, lambda r: family(r.card)),
+        "ours": dict(zip(rows, shipped, strict=True)),
+        "- source left out ": left_out(rows, lambda r: r.source),
+        "- card left out ": card_left_out(rows),
+    }
+
+
+def spreads(cards: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """What `estimate_error` draws from: of the cards' ratios, left out."""
+    forward = {
+        k: np.log(v["forward_ratio"]) for k, v in cards.items() if v["forward_ratio"]
+    }
+    backward = {
+        k: np.log(v["backward_ratio"]) for k, v in cards.items() if v["backward_ratio"]
+    }
+    both = sorted(set(forward) & set(backward))
+    speed = np.array([forward[k] for k in both])
+    beyond = np.array([forward[k] - backward[k] for k in both])
+    return {
+        "bandwidth": float(np.sqrt(np.mean(np.square(list(forward.values()))))),
+        "backward": float(np.sqrt(np.mean(beyond**2))),
+        "correlation": float(
+            (speed * beyond).sum() / np.sqrt((speed**2).sum() * (beyond**2).sum())
+        ),
+    }
+
+
+def unused(path: Path) -> list[tuple[str, int]]:
+    """Why timings of the file are not used, and how many."""
+    with path.open(newline="") as file:
+        reasons = Counter(r["use"] for r in csv.DictReader(file, delimiter="\t"))
+    return [(why, n) for why, n in reasons.most_common() if why != "used"]
+
+
+def main() -> None:
+    """Fit, leave out, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="results, no suffix")
+    parser.add_argument("--trace", type=Path, action="append", default=[])
+    args = parser.parse_args()
+
+    rows, sizes = read_kernels(), read_links()
+    models = kernel_models(rows)
+    kernels_md, kernels_raw = kernel_table(rows, models, group)
+    cards_md, cards = card_table(rows, models["- card left out "])
+    fitted, shipped = fit(rows), shared_of(PhysicalConstants())
+    linked = fit_links(sizes)
+    link_models = {
+        "line rate, earlier": {r: line_rate(r) for r in sizes},
+        "ours": dict(zip(sizes, predict_links(sizes).tolist(), strict=True)),
+        "table left out": table_left_out(sizes),
+    }
+    links_md, links_raw = link_table(sizes, link_models)
+    both = CollectiveConstants(intra_gb_per_s=1.0, inter_gb_per_s=1.0)
+    shipped_links = {n: getattr(both, n) for n in linked if n != "library_us"}
+    traces = [read_trace(path) for path in args.trace]
+
+    constants_md = table(
+        ["constant", "fitted", "shipped"],
+        [[n, f"{v:.3g}", f"{shipped[n]:g}"] for n, v in fitted.items()]
+        + [
+            [n, f"{v:.3g}", f"{shipped_links[n]:g}" if n in shipped_links else "23.6"]
+            for n, v in linked.items()
+        ],
+    )
+    raw = {
+        "date": now(),
+        "commit": commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "kernels": kernels_raw,
+        "cards_left_out": cards,
+        "spreads": spreads(cards),
+        "constants": {"fitted": {**fitted, **linked}, "shipped": shipped},
+        "collectives": links_raw,
+        "traces": {
+            title: [
+                {
+                    "name": line.name,
+                    "predicted_ms": line.predicted_ms,
+                    "measured_ms": line.measured_ms,
+                    "count": line.count,
+                }
+                for line in lines
+            ]
+            for title, lines in traces
+        },
+        "timings": [
+            {
+                "source": r.source,
+                "card": r.card,
+                "phase": r.phase,
+                "location": r.location,
+                "measured_ms": r.time_ms,
+                **{name.strip(): round(p[r], 5) for name, p in models.items()},
+            }
+            for r in rows
+        ],
+    }
+    svg = args.out.with_suffix(".svg")
+    picture(rows, models["- card left out "], sizes, link_models["table left out"], svg)
+    spread = spreads(cards)
+    sections = [
+        "# Models held against published timings\n",
+        f"`{raw['command']}`, commit {raw['commit']}, {raw['date']}, Python "
+        f"{raw['python']}. No GPU took part: the timings are others', row by row with "
+        "their sources in `benchmarks/published/`. All errors are medians of "
+        "|predicted / measured - 1|.\n",
+        f"![predicted over measured]({svg.name})\n",
+        "## Fused kernels\n",
+        kernels_md,
+        "\nTimings of one source, card and quantity weigh as much as any other such "
+        "group in the fits, which minimise log ratios, large ones less. *Earlier* and "
+        "*TorchRec* have the cards' memory bandwidths; tables in the host's memory are "
+        "priced as TorchRec's `kernel_bw_lookup` does. *Coefficients fitted* is "
+        "`HardwarePerfConfig` with four coefficients per direction and kernel. A dash: "
+        "without that source or card, no timing of such kernels is left. Of caches, "
+        "one source states the size: what they miss was not checked.\n",
+        cards_md,
+        "\nMedians of timings in the card's memory. The spread of these ratios is what "
+        f"`EstimateError` draws from: bandwidth {spread['bandwidth']:.2f}, backward "
+        f"beside it {spread['backward']:.2f}, their correlation "
+        f"{spread['correlation']:.2f} (logarithms, four cards).\n",
+        "Not used: "
+        + "; ".join(
+            f"{n} ({why.removeprefix('not used: ')})" for why, n in unused(kernels.DATA)
+        )
+        + ".\n",
+        "## Collectives\n",
+        links_md,
+        "\nMedian error / predicted over measured. The links' effective bandwidths are "
+        "the cards' published ones, of which those of B200 and MI355X are the largest "
+        "sizes of these very tables: what is left out is start and ramp. Tables of "
+        "MI355X inside a node contradict each other by a quarter at equal sizes.\n",
+    ]
+    if traces:
+        sections.append("## Two training jobs\n")
+        for title, lines in traces:
+            sections.append(f"{title}\n")
+            sections.append(
+                table(
+                    ["what", "predicted ms", "shortest ms", "ratio", "iterations"],
+                    [
+                        [
+                            line.name,
+                            f"{line.predicted_ms:.3f}",
+                            f"{line.measured_ms:.3f}",
+                            f"{line.predicted_ms / line.measured_ms:.2f}",
+                            line.count,
+                        ]
+                        for line in lines
+                    ],
+                )
+                + "\n"
+            )
+        sections.append(
+            "Traces: facebookresearch/HolisticTraceAnalysis at f4d0062, "
+            "tests/data/trace_diff and negative_queue_length_values_check (MIT). "
+            "Shapes are the trace's, ids are taken as uniform, launch gaps left out. "
+            "A collective's time holds the wait for the slowest rank, also in the "
+            "shortest iteration; what other ranks send is not in a trace of one.\n"
+        )
+    sections += ["## Constants\n", constants_md]
+    args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text("\n".join(sections) + "\n")
+    print(args.out.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()

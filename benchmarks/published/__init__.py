@@ -1,0 +1,1 @@
+"""Published timings, and models held against them."""

@@ -1,0 +1,186 @@
+"""Published timings of fused kernels, as tables and as features.
+
+`kernels.tsv` has one row per timing, copied as a fact from the source that it names.
+`use` says whether it is held against models, and why not. Where a source gives the sum
+over several tables (`sum 90837` rows), they are taken to be alike; where it gives no
+distinct ids, they are what its distribution lets expect.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.cost_models.loading import card_constants
+from torchrec_neuroshard.cost_models.physical import PhysicalConstants, cache_misses
+from torchrec_neuroshard.features import FEATURE_NAMES, ShardFeaturizer
+from torchrec_neuroshard.gpu_cards import card_named
+from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
+from torchrec_neuroshard.tables import TableConfig
+
+__all__ = ["KernelRow", "device_constants", "family", "read_kernels"]
+
+DATA = Path(__file__).with_name("kernels.tsv")
+_OUTPUT = FEATURE_NAMES.index("output_bytes")
+_OPTIMIZERS = {"adagrad (element-wise)": "adagrad", "": "sgd", "none": "sgd"}
+_META_H100_GB_PER_S = 2_400.0
+"""An H100 of 96 GB, by the source's own account of its peak."""
+
+
+@dataclass(frozen=True, eq=False)
+class KernelRow:
+    """One timing and its workload."""
+
+    source: str
+    card: str
+    phase: str
+    """What was timed: `forward`, `backward`, parts of the latter, or both."""
+    location: str
+    """`device`, `managed (UVM)` or `managed_caching`."""
+    optimizer: str
+    status: str
+    time_ms: float
+    tables: tuple[TableConfig, ...]
+    batches: tuple[int, ...]
+    """Samples that each table's kernel sees."""
+    cache_ratio: float
+    """Share of the rows that a cache holds; NaN without one."""
+    half_outputs: bool
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is of the forward kernel alone."""
+        return self.phase == "forward"
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether the forward kernel is in it."""
+        return "forward" in self.phase
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the backward kernels are in it."""
+        return "backward" in self.phase
+
+    @functools.cached_property
+    def features(self) -> npt.NDArray[np.float32]:
+        """Features of the tables, `T x F`."""
+        featurizer = ShardFeaturizer([], 1)
+        featurizer.add(self.tables, self.batches)
+        widths = [t.embedding_dim for t in self.tables]
+        features = featurizer.features(np.arange(len(widths)), widths)
+        if self.half_outputs:
+            features[:, _OUTPUT] /= 2
+        return features
+
+    @functools.cached_property
+    def missed(self) -> npt.NDArray[np.float64]:
+        """Share of each table's distinct rows that its cache lacks, `T`."""
+        if not self.cache_ratio > 0:
+            return np.ones(len(self.tables))
+        return np.array(
+            [
+                cache_misses(t.profile_at(b), t.num_embeddings, self.cache_ratio)
+                for t, b in zip(self.tables, self.batches, strict=True)
+            ]
+        )
+
+
+def family(card: str) -> str:
+    """Cards that are left out together: one chip, with more or less memory."""
+    return {"a100-40gb": "a100", "h100-96gb": "h100"}.get(card, card)
+
+
+@functools.cache
+def device_constants(card: str) -> PhysicalConstants:
+    """The data sheet of a row's card."""
+    if card == "h100-96gb":
+        constants = card_constants(card_named("h100"))
+        return dataclasses.replace(constants, memory_gb_per_s=_META_H100_GB_PER_S)
+    return card_constants(card_named(card))
+
+
+def read_kernels(path: Path = DATA) -> list[KernelRow]:
+    """Read the timings that are used."""
+    with path.open(newline="") as file:
+        rows = [r for r in csv.DictReader(file, delimiter="\t") if r["use"] == "used"]
+    return [_parse(row) for row in rows]
+
+
+def _values(text: str, count: int) -> list[float]:
+    found = [float(v) for v in text.split(",")]
+    return found if len(found) == count else found * count
+
+
+def _rows(text: str, count: int) -> list[int]:
+    if text.startswith("sum"):
+        return [max(1, int(float(text.removeprefix("sum")) / count))] * count
+    if "-" in text:  # drawn evenly between two numbers
+        low, high = (float(v) for v in text.split("-"))
+        return [int((low + high) / 2)] * count
+    return [int(v) for v in _values(text, count)]
+
+
+def _parse(row: dict[str, str]) -> KernelRow:
+    count = int(row["tables"])
+    pooling = float(row["pooling"].split()[0])
+    skewed = "zipf" in row["ids"] or "pow" in row["ids"]
+    exponent = float(row["ids"].replace("-", " ").split()[-1]) if skewed else 0.0
+    batches = [int(v) for v in _values(row["batch"], count)]
+    tables = []
+    for number, (num_rows, width, batch) in enumerate(
+        zip(
+            _rows(row["rows"], count),
+            _values(row["width"], count),
+            batches,
+            strict=True,
+        )
+    ):
+        profile = zipf_profile(
+            batch_size=batch,
+            pooling_factor=pooling,
+            num_embeddings=num_rows,
+            exponent=exponent,
+        )
+        if row["distinct"]:
+            profile = _with_distinct(profile, float(row["distinct"]) / count)
+        tables.append(
+            TableConfig(
+                name=f"t{number}",
+                num_embeddings=num_rows,
+                embedding_dim=int(-(-width // 4) * 4),
+                pooling_factor=pooling,
+                profile=profile,
+                weighted="_weighted" in row["op"],
+                data_type=row["weights"],
+                optimizer=_OPTIMIZERS.get(row["optimizer"], row["optimizer"]),
+            )
+        )
+    return KernelRow(
+        source=row["source"],
+        card=row["card"],
+        phase=row["phase"],
+        location=row["location"],
+        optimizer=row["optimizer"],
+        status=row["status"],
+        time_ms=float(row["time_us"]) * 1e-3,
+        tables=tuple(tables),
+        batches=tuple(batches),
+        cache_ratio=float(row["cache_ratio"] or "nan"),
+        half_outputs=row["op"].startswith("batch_index_select"),
+    )
+
+
+def _with_distinct(profile: FeatureProfile, distinct: float) -> FeatureProfile:
+    share = distinct / profile.num_distinct
+    histogram: Sequence[float] = profile.access_histogram
+    return dataclasses.replace(
+        profile, access_histogram=tuple(n * share for n in histogram)
+    )

@@ -1,0 +1,134 @@
+"""Published tables of collectives, and the constants of the model fitted to them."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize
+
+from published.fitting import softened
+from torchrec_neuroshard.cost_models.comms_published import (
+    CollectiveConstants,
+    PublishedCommsModel,
+    card_collectives,
+)
+from torchrec_neuroshard.gpu_cards import card_named
+
+__all__ = ["CollectiveRow", "fit_links", "line_rate", "predict_links", "read_links"]
+
+Floats = npt.NDArray[np.float64]
+
+DATA = Path(__file__).with_name("collectives.tsv")
+_RINGS = ("reduce_scatter", "all_gather")
+START: Mapping[str, float] = {
+    "all_to_all_us": 12.0,
+    "ring_us": 5.0,
+    "between_nodes_us": 25.0,
+    "library_us": 28.0,
+    "intra_ramp_us": 4.0,
+    "inter_ramp_us": 4.0,
+}
+"""Expected values; each may well be off by a factor of three."""
+LINE_RATE = {"b200": (900.0, 50.0), "mi350": (537.0, 50.0)}
+"""Data-sheet rates inside a node and of a NIC [GB/s]: what this package predicted with
+before."""
+_EARLIER_START_US = (11.8, 18.0)
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """One size of one table."""
+
+    source: str
+    card: str
+    collective: str
+    ranks: int
+    nodes: int
+    num_bytes: float
+    """Of a rank's whole buffer."""
+    time_ms: float
+
+    @property
+    def table(self) -> str:
+        """What is left out together: one source's sizes of one collective."""
+        return f"{self.source}, {self.collective}, {self.ranks} ranks"
+
+
+def read_links(path: Path = DATA) -> list[CollectiveRow]:
+    """Read the sizes that have times, of cards that are known."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return [
+        CollectiveRow(
+            source=r["source"],
+            card=r["card"],
+            collective=r["collective"],
+            ranks=int(r["ranks"]),
+            nodes=int(r["nodes"]),
+            num_bytes=float(r["bytes_per_rank"]),
+            time_ms=float(r["time_us"]) * 1e-3,
+        )
+        for r in rows
+        if r["card"] and r["time_us"] and r["collective"] in ("alltoall", *_RINGS)
+    ]
+
+
+def predict_links(
+    rows: Sequence[CollectiveRow], shared: Mapping[str, float] | None = None
+) -> Floats:
+    """Predict them [ms], by the shipped constants or by others."""
+    return np.array([_predict(row, shared) for row in rows])
+
+
+def _predict(row: CollectiveRow, shared: Mapping[str, float] | None) -> float:
+    constants: CollectiveConstants = card_collectives(card_named(row.card))
+    if shared is not None:
+        other = shared["library_us"] if constants.library_us else 0.0
+        constants = dataclasses.replace(constants, **{**shared, "library_us": other})
+    model = PublishedCommsModel(
+        constants, world_size=row.ranks, local_world_size=row.ranks // row.nodes
+    )
+    num_bytes = np.array([row.num_bytes])
+    return float(model.collective_ms(num_bytes, ring=row.collective in _RINGS)[0])
+
+
+def line_rate(row: CollectiveRow) -> float:
+    """A start and bytes over the line rate [ms]: the earlier model."""
+    intra, inter = LINE_RATE[row.card]
+    local = row.ranks // row.nodes
+    per_byte = (local - 1) / row.ranks / intra + (row.ranks - local) / row.ranks / inter
+    return row.num_bytes * per_byte * 1e-6 + _EARLIER_START_US[row.nodes > 1] * 1e-3
+
+
+def fit_links(rows: Sequence[CollectiveRow]) -> dict[str, float]:
+    """Fit what all nodes share; each table counts alike."""
+    names = list(START)
+    start = np.log([START[n] for n in names])
+    sizes = Counter(r.table for r in rows)
+    weight = np.array([4.0 / np.sqrt(sizes[r.table]) for r in rows])
+    measured = np.log([r.time_ms for r in rows])
+
+    def residuals(values: Floats) -> Floats:
+        shared = dict(zip(names, np.exp(values).tolist(), strict=True))
+        off = np.log(predict_links(rows, shared)) - measured
+        return np.concatenate([weight * softened(off), (values - start) / np.log(3)])
+
+    found = optimize.least_squares(residuals, start, diff_step=1e-4)
+    return dict(zip(names, np.exp(found.x).tolist(), strict=True))
+
+
+def table_left_out(rows: Sequence[CollectiveRow]) -> dict[CollectiveRow, float]:
+    """Predict each table by constants fitted to the others [ms]."""
+    out: dict[CollectiveRow, float] = {}
+    for table in sorted({r.table for r in rows}):
+        shared = fit_links([r for r in rows if r.table != table])
+        other = [r for r in rows if r.table == table]
+        out.update(zip(other, predict_links(other, shared).tolist(), strict=True))
+    return out

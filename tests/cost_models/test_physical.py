@@ -1,0 +1,234 @@
+"""The physical estimate: bytes, reuse, host memory, cards, and its error."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
+from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
+from torchrec_neuroshard.cost_models.physical import (
+    PhysicalConstants,
+    cache_misses,
+    host_memory_ms,
+    shard_times,
+)
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.features import FEATURE_NAMES, table_features
+from torchrec_neuroshard.gpu_cards import GPU_CARDS
+from torchrec_neuroshard.profiles import uniform_profile, zipf_profile
+from torchrec_neuroshard.tables import TableConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
+
+BATCH = 4_096
+BYTES_ONLY = PhysicalConstants(
+    memory_gb_per_s=1_000.0,
+    cache_mib=0.0,
+    efficiency=1.0,
+    forward_launch_us=0.0,
+    backward_launch_us=0.0,
+    bag_step_us=0.0,
+    lookup_ns=0.0,
+    gather_gb_per_s=np.inf,
+    sort_ns=0.0,
+    gradient_ns=0.0,
+    gradient_gb_per_s=np.inf,
+    row_ns=0.0,
+)
+
+
+def skewed(exponent: float, **changes: object) -> TableConfig:
+    profile = zipf_profile(
+        batch_size=BATCH,
+        pooling_factor=20.0,
+        num_embeddings=1_000_000,
+        exponent=exponent,
+    )
+    table = TableConfig(
+        name="t",
+        num_embeddings=1_000_000,
+        embedding_dim=128,
+        pooling_factor=20.0,
+        profile=profile,
+    )
+    return dataclasses.replace(table, **changes)  # type: ignore[arg-type]
+
+
+def features(*tables: TableConfig) -> npt.NDArray[np.float32]:
+    return table_features(tables, BATCH)
+
+
+def column(values_NF: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.float64]:
+    return values_NF[:, FEATURE_NAMES.index(name)].astype(np.float64)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.05, 1.4])
+def test_without_a_cache_all_looked_up_bytes_move(exponent: float) -> None:
+    table = features(skewed(exponent))
+    moved = (
+        column(table, "lookup_bytes")
+        + column(table, "output_bytes")
+        + 8 * column(table, "num_lookups")
+        + 8 * column(table, "num_bags")
+    )
+    forward = shard_times(table, BYTES_ONLY).forward
+    np.testing.assert_allclose(forward, moved / 1e9, rtol=1e-4)
+
+
+def test_a_cache_that_holds_the_table_reads_each_row_once() -> None:
+    table = features(skewed(1.05))
+    cached = dataclasses.replace(BYTES_ONLY, cache_mib=1e6)
+    spared = shard_times(table, BYTES_ONLY).forward - shard_times(table, cached).forward
+    repeats = column(table, "lookup_bytes") - column(table, "distinct_bytes")
+    np.testing.assert_allclose(spared, repeats / 1e9, rtol=1e-4)
+
+
+def test_the_hottest_rows_fill_the_cache_first() -> None:
+    half = dataclasses.replace(BYTES_ONLY, cache_mib=16.0)  # a thirtieth of the table
+
+    def spared(exponent: float) -> float:
+        table = features(skewed(exponent))
+        less = shard_times(table, BYTES_ONLY).forward - shard_times(table, half).forward
+        return float((less * 1e9 / column(table, "lookup_bytes"))[0])
+
+    assert spared(0.0) < 0.05 < 0.3 < spared(1.05) < spared(1.4)
+
+
+@pytest.mark.parametrize("card", sorted(GPU_CARDS))
+def test_no_set_beats_its_bytes_over_the_bandwidth(card: str) -> None:
+    model = load_cost_model(card, device_type="cuda")
+    assert isinstance(model, PhysicalCostModel)
+    tables = [
+        skewed(exponent, embedding_dim=width, optimizer=optimizer)
+        for exponent in (0.0, 1.2)
+        for width in (4, 64, 512)
+        for optimizer in ("sgd", "adam")
+    ]
+    values = features(*tables)
+    bandwidth = GPU_CARDS[card].hbm_gb_per_s.value * 1e6
+    least = column(values, "distinct_bytes") + column(values, "output_bytes")
+    updated = 2 * column(values, "distinct_bytes")
+    each = model.predict_sets(values, np.arange(len(tables)), len(tables))
+    assert (each[:, 0] >= least / bandwidth).all()
+    assert (each[:, 1] >= updated / bandwidth).all()
+    together = model.predict_sets(values, np.zeros(len(tables), np.int64), 1)
+    assert together[0, 0] >= least.sum() / bandwidth
+
+
+def test_state_of_the_optimizer_is_read_and_written() -> None:
+    def backward(optimizer: str) -> float:
+        table = features(skewed(0.0, optimizer=optimizer, data_type="fp16"))
+        return float(shard_times(table, BYTES_ONLY).backward[0])
+
+    distinct = float(column(features(skewed(0.0)), "num_distinct")[0])
+    state = 2 * 4 * 128 * distinct / 1e9  # fp32 beside fp16 weights
+    np.testing.assert_allclose(backward("adagrad") - backward("sgd"), state, rtol=1e-4)
+    np.testing.assert_allclose(backward("adam") - backward("sgd"), 2 * state, rtol=1e-4)
+    row_wise = backward("rowwise_adagrad") - backward("sgd")
+    np.testing.assert_allclose(row_wise, 2 * 32 * distinct / 1e9, rtol=1e-3)
+
+
+def test_weights_of_lookups_need_a_gradient() -> None:
+    plain, weighted = features(skewed(1.05)), features(skewed(1.05, weighted=True))
+    times = [
+        shard_times(f, PhysicalConstants(memory_gb_per_s=2e3))
+        for f in (plain, weighted)
+    ]
+    assert times[0].weight_gradient[0] == 0
+    assert times[1].weight_gradient[0] == times[1].forward[0]
+
+
+def test_long_bags_take_steps_and_many_alike_take_few_more() -> None:
+    model = PhysicalCostModel(
+        dataclasses.replace(BYTES_ONLY, bag_step_us=1.0), name="m", hardware="h"
+    )
+
+    def steps(count: int) -> float:
+        sums = model.encode(features(skewed(0.0))) * count
+        return float(model.predict_sums(sums)[0, 0] - sums[0, 1])
+
+    np.testing.assert_allclose(steps(1), 20e-3, rtol=1e-3)
+    assert steps(1) < steps(100) < 4 * steps(1)
+
+
+def test_rows_in_the_hosts_memory_pay_for_lookups_and_for_updates() -> None:
+    constants = PhysicalConstants(memory_gb_per_s=3_350.0, host_gb_per_s=55.6)
+    table = features(skewed(1.05, optimizer="sgd"))
+    forward, backward = host_memory_ms(table, constants, 55.6)[0]
+    np.testing.assert_allclose(
+        forward, column(table, "lookup_bytes")[0] / (55.6e6 * constants.host_read)
+    )
+    np.testing.assert_allclose(
+        backward,
+        2 * column(table, "distinct_bytes")[0] / (55.6e6 * constants.host_update),
+    )
+    none = host_memory_ms(table, constants, 55.6, np.zeros(1))[0]
+    some = host_memory_ms(table, constants, 55.6, np.full(1, 0.5))[0]
+    assert none[0] < some[0] < forward
+    assert none[1] == some[1] == 0  # sgd has no state, and rows are on the card
+
+
+def test_cache_misses_are_the_slope_of_the_working_set() -> None:
+    rows = 1_000_000
+    uniform = uniform_profile(
+        batch_size=BATCH, pooling_factor=10.0, num_embeddings=rows
+    )
+    # Of uniform ids, whatever the batches before were, a row is cached by chance.
+    for ratio in (0.25, 0.5):
+        assert cache_misses(uniform, rows, ratio) == pytest.approx(1 - ratio, abs=0.03)
+    skew = zipf_profile(batch_size=BATCH, pooling_factor=10.0, num_embeddings=rows)
+    assert cache_misses(skew, rows, 0.25) < 0.6 < cache_misses(uniform, rows, 0.25)
+    assert cache_misses(skew, rows, 1.0) == 0
+    assert cache_misses(skew, rows, 1e-4) == 1
+
+
+def test_given_bandwidths_win_over_the_cards() -> None:
+    card = load_cost_model("h100", device_type="cuda")
+    given = load_cost_model(
+        "h100", device_type="cuda", hbm_gb_per_s=2_400.0, host_gb_per_s=20.0
+    )
+    assert isinstance(card, PhysicalCostModel) and isinstance(given, PhysicalCostModel)
+    assert card.constants.memory_gb_per_s == GPU_CARDS["h100"].hbm_gb_per_s.value
+    assert given.constants.memory_gb_per_s == 2_400.0
+    assert given.constants.host_gb_per_s == 20.0
+    assert given.constants.cache_mib == card.constants.cache_mib
+    assert given.name == "h100" and given.hardware == card.hardware
+
+
+def test_the_visible_card_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrec_neuroshard.cost_models import loading
+
+    monkeypatch.setattr(loading, "current_device_name", lambda _: "NVIDIA B200")
+    with pytest.warns(UserWarning, match="B200.*7,672 GB/s.*never checked on this one"):
+        model = load_cost_model("auto", device_type="cuda")
+    assert model.name == "b200" and model.error is not None
+    with pytest.raises(ConfigError, match=r"nor a card \(v100, a100,"):
+        load_cost_model("h900", device_type="cuda")
+
+
+def test_factors_change_what_they_name() -> None:
+    model = load_cost_model("a100", device_type="cuda")
+    assert isinstance(model, PhysicalCostModel)
+    sums = model.encode(features(skewed(1.05)))
+
+    def under(**factors: float) -> npt.NDArray[np.float64]:
+        other = model.under(EstimateFactors(**factors))
+        costs: npt.NDArray[np.float64] = other.predict_sets(
+            features(skewed(1.05)), np.zeros(1, np.int64), 1
+        )[0]
+        return costs
+
+    same, launch = under(), model.constants.backward_launch_us * 1e-3
+    np.testing.assert_allclose(same, model.predict_sums(sums)[0])
+    twice = under(backward=2.0)
+    np.testing.assert_allclose(twice[1] - launch, 2 * (same[1] - launch), rtol=1e-6)
+    assert twice[0] == same[0]
+    slow = under(bandwidth=0.5)
+    np.testing.assert_allclose(slow[1] - launch, 2 * (same[1] - launch), rtol=1e-6)
+    assert under(reuse=0.01)[0] > same[0]
+    np.testing.assert_allclose(under(launch=3.0)[1] - same[1], 2 * launch)
+    assert (under(link=0.5) == same).all()

@@ -1,0 +1,127 @@
+"""Prices of tables in the host's memory, and of quantised collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import CacheParams
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from tests.builders import make_ebc
+from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
+from torchrec_neuroshard.features import table_features
+from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
+from torchrec_neuroshard.planner.table_reader import note_sharders
+
+pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
+
+BATCH = 1024
+
+
+def costs_and_options(
+    kernel: str,
+    *,
+    ratio: float | None = None,
+    qcomms: QCommsConfig | None = None,
+    sharding_type: str = "table_wise",
+) -> tuple[PlanCosts, list[Any]]:
+    topology = Topology(world_size=2, compute_device="cuda")
+    constraints = {
+        "t0": ParameterConstraints(
+            sharding_types=[sharding_type],
+            compute_kernels=[kernel],
+            pooling_factors=[10.0],
+            cache_params=None if ratio is None else CacheParams(load_factor=ratio),
+        )
+    }
+    costs = PlanCosts(
+        topology,
+        constraints,
+        cost_model=load_cost_model("h100", device_type="cuda"),
+    )
+    registry = None
+    if qcomms is not None:
+        registry = get_qcomm_codecs_registry(qcomms, device=torch.device("cpu"))
+    sharder = EmbeddingBagCollectionSharder(qcomm_codecs_registry=registry)
+    enumerator = NeuroShardEnumerator(topology, BATCH, constraints, costs=costs)
+    module: EmbeddingBagCollection = make_ebc([(2_000_000, 64)])
+    options = enumerator.enumerate(module, [sharder])
+    note_sharders(options, {o.module_type_key: sharder for o in options})
+    return costs, options
+
+
+def perf(kernel: str, **settings: Any) -> Any:
+    _, options = costs_and_options(kernel, **settings)
+    return options[0].shards[0].perf
+
+
+def test_lookups_and_updates_travel_over_the_link() -> None:
+    on_device, on_host = perf("fused"), perf("fused_uvm")
+    costs, options = costs_and_options("fused_uvm")
+    model = costs.cost_model
+    assert isinstance(model, PhysicalCostModel)
+    table = costs.reader.table(options[0])
+    added = model.host_memory(table_features([table], 2 * BATCH), np.ones(1), None)[0]
+    beside = (
+        on_host.fwd_compute - on_device.fwd_compute,
+        on_host.bwd_compute - on_device.bwd_compute,
+    )
+    np.testing.assert_allclose(beside, added)
+    lookups = 2 * BATCH * 10 * 64 * 4 / (55.6e6 * model.constants.host_read)
+    np.testing.assert_allclose(added[0], lookups, rtol=1e-3)
+
+
+def test_a_cache_spares_the_link_the_more_it_holds() -> None:
+    host = perf("fused_uvm").fwd_compute
+    times = [perf("fused_uvm_caching", ratio=r).fwd_compute for r in (1.0, 0.3, 0.05)]
+    assert perf("fused").fwd_compute < times[0] < times[1] < times[2]
+    assert times[0] < host
+
+
+@pytest.mark.parametrize(
+    ("sharding_type", "forward", "backward", "sizes"),
+    [
+        ("table_wise", CommType.FP16, CommType.FP32, (2.0, 4.0)),
+        ("table_wise", CommType.FP32, CommType.BF16, (4.0, 2.0)),
+        ("row_wise", CommType.BF16, CommType.FP16, (2.0, 2.0)),
+    ],
+)
+def test_quantised_collectives_move_fewer_bytes(
+    sharding_type: str,
+    forward: CommType,
+    backward: CommType,
+    sizes: tuple[float, float],
+) -> None:
+    qcomms = QCommsConfig(forward_precision=forward, backward_precision=backward)
+    costs, options = costs_and_options(
+        "fused", qcomms=qcomms, sharding_type=sharding_type
+    )
+    option = options[0]
+    assert costs.reader.wire_bytes(option) == sizes
+    plain_costs, plain = costs_and_options("fused", sharding_type=sharding_type)
+    assert plain_costs.reader.wire_bytes(plain[0]) == (4.0, 4.0)
+    index = plain_costs.price(plain).single_comms()[0]
+    quantised = costs.price(options).single_comms()[0]
+    assert quantised[0] == index[0]  # ids stay as they are
+    for way, size in enumerate(sizes, start=1):
+        assert (quantised[way] < index[way]) == (size < 4)
+        assert (quantised[way] == index[way]) == (size == 4)
+
+
+def test_scales_of_rows_count() -> None:
+    qcomms = QCommsConfig(
+        forward_precision=CommType.INT8, backward_precision=CommType.FP32
+    )
+    costs, options = costs_and_options("fused", qcomms=qcomms)
+    forward, backward = costs.reader.wire_bytes(options[0])
+    assert 1.0 < forward < 1.5 and backward == 4.0
