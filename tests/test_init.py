@@ -57,6 +57,7 @@ def test_public_names_are_those_promised() -> None:
         "__version__",
         "load_cost_model",
         "profile_inputs",
+        "rehearse",
         "topology_for",
     ]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+    from torchrec_neuroshard.planner.rehearse import rehearse
     from torchrec_neuroshard.planner.topologies import topology_for
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
@@ -39,6 +40,7 @@ __all__ = [
     "__version__",
     "load_cost_model",
     "profile_inputs",
+    "rehearse",
     "topology_for",
 ]
 
@@ -54,6 +56,7 @@ _LOCATIONS = {
     "TableConfig": "torchrec_neuroshard.tables",
     "load_cost_model": "torchrec_neuroshard.cost_models",
     "profile_inputs": "torchrec_neuroshard.profiles",
+    "rehearse": "torchrec_neuroshard.planner.rehearse",
     "topology_for": "torchrec_neuroshard.planner.topologies",
 }
 

@@ -58,6 +58,11 @@ COMMANDS = (
         "torchrec_neuroshard.cost_models.cache_cli",
     ),
     Command(
+        "rehearse",
+        "build every rank of a stored plan without its devices, and foretell memory",
+        "torchrec_neuroshard.planner.rehearse_cli",
+    ),
+    Command(
         "train-policy",
         "train a DreamShard or AutoShard placement policy",
         "torchrec_neuroshard.baselines.policy_cli",

@@ -18,7 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import comm as torchrec_comm
 from torchrec.distributed import types as torchrec_types
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import (
@@ -38,6 +40,7 @@ __all__ = [
     "SETTING_TYPES",
     "HookedEnumerator",
     "accepted_arguments",
+    "all_lookups",
     "can_reshard",
     "enumerator_constraints",
     "is_wrapped_by_ddp",
@@ -48,6 +51,7 @@ __all__ = [
     "optimizer_arguments",
     "optimizer_classes",
     "permute_features_again",
+    "pipeline_name",
     "planner_part",
     "replaced_parts",
     "report_full",
@@ -59,6 +63,7 @@ __all__ = [
     "with_bandwidths",
     "with_devices",
     "with_optimizer",
+    "without_other_ranks",
 ]
 
 SETTING_TYPES: Mapping[str, Any] = {
@@ -96,6 +101,14 @@ PlannerPart = Literal[
     "perf_model",
     "callbacks",
 ]
+
+
+def pipeline_name(pipeline_type: Any) -> str:
+    """Return the value of a member of `PipelineType`, or the name that it is; "none".
+
+    Where the class is has changed between releases.
+    """
+    return str(getattr(pipeline_type, "value", pipeline_type) or "none")
 
 
 def planner_part(planner: EmbeddingPlannerBase, name: PlannerPart) -> Any:
@@ -295,6 +308,24 @@ def wire_sizes(sharder: Any) -> Mapping[str, tuple[float, float]]:
 
 
 @contextlib.contextmanager
+def without_other_ranks() -> Iterator[None]:
+    """Let modules be sharded where no other rank answers.
+
+    TorchRec keeps the groups of a node for good, and to describe their state sequences
+    ask all ranks for shards. Neither can be had otherwise.
+    """
+    groups = torchrec_comm._INTRA_PG, torchrec_comm._CROSS_PG
+    describe = ShardedEmbeddingCollection._initialize_torch_state
+    torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
+    ShardedEmbeddingCollection._initialize_torch_state = lambda *a, **k: None
+    try:
+        yield
+    finally:
+        ShardedEmbeddingCollection._initialize_torch_state = describe
+        torchrec_comm._INTRA_PG, torchrec_comm._CROSS_PG = groups
+
+
+@contextlib.contextmanager
 def nothing_collected() -> Iterator[None]:
     """Keep the garbage collector from walking over a million shards that all stay."""
     was_enabled = gc.isenabled()
@@ -365,6 +396,14 @@ def lookups(sharded: nn.Module) -> Sequence[nn.Module]:
     """Return the parts of a sharded module that hold its kernels."""
     found: Any = sharded._lookups
     return list(found)
+
+
+def all_lookups(model: nn.Module) -> list[nn.Module]:
+    """Return the parts that hold kernels of all sharded modules of a model.
+
+    TorchRec keeps them in lists, where `modules` does not find them.
+    """
+    return [m for owner in model.modules() for m in getattr(owner, "_lookups", ())]
 
 
 def num_output_collectives(sharded: nn.Module) -> int:

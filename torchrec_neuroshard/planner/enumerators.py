@@ -26,6 +26,7 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.shard_estimators import (
     NeuroShardEstimator,
     StorageEstimator,
@@ -65,6 +66,7 @@ class NeuroShardEnumerator(HookedEnumerator):
 
     Attributes:
         seconds: What the last `enumerate` took.
+        memory: What ranks allocate; None where the caller estimates memory.
 
     Args:
         topology: The devices to plan for.
@@ -76,6 +78,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         profiles: Feature name -> its measured profile.
         costs: Shares one loaded cost model between parts; replaces the three above.
         placement: Which ranks tables may be on. None: any.
+        pipeline_type: TorchRec's, of the training loop: what it keeps on the device
+            counts as memory. None: no pipeline. Only without `estimator`.
         kwargs: Passed to `EmbeddingEnumerator`.
     """
 
@@ -91,9 +95,11 @@ class NeuroShardEnumerator(HookedEnumerator):
         profiles: Mapping[str, FeatureProfile] | None = None,
         costs: PlanCosts | None = None,
         placement: PlacementConstraints | None = None,
+        pipeline_type: Any = None,
         **kwargs: Any,
     ) -> None:
         constraints = dict(constraints) if constraints else None
+        self.memory: MemoryModel | None = None
         if estimator is None:
             costs = costs or PlanCosts(
                 topology,
@@ -102,10 +108,13 @@ class NeuroShardEnumerator(HookedEnumerator):
                 comms_model=comms_model,
                 profiles=profiles,
             )
-            learned = NeuroShardEstimator(topology, constraints, costs=costs)
+            storage = StorageEstimator(
+                topology, constraints, reader=costs.reader, pipeline_type=pipeline_type
+            )
+            self.memory = storage.memory
             estimator = [
-                learned,
-                StorageEstimator(topology, constraints, reader=costs.reader),
+                NeuroShardEstimator(topology, constraints, costs=costs),
+                storage,
             ]
         super().__init__(
             topology=topology,

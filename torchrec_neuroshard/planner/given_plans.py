@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "check_plan",
     "model_tables",
     "plan_entries",
+    "plan_options",
     "tables_of",
     "with_shards",
 ]
@@ -90,22 +91,44 @@ class PlanOptions:
         Raises:
             PlanFileError: The plan is not one of this model, or not whole.
         """
-        tables, _ = model_tables(plan.plan, self._module)
-        check_plan(plan, tables, int(self._costs.topology.world_size))
-        options = []
-        for path, name, sharding in plan_entries(plan):
-            wanted = sharding.sharding_type, sharding.compute_kernel
-            offered = self._offered[path, name]
-            same = [o for o in offered if (o.sharding_type, o.compute_kernel) == wanted]
-            option = with_shards((same or offered)[0], sharding)
-            # What the constraints do not allow may still be at work.
-            option.sharding_type, option.compute_kernel = wanted
-            options.append(option)
+        world_size = int(self._costs.topology.world_size)
+        options = plan_options(plan, self._module, self._offered, world_size)
         self._enumerator.populate_estimates(options)
         self._costs.share_launches(
             [o for o in options if not self._costs.reader.is_column_sharded(o)]
         )
         return options
+
+
+def plan_options(
+    plan: ShardingPlan,
+    module: nn.Module,
+    offered: Mapping[tuple[str, str], Sequence[ShardingOption]],
+    world_size: int,
+) -> list[ShardingOption]:
+    """Return a plan's options, one for each of its tables, in its order.
+
+    Args:
+        plan: The plan.
+        module: The model, before `DistributedModelParallel` took it.
+        offered: Module and table -> what an enumerator lists for it.
+        world_size: Ranks that there are.
+
+    Raises:
+        PlanFileError: The plan is not one of this model, or not whole.
+    """
+    tables, _ = model_tables(plan.plan, module)
+    check_plan(plan, tables, world_size)
+    options = []
+    for path, name, sharding in plan_entries(plan):
+        wanted = sharding.sharding_type, sharding.compute_kernel
+        listed = offered[path, name]
+        same = [o for o in listed if (o.sharding_type, o.compute_kernel) == wanted]
+        option = with_shards((same or listed)[0], sharding)
+        # What the constraints do not allow may still be at work.
+        option.sharding_type, option.compute_kernel = wanted
+        options.append(option)
+    return options
 
 
 def with_shards(option: ShardingOption, sharding: ParameterSharding) -> ShardingOption:

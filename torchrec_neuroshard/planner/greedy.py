@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
@@ -21,7 +22,7 @@ from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.table_reader import table_name
 
-__all__ = ["memory_left", "option_copies", "place_greedily"]
+__all__ = ["memory_left", "option_copies", "place_greedily", "without"]
 
 
 def place_greedily(
@@ -108,6 +109,15 @@ def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[St
         for shard in option.shards:
             left[shard.rank] = left[shard.rank] - shard.storage
     return left
+
+
+def without(topology: Topology, num_bytes: float) -> Topology:
+    """Return the topology with less memory on every device."""
+    taken = Storage(hbm=math.ceil(num_bytes), ddr=0)
+    return with_devices(
+        topology,
+        [DeviceHardware(d.rank, d.storage - taken, d.perf) for d in topology.devices],
+    )
 
 
 def _negative_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:

@@ -30,11 +30,14 @@ from torchrec_neuroshard.planner.constraints import (
     ranks_by_table,
 )
 from torchrec_neuroshard.planner.costs import CostedPart
+from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.greedy import (
     memory_left,
     option_copies,
     place_greedily,
+    without,
 )
+from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     note_sharders,
@@ -112,7 +115,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     by the same routine on the ranks that they may be on, one by one, before all others.
 
     The proposal is not changed; the options returned are copies, whose shards' `perf`
-    adds up to the cost of each rank's set.
+    adds up to the cost of each rank's set, and whose `storage` to what the rank
+    allocates, where `NeuroShardEnumerator` estimates memory.
 
     The other arguments are those of `CostedPart`.
 
@@ -182,6 +186,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         for option in proposal:
             note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
         rules = self.rules(proposal)
+        if self._memory is not None:
+            common = self._memory.common_bytes(proposal)
+            storage_constraint = without(storage_constraint, common)
         if all(s.rank is not None for o in proposal for s in o.shards):
             return self.log.keep(self._keep(proposal, storage_constraint, rules))
         ways = [
@@ -199,8 +206,20 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             ways = [() if out else w for w, out in zip(ways, offloaded, strict=True)]
             self.costs.attribute(plan)
             plan = self._place(_without_ranks(again), ways, storage_constraint, rules)
-        self.costs.attribute(plan)
+        self._attribute(plan)
         return self.log.keep(plan)
+
+    @property
+    def _memory(self) -> MemoryModel | None:
+        if isinstance(self._enumerator, NeuroShardEnumerator):
+            return self._enumerator.memory
+        return None
+
+    def _attribute(self, plan: Sequence[ShardingOption]) -> None:
+        """Share out to shards what each rank takes, time and memory."""
+        self.costs.attribute(plan)
+        if self._memory is not None:
+            self._memory.attribute(plan)
 
     def _is_placeable(self, option: ShardingOption) -> bool:
         return is_placeable(option, self.costs.reader, self._topology)
@@ -262,7 +281,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 message=f"rank {full} of a given plan holds more than its memory",
             )
         self.costs.share_launches(kept)
-        self.costs.attribute(kept)
+        self._attribute(kept)
         return kept
 
     def _search(

@@ -155,6 +155,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             `collective_plan` measure the model's own tables for so many seconds, and
             the bundle that comes of it is kept for later launches. "auto": 60 s on
             GPUs; on CPUs only with cost_model="measure". "never", or seconds.
+        pipeline_type: TorchRec's `PipelineType` of the training loop: what it keeps on
+            the device counts as memory. None: no pipeline. An enumerator that is given
+            counts by its own.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
@@ -189,6 +192,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         max_switches: int | None = None,
         placement_constraints: PlacementConstraints | None = None,
         calibrate: str | float = "auto",
+        pipeline_type: Any = None,
         **kwargs: Any,
     ) -> None:
         constraints, offered, notes = _own_constraints(constraints, enumerator)
@@ -249,6 +253,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "timeout_seconds": timeout_seconds,
         }
         self.placement_constraints = placement_constraints or PlacementConstraints()
+        self._pipeline_type = pipeline_type
         self._profiles = dict(profiles or {})
         self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
@@ -260,6 +265,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 offered,
                 costs=self.costs,
                 placement=self.placement_constraints,
+                pipeline_type=pipeline_type,
             )
         if partitioner is None:
             partitioner = NeuroShardPartitioner(
@@ -392,6 +398,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             enumerator=self.enumerator,
             reader=self.costs.reader,
             violation=self._violation,
+            pipeline_type=self._pipeline_type,
             time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
         )
         # A caller's rating of plans is not overruled.

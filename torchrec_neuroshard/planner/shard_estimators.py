@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +17,14 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     ShardEstimator,
     ShardingOption,
+    Storage,
     Topology,
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.planner.compat import with_optimizer
+from torchrec_neuroshard.planner.compat import sharder_params, with_optimizer
 from torchrec_neuroshard.planner.costs import CostedPart
+from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     has_own_optimizer,
@@ -141,15 +144,22 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
-    """TorchRec's estimate of memory, with the state of every optimizer.
+    """What shards take of memory; of GPUs, as FBGEMM and TorchRec allocate it.
 
-    TorchRec counts the state of optimizers that `apply_optimizer_in_backward` sets;
-    here, what a sharder's `fused_params` or a fused collection asks for counts as well.
+    Sums of its estimates, with `memory.common_bytes`, bound what ranks allocate from
+    above; `memory.ranks` says it exactly. Of CPUs, and of options that the cost model
+    has no price for, the estimate is TorchRec's with the state of every optimizer:
+    TorchRec counts that of optimizers which `apply_optimizer_in_backward` sets; here,
+    what a sharder's `fused_params` or a fused collection asks for counts as well.
+
+    Attributes:
+        memory: What ranks allocate.
 
     Args:
         topology: The devices to plan for.
         constraints: Table name -> TorchRec's constraints on it.
         reader: Knows the tables' optimizers.
+        pipeline_type: As in TorchRec's estimator. None: no pipeline.
     """
 
     def __init__(
@@ -158,11 +168,18 @@ class StorageEstimator(EmbeddingStorageEstimator):
         constraints: Mapping[str, ParameterConstraints] | None = None,
         *,
         reader: TableReader,
+        pipeline_type: Any = None,
     ) -> None:
+        given = {} if pipeline_type is None else {"pipeline_type": pipeline_type}
         super().__init__(
-            topology=topology, constraints=dict(constraints) if constraints else None
+            topology=topology,
+            constraints=dict(constraints) if constraints else None,
+            **given,
         )
         self._reader = reader
+        self.memory = MemoryModel(
+            topology, reader, constraints, pipeline_type=pipeline_type
+        )
 
     def estimate(
         self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
@@ -175,8 +192,19 @@ class StorageEstimator(EmbeddingStorageEstimator):
             kwargs: As in TorchRec.
         """
         _note_sharders(sharding_options, *args, *kwargs.values())
-        named = [self._with_optimizer(option) for option in sharding_options]
-        super().estimate(named, *args, **kwargs)
+        for sharders in (*args, *kwargs.values()):
+            if isinstance(sharders, Mapping):
+                for kind, params in sharder_params(sharders).items():
+                    if load := params.get("cache_load_factor"):
+                        self.memory.cache_loads[kind] = load
+        known = [o for o in sharding_options if self.memory.knows(o)]
+        others = [o for o in sharding_options if not self.memory.knows(o)]
+        if others:
+            named = [self._with_optimizer(option) for option in others]
+            super().estimate(named, *args, **kwargs)
+        for option, sizes in zip(known, self.memory.shard_bytes(known), strict=True):
+            for shard, (device, host) in zip(option.shards, sizes, strict=True):
+                shard.storage = Storage(hbm=math.ceil(device), ddr=math.ceil(host))
 
     def _with_optimizer(self, option: ShardingOption) -> ShardingOption:
         """Name the optimizer where TorchRec looks for it; the shards are the same."""

@@ -77,6 +77,7 @@ class TorchRecPlan:
         enumerator: The planner's: this package's, unless the caller passed one.
         reader: Knows the tables' optimizers.
         violation: Says how a plan breaks the caller's constraints on placement.
+        pipeline_type: TorchRec's, of the training loop; None: no pipeline.
         time_budget_seconds: Of planning as a whole, which starts now.
     """
 
@@ -90,6 +91,7 @@ class TorchRecPlan:
         enumerator: Any,
         reader: TableReader,
         violation: Callable[[Sequence[ShardingOption]], str | None],
+        pipeline_type: Any,
         time_budget_seconds: float,
     ) -> None:
         self.proposer = PlacedPlanProposer(self._candidate)
@@ -101,6 +103,7 @@ class TorchRecPlan:
         self._enumerator = enumerator
         self._reader = reader
         self._violation = violation
+        self._pipeline_type = pipeline_type
         self._time_budget_seconds = time_budget_seconds
         self._timeout_seconds = arguments["timeout_seconds"] or math.inf
         self._started = time.monotonic()
@@ -228,7 +231,12 @@ class TorchRecPlan:
         )
         estimators = [
             TimedEstimator(topology, constraints, deadline=deadline),
-            StorageEstimator(topology, constraints, reader=self._reader),
+            StorageEstimator(
+                topology,
+                constraints,
+                reader=self._reader,
+                pipeline_type=self._pipeline_type,
+            ),
         ]
         batch_size = self._arguments["batch_size"] or BATCH_SIZE
         return EmbeddingEnumerator(topology, batch_size, constraints, estimators)

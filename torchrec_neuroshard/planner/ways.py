@@ -398,6 +398,7 @@ def _storages(
     if enumerator is not None and probes:
         enumerator.populate_estimates(probes)
     counts_all = isinstance(enumerator, NeuroShardEnumerator)
+    memory = enumerator.memory if isinstance(enumerator, NeuroShardEnumerator) else None
     for index, probe in zip(probed, probes, strict=True):
         option = options[index]
         narrow, wide = probe.shards
@@ -408,6 +409,8 @@ def _storages(
             per_column[name] = slope
             fixed[name] = max(0.0, low - slope * narrow.size[1])
         counted = has_own_optimizer(option) or counts_all
+        if memory is not None and memory.knows(option):
+            counted = False  # it counts what each shard keeps
         if counted and reader.optimizer(option) == "rowwise_adagrad":
             # TorchRec spreads one value per row over the columns; in truth each
             # shard keeps its own.

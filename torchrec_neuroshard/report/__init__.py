@@ -11,6 +11,11 @@ from torchrec_neuroshard.report.plan_report import (
     Robustness,
     SplitReport,
 )
+from torchrec_neuroshard.report.rehearsal import (
+    RankRehearsal,
+    Rehearsal,
+    TableFault,
+)
 from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
@@ -18,9 +23,12 @@ __all__ = [
     "OtherTable",
     "PlanBasis",
     "PlanReport",
+    "RankRehearsal",
     "RankReport",
+    "Rehearsal",
     "Robustness",
     "SplitReport",
+    "TableFault",
     "chrome_trace",
     "explain",
     "html_report",

@@ -1,0 +1,165 @@
+"""What ranks allocate: against the allocator's peaks, and identities."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
+
+from tests.builders import (
+    Nested,
+    bag_sharders,
+    gpus,
+    keep_nothing_back,
+    make_ebc,
+    make_planner,
+)
+from torchrec_neuroshard.planner import NeuroShardEnumerator
+from torchrec_neuroshard.planner.memory import MemoryModel
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_202611.json"
+GIB = 2**30
+
+
+MISSES = {
+    ("column_wise", "none", True),
+    ("row_wise", "none", False),
+    ("column_wise", "train_sparse_dist", True),
+    ("grid_shard", "train_sparse_dist", True),
+}
+"""Where some rank of 128 is foretold worse than the rest: type, pipeline, bags."""
+
+
+def test_measured_peaks_are_foretold() -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    assert {r["world_size"] for r in rows} == {8, 16, 128}
+    for row in rows:
+        error = row["foretold_peak"] / row["measured_peak"] - 1
+        case = row["sharding_type"], row["pipeline"], row["pooled"]
+        if row["world_size"] == 128 and case in MISSES:
+            assert -0.12 < error < 0.26, row
+        else:
+            assert -0.02 < error < 0.1, row
+
+
+def planned(
+    kernel: str = "fused",
+    kind: str = "row_wise",
+    factors: tuple[float, ...] = (1.0, 20.0, 5.0),
+    **settings: Any,
+) -> tuple[Any, list[Any]]:
+    """A plan for GPUs, and its options with what shards take."""
+    module = make_ebc([(100_000, 64), (100_000, 128), (100_000, 32)])
+    constraints = {
+        f"t{i}": ParameterConstraints(
+            sharding_types=[kind], compute_kernels=[kernel], pooling_factors=[p]
+        )
+        for i, p in enumerate(factors)
+    }
+    options: list[Any] = []
+
+    def take(found: list[Any]) -> list[Any]:
+        options[:] = found
+        return found
+
+    planner = make_planner(
+        callbacks=[take],
+        topology=gpus(4, hbm_cap=8 * GIB, ddr_cap=64 * GIB),
+        constraints=constraints,
+        batch_size=4096,
+        storage_reservation=keep_nothing_back(),
+        consider_stock=False,
+        **settings,
+    )
+    planner.plan(module, bag_sharders())
+    return planner, options
+
+
+def memory_of(planner: Any) -> MemoryModel:
+    enumerator = planner.enumerator
+    assert isinstance(enumerator, NeuroShardEnumerator)
+    assert enumerator.memory is not None
+    return enumerator.memory
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm_caching"])
+def test_shards_of_a_plan_add_up_to_what_ranks_take(kind: str, kernel: str) -> None:
+    planner, options = planned(kernel, kind)
+    ranks = memory_of(planner).ranks(options)
+    for rank, found in enumerate(ranks):
+        held = [s for o in options for s in o.shards if s.rank == rank]
+        if held:
+            total = sum(s.storage.hbm for s in held)
+            assert total == pytest.approx(found.peak, abs=len(held))
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
+def test_what_the_search_counts_bounds_ranks_from_above(kind: str) -> None:
+    planner, options = planned(kind=kind)
+    memory = memory_of(planner)
+    common = memory.common_bytes(options)
+    used = [common] * 4
+    for option, sizes in zip(options, memory.shard_bytes(options), strict=True):
+        for shard, (device, _) in zip(option.shards, sizes, strict=True):
+            used[shard.rank] += device
+    for bound, found in zip(used, memory.ranks(options), strict=True):
+        assert bound >= found.peak
+
+
+def test_row_wise_state_stays_on_the_device_whatever_the_kernel() -> None:
+    planner, options = planned("fused_uvm")
+    for found in memory_of(planner).ranks(options):
+        rows = 3 * 25_000
+        assert found.static.weights == 0
+        assert found.static.total in (4 * rows, 0)
+    _, cached = planned("fused_uvm_caching")
+    static = memory_of(planner).ranks(cached)[0].static
+    slots = 3 * 25_000 * 0.2
+    assert static.index_tables == pytest.approx(4 * rows + 16 * slots, rel=0.01)
+    # The kernel's cache is as wide as its widest table.
+    assert static.cache == pytest.approx(4 * 128 * slots, rel=0.01)
+
+
+def test_a_pipeline_holds_the_batches_that_it_prepares() -> None:
+    planner, options = planned(factors=(50.0, 200.0, 50.0))
+    plain = memory_of(planner).ranks(options)
+    ahead = MemoryModel(
+        planner.topology, planner.costs.reader, pipeline_type="train_sparse_dist"
+    ).ranks(options)
+    lookups, bags = 4096 * 300.0, 4096 * 3  # of a rank's own samples
+    outputs = 4 * 4096 * (64 + 128 + 32)
+    at_kernel = 4 * (8 * lookups + 4 * bags)  # batches as they came, one reordered
+    next_one = 8 * lookups + 4 * 4 * bags
+    for before, after in zip(plain, ahead, strict=True):
+        assert before.instant == after.instant == "kernel"
+        grown = after.activations - before.activations
+        assert grown == pytest.approx(at_kernel + next_one - 2 * outputs)
+
+
+def test_a_callers_estimator_keeps_counting() -> None:
+    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+
+    topology = gpus(2, hbm_cap=8 * GIB)
+    theirs = EmbeddingEnumerator(topology, 512)
+    planner = make_planner(topology=topology, enumerator=theirs)
+    plan = planner.plan(make_ebc([(1000, 16), (1000, 32)]), bag_sharders())
+    assert isinstance(plan, ShardingPlan)
+    assert planner._partitioner._memory is None
+
+
+def test_ranks_with_room_for_tables_but_not_for_outputs_are_full() -> None:
+    module = Nested(make_ebc([(1000, 128)]))
+    planner = make_planner(
+        topology=gpus(2, hbm_cap=2**21),
+        batch_size=65_536,
+        storage_reservation=keep_nothing_back(),
+    )
+    from torchrec.distributed.planner.types import PlannerError
+
+    with pytest.raises(PlannerError):
+        planner.plan(module, bag_sharders())

@@ -1,0 +1,175 @@
+"""Every rank of a plan, built without its devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
+
+from tests.builders import (
+    Nested,
+    bag_sharders,
+    gpus,
+    keep_nothing_back,
+    make_ebc,
+    make_planner,
+    sequences,
+    stock_planner,
+)
+from torchrec_neuroshard import rehearse
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import PlanFileError, save_plan
+
+GIB = 2**30
+
+
+def plan_for(model: nn.Module, sharders: list[Any], world: int, **only: Any) -> Any:
+    """TorchRec's own plan for GPUs of 8 GiB."""
+    topology = gpus(world, local_world_size=min(2, world), hbm_cap=8 * GIB)
+    names = [f"t{i}" for i in range(8)] + [f"s{i}" for i in range(8)]
+    constraints = {name: ParameterConstraints(**only) for name in names}
+    planner = stock_planner(
+        topology,
+        constraints=constraints,
+        storage_reservation=keep_nothing_back(),
+        batch_size=64,
+    )
+    return topology, planner.plan(model, sharders)
+
+
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
+@pytest.mark.parametrize(
+    "kind", ["table_wise", "column_wise", "row_wise", "table_row_wise"]
+)
+def test_torchrec_plans_of_all_types_run(kind: str, kernel: str) -> None:
+    model = Nested(make_ebc([(1000, 64), (1000, 64), (1000, 64)]))
+    topology, plan = plan_for(
+        model,
+        bag_sharders(),
+        4,
+        sharding_types=[kind],
+        compute_kernels=[kernel],
+        min_partition=32,
+    )
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=64)
+    assert report.runs and report.num_built == 4
+    for rank in report.ranks:
+        assert rank.num_kernels == (rank.num_shards > 0)
+    weights = sum(r.weights_bytes for r in report.ranks)
+    assert weights == (4 * 3 * 64 * 1000 if kernel == "fused" else 0)
+    assert "every rank can run it" in str(report)
+    assert json.loads(json.dumps(report.to_json()))["world_size"] == 4
+
+
+def test_sequences_and_replicas_run() -> None:
+    model = nn.ModuleDict({"s": sequences(32, 32), "b": make_ebc([(1000, 16)])})
+    sharders = [*bag_sharders(), EmbeddingCollectionSharder()]
+    for kind, kernel in (("row_wise", "fused"), ("data_parallel", "dense")):
+        topology, plan = plan_for(
+            model, sharders, 2, sharding_types=[kind], compute_kernels=[kernel]
+        )
+        report = rehearse(model, plan, topology, sharders, batch_size=8)
+        assert report.runs and report.num_built == 2, str(report)
+        assert [r.num_kernels for r in report.ranks] == [2, 2]
+
+
+def test_nothing_is_left_behind_and_the_model_stays() -> None:
+    model = make_ebc([(1000, 16), (1000, 32)])
+    before = dict(os.environ), [id(p) for p in model.parameters()]
+    topology, plan = plan_for(model, bag_sharders(), 2)
+    rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert not dist.is_initialized()
+    assert (dict(os.environ), [id(p) for p in model.parameters()]) == before
+    assert isinstance(next(model.children()), nn.ModuleDict)
+
+
+def test_ranks_without_the_memory_are_named() -> None:
+    model = make_ebc([(100_000, 128), (100_000, 128)])
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
+    topology.devices[1].storage.hbm = 40 * 2**20
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert [bool(r.faults) for r in report.ranks] == [False, True]
+    (fault,) = report.ranks[1].faults
+    assert fault.table in ("t0", "t1")
+    assert "its device has 0.04 GiB" in fault.cause
+    assert "raise world_size" in fault.way_out
+    assert "- rank 1: table" in str(report)
+
+
+def test_what_torchrec_refuses_is_named() -> None:
+    model = make_ebc([(1000, 64), (1000, 64)])
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
+    # Offsets of columns in a table that has rows cut: TorchRec cannot tell its ranks.
+    plan.plan[""]["t1"].sharding_spec = None
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert not report.runs and report.num_built == 0
+    assert "DistributedModelParallel raises" in report.ranks[0].faults[0].cause
+
+
+def test_widths_that_only_a_gpu_refuses_are_named() -> None:
+    model = make_ebc([(100, 4096)])
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    faults = [str(f) for r in report.ranks for f in r.faults]
+    assert len(faults) == 1 and "at most 2048 columns, got 4096" in faults[0]
+
+
+def test_a_process_group_is_left_alone(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", meeting, rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="process without a process group"):
+            rehearse(make_ebc([(1000, 16)]), ShardingPlan({}), gpus(1), batch_size=8)
+        assert dist.get_backend() == "gloo"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_other_models_plans_are_refused() -> None:
+    topology, plan = plan_for(make_ebc([(1000, 16), (1000, 32)]), bag_sharders(), 2)
+    with pytest.raises(PlanFileError, match="is in the plan alone"):
+        rehearse(make_ebc([(1000, 16)]), plan, topology, bag_sharders(), batch_size=8)
+
+
+def make_model() -> EmbeddingBagCollection:
+    return make_ebc([(1000, 64), (1000, 32)])
+
+
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    planner = make_planner(
+        topology=gpus(2, hbm_cap=GIB),
+        batch_size=64,
+        storage_reservation=keep_nothing_back(),
+    )
+    plan = planner.plan(make_model(), bag_sharders())
+    path, out = tmp_path / "plan.json", tmp_path / "report.json"
+    save_plan(plan, path, model=make_model(), planner=planner)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = f"{__name__}:make_model"
+    assert main(["rehearse", str(path), name, "--json", str(out)]) == 0
+    assert "2 tables on 2 ranks, 64 samples each" in capsys.readouterr().out
+    assert json.loads(out.read_text())["num_built"] == 2
+    assert main(["rehearse", str(path), name, "--hbm-gib", "0.0001"]) == 1
+    assert "cannot run it" in capsys.readouterr().out
+    assert main(["rehearse", str(path), "nothing"]) == 2
+    assert "package.module:function" in capsys.readouterr().err
+
+
+def test_no_weight_is_allocated() -> None:
+    model = make_ebc([(2**26, 1024)])  # 256 GiB
+    topology, plan = plan_for(model, bag_sharders(), 64, sharding_types=["row_wise"])
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert report.num_built == 64

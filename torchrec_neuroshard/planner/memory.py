@@ -1,0 +1,467 @@
+"""What a rank of a plan allocates: its tables at rest, and the peak of a step.
+
+A step of the embedding part has four instants at which memory may be at its peak:
+
+- FORWARD: a kernel's output has been copied for the all-to-all, or lies beside what the
+  reduce-scatter returns;
+- OUTPUTS: what arrived is put in the order of the tables, or gradients in that of the
+  ranks;
+- EXCHANGE: gradients of the outputs have been reordered for the way back, and what
+  arrives has its room;
+- KERNEL: a kernel sorts its lookups to update the rows.
+
+What shards *hold* at an instant adds up over all of a rank's shards; what *passes*,
+such as the room for sorting, is one kernel's at a time; what is *common* every rank
+has, whatever its shards: the outputs of its own samples. A rank's peak is the largest
+of the X with the allocator's peaks: `benchmarks/bench_memory.py`.
+
+Units: n lookups that a kernel gets, f its bags, o elements of its output, s elements of
+the outputs of a rank's own samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ShardingType
+
+from torchrec_neuroshard.planner.compat import pipeline_name
+from torchrec_neuroshard.planner.plan_conversion import fusion_key
+from torchrec_neuroshard.planner.table_reader import (
+    OFFLOADED_KERNELS,
+    TableReader,
+    is_dense,
+)
+from torchrec_neuroshard.planner.topologies import node_size
+
+__all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
+
+Floats = npt.NDArray[np.float64]
+
+INSTANTS = ("forward", "outputs", "exchange", "kernel")
+"""When memory may be at its peak, in the order of a step."""
+
+_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+_BY_NODE = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+_BY_ROWS = (*_BY_NODE, ShardingType.ROW_WISE.value)
+_BY_COLUMNS = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+)
+
+_INDEX, _LENGTH, _OFFSET, _FLOAT, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4, 4
+"""Bytes of an index, a bag's length, its offset; of an output, of a lookup's weight and
+of its place in the cache."""
+
+_SORTING, _SORTING_SEQUENCE = 40, 48
+"""Bytes for each lookup while a kernel prepares its update: linear indices, sorted
+ones, what goes with them, and the runs of equal ones."""
+_SORT_TEMPORARY = 12.2
+"""Bytes for each lookup that the radix sort itself takes (measured: 12.18)."""
+_ALLOCATOR = 2 << 20
+"""What torch's allocator adds by rounding, in all."""
+_BATCHES = (5.0, 5.0, 4.0, 4.0)
+"""Batches that a TorchRec pipeline holds on the device at each instant: three as they
+came, the others with features in the order in which they are sent."""
+
+_STATES: Mapping[str, int] = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
+"""Optimizer -> values that it keeps of each weight."""
+_ASSOCIATIVITY = 32
+"""Slots of a set of the cache."""
+_DEFAULT_LOAD = 0.2
+"""Part of a table's rows that TorchRec caches where nobody says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaticMemory:
+    """What tables take of a device at rest [bytes]."""
+
+    weights: float = 0.0
+    optimizer: float = 0.0
+    cache: float = 0.0
+    """Cached rows of tables that live in the host's memory."""
+    index_tables: float = 0.0
+    """What is known of the cache's slots and of every row that may be cached."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.optimizer + self.cache + self.index_tables
+
+    def __add__(self, other: StaticMemory) -> StaticMemory:
+        """Return both together."""
+        return StaticMemory(
+            **{
+                f.name: getattr(self, f.name) + getattr(other, f.name)
+                for f in dataclasses.fields(self)
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """What one rank allocates on its device [bytes]."""
+
+    static: StaticMemory
+    activations: float
+    """At the peak of a step, beside what is there at rest."""
+    instant: str
+    """When that is; one of `INSTANTS`."""
+    num_kernels: int
+
+    @property
+    def peak(self) -> float:
+        """Tables and activations."""
+        return self.static.total + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the memory of a shard depends on."""
+
+    rows: int
+    width: int
+    lookups: float
+    """n: of the shard, in a step."""
+    bags: float
+    """f: of the shard, in a step."""
+    samples: float
+    """Samples whose bags the kernel sees."""
+    parts: int
+    """Ranks that share the table's rows."""
+
+
+class MemoryModel:
+    """Foretells what shards and ranks allocate on CUDA devices.
+
+    Attributes:
+        cache_loads: Module type -> the part of rows that its sharder caches, where a
+            table does not say.
+
+    Args:
+        topology: The devices to plan for.
+        reader: Describes the tables.
+        constraints: Table name -> TorchRec's constraints on it.
+        pipeline_type: A member of TorchRec's `PipelineType`, or None: of a plain loop,
+            whose outputs and their gradients are held until the step ends, as by
+            `outputs.backward(gradients)`. TorchRec's pipelines let go of them, and
+            hold the batches that they prepare.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        reader: TableReader,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        pipeline_type: Any = None,
+    ) -> None:
+        self.cache_loads: dict[str, float] = {}
+        self._world_size = int(topology.world_size)
+        self._node = node_size(topology)
+        self._is_cuda = topology.compute_device != "cpu"
+        self._reader = reader
+        self._constraints = constraints or {}
+        name = pipeline_name(pipeline_type)
+        self._is_pipelined = name in ("train_sparse_dist", "train_prefetch_sparse_dist")
+        self._prefetches = name == "train_prefetch_sparse_dist"
+
+    def knows(self, option: ShardingOption) -> bool:
+        """Whether it can foretell the memory of an option's shards."""
+        return self._is_cuda and self._reader.has_cost(option)
+
+    def shard_bytes(
+        self, options: Sequence[ShardingOption]
+    ) -> list[list[tuple[float, float]]]:
+        """Bound the memory of shards, one by one, so that sums bound that of ranks.
+
+        Args:
+            options: That it `knows`; kernels are taken to be as wide as the widest
+                table that may share their cache.
+
+        Returns:
+            Of each option, of each shard: bytes of the device and of the host.
+        """
+        widest: dict[tuple[Any, ...], int] = defaultdict(int)
+        for option in options:
+            if option.compute_kernel == _CACHING:
+                key = option.path, self._element_size(option)
+                width = max(int(s.size[1]) for s in option.shards)
+                widest[key] = max(widest[key], width)
+        found = []
+        for option in options:
+            width = widest.get((option.path, self._element_size(option)), 0)
+            found.append(
+                [
+                    (self._bound(option, s, width), self._host_bytes(option, s))
+                    for s in option.shards
+                ]
+            )
+        return found
+
+    def common_bytes(self, options: Sequence[ShardingOption]) -> float:
+        """Return what every rank takes, whatever its shards.
+
+        Args:
+            options: One of each table; those that it does not know count nothing.
+        """
+        known = [o for o in options if self.knows(o)]
+        if not known:
+            return 0.0
+        total = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
+        return float(total.max()) + _ALLOCATOR
+
+    def ranks(self, options: Sequence[ShardingOption]) -> tuple[RankMemory, ...]:
+        """Foretell what each rank of a plan allocates.
+
+        Args:
+            options: Placed, one of each table; those that it does not know count with
+                the memory that their shards carry.
+        """
+        known = [o for o in options if self.knows(o)]
+        common = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
+        common += self._reordered(known)
+        kernels: list[dict[tuple[Any, ...], list[tuple[ShardingOption, Shard]]]] = [
+            defaultdict(list) for _ in range(self._world_size)
+        ]
+        others = [0.0] * self._world_size
+        for option in options:
+            if not self.knows(option):
+                for shard in option.shards:
+                    others[shard.rank] += shard.storage.hbm if shard.storage else 0
+                continue
+            key = fusion_key(option, self._reader, option.sharding_type)
+            for shard in option.shards:
+                if shard.size[0] or option.sharding_type in _BY_ROWS:
+                    kernels[shard.rank][key].append((option, shard))
+        return tuple(
+            self._rank(kernels[r], common if known else common * 0, others[r])
+            for r in range(self._world_size)
+        )
+
+    def attribute(self, options: Sequence[ShardingOption]) -> None:
+        """Make the storage of each rank's shards add up to what it allocates, in place.
+
+        Args:
+            options: Placed and estimated, one of each table.
+        """
+        known = [o for o in options if self.knows(o)]
+        shards: dict[int, list[Shard]] = defaultdict(list)
+        for option in known:
+            for shard in option.shards:
+                shards[shard.rank].append(shard)
+        if not known:
+            return
+        for rank, memory in enumerate(self.ranks(known)):
+            bounds = [s.storage.hbm for s in shards[rank]]
+            scale = memory.peak / sum(bounds) if sum(bounds) else 0.0
+            for shard, bound in zip(shards[rank], bounds, strict=True):
+                shard.storage = Storage(
+                    hbm=math.ceil(bound * scale), ddr=shard.storage.ddr
+                )
+
+    def _rank(
+        self,
+        kernels: Mapping[Any, Sequence[tuple[ShardingOption, Shard]]],
+        common: Floats,
+        other: float,
+    ) -> RankMemory:
+        static = StaticMemory(weights=other)
+        held = common + (_ALLOCATOR if common.any() else 0)
+        passing = np.zeros(len(INSTANTS))
+        for shards in kernels.values():
+            cached = [(o, s) for o, s in shards if o.compute_kernel == _CACHING]
+            width = max((int(s.size[1]) for _, s in cached), default=0)
+            kernel_passing = np.zeros(len(INSTANTS))
+            for option, shard in shards:
+                static += self._static(option, shard, width)
+                holds, passes = self._activations(option, shard, bool(cached))
+                held = held + holds
+                kernel_passing = kernel_passing + passes
+            passing = np.maximum(passing, kernel_passing)
+        total = held + passing
+        instant = int(total.argmax())
+        return RankMemory(
+            static=static,
+            activations=float(total[instant]),
+            instant=INSTANTS[instant],
+            num_kernels=len(kernels),
+        )
+
+    def _bound(self, option: ShardingOption, shard: Shard, cache_width: int) -> float:
+        cached = option.compute_kernel == _CACHING
+        static = self._static(option, shard, max(cache_width, int(shard.size[1])))
+        held, passing = self._activations(option, shard, cached)
+        return static.total + float((held + passing).max())
+
+    def _element_size(self, option: ShardingOption) -> int:
+        return int(option.tensor.element_size())
+
+    def _host_bytes(self, option: ShardingOption, shard: Shard) -> float:
+        if option.compute_kernel not in OFFLOADED_KERNELS:
+            return 0.0
+        values = float(shard.size[0]) * int(shard.size[1])
+        state = _STATES.get(self._reader.optimizer(option), 2)
+        return values * (self._element_size(option) + _FLOAT * state)
+
+    def _static(
+        self, option: ShardingOption, shard: Shard, cache_width: int
+    ) -> StaticMemory:
+        rows, width = int(shard.size[0]), int(shard.size[1])
+        optimizer = self._reader.optimizer(option)
+        state = float(_FLOAT * _STATES.get(optimizer, 2) * rows * width)
+        row_state = float(_FLOAT * rows) if optimizer == "rowwise_adagrad" else 0.0
+        weights = float(rows * width * self._element_size(option))
+        if is_dense(option):
+            # The gradients of all rows, in DistributedDataParallel's buckets.
+            return StaticMemory(weights=2 * weights, optimizer=state + row_state)
+        if option.compute_kernel not in OFFLOADED_KERNELS:
+            return StaticMemory(weights=weights, optimizer=state + row_state)
+        if option.compute_kernel != _CACHING:
+            return StaticMemory(optimizer=row_state)  # even of tables in the host
+        load = self._cache_load(option)
+        slots = math.ceil(rows * load / _ASSOCIATIVITY) * _ASSOCIATIVITY
+        params = option.cache_params
+        algorithm = params.algorithm if params is not None else None
+        is_lfu = algorithm is not None and algorithm.name == "LFU"
+        ages = rows if is_lfu else slots
+        return StaticMemory(
+            optimizer=row_state,
+            cache=float(slots * cache_width * self._element_size(option)),
+            index_tables=float(4 * rows + 8 * slots + 8 * ages),
+        )
+
+    def _cache_load(self, option: ShardingOption) -> float:
+        params = option.cache_params
+        load = params.load_factor if params is not None else None
+        if load is None:
+            load = self.cache_loads.get(option.module_type_key)
+        return float(load or _DEFAULT_LOAD)
+
+    def _shape(self, option: ShardingOption, shard: Shard) -> _Shape:
+        table = self._reader.table(option)
+        local = float(option.batch_size)
+        world = 1 if is_dense(option) else self._world_size
+        parts = 1
+        if option.sharding_type in _BY_ROWS:
+            parts = self._node if option.sharding_type in _BY_NODE else world
+        features = self._num_features(option)
+        return _Shape(
+            rows=int(shard.size[0]),
+            width=int(shard.size[1]),
+            lookups=table.pooling_factor * local * world / parts,
+            bags=features * local * world,
+            samples=local * world,
+            parts=parts,
+        )
+
+    def _num_features(self, option: ShardingOption) -> int:
+        config = self._reader.config(option)
+        return max(1, len(config.feature_names if config is not None else ()))
+
+    def _activations(
+        self, option: ShardingOption, shard: Shard, is_cached: bool
+    ) -> tuple[Floats, Floats]:
+        """What a shard adds to each instant: held by all kernels, passing in one."""
+        shape = self._shape(option, shard)
+        n, f = shape.lookups, shape.bags
+        weight = _WEIGHT if self._reader.table(option).weighted else 0
+        location = _LOCATION if is_cached else 0
+        saved = (_INDEX + weight + location) * n + _OFFSET * f
+        if self._is_pipelined and not is_dense(option):
+            ahead = location if self._prefetches else 0
+            saved += (_INDEX + weight + ahead) * n + _LENGTH * f
+        output = f * shape.width if option.is_pooled else n * shape.width
+        gradient = _FLOAT * output
+        sorting = (_SORTING if option.is_pooled else _SORTING_SEQUENCE) * n
+        if weight or location:
+            sorting = (_SORTING + weight + location + _SORT_TEMPORARY) * n
+        held = np.full(len(INSTANTS), saved)
+        if is_dense(option):
+            rows = shape.rows * shape.width * self._element_size(option)
+            return held, np.array([_OFFSET * f, 0.0, 0.0, sorting - 8 * n + rows])
+        if not option.is_pooled:
+            held += [0.0, 0.0, gradient, gradient]
+            permuted = gradient + 12 * f
+            if option.sharding_type in _BY_ROWS:  # where each id came from
+                held += _INDEX * n * shape.parts / self._world_size
+            return held, np.array(
+                [gradient + permuted, 0.0, 0.0, max(sorting, permuted)]
+            )
+        copied = gradient if option.sharding_type in _BY_COLUMNS else 0.0
+        if option.sharding_type in _BY_NODE:
+            held += [0.0, 0.0, 0.0, gradient]
+            reduced = gradient / shape.parts
+            forward = gradient + 2 * reduced + _OFFSET * f
+            return held, np.array([forward, 0.0, reduced, max(sorting, reduced)])
+        held += [0.0, 0.0, gradient, gradient]
+        return held, np.array([gradient + copied + _OFFSET * f, 0.0, 0.0, sorting])
+
+    def _common(self, option: ShardingOption) -> Floats:
+        """What every rank holds at each instant of the outputs of its own samples."""
+        table, local = self._reader.table(option), float(option.batch_size)
+        lookups, bags = table.pooling_factor * local, self._num_features(option) * local
+        outputs = bags if option.is_pooled else lookups
+        size = _FLOAT * outputs * int(option.tensor.shape[1])
+        batches = np.zeros(len(INSTANTS))
+        if self._is_pipelined:
+            weight = _WEIGHT if table.weighted else 0
+            one = (_INDEX + weight) * lookups + _LENGTH * bags
+            batches = one * np.array(_BATCHES)
+        kept = 0.0 if self._is_pipelined else 1.0
+        if is_dense(option):
+            return size * np.array([1.0, 1.0, 1.0 + kept, 1.0 + kept]) + batches
+        sent = option.is_pooled and option.sharding_type == ShardingType.ROW_WISE.value
+        exchanged = 1.0 + kept if sent else 2.0 + kept
+        own = 2.0 * kept if option.is_pooled else 1.0 + kept
+        # Gradients, cut by rank, lie beside the pieces that they are put together from.
+        cut = 2.0 if sent or not option.is_pooled else 3.0 + kept
+        return size * np.array([1.0, cut, exchanged, own]) + batches
+
+    def _reordered(self, options: Sequence[ShardingOption]) -> Floats:
+        """What putting outputs into the order of the tables takes."""
+        extra = np.zeros(len(INSTANTS))
+        modules: dict[str, dict[str, list[ShardingOption]]] = {}
+        for option in options:
+            if option.is_pooled:
+                kinds = modules.setdefault(option.path, {})
+                kinds.setdefault(option.sharding_type, []).append(option)
+        for kinds in modules.values():
+            size = {k: sum(self._output_bytes(o) for o in v) for k, v in kinds.items()}
+            if len(kinds) > 1:  # one more copy, of all of them side by side
+                extra += sum(size.values()) * np.array([0.0, 1.0, 0.0, 0.0])
+            for kind, members in kinds.items():
+                if kind in _BY_COLUMNS[1:] and _is_permuted(members):
+                    extra += size[kind] * np.array([0.0, 1.0, 1.0, 0.0])
+        return extra
+
+    def _output_bytes(self, option: ShardingOption) -> float:
+        bags = self._num_features(option) * float(option.batch_size)
+        return _FLOAT * bags * int(option.tensor.shape[1])
+
+
+def _is_permuted(options: Sequence[ShardingOption]) -> bool:
+    """Whether column shards, by their ranks, are in another order than the tables."""
+    arriving = sorted(
+        (int(shard.rank or 0), table, int(shard.offset[1]))
+        for table, option in enumerate(options)
+        for shard in option.shards
+    )
+    return any(a[1:] > b[1:] for a, b in itertools.pairwise(arriving))

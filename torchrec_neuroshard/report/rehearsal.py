@@ -1,0 +1,169 @@
+"""What became of every rank of a plan when it was built without its devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_neuroshard.placement import format_bytes
+
+__all__ = ["RankRehearsal", "Rehearsal", "TableFault"]
+
+MAX_RANKS = 32
+"""Ranks shown one by one; of more, the fullest ones."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableFault:
+    """Why a rank cannot run a plan."""
+
+    table: str
+    """Full name; "" where no one table is to blame."""
+    cause: str
+    way_out: str
+
+    def __str__(self) -> str:
+        """Return it as a sentence or two."""
+        name = f"table '{self.table}': " if self.table else ""
+        return f"{name}{self.cause}. {self.way_out}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankRehearsal:
+    """One rank: what it holds, and what it takes of its device [bytes]."""
+
+    rank: int
+    num_shards: int
+    num_kernels: int
+    """Fused kernels, and those of replicated tables."""
+    weights_bytes: float
+    """Of replicated tables, gradients as well."""
+    optimizer_bytes: float
+    index_bytes: float
+    """What is known of cached rows, beside the rows."""
+    cache_bytes: float
+    activation_bytes: float
+    """At the peak of a step, beside what is there at rest."""
+    instant: str
+    """When the peak is: "forward", "exchange" or "kernel"."""
+    memory_bytes: int
+    """What the device has."""
+    faults: tuple[TableFault, ...]
+
+    @property
+    def static_bytes(self) -> float:
+        """What is there at rest."""
+        return (
+            self.weights_bytes
+            + self.optimizer_bytes
+            + self.index_bytes
+            + self.cache_bytes
+        )
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most that the rank takes."""
+        return self.static_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """A plan on all of its ranks; `print` shows it as text."""
+
+    world_size: int
+    batch_size: int
+    pipeline: str
+    num_tables: int
+    ranks: tuple[RankRehearsal, ...]
+    num_built: int
+    """Ranks whose sharded model was built; 0 where that is not possible."""
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def runs(self) -> bool:
+        """Whether no rank has a fault."""
+        return not any(rank.faults for rank in self.ranks)
+
+    @property
+    def fullest(self) -> RankRehearsal:
+        """The rank that takes the most of its memory."""
+        return max(self.ranks, key=lambda r: r.peak_bytes / max(1, r.memory_bytes))
+
+    def __str__(self) -> str:
+        """Return the report as text."""
+        return "\n".join(_lines(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return dataclasses.asdict(self)
+
+
+def _lines(report: Rehearsal) -> Iterator[str]:
+    faulty = [r for r in report.ranks if r.faults]
+    verdict = (
+        f"{len(faulty)} ranks cannot run it" if faulty else "every rank can run it"
+    )
+    yield (
+        f"{report.num_tables} tables on {report.world_size} ranks, {report.batch_size} "
+        f"samples each, pipeline {report.pipeline}: {verdict}"
+    )
+    yield (
+        f"{report.num_built} ranks built without a device in {report.seconds:.1f} s; "
+        "memory is foretold, of the embedding part alone"
+    )
+    full = report.fullest
+    yield (
+        f"fullest: rank {full.rank}, {format_bytes(full.peak_bytes)} of "
+        f"{format_bytes(full.memory_bytes)}"
+    )
+    yield ""
+    titles = ("weights", "optimizer", "index", "cache", "step", "peak", "of")
+    yield (
+        f"{'rank':>5}{'shards':>8}{'kernels':>8}"
+        + "".join(f"{title:>10}" for title in titles)
+        + "   [GiB]"
+    )
+    ranks = report.ranks
+    if len(ranks) > MAX_RANKS:
+        chosen = sorted(ranks, key=lambda r: (not r.faults, -r.peak_bytes))
+        ranks = tuple(sorted(chosen[:MAX_RANKS], key=lambda r: r.rank))
+    for rank in ranks:
+        sizes = (
+            rank.weights_bytes,
+            rank.optimizer_bytes,
+            rank.index_bytes,
+            rank.cache_bytes,
+            rank.activation_bytes,
+            rank.peak_bytes,
+            rank.memory_bytes,
+        )
+        yield (
+            f"{rank.rank:>5}{rank.num_shards:>8}{rank.num_kernels:>8}"
+            + "".join(f"{size / _GIB:>10.3f}" for size in sizes)
+            + ("  *" if rank.faults else "")
+        )
+    if len(report.ranks) > MAX_RANKS:
+        yield f"  ... of {len(report.ranks)} ranks, those at fault and the fullest"
+    if faulty:
+        yield ""
+        yield "Faults:"
+        yield from _fault_lines(faulty)
+    if report.notes:
+        yield ""
+        yield "Notes:"
+        yield from (f"- {text}" for text in report.notes)
+
+
+def _fault_lines(faulty: list[RankRehearsal]) -> Iterator[str]:
+    """Each fault once, with the ranks that have it."""
+    ranks: dict[TableFault, list[int]] = {}
+    for rank in faulty:
+        for fault in rank.faults:
+            ranks.setdefault(fault, []).append(rank.rank)
+    for fault, where in ranks.items():
+        some = ", ".join(map(str, where[:8])) + (", ..." if len(where) > 8 else "")
+        yield f"- rank{'s' if len(where) > 1 else ''} {some}: {fault}"
