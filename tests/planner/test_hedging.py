@@ -74,7 +74,7 @@ def test_what_is_said_of_the_draws() -> None:
     assert (found.num_draws, found.num_plans) == (2, 2)
     assert (found.mean_ms, found.std_ms) == (2.0, 1.0)
     assert (found.mean_ratio, found.worst_ratio) == (1.0, 1.5)
-    assert "0.0% less than TorchRec's plan on average, +50.0% in the worst" in str(
+    assert "1.00 times TorchRec's plan on average, 1.50 times in the worst" in str(
         found
     )
     alone = robustness(paths, chosen=1, reference=None)

@@ -113,8 +113,8 @@ class Robustness:
         if self.mean_ratio is None or self.worst_ratio is None:
             return f"{spread}; TorchRec's own plan was not there to compare with"
         return (
-            f"{spread}; {1 - self.mean_ratio:.1%} less than TorchRec's plan on "
-            f"average, {self.worst_ratio - 1:+.1%} in the worst draw"
+            f"{spread}; {self.mean_ratio:.2f} times TorchRec's plan on average, "
+            f"{self.worst_ratio:.2f} times in the worst draw"
         )
 
 
