@@ -59,7 +59,7 @@ COMMANDS = (
     ),
     Command(
         "rehearse",
-        "build every rank of a stored plan without its devices, and foretell memory",
+        "build every rank of a stored plan without its devices",
         "torchrec_neuroshard.planner.rehearse_cli",
     ),
     Command(

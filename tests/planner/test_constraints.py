@@ -259,7 +259,7 @@ def test_constraints_drawn_at_random(seed: int) -> None:
         forbid_ranks=[3] if seed % 3 == 0 else [],
     )
     planner = make_planner(
-        topology=Topology(4, "cuda", local_world_size=2, hbm_cap=4_000_000),
+        topology=Topology(4, "cuda", local_world_size=2, hbm_cap=6_500_000),
         constraints={
             n: ParameterConstraints(**kinds[k])
             for n, k in zip(NAMES, picks, strict=True)

@@ -984,8 +984,8 @@ def test_memory_of_the_optimizer_state_is_the_same_by_every_way(name: str) -> No
     state = {"sgd": 0, "row-wise adagrad": 4 * 100_000 * len(found[0])}
     state |= {"adagrad": weights, "adam": 2 * weights}
     held = sum(size for _, size in found[0])
-    # Besides, there are ids and outputs.
-    assert 0 <= held - weights - state[name] < MIB
+    # Besides, there are ids and outputs, and what two allocators round up.
+    assert 4 * MIB < held - weights - state[name] < 4.5 * MIB
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
