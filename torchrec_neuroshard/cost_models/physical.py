@@ -309,7 +309,7 @@ def cache_misses(
 
     def working_set(batches: float) -> float:
         samples = max(1, round(batches * profile.batch_size))
-        return profile.at_batch_size(samples, num_embeddings).num_distinct
+        return profile.num_distinct_at(samples, num_embeddings)
 
     low, high = 1.0, 2.0
     while working_set(high) < held and high < _MOST_BATCHES:

@@ -208,12 +208,13 @@ class MemoryModel:
         found = []
         for option in options:
             width = widest.get((option.path, self._element_size(option)), 0)
-            found.append(
-                [
-                    (self._bound(option, s, width), self._host_bytes(option, s))
-                    for s in option.shards
-                ]
-            )
+            sizes = [tuple(s.size) for s in option.shards]
+            # Shards of one size are many, and take the same.
+            known = {
+                size: (self._bound(option, s, width), self._host_bytes(option, s))
+                for size, s in dict(zip(sizes, option.shards, strict=True)).items()
+            }
+            found.append([known[size] for size in sizes])
         return found
 
     def common_bytes(self, options: Sequence[ShardingOption]) -> float:
