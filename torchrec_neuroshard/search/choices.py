@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy import sparse
 
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
@@ -78,9 +79,10 @@ class Choices:
         blocks_T = bank.dims_T / self.width_T
         rows = bank.rows(table, self.width_T[table], rank)
         share = (blocks_T / num_ranks)[table, None]
-        self._encoding_TE = _sum(bank.encoding(rows) * share, table, count)
-        self._extra_T2 = _sum(bank.extra(rows) * share, table, count)
-        self._loads_T3 = _sum(bank.loads_of(rows) * share, table, count)
+        of_table, *_ = _members(np.arange(len(table)), table, count, len(table))
+        self._encoding_TE = of_table @ (bank.encoding(rows) * share)
+        self._extra_T2 = of_table @ (bank.extra(rows) * share)
+        self._loads_T3 = of_table @ (bank.loads_of(rows) * share)
         self._bytes_T: Floats = (
             bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
@@ -234,18 +236,17 @@ class Choices:
         way = chosen_CN.reshape(-1)
         cell = line * num_groups + bank.groups_T[way]
         size = count * num_groups
-        sums = _sum(self._encoding_TE[way], cell, size)
+        members, order, starts = _members(way, cell, size, len(bank.groups_T))
+        sums = members @ self._encoding_TE
         floor = np.zeros((size, 2))
-        order = np.argsort(cell, kind="stable")
-        starts = np.flatnonzero(np.diff(cell[order], prepend=-1))
         used = cell[order][starts]
         floor[used] = np.maximum.reduceat(self._floor_T2[way[order]], starts, axis=0)
         compute = np.zeros((size, 2))
         compute[used] = bank.predict(sums[used])
-        extra = _sum(self._extra_T2[way], cell, size)
-        compute = np.maximum(compute + extra, floor)
+        compute = np.maximum(compute + members @ self._extra_T2, floor)
         stage = line * num_stages + bank.stages_T[way]
-        loads = _sum(self._loads_T3[way], stage, count * num_stages)
+        staged, *_ = _members(way, stage, count * num_stages, len(bank.groups_T))
+        loads = staged @ self._loads_T3
         shape = (count, task.world_size, num_stages, 3)
         loads_CWS3 = np.broadcast_to(
             loads.reshape(count, 1, num_stages, 3), shape
@@ -376,10 +377,23 @@ class Choices:
                 yield candidates[fits], MIN_ESTIMATED_GAIN if estimated else MIN_GAIN
 
 
-def _sum(values_NX: Floats, cell_N: Ints, size: int) -> Floats:
-    """Add rows up by cell, `size x X`."""
-    columns = [np.bincount(cell_N, weights=v, minlength=size) for v in values_NX.T]
-    return np.stack(columns, axis=1)
+def _members(
+    way_N: Ints, cell_N: Ints, size: int, num_ways: int
+) -> tuple[Any, Ints, Ints]:
+    """Return what is in each cell: a matrix, `size x num_ways`, that adds rows up.
+
+    Returns:
+        Also the order of the ways by cell, and where in it each cell that has some
+        begins.
+    """
+    order = np.argsort(cell_N, kind="stable")
+    ends = np.cumsum(np.bincount(cell_N, minlength=size))
+    indptr = np.concatenate([[0], ends])
+    matrix = sparse.csr_array(
+        (np.ones(len(order)), way_N[order], indptr), shape=(size, num_ways)
+    )
+    starts = np.flatnonzero(np.diff(cell_N[order], prepend=-1))
+    return matrix, order, starts
 
 
 def _counts(total: int) -> list[int]:
