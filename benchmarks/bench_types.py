@@ -42,7 +42,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
-    Topology,
 )
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
@@ -58,30 +57,21 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from bench_search import make_dlrm_task, make_module, make_task
 from harness.planning import count_types
 from harness.provenance import commit, now
-from torchrec_neuroshard import NeuroShardPlanner, TableConfig
+from torchrec_neuroshard import NeuroShardPlanner, TableConfig, topology_for
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
 from torchrec_neuroshard.planner.table_reader import cannot_run
 from torchrec_neuroshard.workloads import load_json, mlperf_dlrm_v2
 
 GIB = 2**30
-GB_PER_S = 1e6
-"""In TorchRec's unit, bytes per millisecond."""
 NODE = 8
 RESERVED = 0.1
 """Share of the memory that no planner may fill."""
 TOLERANCE = 1e-3
 """A plan that is worse by no more than this share counts as equal."""
-LINKS = {
-    "cpu": {},
-    "h100": {
-        "hbm_mem_bw": 3_350 * GB_PER_S,
-        "intra_host_bw": 450 * GB_PER_S,
-        "inter_host_bw": 50 * GB_PER_S,
-    },
-}
-"""Costs -> bandwidths other than TorchRec's defaults."""
-MODELS = {"cpu": "cpu", "h100": "auto"}
+CARD = "h100"
+MODELS = {"cpu": "cpu", "h100": CARD}
+"""Costs -> cost model; nodes and links are the card's in both."""
 FREE = "free"
 LIMITS: dict[str, dict[str, list[str]]] = {
     # By name: TorchRec offers grid shards to those who ask for them only.
@@ -132,13 +122,12 @@ class Task:
         """Return the arguments that all planners get."""
         chosen = {"min_partition": self.min_partition, **LIMITS[limit], **more}
         return {
-            "topology": Topology(
-                world_size=self.ranks,
-                local_world_size=min(NODE, self.ranks),
-                compute_device="cuda",
-                hbm_cap=self.memory_bytes,
-                ddr_cap=self.host_bytes,
-                **LINKS[self.costs],
+            "topology": topology_for(
+                CARD,
+                num_nodes=-(-self.ranks // NODE),
+                ranks_per_node=min(NODE, self.ranks),
+                memory_gb=self.memory_bytes / 1e9,
+                host_memory_gb=self.host_bytes * min(NODE, self.ranks) / 1e9,
             ),
             "batch_size": self.batch_size,
             "storage_reservation": FixedPercentageStorageReservation(RESERVED),
@@ -412,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rival_seconds": options.rival_seconds,
         "reserved_share": RESERVED,
         "limits": LIMITS,
-        "links": LINKS,
+        "card": CARD,
         "cost_models": MODELS,
     }
     rows: list[dict[str, Any]] = []

@@ -77,7 +77,7 @@ def test_a_failed_trial_gives_its_memory_back(gpus: Sequence[dict[str, Any]]) ->
     for found in gpus:
         failed = found["trials"]["failed"]
         assert failed["error"].startswith("rank 1: OutOfMemoryError: CUDA out of mem")
-        assert failed["kept_bytes"] == 0
+        assert failed["kept_bytes"] <= 0  # earlier garbage may go, too
 
 
 def test_a_restart_with_less_free_memory_goes_on(tmp_path: Path) -> None:

@@ -334,11 +334,10 @@ def test_a_bundle_of_collectives_alone_leaves_kernels_to_auto(
 
     monkeypatch.setattr(loading, "current_device_name", lambda _: "a CPU")
     topology = Topology(world_size=2, compute_device="cpu")
-    with (
-        pytest.warns(UserWarning, match="no cost model was measured on a CPU"),
-        pytest.warns(UserWarning, match="holds collectives alone: kernels are costed"),
-    ):
+    with pytest.warns(UserWarning, match="no cost model was measured on a CPU") as said:
         planner = NeuroShardPlanner(topology=topology, cost_model=bundle)
+    alone = "holds collectives alone: kernels are costed"
+    assert any(alone in str(w.message) for w in said)
     assert "physical estimate" in planner.costs.cost_model.source
     assert planner.costs.comms_model.source == "measured"
 

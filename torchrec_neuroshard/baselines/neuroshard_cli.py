@@ -282,6 +282,7 @@ def _comms_model(run: PaperRun, world_size: int, device_type: str) -> CommsModel
         device_type=device_type,
         world_size=world_size,
         local_world_size=world_size,
+        may_stand_in=False,
     )
     if found is None and run.label:
         raise ConfigError(

@@ -183,6 +183,7 @@ def load_comms_model(
     inter_gb_per_s: float | None = None,
     unmeasured_inter_gb_per_s: float | None = None,
     card: GpuCard | None = None,
+    may_stand_in: bool = True,
 ) -> CommsModel | None:
     """Find the model of collectives that belongs to a cost model.
 
@@ -196,6 +197,7 @@ def load_comms_model(
         unmeasured_inter_gb_per_s: Bandwidth between nodes to assume, with a warning,
             where the bundle was measured on one node; None is an error then.
         card: What is planned for. None: the card named, else the one of this machine.
+        may_stand_in: Whether another CPU's collectives do where none were measured.
 
     Returns:
         What was measured, if the bundle holds it for this backend; else the published
@@ -214,7 +216,7 @@ def load_comms_model(
     card = card or find_card(device)
     backend = backend_of(device_type)
     folder = _measured_collectives(cost_model, backend, device)
-    stands_in = (
+    stands_in = may_stand_in and (
         folder is None and not is_accelerator(device_type) and intra_gb_per_s is None
     )
     if stands_in:
