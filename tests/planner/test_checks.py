@@ -132,7 +132,7 @@ def test_suggestions_name_each_thing_once() -> None:
 
 def test_table_that_fits_nowhere_is_named_first() -> None:
     planner = make_planner(
-        2, "cuda", topology_arguments={"hbm_cap": 2**30, "ddr_cap": 0}
+        2, "cuda", topology_arguments={"hbm_cap": 2**30, "ddr_cap": 2**20}
     )
     with pytest.raises(PlannerError) as caught:
         planner.plan(make_ebc([(10**9, 64), (1000, 64)]), bag_sharders())
