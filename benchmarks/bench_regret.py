@@ -29,20 +29,15 @@ import fnmatch
 import hashlib
 import json
 import logging
-import os
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -54,14 +49,13 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from bench_search import make_module, make_task
-from harness.provenance import commit, now
+from harness.provenance import describe_run, kept_rows
 from torchrec_neuroshard import (
     NeuroShardPlanner,
     SearchConfig,
     TableConfig,
     topology_for,
 )
-from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.cost_models import (
     CommsModel,
     CostModel,
@@ -501,21 +495,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     settings = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "date": now(),
-        "hardware": asdict(device_fingerprint(torch.device("cpu"), 1)),
-        "versions": {n: version(n) for n in ("torch", "torchrec", "numpy", "scipy")},
-        "load_average": os.getloadavg(),
+        **describe_run(),
         "search_seconds": options.seconds,
         "reserved_share": RESERVED,
         "num_truths": NUM_TRUTHS,
         "table_sigma": TABLE_SIGMA,
         "calibrated_sigma": CALIBRATED_SIGMA,
     }
-    rows: list[dict[str, Any]] = []
-    if options.resume and options.out and options.out.with_suffix(".json").exists():
-        rows = json.loads(options.out.with_suffix(".json").read_text())["rows"]
+    rows = kept_rows(options.out, resume=options.resume)
     known = {row["name"] for row in rows}
     for task in make_tasks():
         wanted = any(fnmatch.fnmatch(task.name, p) for p in options.only.split(","))

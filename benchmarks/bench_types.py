@@ -23,21 +23,16 @@ import fnmatch
 import json
 import logging
 import math
-import os
-import shlex
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
@@ -56,9 +51,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from bench_search import make_dlrm_task, make_module, make_task
 from harness.planning import count_types
-from harness.provenance import commit, now
+from harness.provenance import describe_run, kept_rows
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, topology_for
-from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
 from torchrec_neuroshard.planner.table_reader import cannot_run
 from torchrec_neuroshard.workloads import load_json, mlperf_dlrm_v2
@@ -391,22 +385,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     settings = {
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit(),
-        "date": now(),
-        "hardware": asdict(device_fingerprint(torch.device("cpu"), 1)),
-        "versions": {n: version(n) for n in ("torch", "torchrec", "numpy", "scipy")},
-        "load_average": os.getloadavg(),
-        "threads": torch.get_num_threads(),
+        **describe_run(),
         "rival_seconds": options.rival_seconds,
         "reserved_share": RESERVED,
         "limits": LIMITS,
         "card": CARD,
         "cost_models": MODELS,
     }
-    rows: list[dict[str, Any]] = []
-    if options.resume and options.out and options.out.with_suffix(".json").exists():
-        rows = json.loads(options.out.with_suffix(".json").read_text())["rows"]
+    rows = kept_rows(options.out, resume=options.resume)
     known = {row["name"] for row in rows}
     patterns = (QUICK if options.quick else options.only).split(",")
     for task in make_tasks(options.tables):

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
+import shlex
 import subprocess
+import sys
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
-__all__ = ["commit", "now"]
+import torch
+
+from torchrec_neuroshard.collect.fingerprint import device_fingerprint
+
+__all__ = ["commit", "describe_run", "kept_rows", "now"]
 
 
 def commit() -> str:
@@ -22,3 +34,26 @@ def commit() -> str:
 def now() -> str:
     """Return the time to the second, in UTC."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def describe_run() -> dict[str, Any]:
+    """Return what a result made on a CPU names: command, commit, machine, versions."""
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit(),
+        "date": now(),
+        "hardware": asdict(device_fingerprint(torch.device("cpu"), 1)),
+        "versions": {n: version(n) for n in ("torch", "torchrec", "numpy", "scipy")},
+        "load_average": os.getloadavg(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def kept_rows(out: Path | None, *, resume: bool) -> list[dict[str, Any]]:
+    """Return the rows that an earlier call wrote to `<out>.json`, if it is to go on."""
+    if not resume or out is None or not out.with_suffix(".json").exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(out.with_suffix(".json").read_text())[
+        "rows"
+    ]
+    return rows
