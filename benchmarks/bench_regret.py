@@ -62,6 +62,7 @@ from torchrec_neuroshard.cost_models import (
     StockCostModel,
     load_cost_model,
 )
+from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
 from torchrec_neuroshard.planner import PlanCosts
@@ -246,28 +247,6 @@ class OffSets(CostModel):
         return out
 
 
-class ScaledModel(CostModel):
-    """Another model's times, each direction times a factor."""
-
-    def __init__(self, model: CostModel, factor_2: Floats) -> None:
-        self.model, self.factor_2 = model, factor_2
-        self.name, self.hardware, self.source = model.name, model.hardware, "drawn"
-
-    @property
-    def encoding_dim(self) -> int:
-        """See `CostModel`."""
-        return self.model.encoding_dim
-
-    def encode(self, features_NF: npt.NDArray[np.float32]) -> Floats:
-        """See `CostModel.encode`."""
-        return self.model.encode(features_NF)
-
-    def predict_sums(self, sums_SE: Floats) -> Floats:
-        """See `CostModel.predict_sums`."""
-        out: Floats = self.model.predict_sums(sums_SE) * self.factor_2
-        return out
-
-
 def make_truths(costs: PlanCosts, task: Task) -> dict[str, list[Truth]]:
     """Draw truths of each kind; see the module."""
     own = draw_truths(costs, NUM_TRUTHS, TRUTH_SEED)
@@ -308,7 +287,8 @@ def _cpu_kernels(costs: PlanCosts, task: Task, name: str) -> CostModel:
         m.predict_sums(m.encode(features)).sum(axis=0)
         for m in (costs.cost_model, model)
     )
-    return ScaledModel(model, here / there)
+    forward, backward = (here / there).tolist()
+    return ScaledCostModel(model, (forward, backward), "drawn")
 
 
 # Plans.
