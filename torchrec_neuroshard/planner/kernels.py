@@ -72,8 +72,8 @@ def kernel_factors(
         slowness = _slowness(option, topology)
         passes = DP_ELEMENTWISE_KERNELS_PERF_FACTOR * slowness
         return KernelFactors(forward=slowness, backward=slowness, passes=passes)
-    if is_estimated(option):
-        _slowness(option, topology)
+    if option.compute_kernel in OFFLOADED_KERNELS:
+        _bandwidth(option, topology, option.compute_kernel)  # raises if there is none
         return KernelFactors(
             host=HostRows(
                 gb_per_s=float(topology.hbm_to_ddr_mem_bw) * GB_PER_S,
@@ -104,29 +104,31 @@ def _missed(
 
 
 def _slowness(option: ShardingOption, topology: Topology) -> float:
-    """How much slower than a fused kernel TorchRec's estimate takes this one.
+    """How much slower than a fused kernel TorchRec's estimate takes this one."""
+    fused = _bandwidth(option, topology, EmbeddingComputeKernel.FUSED.value)
+    return fused / _bandwidth(option, topology, option.compute_kernel)
+
+
+def _bandwidth(option: ShardingOption, topology: Topology, kernel: str) -> float:
+    """What TorchRec's estimate takes a kernel of the option's table to reach.
 
     Raises:
         PlannerError: TorchRec has no such kernel for the device.
     """
     params = option.cache_params
-
-    def bandwidth(kernel: str) -> float:
-        found = kernel_bw_lookup(
-            compute_device=topology.compute_device,
-            compute_kernel=kernel,
-            hbm_mem_bw=topology.hbm_mem_bw,
-            ddr_mem_bw=topology.ddr_mem_bw,
-            hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
-            caching_ratio=params.load_factor if params else None,
-            prefetch_pipeline=bool(params and params.prefetch_pipeline),
+    found = kernel_bw_lookup(
+        compute_device=topology.compute_device,
+        compute_kernel=kernel,
+        hbm_mem_bw=topology.hbm_mem_bw,
+        ddr_mem_bw=topology.ddr_mem_bw,
+        hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
+        caching_ratio=params.load_factor if params else None,
+        prefetch_pipeline=bool(params and params.prefetch_pipeline),
+    )
+    if found is None:
+        raise PlannerError(
+            f"table '{table_name(option)}': TorchRec has no kernel '{kernel}' "
+            f"for '{topology.compute_device}'; leave it out of the "
+            "constraint's compute_kernels or of what the sharder offers"
         )
-        if found is None:
-            raise PlannerError(
-                f"table '{table_name(option)}': TorchRec has no kernel '{kernel}' "
-                f"for '{topology.compute_device}'; leave it out of the "
-                "constraint's compute_kernels or of what the sharder offers"
-            )
-        return float(found)
-
-    return bandwidth("fused") / bandwidth(option.compute_kernel)
+    return float(found)
