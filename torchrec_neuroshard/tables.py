@@ -15,6 +15,7 @@ from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 __all__ = [
     "COLUMN_MULTIPLE",
     "DATA_TYPE_BYTES",
+    "MAX_CUDA_COLUMNS",
     "OPTIMIZERS",
     "TableConfig",
     "check_tables",
@@ -23,6 +24,9 @@ __all__ = [
 
 COLUMN_MULTIPLE = 4
 """FBGEMM's fused kernels need every shard width to be a multiple of this."""
+
+MAX_CUDA_COLUMNS = 2_048
+"""Most columns of a shard that FBGEMM's CUDA kernels take (1.8: checked by them)."""
 
 DATA_TYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
 """Bytes of one weight."""

@@ -23,7 +23,7 @@ from torchrec_neuroshard.access import (
 )
 from torchrec_neuroshard.devices import GPU, accelerator
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS, TableConfig
 
 try:
     import fbgemm_gpu
@@ -74,8 +74,6 @@ _ON_HOST = ("cpu",)
 """Devices whose bag lengths NumPy draws."""
 BOUNDS_CHECK = "warning"
 """How each forward checks ids: what FBGEMM does unless told, and TorchRec leaves it."""
-_WIDEST_ON_GPU = 2_048
-"""Most columns of a row that FBGEMM's CUDA kernels take."""
 _FREE_SHARE = 0.9
 """Of a GPU's free memory, what weights may take: inputs and outputs need the rest."""
 
@@ -349,10 +347,10 @@ def _check_for_gpu(
             "fp32 or another optimizer"
         )
     for table in tables:
-        if table.embedding_dim > _WIDEST_ON_GPU:
+        if table.embedding_dim > MAX_CUDA_COLUMNS:
             raise ConfigError(
                 f"table '{table.name}' has {table.embedding_dim:,} columns, cuda "
-                f"kernels take at most {_WIDEST_ON_GPU:,}; split it by columns"
+                f"kernels take at most {MAX_CUDA_COLUMNS:,}; split it by columns"
             )
 
 

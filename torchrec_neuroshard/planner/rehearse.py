@@ -62,12 +62,10 @@ from torchrec_neuroshard.planner.table_reader import (
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal, TableFault
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE, MAX_CUDA_COLUMNS
 
 __all__ = ["rehearse"]
 
-_MAX_WIDTH = 2048
-"""Columns of a table that FBGEMM's CUDA kernels take (1.8: checked by the kernel)."""
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -218,12 +216,12 @@ def _own_faults(options: Sequence[ShardingOption], rank: int) -> list[TableFault
                     way_out="Choose another embedding_dim or other column shards",
                 )
             )
-        elif max(widths) > _MAX_WIDTH and not is_dense(option):
+        elif max(widths) > MAX_CUDA_COLUMNS and not is_dense(option):
             found.append(
                 TableFault(
                     table=table_name(option),
-                    cause=f"a GPU's kernels take at most {_MAX_WIDTH} columns, got "
-                    f"{max(widths)}",
+                    cause="a GPU's kernels take at most "
+                    f"{MAX_CUDA_COLUMNS} columns, got {max(widths)}",
                     way_out="Split its columns: allow column_wise sharding for it",
                 )
             )
