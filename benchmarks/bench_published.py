@@ -73,6 +73,17 @@ def kernel_models(rows: list[KernelRow]) -> dict[str, dict[KernelRow, float]]:
     }
 
 
+def spread_of_tables(predicted: dict[KernelRow, float]) -> float:
+    """Standard deviation of log ratios within a card's quantity, on device memory."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for row, ms in predicted.items():
+        if row.location == "device":
+            logs = groups.setdefault((family(row.card), row.phase), [])
+            logs.append(float(np.log(ms / row.time_ms)))
+    within = np.concatenate([np.array(v) - np.mean(v) for v in groups.values()])
+    return float(np.sqrt(np.mean(within**2)))
+
+
 def spreads(cards: dict[str, dict[str, Any]]) -> dict[str, float]:
     """What `estimate_error` draws from: of the cards' ratios, left out."""
     forward = {
@@ -131,6 +142,8 @@ def main() -> None:
             for n, v in linked.items()
         ],
     )
+    left = models["- card left out "]
+    spread = {**spreads(cards), "tables": spread_of_tables(left)}
     raw = {
         "date": now(),
         "commit": commit(),
@@ -139,7 +152,7 @@ def main() -> None:
         "numpy": np.__version__,
         "kernels": kernels_raw,
         "cards_left_out": cards,
-        "spreads": spreads(cards),
+        "spreads": spread,
         "constants": {"fitted": {**fitted, **linked}, "shipped": shipped},
         "collectives": links_raw,
         "traces": {
@@ -167,8 +180,7 @@ def main() -> None:
         ],
     }
     svg = args.out.with_suffix(".svg")
-    picture(rows, models["- card left out "], sizes, link_models["table left out"], svg)
-    spread = spreads(cards)
+    picture(rows, left, sizes, link_models["table left out"], svg)
     sections = [
         "# Models held against published timings\n",
         f"`{raw['command']}`, commit {raw['commit']}, {raw['date']}, Python "
@@ -189,7 +201,8 @@ def main() -> None:
         "\nMedians of timings in the card's memory. The spread of these ratios is what "
         f"`EstimateError` draws from: bandwidth {spread['bandwidth']:.2f}, backward "
         f"beside it {spread['backward']:.2f}, their correlation "
-        f"{spread['correlation']:.2f} (logarithms, four cards).\n",
+        f"{spread['correlation']:.2f} (logarithms, four cards). Within "
+        f"one card's quantity they spread by {spread['tables']:.2f}.\n",
         "Not used: "
         + "; ".join(
             f"{n} ({why.removeprefix('not used: ')})" for why, n in unused(kernels.DATA)
