@@ -217,12 +217,16 @@ def replan(
             job, budget_bytes, executable_only, config or ReplanConfig()
         )
     plan = job.plan_with(changed)
+    after = job.predict(plan) if changed else before
+    if after.critical_path_ms >= before.critical_path_ms:
+        changed = {}
+        plan, after = job.plan_with(changed), before
     return ReplanResult(
         plan=plan,
         moves=tuple(sorted(m for t in changed for m in job.moves(t, changed[t]))),
         budget_bytes=budget_bytes,
         before=before,
-        after=job.predict(plan) if changed else before,
+        after=after,
         obstacles={table_name(job.options[t]): why for t, why in job.obstacles.items()},
         executable=all(job.is_executable(t, s) for t, s in changed.items()),
         changed=job.subset(plan, changed),
@@ -347,12 +351,6 @@ class _Job:
         """Cost of one iteration under a plan."""
         return self.costs.evaluate(self.costs.lower(self._options.of(plan)))
 
-    def is_shorter(self, changed: Mapping[int, Shards]) -> bool:
-        """Whether these changes make the iteration shorter."""
-        plans = self._plan, self.plan_with(changed)
-        before, after = (self.predict(plan).critical_path_ms for plan in plans)
-        return after < before
-
     def _find_obstacles(self, resharded: set[Any]) -> Iterator[tuple[int, str]]:
         """Find the tables that TorchRec cannot move at all, and why."""
         for index, option in enumerate(self.options):
@@ -476,8 +474,6 @@ def _improve(
     width_TW = refine_within(bank, budget, SearchConfig(restarts=5), deadline)
     state = {t: budget.shards(t, width_W) for t, width_W in enumerate(width_TW)}
     changed = {t: shards for t, shards in state.items() if shards != job.state[t]}
-    if not job.is_shorter(changed):
-        changed = {}
     return changed, bank.num_evaluated
 
 
