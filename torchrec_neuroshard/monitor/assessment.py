@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import nn
 
+from torchrec_neuroshard.monitor.move_times import MoveRates
 from torchrec_neuroshard.phase_timer import PhaseTimes, critical_times
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.given_plans import PlanOptions
@@ -28,13 +30,22 @@ from torchrec_neuroshard.tables import TableConfig
 
 __all__ = ["Assessor", "Difference", "Measured", "MonitorReport", "Offer"]
 
+Floats = npt.NDArray[np.float64]
+
 _COMPUTE = ("fwd_compute", "bwd_compute")
 _REMEMBERED = 3
 """Reports that correction factors are taken over: few, so that they follow drift."""
 _MOST_FACTOR = 5.0
 """Factors are held to it and to its inverse: where more is missing, as in a collective
 that is all latency, what is missing does not grow with what is predicted."""
-_MIN_SEARCH_SECONDS = 0.05
+_MIN_SEARCH_SECONDS, _MOST_SEARCH_SECONDS = 0.05, 1.0
+"""Training waits for a search: it takes no longer, however much time is saved up."""
+_TOLD_APART = 0.1
+"""Part of the mean by which ranks must be predicted to differ, so that what they were
+measured to differ by says what such a difference takes."""
+_GROWTH = 1.2
+"""What even kernels would save must have grown by so much since the last search: a plan
+that could not be bettered is not searched for again at each report."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +140,9 @@ class Offer:
     iteration_ms: float
     """Measured."""
     move_ms: float
-    """What moving takes: as the collectives' model predicts, or as the last moves went,
-    byte for byte."""
+    """What moving takes; see `move_times`."""
+    search_ms: float
+    """What finding it took on rank 0, while training waited."""
 
     @property
     def break_even(self) -> int:
@@ -146,7 +158,7 @@ class Offer:
             return f"{text}; it moves {moved}, after a restart"
         return (
             f"{text}; moving {moved} takes about {self.move_ms:.0f} ms and pays after "
-            f"{self.break_even} iterations"
+            f"{self.break_even} iterations (found in {self.search_ms:.0f} ms)"
         )
 
 
@@ -166,7 +178,8 @@ class MonitorReport:
     factors: Mapping[str, float]
     """Phase -> measured over predicted, over the last reports."""
     offer: Offer | None
-    """None: nothing that pays was found, or there was no time to look."""
+    """Found at this report or an earlier one. None: nothing that pays within the
+    horizon was found, or there was no time to look."""
 
     def __str__(self) -> str:
         """Return it as text."""
@@ -257,6 +270,8 @@ class Assessor:
         *,
         min_gain: float,
         budget_bytes: int,
+        horizon: float,
+        rates: MoveRates,
     ) -> None:
         """Take what plans are made with.
 
@@ -266,27 +281,46 @@ class Assessor:
             sharders: Of its modules.
             min_gain: Part of an iteration that a new plan must save.
             budget_bytes: Most that it may move.
+            horizon: Iterations within which its moves must pay, to be told unasked.
+            rates: Of moves, as measured by the ranks.
         """
         self._planner, self._model, self._sharders = planner, model, list(sharders)
         self._min_gain, self._budget_bytes = min_gain, budget_bytes
+        self._horizon, self._rates = horizon, rates
         self.profiles: dict[str, FeatureProfile] = {}
         self.tables: dict[str, TableConfig] = {}
         self.seconds = 0.0
         self._seen: dict[str, deque[tuple[float, float]]] = {
             p: deque(maxlen=_REMEMBERED) for p in PHASES
         }
-        self._move_ms_per_byte: float | None = None
         self._planned: tuple[Any, PredictedCosts] | None = None
+        self._offer: Offer | None = None
+        self._searched_ms = 0.0
 
     @property
     def factors(self) -> dict[str, float]:
         """Phase -> measured over predicted; of phases that were measured."""
-        found = {}
-        for phase, pairs in self._seen.items():
-            if pairs:
-                factor = sum(ms for ms, _ in pairs) / sum(ms for _, ms in pairs)
-                found[phase] = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
-        return found
+        return self._medians(0)
+
+    @property
+    def _weights(self) -> dict[str, float]:
+        """Phase -> what a predicted millisecond more takes.
+
+        Less than the factor where some of what is measured does not grow with what is
+        predicted: moves do not save that part.
+        """
+        return self._medians(1)
+
+    def _medians(self, number: int) -> dict[str, float]:
+        # Of three, a disturbed report and one amid a change of inputs are left out.
+        return {
+            phase: min(
+                max(statistics.median(s[number] for s in seen), 1 / _MOST_FACTOR),
+                _MOST_FACTOR,
+            )
+            for phase, seen in self._seen.items()
+            if seen
+        }
 
     def planned(self, plan: Any) -> PredictedCosts:
         """Price a plan with the inputs that the planner was given; kept."""
@@ -332,10 +366,8 @@ class Assessor:
             )
         if is_fresh or not self.profiles:
             self._learn(predicted, measured)
-        offer = None
         left = seconds - (time.perf_counter() - started) - 2 * self.seconds
-        if left >= _MIN_SEARCH_SECONDS and self._may_pay(predicted, measured):
-            offer = self.look(plan, measured.iteration_ms, seconds=left)
+        self._search(plan, predicted, measured, left)
         return MonitorReport(
             last_iteration=last_iteration,
             planned=planned,
@@ -343,32 +375,48 @@ class Assessor:
             measured=measured,
             differences=_differences(predicted, measured),
             factors=self.factors,
-            offer=offer,
+            offer=self._offer,
         )
 
     def _learn(self, predicted: PredictedCosts, measured: Measured) -> None:
         """Remember what was measured over what was predicted for the same inputs."""
-        both = {
-            p: (ms, _critical(predicted, measured)[p])
-            for p, ms in measured.critical_ms.items()
-        }
+        critical = _critical(predicted, measured)
+        for phase, ms in measured.critical_ms.items():
+            if phase not in _COMPUTE and ms > 0 and critical[phase] > 0:
+                factor = ms / critical[phase]
+                self._seen[phase].append((factor, factor))
         for phase in _COMPUTE:
-            both[phase] = (
-                sum(r[phase] for r in measured.by_rank_ms),
-                sum(_of_ranks(predicted, measured, phase)),
-            )
-        for phase, (ms, predicted_ms) in both.items():
-            if ms > 0 and predicted_ms > 0:
-                self._seen[phase].append((ms, predicted_ms))
+            measured_W = np.array([r[phase] for r in measured.by_rank_ms])
+            predicted_W = np.array(_of_ranks(predicted, measured, phase))
+            if measured_W.sum() > 0 and predicted_W.sum() > 0:
+                self._seen[phase].append(_factor_and_weight(measured_W, predicted_W))
 
-    def _may_pay(self, predicted: PredictedCosts, measured: Measured) -> bool:
-        """Whether kernels spread evenly would save enough; searching takes longer."""
-        factors, saved_ms = self.factors, 0.0
+    def _search(
+        self, plan: Any, predicted: PredictedCosts, measured: Measured, seconds: float
+    ) -> None:
+        """Look for a plan that pays, if there is a sign of one and time.
+
+        The sign: ranks' kernels, spread evenly, would save enough, and more than when
+        it was last looked for.
+        """
+        weights, saved_ms, worth_ms = self._weights, 0.0, 0.0
         for stage in predicted.stages:
             for phase in _COMPUTE:
                 ms_W = np.array([getattr(r, phase) for r in stage.ranks])
-                saved_ms += factors.get(phase, 1.0) * float(ms_W.max() - ms_W.mean())
-        return saved_ms > self._min_gain * measured.iteration_ms
+                uneven_ms = float(ms_W.max() - ms_W.mean())
+                saved_ms += uneven_ms
+                worth_ms += weights.get(phase, 1.0) * uneven_ms
+        if worth_ms <= self._min_gain * measured.iteration_ms:
+            self._offer, self._searched_ms = None, min(saved_ms, self._searched_ms)
+        elif seconds >= _MIN_SEARCH_SECONDS and saved_ms > _GROWTH * self._searched_ms:
+            self._searched_ms = saved_ms
+            found = self.look(
+                plan,
+                measured.iteration_ms,
+                seconds=min(seconds, _MOST_SEARCH_SECONDS),
+            )
+            pays = found is not None and found.break_even <= self._horizon
+            self._offer = found if pays else None
 
     def look(
         self,
@@ -391,7 +439,8 @@ class Assessor:
         Returns:
             None where nothing saves enough.
         """
-        planner = self._planner.relearned(profiles=self.profiles, factors=self.factors)
+        started = time.perf_counter()
+        planner = self._planner.relearned(profiles=self.profiles, factors=self._weights)
         budget = self._budget_bytes if budget_bytes is None else budget_bytes
         result = replan(
             plan,
@@ -410,25 +459,31 @@ class Assessor:
             result=result,
             saved_ms=before - after,
             iteration_ms=iteration_ms,
-            move_ms=self._move_ms(result),
+            move_ms=self._rates.predict_ms(result),
+            search_ms=(time.perf_counter() - started) * 1e3,
         )
 
-    def _move_ms(self, result: ReplanResult) -> float:
-        if self._move_ms_per_byte is not None:
-            return self._move_ms_per_byte * result.moved_bytes
-        bytes_W = np.zeros(len(result.before.ranks))
-        for move in result.moves:
-            bytes_W[move.to_rank] += move.num_bytes
-        ms_CW = self._planner.costs.comms_model.index_all_to_all(bytes_W[None])
-        return float(ms_CW.max())
-
-    def follow(self, num_bytes: int, seconds: float) -> None:
+    def follow(self, offer: Offer, seconds: float) -> None:
         """Take it that moves were made, for the inputs known now.
 
         Args:
-            num_bytes: Moved.
+            offer: What was moved.
             seconds: What that took.
         """
-        if num_bytes:
-            self._move_ms_per_byte = seconds * 1e3 / num_bytes
+        self._rates = self._rates.corrected(offer.move_ms, seconds * 1e3)
         self._planner = self._planner.relearned(profiles=self.profiles)
+        self._offer, self._searched_ms = None, 0.0
+
+
+def _factor_and_weight(measured_W: Floats, predicted_W: Floats) -> tuple[float, float]:
+    """Measured over predicted; and how fast the one grows with the other.
+
+    The latter by the ranks' differences, where they are predicted to differ. At zero
+    predicted, less than nothing is never measured: it is at most the former.
+    """
+    factor = float(measured_W.sum() / predicted_W.sum())
+    apart_W = predicted_W - predicted_W.mean()
+    if float(np.abs(apart_W).max()) < _TOLD_APART * float(predicted_W.mean()):
+        return factor, factor
+    weight = float(apart_W @ (measured_W - measured_W.mean()) / (apart_W @ apart_W))
+    return factor, min(factor, weight)

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.monitor.assessment import (
     Assessor,
@@ -24,6 +26,11 @@ from torchrec_neuroshard.monitor.kernel_records import (
     KernelRecords,
     TimedKernel,
     timed_kernels,
+)
+from torchrec_neuroshard.monitor.move_times import (
+    MoveRates,
+    fill_ms_per_byte,
+    send_ms_per_byte,
 )
 from torchrec_neuroshard.phase_timer import PhaseTimer
 from torchrec_neuroshard.planner.plan_files import save_plan
@@ -47,6 +54,7 @@ class _Settings:
     timed: int
     max_overhead: float
     min_gain: float
+    horizon: float
     budget_bytes: int | None
     records: str | None
     plan_file: str | None
@@ -64,6 +72,8 @@ class _Settings:
             )
         if not 0 <= self.min_gain < 1:
             raise ConfigError(f"min_gain must be in [0, 1), got {self.min_gain}")
+        if not self.horizon > 0:
+            raise ConfigError(f"horizon must be above 0, got {self.horizon}")
         if self.budget_bytes is not None and self.budget_bytes < 0:
             raise ConfigError(
                 f"budget_bytes must be at least 0, got {self.budget_bytes}"
@@ -116,6 +126,7 @@ class PlanMonitor:
         timed: int = 5,
         max_overhead: float = 0.005,
         min_gain: float = 0.02,
+        horizon: float = 10_000,
         budget_bytes: int | None = None,
         records: str | Path | None = None,
         plan_file: str | Path | None = None,
@@ -131,6 +142,7 @@ class PlanMonitor:
                 searching may take on a rank. What does not fit waits for the next
                 report.
             min_gain: Part of an iteration that a new plan must save.
+            horizon: Iterations within which its moves must pay, to be told unasked.
             budget_bytes: Most that it may move. None: whatever pays.
             records: File for rank 0 to keep fused kernels' times in, for
                 `neuroshard calibrate --records`. None: they are not kept.
@@ -146,6 +158,7 @@ class PlanMonitor:
             timed=timed,
             max_overhead=max_overhead,
             min_gain=min_gain,
+            horizon=horizon,
             budget_bytes=budget_bytes,
             records=None if records is None else str(records),
             plan_file=None if plan_file is None else str(plan_file),
@@ -183,11 +196,22 @@ class PlanMonitor:
             self._sampler.remove()
             raise
         self._assessor: Assessor | None = None
+        rates = self._measure_moves(planner)
         if self._is_first:
-            self._begin(planner)
+            self._begin(planner, rates)
         self._sampler.start()
 
-    def _begin(self, planner: NeuroShardPlanner) -> None:
+    def _measure_moves(self, planner: NeuroShardPlanner) -> MoveRates:
+        """Time on all ranks what moves are made of, a few MiB of it."""
+        on_cpu = self._model.device.type == "cpu"
+        mine = (
+            fill_ms_per_byte(self._model.device),
+            send_ms_per_byte() if on_cpu else _link_ms_per_byte(planner),
+        )
+        fill, send = (max(v) for v in zip(*self._exchange.all_tell(mine), strict=True))
+        return MoveRates(fill_ms_per_byte=fill, send_ms_per_byte=send)
+
+    def _begin(self, planner: NeuroShardPlanner, rates: MoveRates) -> None:
         """Set up what rank 0 alone does."""
         settings = self._settings
         budget = settings.budget_bytes
@@ -201,6 +225,8 @@ class PlanMonitor:
                 sharders,
                 min_gain=settings.min_gain,
                 budget_bytes=_UNLIMITED if budget is None else budget,
+                horizon=settings.horizon,
+                rates=rates,
             )
             self._assessor.planned(self._model.plan)
             if settings.records is not None:
@@ -489,7 +515,7 @@ class PlanMonitor:
         self._timer = self._new_timer()  # kernels are new
         self._tells_kernels, self._has_warned = True, False
         if self._assessor is not None:
-            self._assessor.follow(offer.result.moved_bytes, seconds)
+            self._assessor.follow(offer, seconds)
 
     def _store(self, offer: Offer, path: Path) -> None:
         try:
@@ -511,6 +537,12 @@ class PlanMonitor:
         self._remove_hooks()
         if self._records is not None:
             self._records.close()
+
+
+def _link_ms_per_byte(planner: NeuroShardPlanner) -> float:
+    """What a byte to another rank takes, by the model of collectives."""
+    sent_bytes = np.full((1, int(planner.topology.world_size)), float(2**24))
+    return float(planner.costs.comms_model.index_all_to_all(sent_bytes).max()) / 2**24
 
 
 def _misfit(model: Any, planner: Any, exchange: Exchange) -> str | None:
