@@ -5,6 +5,9 @@
     PYTHONHASHSEED=0 torchrun --standalone --nproc-per-node 2 \\
         benchmarks/bench_monitor.py drift \\
         --out benchmarks/results/monitor_drift
+    PYTHONHASHSEED=0 torchrun --standalone --nproc-per-node 2 \\
+        benchmarks/bench_monitor.py moves \\
+        --out benchmarks/results/monitor_moves
 
 Two copies of one model are trained on the same batches, one iteration each in turn; the
 second is watched by a `PlanMonitor`. What other work on the machine takes then falls on
@@ -13,7 +16,9 @@ both alike, and the difference of each pair is what is told.
 `overhead`: differences of time and of CPU time, the monitor's own work and its hooks
 included. `drift`: from one iteration on, the tables of rank 0 are read more often, the
 others less. The monitor says so and re-plans; the pairs' differences before and after
-tell what the moves saved.
+tell what the moves saved: of all pairs, and of the third in which the machine was
+quietest by what both copies took together. `moves`: what moving takes beside what is
+predicted, for tables of many sizes, the first time and the second.
 """
 
 from __future__ import annotations
@@ -45,8 +50,17 @@ from harness.provenance import commit, now
 from harness.ranks import Ranks
 from torchrec_neuroshard import NeuroShardPlanner, PlanMonitor, TableConfig
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
+from torchrec_neuroshard.monitor import MonitorReport
+from torchrec_neuroshard.monitor.move_times import (
+    MoveRates,
+    fill_ms_per_byte,
+    send_ms_per_byte,
+)
+from torchrec_neuroshard.planner import apply_moves, replan
 from torchrec_neuroshard.profiles import profile_inputs, zipf_profile
+from torchrec_neuroshard.simulator import PHASES
 
+SHARDERS: list[Any] = [EmbeddingBagCollectionSharder()]
 NUM_BATCHES = 4
 """Distinct batches of a rank, gone round."""
 
@@ -80,6 +94,35 @@ def draw(
     ]
 
 
+def make_planner(
+    args: argparse.Namespace,
+    ranks: Ranks,
+    tables: Sequence[TableConfig],
+    seed: int = 0,
+) -> NeuroShardPlanner:
+    """Return a planner of whole tables that knows a batch of each rank."""
+    first = [draw(args, tables, seed, r)[0].ids for r in range(ranks.world_size)]
+    return NeuroShardPlanner(
+        topology=Topology(world_size=ranks.world_size, compute_device="cpu"),
+        batch_size=args.batch_size,
+        constraints={
+            t.name: ParameterConstraints(sharding_types=["table_wise"]) for t in tables
+        },
+        cost_model=args.cost_model,
+        profiles=profile_inputs(first),
+    )
+
+
+def lift(args: argparse.Namespace, plan: Any, rank: int) -> list[float]:
+    """Lookups per sample after the tables of a rank have become popular."""
+    entries = plan.plan["embeddings"]
+    return [
+        args.pooling
+        * (args.lift if entries[f"t{i}"].ranks[0] == rank else 1 / args.lift)
+        for i in range(len(entries))
+    ]
+
+
 class Job:
     """One copy of the model in training."""
 
@@ -88,7 +131,7 @@ class Job:
             ConcatDLRM(tables, torch.device("cpu")),
             device=torch.device("cpu"),
             plan=plan,
-            sharders=[EmbeddingBagCollectionSharder()],
+            sharders=SHARDERS,
         )
         fill_tables(self.model, tables, 0)
         dense = [*self.model.module.bottom.parameters()]
@@ -117,24 +160,14 @@ class Pair:
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, seed: int) -> None:
         self._ranks, self.rows = ranks, list[dict[str, Any]]()
+        self._report: MonitorReport | None = None
+        self.reports: list[dict[str, Any]] = []
         self.pooling = [args.pooling] * args.num_tables
         tables = make_tables(args, self.pooling)
         self.batches = draw(args, tables, seed, ranks.rank)
-        first = [draw(args, tables, seed, r)[0].ids for r in range(ranks.world_size)]
-        planner = NeuroShardPlanner(
-            topology=Topology(world_size=ranks.world_size, compute_device="cpu"),
-            batch_size=args.batch_size,
-            constraints={
-                t.name: ParameterConstraints(sharding_types=["table_wise"])
-                for t in tables
-            },
-            cost_model=args.cost_model,
-            profiles=profile_inputs(first),
-        )
+        planner = make_planner(args, ranks, tables, seed)
         plan = planner.collective_plan(
-            ConcatDLRM(tables, torch.device("cpu")),
-            [EmbeddingBagCollectionSharder()],
-            dist.group.WORLD,
+            ConcatDLRM(tables, torch.device("cpu")), SHARDERS, dist.group.WORLD
         )
         self.still, self.watched = Job(tables, plan), Job(tables, plan)
         self.monitor = PlanMonitor(
@@ -145,7 +178,7 @@ class Pair:
         )
 
     def step(self, kind: str) -> None:
-        """Train one iteration of each, in changing order."""
+        """Train one iteration of each, in changing order; keep new reports."""
         number = len(self.rows)
         batch = self.batches[number % len(self.batches)]
         jobs: list[tuple[str, Job, Callable[[], None]]] = [
@@ -156,6 +189,10 @@ class Pair:
         for name, job, after in jobs[:: 1 if number % 2 else -1]:
             row[name] = job.step(batch, after)
         self.rows.append(row)
+        report = self.monitor.last_report
+        if report is not None and report is not self._report:
+            self._report = report
+            self.reports.append(phases_of(kind, report))
 
     def gathered(self) -> list[dict[str, Any]]:
         """Return the rows of all ranks, each as long as on its slowest rank."""
@@ -204,6 +241,32 @@ def compare(rows: Sequence[dict[str, Any]], key: str, take: Any) -> dict[str, An
     }
 
 
+def quiet_difference(rows: Sequence[dict[str, Any]]) -> float:
+    """Watched less still in the third of the pairs that took least together.
+
+    Neither copy is favoured by the choice, unlike by the time of one.
+    """
+    rows = sorted(rows, key=lambda r: r["still"]["ms"] + r["watched"]["ms"])
+    return statistics.median(
+        r["watched"]["ms"] - r["still"]["ms"] for r in rows[: len(rows) // 3]
+    )
+
+
+def phases_of(kind: str, report: MonitorReport) -> dict[str, Any]:
+    """Predicted beside measured, by rank and of the collectives."""
+    return {
+        "kind": kind,
+        "iteration": report.last_iteration,
+        "iteration_ms": report.measured.iteration_ms,
+        "measured": [*map(dict, report.measured.by_rank_ms)],
+        "critical": dict(report.measured.critical_ms),
+        "predicted": [
+            {p: getattr(r, p) for p in PHASES} for r in report.predicted.ranks
+        ],
+        "offered": report.offer is not None,
+    }
+
+
 def overhead(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Train the pair without drift."""
     pair = Pair(args, ranks, args.seed)
@@ -227,6 +290,10 @@ def overhead(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+KEPT = ("rows", "pooling", "phases")
+"""Of a run, in the JSON file alone."""
+
+
 def drift(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Train pairs whose inputs drift, one for each seed."""
     runs = []
@@ -234,20 +301,13 @@ def drift(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         pair = Pair(args, ranks, seed)
         for _ in range(args.every + 5):
             pair.step("even")
-        entries = pair.watched.model.plan.plan["embeddings"]
-        popular = [s.ranks[0] == 0 for s in entries.values()]
-        names = list(entries)
-        lift = dict(zip(names, popular, strict=True))
-        pooling = [
-            ids * (args.lift if lift[f"t{i}"] else 1 / args.lift)
-            for i, ids in enumerate(pair.pooling)
-        ]
+        pooling = lift(args, pair.watched.model.plan, 0)
         pair.batches = draw(args, make_tables(args, pooling), seed + 1000, ranks.rank)
         for _ in range(3 * args.every + 5):
             pair.step("drifted")
         report = pair.monitor.last_report
         said, pays = ranks.gather(
-            (str(report), report is not None and report.offer is not None)
+            (str(report), any(r["offered"] for r in pair.reports))
         )[0]
         done = pair.monitor.replan()
         assert done is not None
@@ -255,7 +315,7 @@ def drift(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             pair.step("settling")
         for _ in range(3 * args.every):
             pair.step("moved")
-        rows = pair.gathered()
+        rows, reports = pair.gathered(), ranks.gather(pair.reports)[0]
         by_kind = {
             kind: [r for r in rows if r["kind"] == kind]
             for kind in ("even", "drifted", "moved")
@@ -266,12 +326,14 @@ def drift(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             if len(found) >= 40
         }
         offer = done.offer
-        saved = None
+        saved, quiet = None, None
         if done.applied and "moved" in compared:
             saved = (
                 compared["drifted"]["difference_ms"]
                 - compared["moved"]["difference_ms"]
             )
+            quiet = quiet_difference(by_kind["drifted"][-2 * args.every :])
+            quiet -= quiet_difference(by_kind["moved"][-2 * args.every :])
         run = {
             "seed": seed,
             "pooling": pooling,
@@ -286,7 +348,10 @@ def drift(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             "num_moves": offer and len(offer.result.moves),
             "move_ms": done.seconds * 1e3,
             "measured_saved_ms": saved,
+            "quiet_saved_ms": quiet,
             "ratio": saved / offer.saved_ms if saved and offer else None,
+            "quiet_ratio": quiet / offer.saved_ms if quiet and offer else None,
+            "phases": reports,
             "compared": compared,
             "largest_loss_gap": max(
                 abs(a - b)
@@ -297,10 +362,91 @@ def drift(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         }
         runs.append(run)
         if ranks.rank == 0:
-            shown = {k: v for k, v in run.items() if k not in ("rows", "pooling")}
+            shown = {k: v for k, v in run.items() if k not in KEPT}
             print(json.dumps(shown, indent=1), flush=True)
         pair.monitor.close()
     return {"runs": runs}
+
+
+MOVES = (
+    (4, 400_000, 64, "sgd"),
+    (8, 100_000, 64, "sgd"),
+    (8, 100_000, 64, "rowwise_adagrad"),
+    (8, 100_000, 64, "adagrad"),
+    (16, 20_000, 128, "sgd"),
+    (24, 5_000, 32, "rowwise_adagrad"),
+    (12, 10_000, 48, "sgd"),
+    (40, 50_000, 16, "sgd"),
+)
+"""Tables, rows, columns, optimizer."""
+
+
+def moves(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Move tables of many sizes there and, as far as it pays, back."""
+    fill, send = (
+        max(v)
+        for v in zip(
+            *ranks.gather((fill_ms_per_byte(torch.device("cpu")), send_ms_per_byte())),
+            strict=True,
+        )
+    )
+    rows = []
+    for num_tables, num_rows, width, optimizer in MOVES:
+        args.rows, args.width = num_rows, width
+        even = [
+            dataclasses.replace(t, optimizer=optimizer)
+            for t in make_tables(args, [args.pooling] * num_tables)
+        ]
+        planner = make_planner(args, ranks, even)
+        plan = planner.collective_plan(
+            ConcatDLRM(even, torch.device("cpu")), SHARDERS, dist.group.WORLD
+        )
+        job = Job(even, plan)
+        rates = MoveRates(fill_ms_per_byte=fill, send_ms_per_byte=send)
+        for popular in range(2):
+            result = None
+            if ranks.rank == 0:
+                lifted = lift(args, job.model.plan, popular)
+                found = profile_inputs(
+                    [
+                        draw(args, make_tables(args, lifted), popular, r)[0].ids
+                        for r in range(ranks.world_size)
+                    ]
+                )
+                assert planner.last_model is not None
+                result = replan(
+                    job.model.plan,
+                    planner=planner.relearned(profiles=found),
+                    model=planner.last_model[0],
+                    sharders=SHARDERS,
+                    budget_bytes=2**40,
+                )
+            dist.barrier()
+            start = time.perf_counter()
+            apply_moves(job.model, result)
+            took = (time.perf_counter() - start) * 1e3
+            if result is not None and result.moves:
+                predicted = rates.predict_ms(result)
+                rates = rates.corrected(predicted, took)
+                row = {
+                    "tables": num_tables,
+                    "rows": num_rows,
+                    "columns": width,
+                    "optimizer": optimizer,
+                    "is_first": popular == 0,
+                    "num_moves": len(result.moves),
+                    "moved_bytes": result.moved_bytes,
+                    "predicted_ms": predicted,
+                    "took_ms": took,
+                    "ratio": took / predicted,
+                }
+                print(json.dumps(row), flush=True)
+                rows.append(row)
+    return {
+        "fill_ms_per_mib": fill * 2**20,
+        "send_ms_per_mib": send * 2**20,
+        "rows": rows,
+    }
 
 
 def page(data: dict[str, Any]) -> str:
@@ -337,10 +483,13 @@ def page(data: dict[str, Any]) -> str:
             f"{data['equal_losses']}.",
         ]
         return "\n".join([*lines, ""])
+    if data["mode"] == "moves":
+        return "\n".join([*lines, *_moves_table(data), ""])
     lines += [
         "| seed | said so | predicted to save | measured | measured / predicted | "
-        "moved | moving, predicted | moving | largest gap of losses |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "of the quietest third | moved | moving, predicted | moving | "
+        "largest gap of losses |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for run in data["runs"]:
         if not run["applied"]:
@@ -357,24 +506,83 @@ def page(data: dict[str, Any]) -> str:
             f"{run['predicted_saved_ms']:.2f} ms | "
             f"{run['measured_saved_ms']:.2f} ms of "
             f"{took:.2f} ({-high:.2f} to {-low:.2f}) | {run['ratio']:.2f} | "
+            f"{run['quiet_saved_ms']:.2f} ms, {run['quiet_ratio']:.2f} | "
             f"{size:.1f} MiB | {run['predicted_move_ms']:.0f} ms | "
             f"{run['move_ms']:.0f} ms | {run['largest_loss_gap']:.1e} |"
         )
-    ratios = [r["ratio"] for r in data["runs"] if r["ratio"]]
-    if ratios:
-        within = sum(2 / 3 <= r <= 4 / 3 for r in ratios)
-        lines += [
-            "",
-            f"Median of measured / predicted: {statistics.median(ratios):.2f}; "
-            f"within a third: {within} of {len(ratios)}.",
-        ]
+    for key, name in (("ratio", "all pairs"), ("quiet_ratio", "the quietest third")):
+        ratios = [r[key] for r in data["runs"] if r[key]]
+        if ratios:
+            within = sum(2 / 3 <= r <= 4 / 3 for r in ratios)
+            lines += [
+                "",
+                f"Median of measured / predicted, {name}: "
+                f"{statistics.median(ratios):.2f}; within a third: {within} of "
+                f"{len(ratios)}.",
+            ]
+    lines += ["", *_phases_table(data)]
     return "\n".join([*lines, ""])
+
+
+def _phases_table(data: dict[str, Any]) -> list[str]:
+    """Kernels of all ranks before and after the moves, medians over reports."""
+    lines = [
+        "What kernels took on the slowest rank, predicted and timed in the last two "
+        "reports before the moves and in those after them [ms]:",
+        "",
+        "| seed | | fwd_compute | bwd_compute | collectives, timed |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for run in data["runs"]:
+        for kind in ("drifted", "moved"):
+            found = [r for r in run["phases"] if r["kind"] == kind][-2:]
+            if not found:
+                continue
+            cells = []
+            for phase in ("fwd_compute", "bwd_compute"):
+                predicted, measured = (
+                    statistics.median(max(x[phase] for x in r[side]) for r in found)
+                    for side in ("predicted", "measured")
+                )
+                cells.append(f"{predicted:.2f} / {measured:.2f}")
+            others = statistics.median(
+                sum(v for p, v in r["critical"].items() if "comms" in p) for r in found
+            )
+            cells.append(f"{others:.2f}")
+            lines.append(f"| {run['seed']} | {kind} | {' | '.join(cells)} |")
+    return lines
+
+
+def _moves_table(data: dict[str, Any]) -> list[str]:
+    lines = [
+        "| tables | optimizer | moves | MiB | predicted | took | took / predicted | "
+        "by |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in data["rows"]:
+        by = "rates" if row["is_first"] else "rates and the first moves"
+        lines.append(
+            f"| {row['tables']} of {row['rows']:,} x {row['columns']} | "
+            f"{row['optimizer']} | {row['num_moves']} | "
+            f"{row['moved_bytes'] / 2**20:.1f} | {row['predicted_ms']:.0f} ms | "
+            f"{row['took_ms']:.0f} ms | {row['ratio']:.2f} | {by} |"
+        )
+    ratios = [r["ratio"] for r in data["rows"] if r["is_first"]]
+    within = sum(1 / 2 <= r <= 2 for r in ratios)
+    return [
+        *lines,
+        "",
+        f"Rates, measured once by the slower rank: {data['fill_ms_per_mib']:.2f} ms "
+        f"to build a MiB, {data['send_ms_per_mib']:.2f} ms to send one. First moves "
+        f"within a factor of 2: {within} of {len(ratios)}. The fixed times of a module "
+        "and of a move were set by 24 tables of 5,000 x 32 in an earlier run.",
+    ]
 
 
 def main() -> None:
     """Run one of the two and write what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("mode", choices=("overhead", "drift"))
+    parser.add_argument("mode", choices=("overhead", "drift", "moves"))
     parser.add_argument("--out", type=Path, required=True, help="path without suffix")
     parser.add_argument("--cost-model", default="auto")
     parser.add_argument("--num-tables", type=int, default=16)
@@ -393,7 +601,8 @@ def main() -> None:
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     ranks = Ranks("gloo")
     load = os.getloadavg()[0]
-    found = {"overhead": overhead, "drift": drift}[args.mode](args, ranks)
+    modes = {"overhead": overhead, "drift": drift, "moves": moves}
+    found = modes[args.mode](args, ranks)
     if ranks.rank == 0:
         data = {
             "mode": args.mode,
