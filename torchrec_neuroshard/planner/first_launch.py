@@ -193,9 +193,12 @@ class FirstLaunch:
 
     def _is_shipped(self) -> bool:
         """Whether a shipped bundle was measured on this very device."""
+        return not isinstance(self._alone(), PhysicalCostModel)
+
+    def _alone(self) -> CostModel:
+        """Costs of kernels that run by themselves, as they are measured."""
         model = self._costs.cost_model
-        alone = model.alone if isinstance(model, ConcurrentCostModel) else model
-        return not isinstance(alone, PhysicalCostModel)
+        return model.alone if isinstance(model, ConcurrentCostModel) else model
 
     def _find(self, options: Options) -> bool:
         """Use a bundle of the cache, if one serves these tables here."""
@@ -293,7 +296,7 @@ class FirstLaunch:
 
     def _measure(self, offer: _Offer, rank: int, stores: bool) -> None:
         """Measure with the others; rank 0 uses what came of it, and keeps it."""
-        from torchrec_neuroshard.training.first_launch import Member, take_part
+        from torchrec_neuroshard.training.first_launch import Member, judge, take_part
 
         request = offer.request
         member = Member(rank=rank, address=offer.address, port=offer.port)
@@ -302,9 +305,18 @@ class FirstLaunch:
             bundle = take_part(request, member, Path(scratch))
             if bundle is None:
                 return
-            if stores:
+            verdict = judge(bundle, self._alone())
+            is_sound = verdict is None or verdict.is_sound
+            if stores and is_sound:
                 bundle = self._kept(bundle, request, time.monotonic() - begin)
-            self._costs.use(bundle)
+            if verdict is None or not verdict.is_worse:
+                self._costs.use(bundle)
+            if not is_sound:
+                self._tell(
+                    f"what the first launch measured is not kept: {verdict}. Costs are "
+                    f"'{self._costs.cost_model.source}', and the next launch measures "
+                    "again"
+                )
 
     def _kept(self, bundle: Path, request: LaunchRequest, seconds: float) -> Path:
         """Store a bundle; where that cannot be, go on with it for this launch."""
@@ -327,9 +339,15 @@ class FirstLaunch:
             "calibrate='never' plans without, 'neuroshard calibrate' measures "
             "beforehand"
         )
-        warnings.warn(text, stacklevel=3)
-        if not rank:
-            self._costs.warnings += (text,)
+        if rank:
+            warnings.warn(text, stacklevel=3)
+        else:
+            self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        """Warn, and in every plan's result, too."""
+        warnings.warn(text, stacklevel=4)
+        self._costs.warnings += (text,)
 
 
 def _text(error: Exception) -> str:

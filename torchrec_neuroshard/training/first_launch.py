@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.collect.sampling import AccessDistribution, SamplingConfig
 from torchrec_neuroshard.collect.timing import SetTimer
+from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
@@ -77,7 +79,9 @@ from torchrec_neuroshard.training.compute import (
     TrainConfig,
     best_factor,
     build_sets,
+    evaluate,
     fit_linear,
+    score,
     training_ranges,
 )
 from torchrec_neuroshard.training.train_cli import train_comms_bundle
@@ -85,8 +89,10 @@ from torchrec_neuroshard.training.train_cli import train_comms_bundle
 __all__ = [
     "KERNELS_NAME",
     "LaunchRequest",
+    "LaunchVerdict",
     "Member",
     "draw_launch_set",
+    "judge",
     "measure_and_fit",
     "take_part",
 ]
@@ -107,6 +113,10 @@ _MOST_COMMS_SECONDS, _USUAL_COLLECTIVES = 0.05, 100
 """The same of collectives."""
 _SCALE_ROWS = 4
 """No table of a set takes more than one part in so many of the memory."""
+_MOST_TRIES = 4
+"""How often a set is measured while other work disturbs it."""
+_MOST_DISTURBED = 0.25
+"""Share of sets that may stay disturbed: of more, what is left says little."""
 _STEPS, _COMMS_STEPS = 300, 400
 _STEPS_PER_S = 10
 """Fewer steps, at least a fifth, where there is little time."""
@@ -207,6 +217,77 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
     if not COMPUTE_BUNDLE.is_in(folder / _BUNDLE):
         raise RankFailureError("its process left no bundle")
     return folder / _BUNDLE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchVerdict:
+    """How far to trust what a first launch has measured."""
+
+    num_sets: int
+    num_disturbed: int
+    """Sets that other work disturbed whenever they were measured."""
+    error: float
+    """Of the bundle: mean error of forward, backward and total, on held-out sets."""
+    estimate_error: float
+    """The same of what costs were by before."""
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether costs had better stay what they were before."""
+        return self.error > self.estimate_error
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether later launches may take it."""
+        return not self.is_worse and not self._is_noisy
+
+    @property
+    def _is_noisy(self) -> bool:
+        return self.num_disturbed > _MOST_DISTURBED * self.num_sets
+
+    def __str__(self) -> str:
+        """Say what speaks against it, with the figures."""
+        reasons = []
+        if self._is_noisy:
+            reasons.append(
+                f"{self.num_disturbed} of {self.num_sets} sets were disturbed by other "
+                "work"
+            )
+        if self.is_worse:
+            reasons.append("it errs more than the estimate")
+        return (
+            f"{' and '.join(reasons)} (error on held-out sets {self.error:.1%}, the "
+            f"estimate's {self.estimate_error:.1%})"
+        )
+
+
+def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
+    """Judge what a first launch has measured by its records.
+
+    Args:
+        bundle: What `take_part` returned.
+        estimate: What costs are by without it.
+
+    Returns:
+        None where no records lie beside the bundle.
+
+    Raises:
+        RecordError: The records are too few, or damaged.
+        BundleError: The bundle cannot be used.
+    """
+    path = bundle / KERNELS_NAME
+    if not path.exists():
+        return None
+    (header,), records = read_records([path])
+    _, held_out = split_records(_steady_enough(records))
+    data = build_sets(held_out)
+    usual_ms = header.reference_ms or 1.0
+    return LaunchVerdict(
+        num_sets=len(records),
+        num_disturbed=sum(disturbance(r, usual_ms) > 1.0 for r in records),
+        error=score(evaluate("bundle", load_bundle(bundle), data)),
+        estimate_error=score(evaluate("estimate", estimate, data)),
+    )
 
 
 def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
@@ -375,7 +456,7 @@ def _measure_kernels(
     until: float,
     console: Console,
 ) -> tuple[list[CostRecord], float]:
-    """Measure this rank's sets and gather everyone's: records and rank 0's unit."""
+    """Measure this rank's sets and gather everyone's: records and their unit."""
     turn, turns = 0, 1
     if ranks is not None and device.type == "cpu":
         turn, turns = ranks.turn()
@@ -390,8 +471,20 @@ def _measure_kernels(
             mine, reference_ms = _measure_mine(request, ranks, device, end, console)
     if ranks is None:
         return mine, reference_ms
-    everyone = ranks.gather_objects(mine)
-    return [r for of_rank in everyone for r in of_rank], reference_ms
+    everyone = ranks.gather_objects((mine, reference_ms))
+    # One unit for all, of the rank that was disturbed least as it took its own.
+    unit_ms = min(ms for _, ms in everyone)
+    return [_in_unit(r, unit_ms, ms) for found, ms in everyone for r in found], unit_ms
+
+
+def _in_unit(record: CostRecord, unit_ms: float, own_ms: float) -> CostRecord:
+    """Return a record as of a rank whose reference set takes so long."""
+    if not own_ms:  # a GPU has no reference
+        return record
+    ratio = unit_ms / own_ms
+    return dataclasses.replace(
+        record, fwd_ms=record.fwd_ms * ratio, bwd_ms=record.bwd_ms * ratio
+    )
 
 
 def _measure_mine(
@@ -401,7 +494,11 @@ def _measure_mine(
     until: float,
     console: Console,
 ) -> tuple[list[CostRecord], float]:
-    """Measure until the time; at least this rank's part of the fewest sets."""
+    """Measure until the time; at least this rank's part of the fewest sets.
+
+    From then on every other turn is a disturbed set's, again: work that disturbs takes
+    longer than one set does.
+    """
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     max_bytes = _free_bytes(device, request.local_world_size)
     each = None
@@ -411,21 +508,45 @@ def _measure_mine(
     timer = SetTimer(device, max_bytes, budget_seconds=each)
     least = -(-2 * MIN_SETS // size)
     kept: dict[int, CostRecord] = {}
+    tries: Counter[int] = Counter()
     with RateProgress(console, "sets") as progress:
         bar = progress.add_time_bar(
             "measuring your tables", max(0.0, until - time.monotonic())
         )
-        number = 0
+        number, is_new = 0, True
+        usual_ms = timer.reference_ms or 1.0
         while len(kept) < least or time.monotonic() < until:
             if number >= least and not kept:
                 raise RecordError("no set of the tables could be measured")
-            index = rank + number * size
-            number += 1
+            worst = None
+            if is_new and len(kept) >= least:
+                worst = _most_disturbed(kept, tries, usual_ms)
+            is_new = worst is None
+            index = rank + number * size if worst is None else worst
+            number += is_new
+            tries[index] += 1
             record = _measure_set(request, index, timer, device, max_bytes)
-            if record is not None:
+            known = kept.get(index)
+            if record is not None and (
+                known is None
+                or disturbance(record, usual_ms) < disturbance(known, usual_ms)
+            ):
                 kept[index] = record
             bar(len(kept))
     return list(kept.values()), timer.reference_ms
+
+
+def _most_disturbed(
+    kept: Mapping[int, CostRecord], tries: Mapping[int, int], usual_ms: float
+) -> int | None:
+    """Return the set that most needs to be measured again; None: there is none."""
+    found = {
+        index: disturbance(record, usual_ms)
+        for index, record in kept.items()
+        if tries[index] < _MOST_TRIES
+    }
+    worst = max(found, key=lambda index: found[index], default=None)
+    return None if worst is None or found[worst] <= 1.0 else worst
 
 
 def _measure_set(
@@ -435,7 +556,7 @@ def _measure_set(
     device: torch.device,
     max_bytes: int,
 ) -> CostRecord | None:
-    """Measure one set, again where it was disturbed; None: there was no memory."""
+    """Measure one set; None: there was no memory."""
     tables = draw_launch_set(request, index, max_bytes)
     access = [
         AccessDistribution.from_profile(
@@ -443,29 +564,21 @@ def _measure_set(
         )
         for t in tables
     ]
-    best: CostRecord | None = None
-    for _ in range(2):
-        try:
-            measured = timer.measure(
-                tables, access, request.batch_size, (request.seed, index)
-            )
-        except torch.OutOfMemoryError:
-            free_cached_memory(device)
-            return best
-        record = CostRecord(
-            index=index,
-            # The first sets are held out in turn, so that few of them suffice.
-            held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
-            batch_size=request.batch_size,
-            tables=tables,
-            **dataclasses.asdict(measured),
+    try:
+        measured = timer.measure(
+            tables, access, request.batch_size, (request.seed, index)
         )
-        usual_ms = timer.reference_ms or 1.0
-        if best is None or disturbance(record, usual_ms) < disturbance(best, usual_ms):
-            best = record
-        if disturbance(best, usual_ms) <= 1.0:
-            break
-    return best
+    except torch.OutOfMemoryError:
+        free_cached_memory(device)
+        return None
+    return CostRecord(
+        index=index,
+        # The first sets are held out in turn, so that few of them suffice.
+        held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
+        batch_size=request.batch_size,
+        tables=tables,
+        **dataclasses.asdict(measured),
+    )
 
 
 def _free_bytes(device: torch.device, num_ranks: int) -> int:
