@@ -80,6 +80,32 @@ def test_a_failed_trial_gives_its_memory_back(gpus: Sequence[dict[str, Any]]) ->
         assert failed["kept_bytes"] <= 0  # earlier garbage may go, too
 
 
+def test_first_launch_is_remembered_by_the_second(
+    gpus: Sequence[dict[str, Any]],
+) -> None:
+    learned = gpus[0]["learned"]  # the first rank plans
+    for launch in ("first", "second"):
+        assert learned[launch] == {
+            "kernels": "measured",
+            "collectives": "measured",
+            "warnings": [],
+        }
+
+
+def test_plan_follows_the_inputs_and_losses_stay(
+    gpus: Sequence[dict[str, Any]],
+) -> None:
+    first, second = (found["learned"] for found in gpus)
+    for found in (first, second):
+        watched = found["watched"]
+        assert watched["is_on"] and watched["applied"], watched["reason"]
+        assert watched["on_first"] == [2, 1] and watched["moved_bytes"] > 0
+        assert watched["losses"] == found["still"]["losses"]
+        assert len(set(watched["losses"])) > 1
+    assert len(first["watched"]["phases"]) == 5
+    assert second["watched"]["phases"] is None
+
+
 def test_a_restart_with_less_free_memory_goes_on(tmp_path: Path) -> None:
     out, costs = tmp_path / "run", tmp_path / "costs"
     shutil.copytree(source_folder("cpu_epyc"), costs)

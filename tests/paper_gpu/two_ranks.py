@@ -7,6 +7,7 @@ Each rank writes what it found to FOLDER/RANK.json.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import json
@@ -20,25 +21,32 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
 )
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from harness.models import build_collection, draw_batches
 from harness.ranks import Ranks
 from harness.training_runs import TrialConfig, TrialError, run_trial
 from tests.builders import (
+    CPU,
     FixedSearcher,
     analytic,
+    bag_config,
     bag_sharders,
+    bags,
     columns_only,
     load_script,
     make_planner,
 )
-from torchrec_neuroshard import NeuroShardPlanner, TableConfig
+from torchrec_neuroshard import NeuroShardPlanner, PlanMonitor, TableConfig
 from torchrec_neuroshard.planner import replan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_dlrm.py"
@@ -154,6 +162,121 @@ def fail(ranks: Ranks, plan: ShardingPlan) -> dict[str, Any]:
     return {"error": error, "kept_bytes": ops.allocated(index) - base}
 
 
+LEARNED = ("f0", "f1", "f2", "f3")
+EVERY, DRIFT_AT, MOVE_AT, NUM_STEPS = 6, 8, 27, 36
+
+
+class Scored(torch.nn.Module):
+    """A loss of four tables with a fused optimizer, and a dense part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.ebc = bags(*(bag_config(i, 500, 16) for i in range(4)), device=CPU)
+        apply_optimizer_in_backward(RowWiseAdagrad, self.ebc.parameters(), {"lr": 0.1})
+        self.dense = torch.nn.Linear(64, 1)
+
+    def forward(self, features: Any) -> torch.Tensor:
+        outputs = self.ebc(features).to_dict()
+        pooled = torch.cat([outputs[f] for f in LEARNED], dim=1)
+        loss: torch.Tensor = self.dense(pooled.sin()).square().mean() - pooled.mean()
+        return loss
+
+
+def learning_planner(ranks: Ranks, **costs: Any) -> NeuroShardPlanner:
+    """A planner of four whole tables."""
+    only = ParameterConstraints(sharding_types=["table_wise"])
+    return make_planner(
+        ranks.world_size,
+        ranks.device.type,
+        topology_arguments={"local_world_size": ranks.local_world_size},
+        search="default",
+        batch_size=BATCH_SIZE,
+        constraints={f"t{i}": only for i in range(4)},
+        **costs,
+    )
+
+
+def learn(ranks: Ranks, cache: Path) -> dict[str, Any]:
+    """First launch, second launch, and a job whose inputs drift and plan follows."""
+    found: dict[str, Any] = {}
+    program = "torchrec_neuroshard.training.first_launch._PROGRAM"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEUROSHARD_CACHE", str(cache))
+        for launch in ("first", "second"):
+            planner = learning_planner(
+                ranks, cost_model="auto", comms_model=None, calibrate=0.5
+            )
+            plan = planner.collective_plan(Scored(), bag_sharders(), dist.group.WORLD)
+            found[launch] = {
+                "kernels": planner.costs.cost_model.source,
+                "collectives": planner.costs.comms_model.source,
+                "warnings": [w for w in planner.costs.warnings if "first l" in w],
+            }
+            patch.setattr(program, ("-c", "raise SystemExit(1)"))  # to no second time
+    # Paper GPUs time launches alone, so that by these costs all plans are as good.
+    planner = learning_planner(ranks)
+    plan = planner.collective_plan(Scored(), bag_sharders(), dist.group.WORLD)
+    found["still"] = drift(ranks, planner, plan, None)
+    monitor: dict[str, Any] = {"timed": 2, "max_overhead": 1.0, "min_gain": 0.0}
+    found["watched"] = drift(ranks, planner, plan, {"every": EVERY, **monitor})
+    return found
+
+
+def drift(
+    ranks: Ranks,
+    planner: NeuroShardPlanner,
+    plan: ShardingPlan,
+    settings: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Train while the tables of rank 0 become popular; move them, if watched."""
+    planner.remember(Scored(), bag_sharders())
+    model = DistributedModelParallel(
+        Scored().to(ranks.device),
+        device=ranks.device,
+        plan=copy.deepcopy(plan),
+        sharders=bag_sharders(),
+    )
+    for number, table in enumerate(model.state_dict().values()):
+        for part in table.local_shards() if hasattr(table, "local_shards") else ():
+            torch.nn.init.constant_(part.tensor, 0.1 + number)
+    dense = torch.optim.SGD(model.module.dense.parameters(), lr=0.01)
+    popular = {n for n, s in plan.plan["ebc"].items() if s.ranks[0] == 0}
+    monitor = PlanMonitor(model, planner, **settings) if settings else None
+    found: dict[str, Any] = {"losses": []}
+    for step in range(NUM_STEPS):
+        ids = [12 if step >= DRIFT_AT and f"t{i}" in popular else 1 for i in range(4)]
+        generator = torch.Generator().manual_seed(10 * step + ranks.rank)
+        features = KeyedJaggedTensor(
+            keys=list(LEARNED),
+            values=torch.randint(0, 500, (BATCH_SIZE * sum(ids),), generator=generator),
+            lengths=torch.tensor(ids).repeat_interleave(BATCH_SIZE).int(),
+        )
+        dense.zero_grad()
+        loss = model(features.to(ranks.device))
+        loss.backward()
+        dense.step()
+        found["losses"].append(float(loss.detach()))
+        if monitor is None:
+            continue
+        monitor.step()
+        if step == MOVE_AT:
+            done = monitor.replan()
+            assert done is not None
+            found["applied"], found["reason"] = done.applied, done.reason
+            found["moved_bytes"] = done.offer and done.offer.result.moved_bytes
+    if monitor is not None:
+        report = monitor.last_report
+        found["is_on"] = monitor.is_on
+        found["phases"] = report and sorted(report.measured.critical_ms)
+        found["on_first"] = [
+            len(popular & {n for n, s in p.plan["ebc"].items() if s.ranks[0] == 0})
+            for p in (plan, model.plan)
+        ]
+        monitor.close()
+    return found
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -170,6 +293,8 @@ def main() -> None:
         patch.setattr(dist, "init_process_group", init)
         ranks = Ranks()
     found["trials"] = trials(ranks)
+    if ranks.on_gpu:
+        found["learned"] = learn(ranks, folder / "cache")
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
