@@ -229,6 +229,8 @@ def report(data: dict[str, Any]) -> str:
             f"{judged['total_mape']:.1%} | {judged['total_mape_with_best_factors']:.1%}"
             if judged
             else "as above | as above"
+            if name == SECOND and data["card"]
+            else "not kept | not kept"
         )
         plan = data["kernels"].get(name)
         ms = f"{plan['median_ms']:.2f}" if plan else "-"
@@ -239,9 +241,12 @@ def report(data: dict[str, Any]) -> str:
         f"Mean absolute error of forward + backward over {data['errors']['num_sets']} "
         f"sets, medians of {TEST_ROUNDS} rounds that differ from them by "
         f"{data['errors']['noise']:.1%} on average; `foreign` is the bundle "
-        f"`{data['foreign']}`. Kernels: median of {ROUNDS} rounds, all of them in the "
-        f"JSON file. One busy machine of {os.cpu_count()} cores: indicative.",
+        f"`{data['foreign']}`. Kernels: slowest rank's forward and slowest rank's "
+        f"backward, each rank alone, median of {ROUNDS} rounds, all of them in the JSON "
+        f"file. {os.cpu_count()} cores, load {data['load'][0]:.1f} before and "
+        f"{data['load'][1]:.1f} after.",
         "",
+        *(w for n in (FIRST, SECOND) for w in data["plans"][n]["warnings"]),
         f"Command: `{data['command']}` (budget {data['seconds']:g} s). Commit "
         f"{data['commit']}, {data['created']}, torch {torch.__version__}.",
         "",
@@ -261,16 +266,18 @@ def main() -> None:
         parser.error(f"bundle '{own[0]}' was measured here; see --help")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["NEUROSHARD_CACHE"] = f"{folder}/cache"
         mp.spawn(rank_main, (args.ranks, folder, args), nprocs=args.ranks)
         plans = json.loads(Path(folder, "plans.json").read_text())
-        (entry,) = cache.entries()
         models: dict[str, Any] = {
             FOREIGN: load_bundle(Path(_folder(args.foreign))),
             PHYSICAL: physical_estimate("cpu"),
-            FIRST: load_bundle(entry.folder),
         }
+        kept = cache.entries()  # none: what was measured was too noisy
+        if kept:
+            models[FIRST] = load_bundle(kept[0].folder)
         timer = SetTimer(torch.device("cpu"), ARENA_BYTES, budget_seconds=0.3)
         data = {
             "command": " ".join(map(shlex.quote, ["python", *sys.argv])),
@@ -283,7 +290,8 @@ def main() -> None:
             "plans": plans,
             "errors": errors(timer, models, args.ranks),
             "kernels": kernels(timer, plans, args.ranks),
-            "card": (entry.folder / "CARD.md").read_text(),
+            "card": (kept[0].folder / "CARD.md").read_text() if kept else None,
+            "load": [load, os.getloadavg()[0]],
         }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
