@@ -242,8 +242,8 @@ def report(data: dict[str, Any]) -> str:
         f"sets, medians of {TEST_ROUNDS} rounds that differ from them by "
         f"{data['errors']['noise']:.1%} on average; `foreign` is the bundle "
         f"`{data['foreign']}`. Kernels: slowest rank's forward and slowest rank's "
-        f"backward, each rank alone, median of {ROUNDS} rounds, all of them in the JSON "
-        f"file. {os.cpu_count()} cores, load {data['load'][0]:.1f} before and "
+        f"backward, each rank alone, median of {ROUNDS} rounds, all in the JSON file. "
+        f"{os.cpu_count()} cores, load {data['load'][0]:.1f} before and "
         f"{data['load'][1]:.1f} after.",
         "",
         *(w for n in (FIRST, SECOND) for w in data["plans"][n]["warnings"]),

@@ -51,11 +51,8 @@ from harness.ranks import Ranks
 from torchrec_neuroshard import NeuroShardPlanner, PlanMonitor, TableConfig
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.monitor import MonitorReport
-from torchrec_neuroshard.monitor.move_times import (
-    MoveRates,
-    fill_ms_per_byte,
-    send_ms_per_byte,
-)
+from torchrec_neuroshard.monitor.exchange import Exchange
+from torchrec_neuroshard.monitor.move_times import MoveRates, fill_ms_per_byte
 from torchrec_neuroshard.planner import apply_moves, replan
 from torchrec_neuroshard.profiles import profile_inputs, zipf_profile
 from torchrec_neuroshard.simulator import PHASES
@@ -383,13 +380,9 @@ MOVES = (
 
 def moves(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Move tables of many sizes there and, as far as it pays, back."""
-    fill, send = (
-        max(v)
-        for v in zip(
-            *ranks.gather((fill_ms_per_byte(torch.device("cpu")), send_ms_per_byte())),
-            strict=True,
-        )
-    )
+    exchange = Exchange()
+    mine = fill_ms_per_byte(torch.device("cpu")), exchange.send_ms_per_byte()
+    fill, send = (max(v) for v in zip(*exchange.all_tell(mine), strict=True))
     rows = []
     for num_tables, num_rows, width, optimizer in MOVES:
         args.rows, args.width = num_rows, width

@@ -17,7 +17,12 @@ from tests.builders import (
     bags,
     make_planner,
 )
-from torchrec_neuroshard.monitor.assessment import Assessor, Measured, Offer
+from torchrec_neuroshard.monitor.assessment import (
+    Assessor,
+    Measured,
+    MonitorReport,
+    Offer,
+)
 from torchrec_neuroshard.monitor.move_times import MoveRates
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -72,7 +77,7 @@ class Job:
             by_rank_ms=tuple(ranks),
         )
 
-    def assess(self, measured: Measured, seconds: float = 60.0) -> Any:
+    def assess(self, measured: Measured, seconds: float = 60.0) -> MonitorReport:
         return self.assessor.assess(
             self.plan, measured, last_iteration=1, seconds=seconds
         )
@@ -91,6 +96,7 @@ def test_fixed_part_of_kernels_is_not_saved_by_moves() -> None:
     report = padded.assess(padded.measured(2.0, fixed_ms=3 * ms))
     # What the report tells is measured over predicted; what it saves is not.
     assert report.factors["fwd_compute"] > 4.0
+    assert report.offer is not None
     assert report.offer.saved_ms == pytest.approx(saved.saved_ms)
 
 

@@ -219,9 +219,7 @@ def measure_mine(
     from rich.console import Console
 
     monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
-    monkeypatch.setattr(
-        first_launch.time, "monotonic", lambda: float(timer.seen.total())
-    )
+    monkeypatch.setattr("time.monotonic", lambda: float(timer.seen.total()))
     records, reference_ms = first_launch._measure_mine(
         make_request(), None, torch.device("cpu"), num_measured, Console(quiet=True)
     )

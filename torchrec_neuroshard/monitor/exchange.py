@@ -9,6 +9,8 @@ alone.
 from __future__ import annotations
 
 import pickle
+import statistics
+import time
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ __all__ = ["Exchange"]
 CAPACITY_BYTES = 2**18
 """Most that a rank tells at once: the profiles of some 2,000 features."""
 _HEADER_BYTES = 8
+_SENT_VALUES, _ROUNDS = 2**20, 3
 
 
 class Exchange:
@@ -103,6 +106,22 @@ class Exchange:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, message)
         return found
+
+    def send_ms_per_byte(self) -> float:
+        """Time what this rank sends to a neighbour, or is sent; every rank calls it."""
+        peer = self.rank ^ 1
+        if peer >= self.world_size:
+            return 0.0
+        values = torch.zeros(_SENT_VALUES)
+        way = dist.irecv if self.rank % 2 else dist.isend
+        taken_ms = []
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            works = dist.batch_isend_irecv([dist.P2POp(way, values, peer, self._group)])
+            for work in works:
+                work.wait()
+            taken_ms.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(taken_ms) / (4 * _SENT_VALUES)
 
     def from_first(self, message: Any) -> Any:
         """Give rank 0's message to all ranks; they wait for it."""

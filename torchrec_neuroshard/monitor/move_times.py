@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
-import torch.distributed as dist
 
 from torchrec_neuroshard.devices import synchronize
 from torchrec_neuroshard.planner.replan import ReplanResult
 
-__all__ = ["MoveRates", "fill_ms_per_byte", "send_ms_per_byte"]
+__all__ = ["MoveRates", "fill_ms_per_byte"]
 
-_FILL_VALUES, _SEND_VALUES = 2**21, 2**20
-_ROUNDS = 3
+_FILL_VALUES, _ROUNDS = 2**21, 3
 _MODULE_MS, _MOVE_MS = 15.0, 4.0
 """What Python takes for a module and for a move, by moves of small tables on one CPU
 (24 of 5,000 x 32 in `benchmarks/bench_monitor.py moves`)."""
@@ -94,20 +92,3 @@ def fill_ms_per_byte(device: torch.device) -> float:
         synchronize(device)
         taken_ms.append((time.perf_counter() - start) * 1e3)
     return statistics.median(taken_ms) / (4 * _FILL_VALUES)
-
-
-def send_ms_per_byte() -> float:
-    """Time what even ranks send to the next one over gloo; every rank calls it."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    peer = rank ^ 1
-    if peer >= world_size:
-        return 0.0
-    values = torch.zeros(_SEND_VALUES)
-    way = dist.irecv if rank % 2 else dist.isend
-    taken_ms = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        for work in dist.batch_isend_irecv([dist.P2POp(way, values, peer)]):
-            work.wait()
-        taken_ms.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(taken_ms) / (4 * _SEND_VALUES)

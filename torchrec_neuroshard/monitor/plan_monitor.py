@@ -27,11 +27,7 @@ from torchrec_neuroshard.monitor.kernel_records import (
     TimedKernel,
     timed_kernels,
 )
-from torchrec_neuroshard.monitor.move_times import (
-    MoveRates,
-    fill_ms_per_byte,
-    send_ms_per_byte,
-)
+from torchrec_neuroshard.monitor.move_times import MoveRates, fill_ms_per_byte
 from torchrec_neuroshard.phase_timer import PhaseTimer
 from torchrec_neuroshard.planner.plan_files import save_plan
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
@@ -206,7 +202,7 @@ class PlanMonitor:
         on_cpu = self._model.device.type == "cpu"
         mine = (
             fill_ms_per_byte(self._model.device),
-            send_ms_per_byte() if on_cpu else _link_ms_per_byte(planner),
+            self._exchange.send_ms_per_byte() if on_cpu else _link_ms_per_byte(planner),
         )
         fill, send = (max(v) for v in zip(*self._exchange.all_tell(mine), strict=True))
         return MoveRates(fill_ms_per_byte=fill, send_ms_per_byte=send)
