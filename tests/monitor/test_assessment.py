@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,6 +117,19 @@ def test_even_ranks_are_weighed_by_what_they_took() -> None:
     assert report.factors["fwd_compute"] > 2.0 and report.offer is None
 
 
+def test_uneven_ranks_say_more_than_even_ones_did() -> None:
+    job = Job()
+    measured = job.measured(2.0, fixed_ms=0.1)
+    alike = dataclasses.replace(measured, by_rank_ms=measured.by_rank_ms[:1] * 2)
+    for told in (measured, alike, alike):
+        # What is timed alike where more is predicted is not worth nothing: it is held.
+        job.assess(told, seconds=0.0)
+    assert job.assessor._weights["fwd_compute"] == pytest.approx(0.2)
+    job.assess(measured, seconds=0.0)
+    job.assess(measured, seconds=0.0)
+    assert job.assessor._weights["fwd_compute"] == pytest.approx(2.0)
+
+
 def test_a_disturbed_report_does_not_count() -> None:
     job = Job()
     for factor in (2.0, 2.5, 40.0):
@@ -150,9 +164,20 @@ def test_search_waits_for_time_and_for_more_to_save(
     # However much time there is, training is not held up for long.
     assert searches.seconds == [1.0]
     assert job.assess(measured).offer is offer and len(searches.seconds) == 1
+    assert job.assess(job.measured(3.0)).offer is offer and len(searches.seconds) == 1
     job.assessor.follow(offer, 0.1)  # as if moved: the plan is looked at anew
     job.assess(measured)
     assert len(searches.seconds) == 2
+
+
+def test_search_in_vain_is_repeated_with_far_more_time_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(horizon=1e-9)
+    searches = Counted(job, monkeypatch)
+    for seconds, count in ((0.3, 1), (0.35, 1), (60.0, 2), (60.0, 2)):
+        assert job.assess(job.measured(1.0), seconds=seconds).offer is None
+        assert len(searches.seconds) == count
 
 
 def test_even_plan_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ _TOLD_APART = 0.1
 """Part of the mean by which ranks must be predicted to differ, so that what they were
 measured to differ by says what such a difference takes."""
 _GROWTH = 1.2
-"""What even kernels would save must have grown by so much since the last search: a plan
+"""By so much must what even kernels would save have grown since the last search: a plan
 that could not be bettered is not searched for again at each report."""
 
 
@@ -290,17 +290,21 @@ class Assessor:
         self.profiles: dict[str, FeatureProfile] = {}
         self.tables: dict[str, TableConfig] = {}
         self.seconds = 0.0
-        self._seen: dict[str, deque[tuple[float, float]]] = {
+        self._seen: dict[str, deque[tuple[float, float | None]]] = {
             p: deque(maxlen=_REMEMBERED) for p in PHASES
         }
         self._planned: tuple[Any, PredictedCosts] | None = None
         self._offer: Offer | None = None
-        self._searched_ms = 0.0
+        self._searched = 0.0, 0.0
 
     @property
     def factors(self) -> dict[str, float]:
         """Phase -> measured over predicted; of phases that were measured."""
-        return self._medians(0)
+        return {
+            phase: _held(statistics.median(factor for factor, _ in seen))
+            for phase, seen in self._seen.items()
+            if seen
+        }
 
     @property
     def _weights(self) -> dict[str, float]:
@@ -309,18 +313,12 @@ class Assessor:
         Less than the factor where some of what is measured does not grow with what is
         predicted: moves do not save that part.
         """
-        return self._medians(1)
-
-    def _medians(self, number: int) -> dict[str, float]:
-        # Of three, a disturbed report and one amid a change of inputs are left out.
-        return {
-            phase: min(
-                max(statistics.median(s[number] for s in seen), 1 / _MOST_FACTOR),
-                _MOST_FACTOR,
-            )
-            for phase, seen in self._seen.items()
-            if seen
-        }
+        found = self.factors
+        for phase, seen in self._seen.items():
+            known = [weight for _, weight in seen if weight is not None]
+            if known:
+                found[phase] = _held(statistics.median(known))
+        return found
 
     def planned(self, plan: Any) -> PredictedCosts:
         """Price a plan with the inputs that the planner was given; kept."""
@@ -383,8 +381,7 @@ class Assessor:
         critical = _critical(predicted, measured)
         for phase, ms in measured.critical_ms.items():
             if phase not in _COMPUTE and ms > 0 and critical[phase] > 0:
-                factor = ms / critical[phase]
-                self._seen[phase].append((factor, factor))
+                self._seen[phase].append((ms / critical[phase], None))
         for phase in _COMPUTE:
             measured_W = np.array([r[phase] for r in measured.by_rank_ms])
             predicted_W = np.array(_of_ranks(predicted, measured, phase))
@@ -397,7 +394,7 @@ class Assessor:
         """Look for a plan that pays, if there is a sign of one and time.
 
         The sign: ranks' kernels, spread evenly, would save enough, and more than when
-        it was last looked for.
+        it was last looked for, unless that was in far less time.
         """
         weights, saved_ms, worth_ms = self._weights, 0.0, 0.0
         for stage in predicted.stages:
@@ -406,15 +403,16 @@ class Assessor:
                 uneven_ms = float(ms_W.max() - ms_W.mean())
                 saved_ms += uneven_ms
                 worth_ms += weights.get(phase, 1.0) * uneven_ms
+        seconds = min(seconds, _MOST_SEARCH_SECONDS)
+        last_ms, last_seconds = self._searched
         if worth_ms <= self._min_gain * measured.iteration_ms:
-            self._offer, self._searched_ms = None, min(saved_ms, self._searched_ms)
-        elif seconds >= _MIN_SEARCH_SECONDS and saved_ms > _GROWTH * self._searched_ms:
-            self._searched_ms = saved_ms
-            found = self.look(
-                plan,
-                measured.iteration_ms,
-                seconds=min(seconds, _MOST_SEARCH_SECONDS),
-            )
+            self._offer, self._searched = None, (min(saved_ms, last_ms), last_seconds)
+        elif seconds >= _MIN_SEARCH_SECONDS and (
+            saved_ms > _GROWTH * last_ms
+            or (self._offer is None and seconds >= 2 * last_seconds)
+        ):
+            self._searched = saved_ms, seconds
+            found = self.look(plan, measured.iteration_ms, seconds=seconds)
             pays = found is not None and found.break_even <= self._horizon
             self._offer = found if pays else None
 
@@ -472,10 +470,16 @@ class Assessor:
         """
         self._rates = self._rates.corrected(offer.move_ms, seconds * 1e3)
         self._planner = self._planner.relearned(profiles=self.profiles)
-        self._offer, self._searched_ms = None, 0.0
+        self._offer, self._searched = None, (0.0, 0.0)
 
 
-def _factor_and_weight(measured_W: Floats, predicted_W: Floats) -> tuple[float, float]:
+def _held(factor: float) -> float:
+    return min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
+
+
+def _factor_and_weight(
+    measured_W: Floats, predicted_W: Floats
+) -> tuple[float, float | None]:
     """Measured over predicted; and how fast the one grows with the other.
 
     The latter by the ranks' differences, where they are predicted to differ. At zero
@@ -484,6 +488,6 @@ def _factor_and_weight(measured_W: Floats, predicted_W: Floats) -> tuple[float, 
     factor = float(measured_W.sum() / predicted_W.sum())
     apart_W = predicted_W - predicted_W.mean()
     if float(np.abs(apart_W).max()) < _TOLD_APART * float(predicted_W.mean()):
-        return factor, factor
+        return factor, None
     weight = float(apart_W @ (measured_W - measured_W.mean()) / (apart_W @ apart_W))
     return factor, min(factor, weight)

@@ -315,7 +315,7 @@ class FirstLaunch:
                 self._tell(
                     f"what the first launch measured is not kept: {verdict}. Costs are "
                     f"'{self._costs.cost_model.source}', and the next launch measures "
-                    "again"
+                    "again; calibrate='never' does not"
                 )
 
     def _kept(self, bundle: Path, request: LaunchRequest, seconds: float) -> Path:
