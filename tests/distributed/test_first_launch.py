@@ -104,13 +104,13 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
     """Run with a cache of its own and, if given, a program in place of measuring."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEUROSHARD_CACHE", str(folder))
-        patch.setattr("torchrec_neuroshard.planner.first_launch._GRACE_S", 60.0)
+        patch.setattr("torchrec_neuroshard.planner.first_launch.GRACE_S", 60.0)
         if program is not None:
             patch.setattr(
                 "torchrec_neuroshard.training.first_launch._PROGRAM", ("-c", program)
             )
         if program == FAILURES["a rank is late"]:
-            patch.setattr("torchrec_neuroshard.planner.first_launch._GRACE_S", -1.0)
+            patch.setattr("torchrec_neuroshard.planner.first_launch.GRACE_S", -1.0)
         found: dict[str, Any] = action()
     return found
 

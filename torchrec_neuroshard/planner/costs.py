@@ -130,6 +130,11 @@ class PlanCosts:
         """
         self._load(bundle)
 
+    def correct(self, cost_model: CostModel) -> None:
+        """Go on with another model of the same kernels."""
+        if cost_model is not self.cost_model:
+            self.cost_model, self.encoder = cost_model, ShardEncoder(cost_model)
+
     def _load(self, cost_model: str | Path | CostModel) -> None:
         topology = self.topology
         with warnings.catch_warnings(record=True) as caught:

@@ -58,7 +58,8 @@ from torchrec_neuroshard.planner.constraints import (
 )
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.first_launch import FirstLaunch
+from torchrec_neuroshard.planner.finalists import Finalists
+from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.hedging import is_uncertain
 from torchrec_neuroshard.planner.outline import outline_of
@@ -156,6 +157,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             `collective_plan` measure the model's own tables for so many seconds, and
             the bundle that comes of it is kept for later launches. "auto": 60 s on
             GPUs; on CPUs only with cost_model="measure". "never", or seconds.
+        measure_finalists: So many good plans are measured where they are decided, in
+            each of up to three rounds, within the seconds of `calibrate` (60 unless
+            given); the cost model is corrected by that, and the best of them returned.
+            All ranks of `collective_plan` measure, in `plan` this one. 0: none.
         pipeline_type: TorchRec's `PipelineType` of the training loop: what it keeps on
             the device counts as memory. None: no pipeline. An enumerator that is given
             counts by its own.
@@ -193,6 +198,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         max_switches: int | None = None,
         placement_constraints: PlacementConstraints | None = None,
         calibrate: str | float = "auto",
+        measure_finalists: int = 0,
         pipeline_type: Any = None,
         **kwargs: Any,
     ) -> None:
@@ -208,7 +214,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             comms_model=comms_model,
             profiles=profiles,
         )
-        self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
+        self._first_launch = FirstLaunch(
+            self.costs,
+            cost_model,
+            calibrate,
+            constraints,
+            budget_is_shared=measure_finalists > 0,
+        )
+        self._finalists = Finalists(measure_finalists, calibrate, self.costs.topology)
         topology = self.costs.topology
         self._arguments: dict[str, Any] = {
             "topology": topology,
@@ -285,6 +298,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 f"the {type(partitioner).__name__} given has other placement "
                 "constraints than the planner, or none: leave the partitioner out, or "
                 "pass the same to NeuroShardPartitioner(..., placement=...)"
+            )
+        if measure_finalists and not own:
+            raise ConfigError(
+                f"measure_finalists needs this package's partitioner, got "
+                f"{type(partitioner).__name__}; leave one of them out"
             )
         # Only this package's partitioner takes plans that have ranks.
         self._considers_torchrec = consider_stock and own
@@ -414,7 +432,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             proposers = [*proposers, torchrec.proposer]
         return run, {
             "proposers": proposers,
-            "partitioner": partitioner.for_run(run.log, sharders)
+            "partitioner": partitioner.for_run(
+                run.log, sharders, self._finalists if self._finalists.count else None
+            )
             if own
             else partitioner,
             "callbacks": run.callbacks(planner_part(self, "callbacks")),
@@ -457,16 +477,23 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._first_launch.on_all_ranks(partial(self._options, module, sharders), pg)
         plan: ShardingPlan | None = None
         error: Exception | None = None
+        root = dist.get_global_rank(pg, 0)
         if pg.rank() == 0:
             try:
-                plan = self.plan(module, sharders)
+                with self._finalists.among(pg):
+                    plan = self.plan(module, sharders)
             except Exception as caught:
                 error = caught
-        if pg.size() > 1:
-            sent = [(plan, self._known, _portable(error))]
-            dist.broadcast_object_list(sent, dist.get_global_rank(pg, 0), group=pg)
-            if pg.rank() != 0:
-                plan, self._known, error = sent[0]
+            if pg.size() > 1:
+                sent = [(plan, self._known, _portable(error))]
+                dist.broadcast_object_list(sent, root, group=pg)
+        else:
+            found: list[Any] = [None]
+            dist.broadcast_object_list(found, root, group=pg)
+            while isinstance(found[0], Offer):
+                self._finalists.help(found[0], pg.rank())
+                dist.broadcast_object_list(found, root, group=pg)
+            plan, self._known, error = found[0]
         if error is not None:
             raise error
         return plan

@@ -86,6 +86,7 @@ def describe_plan(
         num_evaluated=sum(r.result.num_evaluated for r in records),
         warnings=tuple(dict.fromkeys(texts)),
         fallback=fallback,
+        finalists=next((r.result.finalists for r in records), ()),
     )
     others = tuple(
         OtherTable(

@@ -78,6 +78,7 @@ def explain(
         warnings=result.warnings,
         basis=basis,
         robustness=robustness,
+        finalists=result.finalists,
     )
 
 

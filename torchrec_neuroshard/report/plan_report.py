@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.search.base import Finalist
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = [
@@ -209,6 +210,8 @@ class PlanReport:
     """None where only a search is reported."""
     robustness: Robustness | None = None
     """None where costs were measured, or the plan is not one of the planner's."""
+    finalists: tuple[Finalist, ...] = ()
+    """Plans that were measured where they are decided."""
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -241,6 +244,9 @@ def _lines(report: PlanReport) -> Iterator[str]:
         yield str(report.robustness)
     if report.basis is not None:
         yield from _basis_lines(report.basis)
+    if report.finalists:
+        yield f"{len(report.finalists)} plans were measured where they are decided:"
+        yield from (f"    {plan}" for plan in report.finalists)
     yield ""
     yield from _rank_lines(report.ranks)
     if report.splits:
