@@ -129,11 +129,13 @@ def test_the_report_names_the_finalists(
     assert rounds == sorted(rounds) and set(rounds) <= {1, 2, 3} and len(rounds) > 3
     (taken,) = [f for f in finalists if f.chosen]
     assert taken.corrected_ms == min(f.corrected_ms for f in finalists)
-    assert taken.corrected_ms == chosen[0].predicted.critical_path_ms
+    # The slowest of several ranks is slower than each is expected to be.
+    path_ms = chosen[0].predicted.critical_path_ms
+    assert path_ms <= taken.corrected_ms < 1.02 * path_ms
     assert finalists[0].predicted_ms == first.predicted.critical_path_ms
     for finalist in finalists:
         assert 1 <= finalist.num_measured <= RANKS
-        assert finalist.measured_ms == pytest.approx(finalist.corrected_ms, rel=0.02)
+        assert finalist.measured_ms == pytest.approx(finalist.corrected_ms, rel=0.05)
 
 
 def test_what_is_measured_decides_plans_that_differ(

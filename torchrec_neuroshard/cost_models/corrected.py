@@ -3,7 +3,8 @@
 The logarithm of measured over predicted is taken to be a factor that all sets share,
 plus what each table adds in proportion to its share of a set, plus what sets with
 nearly the same tables have in common, plus noise: a Gaussian process, forward and
-backward apart. How much each of these matters is what makes the measurements likeliest
+backward apart. Noise is read off sets measured again; how much tables and
+like sets matter is what makes the measurements likeliest
 (C. E. Rasmussen, C. K. I. Williams: Gaussian Processes for Machine Learning, 5.4.1).
 With few measurements it stays near the model, and far from them it returns to it.
 
@@ -30,18 +31,18 @@ Floats = npt.NDArray[np.float64]
 
 SHARED_STD = 0.3
 """Of the logarithm of the factor that all sets share: devices of one kind differ so."""
-TABLE_STDS = (0.0, 0.1, 0.2)
+TABLE_STDS = (0.0, 0.05, 0.1, 0.2)
 ALIKE_STDS = (0.02, 0.05, 0.1)
-NOISE_STDS = (0.01, 0.03, 0.1)
-"""Of what a table adds, of what like sets have in common, and of one measurement: those
-that are tried."""
+"""Of what a table adds, and of what like sets have in common: those that are tried."""
+NOISE_STD, NOISE_RECORDS = 0.03, 4
+"""Of one measurement, before any set was measured again, and how many of these that is
+worth."""
 REACH = 0.3
 """Distance, between the shares that tables have of sets, over which sets are alike."""
 MAX_TABLES = 128
 """Tables that are told from each other: those with the largest shares."""
-USUAL_SPREAD = 0.03
-"""Of the passes of a set on a quiet CPU, relative."""
-_LEAST_NOISE = 1e-3
+USUAL_SPREAD = 0.05
+"""Of the passes of a set on a CPU, relative."""
 _BY_WIDTH = (
     "lookup_bytes",
     "distinct_bytes",
@@ -90,15 +91,19 @@ class CorrectedCostModel(ScaledCostModel):
         self._place = {key: place for place, key in enumerate(most)}
         share_MT = np.stack([self._shares(*one).sum(axis=0) for one in known])
         share_MT /= np.array([own_N.sum() for _, own_N in known])[:, None]
-        self._share_MT, which_M = np.unique(share_MT, axis=0, return_inverse=True)
+        self._share_MT, which = np.unique(share_MT, axis=0, return_inverse=True)
+        which = which.reshape(-1)
         # One that was disturbed counts as a part of one.
-        weights = [1 / (1 + (m.spread / USUAL_SPREAD) ** 2) for m in measured]
-        count_M = np.bincount(which_M.reshape(-1), weights)
-        mean_M2 = np.zeros((len(count_M), 2))
-        logs = np.log([m.ratio_2 for m in measured])
-        np.add.at(mean_M2, which_M.reshape(-1), logs * np.array(weights)[:, None])
-        mean_M2 /= count_M[:, None]
-        self._fits = [self._fit(log_M, count_M) for log_M in mean_M2.T]
+        weights = np.array([1 / (1 + (m.spread / USUAL_SPREAD) ** 2) for m in measured])
+        count_M = np.bincount(which, weights)
+        self._fits = []
+        for logs in np.log([m.ratio_2 for m in measured]).T:
+            mean_M = np.bincount(which, weights * logs) / count_M
+            squares = float(weights @ (logs - mean_M[which]) ** 2)
+            again = len(logs) - len(count_M)
+            noise = NOISE_STD**2 * NOISE_RECORDS + squares
+            noise /= NOISE_RECORDS + again
+            self._fits.append(self._fit(mean_M, noise / count_M))
 
     @property
     def encoding_dim(self) -> int:
@@ -123,11 +128,14 @@ class CorrectedCostModel(ScaledCostModel):
     def relative_uncertainty(self, sums_SE: Floats) -> Floats:
         """What the measurements leave open of each set's total."""
         costs_S2 = self.predict_sums(sums_SE)
-        share_ST = self._share(sums_SE)
-        std_S2 = np.stack([self._std(share_ST, fit) for fit in self._fits], axis=1)
         total_S = np.maximum(costs_S2.sum(axis=1), 1e-9)
-        off: Floats = (costs_S2 * std_S2).sum(axis=1) / total_S
+        off: Floats = (costs_S2 * self.log_stds(sums_SE)).sum(axis=1) / total_S
         return off
+
+    def log_stds(self, sums_SE: Floats) -> Floats:
+        """Standard deviations of the logarithms of `predict_sums`, `S x 2`."""
+        share_ST = self._share(sums_SE)
+        return np.stack([self._std(share_ST, fit) for fit in self._fits], axis=1)
 
     def _own(self, features_NF: npt.NDArray[np.float32]) -> tuple[list[bytes], Floats]:
         """Which table each shard is of, and what it takes alone [ms]."""
@@ -150,11 +158,8 @@ class CorrectedCostModel(ScaledCostModel):
         share_ST: Floats = sums_SE[:, dim:-1] / np.maximum(sums_SE[:, -1:], 1e-9)
         return share_ST
 
-    def _kernel(
-        self, share_ST: Floats, table_std: float, alike_std: float, noise_std: float
-    ) -> Floats:
+    def _kernel(self, share_ST: Floats, table_std: float, alike_std: float) -> Floats:
         """Covariance of sets with those measured: `S x M`."""
-        del noise_std
         product_SM = share_ST @ self._share_MT.T
         square_S1 = (share_ST**2).sum(axis=1, keepdims=True)
         square_M = (self._share_MT**2).sum(axis=1)
@@ -162,12 +167,11 @@ class CorrectedCostModel(ScaledCostModel):
         alike_SM: Floats = alike_std**2 * np.exp(-apart_SM / (2 * REACH**2))
         return SHARED_STD**2 + table_std**2 * product_SM + alike_SM
 
-    def _fit(self, log_M: Floats, count_M: Floats) -> _Fit:
+    def _fit(self, log_M: Floats, noise_M: Floats) -> _Fit:
         """Take the standard deviations that make the measurements likeliest."""
         fits = []
-        for stds in itertools.product(TABLE_STDS, ALIKE_STDS, NOISE_STDS):
-            covariance_MM = self._kernel(self._share_MT, *stds)
-            covariance_MM += np.diag(stds[2] ** 2 / count_M + _LEAST_NOISE**2)
+        for stds in itertools.product(TABLE_STDS, ALIKE_STDS):
+            covariance_MM = self._kernel(self._share_MT, *stds) + np.diag(noise_M)
             lower_MM = np.linalg.cholesky(covariance_MM)
             white_M = np.linalg.solve(lower_MM, log_M)
             likelihood = -0.5 * white_M @ white_M - np.log(np.diag(lower_MM)).sum()
@@ -176,7 +180,7 @@ class CorrectedCostModel(ScaledCostModel):
         return max(fits, key=lambda fit: float(fit[0]))[1]
 
     def _std(self, share_ST: Floats, fit: _Fit) -> Floats:
-        table_std, alike_std, _ = fit.stds
+        table_std, alike_std = fit.stds
         own_S = SHARED_STD**2 + alike_std**2
         own_S = own_S + table_std**2 * (share_ST**2).sum(axis=1)
         white_MS = np.linalg.solve(fit.lower_MM, self._kernel(share_ST, *fit.stds).T)
@@ -188,8 +192,8 @@ class CorrectedCostModel(ScaledCostModel):
 class _Fit:
     """Of one direction."""
 
-    stds: tuple[float, float, float]
-    """Of tables, of like sets, of noise."""
+    stds: tuple[float, float]
+    """Of tables and of like sets."""
     weights_M: Floats
     lower_MM: Floats
     """Cholesky factor of the covariance of what was measured."""

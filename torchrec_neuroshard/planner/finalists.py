@@ -4,7 +4,10 @@ A search takes the plan that a model likes best, which is the one that it flatte
 So the search hands over several different plans, the rank sets that decide them are
 measured, and the model is corrected by what came of it (`CorrectedCostModel`); the
 search goes on from these plans under the corrected model, and so forth. Of all plans
-measured, the one with the shortest corrected path is returned.
+measured, the one with the shortest expected path is returned.
+
+Shapes: `X` any, `K` draws, `W` ranks, `G` fusion groups, `S` stages, `P` phases, `E`
+encoding values, `2` forward and backward, `3` index exchange and both collectives.
 
 Measuring is the first launch's (`training.first_launch`), in processes of its own.
 """
@@ -57,7 +60,6 @@ from torchrec_neuroshard.simulator import (
     PHASES,
     PredictedCosts,
     Simulator,
-    critical_path,
 )
 from torchrec_neuroshard.tables import TableConfig, row_shard
 
@@ -72,6 +74,8 @@ CONTENDS = 0.9
 twice what sets of a calibrated model are off."""
 LEAST_SHARE = 0.1
 """Of the budget, below which no other round is begun."""
+NUM_DRAWS, SEED = 64, 0
+"""Of what measurements leave open."""
 BOUND_SECONDS, BOUND_EFFORT = 2.0, 0.1
 """Of the search whose lower bound is that of the last corrected model."""
 _COMPUTE = [PHASES.index("fwd_compute"), PHASES.index("bwd_compute")]
@@ -337,32 +341,51 @@ class _Rounds:
         self.model = ConcurrentCostModel.of(corrected, self._comms_model)
         simulator = Simulator(*self.problem)
         for placement, plan in self._plans.items():
-            predicted = simulator.evaluate(placement)
             known = [k for k in self._kernels[placement] if k.tables in self._ratios]
+            expected_ms, measured_ms = self._paths(
+                simulator, placement, known, corrected
+            )
             self._plans[placement] = dataclasses.replace(
                 plan,
-                measured_ms=self._measured_ms(predicted, known, corrected),
-                corrected_ms=predicted.critical_path_ms,
+                measured_ms=measured_ms,
+                corrected_ms=expected_ms,
                 num_measured=len(known),
             )
 
-    def _measured_ms(
+    def _paths(
         self,
-        predicted: PredictedCosts,
+        simulator: Simulator,
+        placement: Placement,
         known: Sequence[_Kernel],
-        corrected: CostModel,
-    ) -> float:
-        """Critical path with known kernels as measured, all else as corrected."""
-        phases_SWP = _phases(predicted)
+        corrected: CorrectedCostModel,
+    ) -> tuple[float, float]:
+        """Critical paths of a plan [ms]: expected, and with known kernels as measured.
+
+        What measurements leave open of each kernel is drawn for the former: the slowest
+        of several ranks is slower than the one of which most is expected.
+        """
+        loads = simulator.rank_loads(placement)
+        sums_WGE, extra_WS2 = loads.sums_CWGE, loads.extra_CWS2
+        comms_WS3 = simulator.collectives(loads, simulator.num_shards(placement))
+
+        def path_ms(kernels_XWG2: Floats) -> float:
+            compute_XWS2 = simulator.stage_compute(kernels_XWG2) + extra_WS2
+            slowest_X = compute_XWS2.max(axis=-3).sum(axis=(-2, -1))
+            return float(slowest_X.mean() + comms_WS3.max(axis=0).sum())
+
+        kernels_WG2 = simulator.compute_costs(sums_WGE)
+        shape = kernels_WG2.shape
+        stds_WG2 = corrected.log_stds(sums_WGE.reshape(-1, sums_WGE.shape[2]))
+        draws_KWG2 = np.random.default_rng(SEED).standard_normal((NUM_DRAWS, *shape))
+        drawn_KWG2 = kernels_WG2 * np.exp(draws_KWG2 * stds_WG2.reshape(shape))
+        measured_WG2 = kernels_WG2.copy()
         for kernel in known:
             tables, batch_size = kernel.tables, self.task.batch_size
             ratio_2 = np.median(self._ratios[tables], axis=0)
             ratio_2 *= _predict(self.alone, tables, batch_size)
             ratio_2 /= _predict(corrected, tables, batch_size)
-            off_2 = _predict(self.model, tables, batch_size) * (ratio_2 - 1)
-            stage = self.task.stages[kernel.group]
-            phases_SWP[stage, kernel.rank, _COMPUTE] += off_2
-        return float(critical_path(phases_SWP.swapaxes(0, 1)[None])[0])
+            measured_WG2[kernel.rank, kernel.group] *= ratio_2
+        return path_ms(drawn_KWG2), path_ms(measured_WG2)
 
     def result(self, bound: SearchResult) -> SearchResult:
         """Describe the plan with the shortest corrected path.

@@ -75,7 +75,8 @@ class Finalist:
     measured_ms: float
     """With measured kernels as measured, all else as corrected."""
     corrected_ms: float
-    """By the model as all measurements corrected it."""
+    """Expected by the model as all measurements corrected it: the mean over what they
+    leave open."""
     num_measured: int
     """Rank sets measured."""
     chosen: bool = False
