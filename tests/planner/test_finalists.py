@@ -97,7 +97,7 @@ def choose(
 @pytest.fixture(scope="module")
 def first() -> SearchResult:
     """What the search finds without measurements."""
-    return NeuroShardSearcher(SEARCH).search(TASK, *analytic().values())
+    return NeuroShardSearcher(SEARCH).search(TASK, **analytic())
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_what_is_measured_decides_plans_that_differ(
 ) -> None:
     request = chosen[2].requests[0]
     assert len(set(request.sets)) == len(request.sets)
-    results = NeuroShardSearcher(SEARCH).finalists(TASK, *analytic().values(), 3)
+    results = NeuroShardSearcher(SEARCH).finalists(TASK, **analytic(), count=3)
     assert len(results) == 3
     paths = [r.predicted.critical_path_ms for r in results]
     assert paths == sorted(paths) and paths[-1] < 1.05 * paths[0]

@@ -2,10 +2,11 @@
 
 The logarithm of measured over predicted is taken to be a factor that all sets share,
 plus what each table adds in proportion to its share of a set, plus what sets with
-nearly the same tables have in common, plus noise: a Gaussian process, forward and
-backward apart. Noise is read off sets measured again; how much tables and
-like sets matter is what makes the measurements likeliest
-(C. E. Rasmussen, C. K. I. Williams: Gaussian Processes for Machine Learning, 5.4.1).
+nearly the same tables have in common, plus how the machine was while it was measured,
+plus noise: a Gaussian process, forward and backward apart. Noise is read off sets
+measured again; how much tables and like sets matter is what makes the measurements
+likeliest (C. E. Rasmussen, C. K. I. Williams: Gaussian Processes for Machine Learning,
+5.4.1).
 With few measurements it stays near the model, and far from them it returns to it.
 
 Shapes: `N` shards, `F` features, `M` measured sets, `S` sets, `T` known tables, `E`
@@ -31,6 +32,8 @@ Floats = npt.NDArray[np.float64]
 
 SHARED_STD = 0.3
 """Of the logarithm of the factor that all sets share: devices of one kind differ so."""
+ROUND_STD = 0.05
+"""Of the logarithm of a factor that a round's measurements share: machines drift."""
 TABLE_STDS = (0.0, 0.05, 0.1, 0.2)
 ALIKE_STDS = (0.02, 0.05, 0.1)
 """Of what a table adds, and of what like sets have in common: those that are tried."""
@@ -65,6 +68,8 @@ class MeasuredSet:
     """Measured over predicted."""
     spread: float = 0.0
     """Relative median deviation of its passes: `CostRecord.spread`."""
+    round: int = 0
+    """Sets of one round were measured in turn, on the machine as it was then."""
 
 
 class CorrectedCostModel(ScaledCostModel):
@@ -91,8 +96,12 @@ class CorrectedCostModel(ScaledCostModel):
         self._place = {key: place for place, key in enumerate(most)}
         share_MT = np.stack([self._shares(*one).sum(axis=0) for one in known])
         share_MT /= np.array([own_N.sum() for _, own_N in known])[:, None]
-        self._share_MT, which = np.unique(share_MT, axis=0, return_inverse=True)
-        which = which.reshape(-1)
+        round_M1 = np.array([[m.round] for m in measured], dtype=np.float64)
+        rows, which = np.unique(
+            np.hstack([share_MT, round_M1]), axis=0, return_inverse=True
+        )
+        self._share_MT, which = rows[:, :-1], which.reshape(-1)
+        same_MM = rows[:, -1:] == rows[:, -1]
         # One that was disturbed counts as a part of one.
         weights = np.array([1 / (1 + (m.spread / USUAL_SPREAD) ** 2) for m in measured])
         count_M = np.bincount(which, weights)
@@ -103,7 +112,8 @@ class CorrectedCostModel(ScaledCostModel):
             again = len(logs) - len(count_M)
             noise = NOISE_STD**2 * NOISE_RECORDS + squares
             noise /= NOISE_RECORDS + again
-            self._fits.append(self._fit(mean_M, noise / count_M))
+            apart_MM = ROUND_STD**2 * same_MM + np.diag(noise / count_M)
+            self._fits.append(self._fit(mean_M, apart_MM))
 
     @property
     def encoding_dim(self) -> int:
@@ -164,18 +174,24 @@ class CorrectedCostModel(ScaledCostModel):
         square_S1 = (share_ST**2).sum(axis=1, keepdims=True)
         square_M = (self._share_MT**2).sum(axis=1)
         apart_SM = np.maximum(square_S1 + square_M - 2 * product_SM, 0.0)
-        alike_SM: Floats = alike_std**2 * np.exp(-apart_SM / (2 * REACH**2))
-        return SHARED_STD**2 + table_std**2 * product_SM + alike_SM
+        alike_SM = alike_std**2 * np.exp(-apart_SM / (2 * REACH**2))
+        all_SM: Floats = SHARED_STD**2 + table_std**2 * product_SM + alike_SM
+        return all_SM
 
-    def _fit(self, log_M: Floats, noise_M: Floats) -> _Fit:
-        """Take the standard deviations that make the measurements likeliest."""
+    def _fit(self, log_M: Floats, apart_MM: Floats) -> _Fit:
+        """Take the standard deviations that make the measurements likeliest.
+
+        Args:
+            log_M: Of measured over predicted.
+            apart_MM: Covariance of what the sets themselves have no part in.
+        """
         fits = []
         for stds in itertools.product(TABLE_STDS, ALIKE_STDS):
-            covariance_MM = self._kernel(self._share_MT, *stds) + np.diag(noise_M)
+            covariance_MM = self._kernel(self._share_MT, *stds) + apart_MM
             lower_MM = np.linalg.cholesky(covariance_MM)
             white_M = np.linalg.solve(lower_MM, log_M)
             likelihood = -0.5 * white_M @ white_M - np.log(np.diag(lower_MM)).sum()
-            weights_M = np.linalg.solve(lower_MM.T, white_M)
+            weights_M: Floats = np.linalg.solve(lower_MM.T, white_M)
             fits.append((likelihood, _Fit(stds, weights_M, lower_MM)))
         return max(fits, key=lambda fit: float(fit[0]))[1]
 

@@ -119,6 +119,7 @@ class PlanCosts:
             world_size=topology.world_size, constraints=constraints, profiles=profiles
         )
         self._given_comms = comms_model
+        self.cost_model: CostModel
         self._load(cost_model)
         self._launches_added = False
 
@@ -152,7 +153,7 @@ class PlanCosts:
             )
             comms = find_rank_groups(self.devices, comms, cost_model)
         self.comms_model: CommsModel = comms
-        self.cost_model: CostModel = ConcurrentCostModel.of(compute, comms)
+        self.cost_model = ConcurrentCostModel.of(compute, comms)
         found = [str(w.message) for w in caught]
         texts = [*found, *self.devices.impossible, *self.devices.left_out]
         if isinstance(cost_model, CostModel):

@@ -279,7 +279,7 @@ class _Rounds:
         self._kernels: dict[Placement, list[_Kernel]] = {}
         self._measured: list[MeasuredSet] = []
         self._ratios: dict[Tables, list[tuple[float, float]]] = {}
-        self._seconds, self._evaluated = 0.0, 0
+        self._seconds, self._evaluated, self._round = 0.0, 0, 0
 
     @property
     def problem(self) -> tuple[ShardingTask, CostModel, CommsModel]:
@@ -300,9 +300,15 @@ class _Rounds:
         return sorted(self._plans, key=order)
 
     def add(self, found: Sequence[SearchResult], number: int) -> list[Tables]:
-        """Take a round's plans; return the sets that decide them, the slowest first."""
+        """Take a round's plans; return the sets that decide them, the slowest first.
+
+        Those of the best plan so far come before: what is measured in two rounds tells
+        how the machine has changed.
+        """
         self._seconds += found[0].search_seconds
         self._evaluated += found[-1].num_evaluated
+        self._round = number
+        best = [k for p in self.placements[:1] for k in self._kernels[p]]
         contending: list[_Kernel] = []
         for result in found:
             own = _contending(result, self.task, self._on_cpu)
@@ -320,7 +326,7 @@ class _Rounds:
                 ),
             )
         contending.sort(key=lambda k: -k.slowness)
-        return list(dict.fromkeys(k.tables for k in contending))
+        return list(dict.fromkeys(k.tables for k in (*best, *contending)))
 
     def learn(self, sets: Sequence[Tables], records: Sequence[CostRecord]) -> None:
         """Correct the model by a round's records, and price all plans by it.
@@ -334,7 +340,9 @@ class _Rounds:
             ratio_2 = (record.fwd_ms / forward, record.bwd_ms / backward)
             features_NF = table_features(tables, record.batch_size)
             self._ratios.setdefault(tables, []).append(ratio_2)
-            self._measured.append(MeasuredSet(features_NF, ratio_2, record.spread()))
+            self._measured.append(
+                MeasuredSet(features_NF, ratio_2, record.spread(), self._round)
+            )
         if not self._measured:
             raise RecordError("no set of the finalists could be measured")
         corrected = CorrectedCostModel(self.alone, self._measured)
