@@ -69,10 +69,10 @@ class Settings:
 
     out: str = option("", "path of the result without suffix")
     tables: str = option("", "JSON of published table sets")
-    num_tasks: int = option(44, "tasks")
+    num_tasks: int = option(40, "tasks")
     finalists: int = option(4, "plans of a round")
-    seconds: float = option(18.0, "budget of the finalists of a task")
-    rounds: int = option(6, "fresh rounds over all tasks")
+    seconds: float = option(24.0, "budget of the finalists of a task")
+    rounds: int = option(5, "fresh rounds over all tasks")
     max_rows: int = option(400_000, "longer tables are cut to so many rows")
     cost_model: str = option("cpu_epyc_zen5", "bundle")
     seed: int = option(0, "of the first tasks")
