@@ -188,7 +188,7 @@ class CorrectedCostModel(ScaledCostModel):
         fits = []
         for stds in itertools.product(TABLE_STDS, ALIKE_STDS):
             covariance_MM = self._kernel(self._share_MT, *stds) + apart_MM
-            lower_MM: Floats = np.linalg.cholesky(covariance_MM)
+            lower_MM = np.linalg.cholesky(covariance_MM).astype(np.float64)
             white_M = np.linalg.solve(lower_MM, log_M)
             likelihood = -0.5 * white_M @ white_M - np.log(np.diag(lower_MM)).sum()
             weights_M: Floats = np.linalg.solve(lower_MM.T, white_M)
