@@ -57,6 +57,8 @@ PASSES = 5
 """Of a set, each time that it is measured."""
 VISITS = 3
 """Most times that a set of a finalist is measured in a round."""
+FRESH = 10**6
+"""Seed of the inputs that judge."""
 WITHOUT, WITH = "without", "with"
 EXPECTED_BIAS, EXPECTED_RATIO = 0.01, 0.98
 
@@ -189,7 +191,8 @@ class Bench:
                 if records and time.monotonic() > end:
                     return records
                 index = number + visit * len(request.sets)
-                records.append(self._time(tables, request.batch_size, index))
+                seed = (request.seed, index)
+                records.append(self._time(tables, request.batch_size, index, seed))
         return records
 
     def judge(self, task: Task, row: dict[str, Any], number: int) -> dict[str, Any]:
@@ -202,7 +205,7 @@ class Bench:
         order = list(sets)
         random.Random(number).shuffle(order)
         for tables in order:
-            record = self._time(tables, task.batch_size, 10**6 * (number + 1))
+            record = self._time(tables, task.batch_size, 0, (FRESH, number))
             sets[tables] = [record.fwd_ms, record.bwd_ms]
         return {
             "kernels_ms": {
@@ -213,7 +216,9 @@ class Bench:
             "at": now(),
         }
 
-    def _time(self, tables: Tables, batch_size: int, index: int) -> CostRecord:
+    def _time(
+        self, tables: Tables, batch_size: int, index: int, seed: Sequence[int]
+    ) -> CostRecord:
         own = tuple(
             dataclasses.replace(t, name=str(i), profile=t.profile_at(batch_size))
             for i, t in enumerate(tables)
@@ -222,7 +227,7 @@ class Bench:
             AccessDistribution.from_profile(t.profile_at(batch_size), t.num_embeddings)
             for t in own
         ]
-        found = self._timer.measure(own, access, batch_size, (index,))
+        found = self._timer.measure(own, access, batch_size, seed)
         return CostRecord(
             index=index,
             held_out=False,

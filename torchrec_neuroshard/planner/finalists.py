@@ -133,7 +133,7 @@ class Finalists:
 
     @contextlib.contextmanager
     def among(self, pg: dist.ProcessGroup) -> Iterator[None]:
-        """Have the ranks of a group measure, too: the others wait in `help_until`."""
+        """Have the ranks of a group measure, too: the others wait to `help`."""
         alone = pg.size() != int(self._topology.world_size) or pg.size() < 2
         self._pg = None if alone else pg
         try:
@@ -191,53 +191,36 @@ class Finalists:
                     *rounds.problem, self.count, rounds.placements[: self.count]
                 )
                 left = max(LEAST_SHARE * self._seconds, end - time.monotonic())
-            sets = rounds.add(found, number + 1)
+            sets = rounds.add(found)
             if not sets:
                 raise ConfigError("no deciding rank runs a kernel that can be measured")
-            records = self.measure(
-                sets, rounds.task, rounds.alone, left / (MAX_ROUNDS - number)
-            )
-            rounds.learn(sets, records)
+            seconds = left / (MAX_ROUNDS - number)
+            rounds.learn(sets, self._measure(self._request(rounds, sets, seconds)))
         (last,) = searcher.with_budget(BOUND_SECONDS, BOUND_EFFORT).finalists(
             *rounds.problem, 1, rounds.placements[:1]
         )
         return rounds.result(last), rounds.model
 
-    def measure(
-        self,
-        sets: Sequence[Tables],
-        task: ShardingTask,
-        model: CostModel,
-        seconds: float,
-    ) -> list[CostRecord]:
-        """Measure sets of shards, each a few times if there is time.
-
-        Args:
-            sets: The most telling first.
-            task: Of which they are.
-            model: In whose milliseconds.
-            seconds: Budget.
-
-        Returns:
-            Records; `index`, modulo the number of sets, says of which.
-        """
+    def _request(
+        self, rounds: _Rounds, sets: Sequence[Tables], seconds: float
+    ) -> LaunchRequest:
         from torchrec_neuroshard.training.first_launch import LaunchRequest
 
         ranks = 1 if self._pg is None else self._pg.size()
-        request = LaunchRequest(
+        return LaunchRequest(
             shards=(),
             kernels=(),
             tables=(),
             sets=tuple(sets),
-            batch_size=task.batch_size,
+            batch_size=rounds.task.batch_size,
             device_type=self._topology.compute_device,
             world_size=ranks,
             local_world_size=whole_nodes(ranks, self._topology.local_world_size),
             seconds=seconds,
             grace_seconds=GRACE_S,
-            reference_ms=model.reference_ms or None,
+            reference_ms=rounds.alone.reference_ms or None,
+            seed=rounds.number,
         )
-        return self._measure(request)
 
     def _measure_here(self, request: LaunchRequest) -> list[CostRecord]:
         if not has_device(self._topology):
@@ -267,6 +250,7 @@ class _Rounds:
         task: What is placed.
         alone: The model that is corrected: of kernels that have the device alone.
         model: Corrected by all that was measured, and of kernels as they run.
+        number: Of the round, from 1.
     """
 
     def __init__(self, task: ShardingTask, costs: PlanCosts) -> None:
@@ -275,11 +259,12 @@ class _Rounds:
         self._on_cpu = costs.topology.compute_device == "cpu"
         self.model = costs.cost_model
         self.alone = _alone(self.model)
+        self.number = 0
         self._plans: dict[Placement, Finalist] = {}
         self._kernels: dict[Placement, list[_Kernel]] = {}
         self._measured: list[MeasuredSet] = []
         self._ratios: dict[Tables, list[tuple[float, float]]] = {}
-        self._seconds, self._evaluated, self._round = 0.0, 0, 0
+        self._seconds, self._evaluated = 0.0, 0
 
     @property
     def problem(self) -> tuple[ShardingTask, CostModel, CommsModel]:
@@ -299,15 +284,15 @@ class _Rounds:
 
         return sorted(self._plans, key=order)
 
-    def add(self, found: Sequence[SearchResult], number: int) -> list[Tables]:
-        """Take a round's plans; return the sets that decide them, the slowest first.
+    def add(self, found: Sequence[SearchResult]) -> list[Tables]:
+        """Take the next round's plans; return the sets that decide them, the slowest first.
 
         Those of the best plan so far come before: what is measured in two rounds tells
         how the machine has changed.
         """
         self._seconds += found[0].search_seconds
         self._evaluated += found[-1].num_evaluated
-        self._round = number
+        self.number += 1
         best = [k for p in self.placements[:1] for k in self._kernels[p]]
         contending: list[_Kernel] = []
         for result in found:
@@ -318,7 +303,7 @@ class _Rounds:
             self._plans.setdefault(
                 result.placement,
                 Finalist(
-                    round=number,
+                    round=self.number,
                     predicted_ms=path_ms,
                     measured_ms=path_ms,
                     corrected_ms=path_ms,
@@ -341,7 +326,7 @@ class _Rounds:
             features_NF = table_features(tables, record.batch_size)
             self._ratios.setdefault(tables, []).append(ratio_2)
             self._measured.append(
-                MeasuredSet(features_NF, ratio_2, record.spread(), self._round)
+                MeasuredSet(features_NF, ratio_2, record.spread(), self.number)
             )
         if not self._measured:
             raise RecordError("no set of the finalists could be measured")
