@@ -285,10 +285,10 @@ class _Rounds:
         return sorted(self._plans, key=order)
 
     def add(self, found: Sequence[SearchResult]) -> list[Tables]:
-        """Take the next round's plans; return the sets that decide them, the slowest first.
+        """Take the next round's plans; return the sets that decide them.
 
-        Those of the best plan so far come before: what is measured in two rounds tells
-        how the machine has changed.
+        Those of the best plan so far come first, then the slowest: what is measured in
+        two rounds tells how the machine has changed.
         """
         self._seconds += found[0].search_seconds
         self._evaluated += found[-1].num_evaluated
