@@ -292,6 +292,10 @@ def page(settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         f"{min(len(r['rounds']) for r in ok)} fresh rounds.",
         "",
         f"    {settings['command']}",
+        *(
+            f"    {again['command']}  # went on at {again['date']}, {again['commit']}"
+            for again in settings.get("continued", [])
+        ),
         "",
         "| expected | found | |",
         "| --- | ---: | --- |",
@@ -368,7 +372,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = kept_rows(out, resume=True)
     about = {**describe_run(), **dataclasses.asdict(settings)}
     if rows and out is not None:
-        about = json.loads(out.with_suffix(".json").read_text())["settings"]
+        known = json.loads(out.with_suffix(".json").read_text())["settings"]
+        again = {k: about[k] for k in ("command", "commit", "date", "load_average")}
+        about = {**known, "continued": [*known.get("continued", []), again]}
     tasks = {t.name: t for t in draw_tasks(settings)}
     bench = Bench(settings)
 
@@ -381,9 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rows and all(r["rounds"] for r in rows):
             out.with_suffix(".md").write_text(page(about, rows))
 
-    known = {row["name"] for row in rows}
+    done = {row["name"] for row in rows}
     for name, task in tasks.items():
-        if name not in known:
+        if name not in done:
             rows.append(bench.plan(task))
             print(name, *rows[-1]["failed"], flush=True)
             keep()
