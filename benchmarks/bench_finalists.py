@@ -60,6 +60,8 @@ VISITS = 3
 FRESH = 10**6
 """Seed of the inputs that judge."""
 WITHOUT, WITH = "without", "with"
+FEW_ROUNDS = 4
+"""Figures of these alone are told, too."""
 EXPECTED_BIAS, EXPECTED_RATIO = 0.01, 0.98
 
 Tables = tuple[TableConfig, ...]
@@ -257,10 +259,16 @@ def _rank_sets(problem: ShardingTask, placement: Placement) -> list[Tables]:
 # Figures.
 
 
-def judged(row: dict[str, Any], name: str) -> dict[str, float]:
-    """Put a plan's rounds together: medians of each kernel, then the slowest."""
+def judged(row: dict[str, Any], name: str, most: int | None = None) -> dict[str, float]:
+    """Put a plan's rounds together: medians of each kernel, then the slowest.
+
+    Args:
+        row: Of a task.
+        name: Of the plan.
+        most: Only so many rounds.
+    """
     plan = row["plans"][name]
-    rounds = np.array([r["kernels_ms"][name] for r in row["rounds"]])
+    rounds = np.array([r["kernels_ms"][name] for r in row["rounds"][:most]])
     kernels_W2 = np.median(rounds, axis=0)
     predicted_W2 = np.array(plan["kernels_ms"])
     comms_ms = plan["path_ms"] - predicted_W2.max(axis=0).sum()
@@ -326,11 +334,16 @@ def page(settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         for value in sorted({r[key] for r in ok}, key=str):
             own = [x for x, r in zip(ratios, ok, strict=True) if r[key] == value]
             lines.append(f"| {key} {value} | {len(own)} | {_cell(own)} |")
+    few = [{n: judged(r, n, FEW_ROUNDS) for n in (WITHOUT, WITH)} for r in ok]
     same = sum(
         r["plans"][WITH]["placement"] == r["plans"][WITHOUT]["placement"] for r in ok
     )
     failed = [f"{r['name']}: {'; '.join(r['failed'])}" for r in rows if r["failed"]]
     lines += [
+        "",
+        f"By the first {FEW_ROUNDS} rounds alone, with over without is "
+        f"{_cell([f[WITH]['path_ms'] / f[WITHOUT]['path_ms'] for f in few])} and the "
+        f"chosen plan over its prediction {_cell([f[WITH]['off'] for f in few])}.",
         "",
         f"The search's first plan was chosen in {same} tasks. Choosing took "
         f"{np.median([r['finalists_seconds'] for r in ok]):.0f} s a task (median), "
@@ -352,10 +365,22 @@ def page(settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     lines += [
         "",
         "Milliseconds are the bundle's: each pass is timed beside a reference set, "
-        "by the thread's own time, since other work shares the machine. "
+        "by the thread's own time, since other work shares the machine: load averages "
+        f"{settings['load_average'][0]:.0f} at first; a kernel's rounds differ by "
+        f"{_noise(ok):.0%} (standard deviation). "
         "Raw figures: the JSON file of the same name.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _noise(rows: Sequence[dict[str, Any]]) -> float:
+    """How far rounds of one kernel differ, relative."""
+    spreads = [
+        np.log(np.array([r["kernels_ms"][name] for r in row["rounds"]])).std(0, ddof=1)
+        for row in rows
+        for name in (WITHOUT, WITH)
+    ]
+    return float(np.mean([s.mean() for s in spreads]))
 
 
 def _cell(values: Sequence[float]) -> str:
