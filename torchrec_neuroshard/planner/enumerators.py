@@ -21,7 +21,6 @@ from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     enumerator_constraints,
-    nothing_collected,
     share_in_copies,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
@@ -149,8 +148,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             sizes.append((config.name, size))
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._is_tight = self._fills_half(sizes)
-        with nothing_collected():
-            options: list[ShardingOption] = super().enumerate(module, sharders)
+        options: list[ShardingOption] = super().enumerate(module, sharders)
         self.seconds = time.monotonic() - start
         return options
 

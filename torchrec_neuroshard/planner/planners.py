@@ -48,6 +48,7 @@ from torchrec_neuroshard.planner.checks import (
 )
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
+    nothing_collected,
     planner_part,
     replaced_parts,
     report_full,
@@ -316,6 +317,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             if type(p).__module__.startswith("torchrec.")
         ]
 
+    @nothing_collected()
     def plan(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> ShardingPlan:

@@ -120,11 +120,9 @@ def is_dense(option: ShardingOption) -> bool:
 
 def cannot_run(option: ShardingOption) -> bool:
     """Whether a fused kernel would get widths that are no multiples of four."""
-    kernel = str(option.compute_kernel)
-    widths = (int(s.size[1]) for s in option.shards)
-    return not (is_dense(option) or kernel.startswith("quant")) and any(
-        w % COLUMN_MULTIPLE for w in widths
-    )
+    if is_dense(option) or str(option.compute_kernel).startswith("quant"):
+        return False
+    return any(width % COLUMN_MULTIPLE for width in {s.size[1] for s in option.shards})
 
 
 def has_own_optimizer(option: ShardingOption) -> bool:
@@ -269,8 +267,8 @@ class TableReader:
             and is_modelled_config(config)
             and option.tensor.dim() == 2
             and all(
-                s.size[1] > 0 and s.size[1] % COLUMN_MULTIPLE == 0
-                for s in option.shards
+                width > 0 and width % COLUMN_MULTIPLE == 0
+                for width in {s.size[1] for s in option.shards}
             )
         )
 

@@ -274,7 +274,7 @@ class Plan:
         """Recompute some ranks from their shards."""
         bank = self.bank
         num_groups = self.sums_WGE.shape[1]
-        table, place = np.nonzero(self.width_TW[:, ranks])
+        table, place = self._held(ranks)
         width = self.width_TW[table, ranks[place]]
         rows = bank.rows(table, width, ranks[place])
         loads, count = bank.loads(rows, place, len(ranks))
@@ -311,9 +311,16 @@ class Plan:
 
     def _moving(self, ranks: Ints) -> tuple[Ints, Ints]:
         """Shards that may leave their ranks alone: tables, places in `ranks`."""
-        held = (self.width_TW[:, ranks] > 0) & self.movable_T[:, None]
-        table, place = np.nonzero(held)
-        return table, place
+        table, place = self._held(ranks)
+        moving = self.movable_T[table]
+        return table[moving], place[moving]
+
+    def _held(self, ranks: Ints) -> tuple[Ints, Ints]:
+        """Shards of some ranks: tables, places in `ranks`."""
+        # Of the ways of a table, all but one are nowhere.
+        placed = np.flatnonzero(self.shards_T)
+        table, place = np.nonzero(self.width_TW[placed[:, None], ranks])
+        return placed[table], place
 
     def transfers(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
         """List transfers of shards, or parts of them, to the least loaded ranks.
@@ -1076,9 +1083,13 @@ def _num_steps(num_tables: int, config: SearchConfig, has_choices: bool = False)
     return math.ceil(config.effort * steps)
 
 
-def _patience(num_tables: int, config: SearchConfig) -> int:
-    """Restarts without a gain after which it is enough."""
-    return math.ceil(config.restarts * min(10.0, max(1.0, SMALL_TASK / num_tables)))
+def _patience(num_tables: int, config: SearchConfig, num_bases: int = 1) -> int:
+    """Restarts without a gain after which it is enough, of all bases together.
+
+    A restart disturbs a few tables, which are next to nothing of many.
+    """
+    each = num_bases * min(10.0, SMALL_TASK / num_tables)
+    return math.ceil(config.restarts * max(1.0, each))
 
 
 class _Effort:
@@ -1378,7 +1389,7 @@ def refine(
             _descend(trial, effort)
         if trial.critical_ms < best_ms * (1 - MIN_GAIN):
             best, best_ms = trial.width_TW.copy(), trial.critical_ms
-    patience = _patience(num_tables, config) * len(bases)
+    patience = _patience(num_tables, config, len(bases))
     rng = np.random.default_rng(config.seed)
     misses = 0
     while misses < patience and effort.spend():
