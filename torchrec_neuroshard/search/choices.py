@@ -78,11 +78,13 @@ class Choices:
         )
         blocks_T = bank.dims_T / self.width_T
         rows = bank.rows(table, self.width_T[table], rank)
-        share = (blocks_T / num_ranks)[table, None]
-        of_table, *_ = _members(np.arange(len(table)), table, count, len(table))
-        self._encoding_TE = of_table @ (bank.encoding(rows) * share)
-        self._extra_T2 = of_table @ (bank.extra(rows) * share)
-        self._loads_T3 = of_table @ (bank.loads_of(rows) * share)
+        # Shards of a table are mostly alike: each kind is counted once.
+        rows, number = np.unique(rows, return_inverse=True)
+        share = (blocks_T / num_ranks)[table]
+        counts = sparse.csr_array((share, (table, number)), shape=(count, len(rows)))
+        self._encoding_TE = counts @ bank.encoding(rows)
+        self._extra_T2 = counts @ bank.extra(rows)
+        self._loads_T3 = counts @ bank.loads_of(rows)
         self._bytes_T: Floats = (
             bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )

@@ -989,9 +989,18 @@ def _retype(plan: Plan, most: int = 0) -> bool:
     found: list[Mapping[int, Ints]] = []
     for table in dict.fromkeys(tables):
         none = np.zeros_like(plan.width_TW[table])
-        for other in bank.others.get(table, ()):
-            for width_W in _ways_in(plan, table, other):
-                found.append({table: none, other: width_W})
+        ways = np.array([table, *bank.others.get(table, ())])
+        cost = bank.total_ms(ways, bank.dims_T[ways])
+        # Of kernels for shards cut alike, the cheapest that there is room for.
+        done = set[tuple[str, int]]()
+        for other in ways[np.argsort(cost, kind="stable")].tolist():
+            cut = bank.task.sharding_types[other], bank.task.min_widths[other]
+            if cut in done:
+                continue
+            laid_out = _ways_in(plan, table, other) if other != table else []
+            found += [{table: none, other: width_W} for width_W in laid_out]
+            if laid_out or other == table:
+                done.add(cut)
     return _lay_out(plan, found)
 
 
