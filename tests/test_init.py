@@ -55,8 +55,10 @@ def test_public_names_are_those_promised() -> None:
         "SearchResult",
         "TableConfig",
         "__version__",
+        "group_topology",
         "load_cost_model",
         "profile_inputs",
+        "recommend_group_size",
         "rehearse",
         "topology_for",
     ]

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
+    from torchrec_neuroshard.planner.group_sizes import recommend_group_size
+    from torchrec_neuroshard.planner.groups import group_topology
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
     from torchrec_neuroshard.planner.rehearse import rehearse
     from torchrec_neuroshard.planner.topologies import topology_for
@@ -38,8 +40,10 @@ __all__ = [
     "SearchResult",
     "TableConfig",
     "__version__",
+    "group_topology",
     "load_cost_model",
     "profile_inputs",
+    "recommend_group_size",
     "rehearse",
     "topology_for",
 ]
@@ -54,8 +58,10 @@ _LOCATIONS = {
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables",
+    "group_topology": "torchrec_neuroshard.planner.groups",
     "load_cost_model": "torchrec_neuroshard.cost_models",
     "profile_inputs": "torchrec_neuroshard.profiles",
+    "recommend_group_size": "torchrec_neuroshard.planner.group_sizes",
     "rehearse": "torchrec_neuroshard.planner.rehearse",
     "topology_for": "torchrec_neuroshard.planner.topologies",
 }

@@ -63,6 +63,7 @@ __all__ = [
     "with_bandwidths",
     "with_devices",
     "with_optimizer",
+    "with_ranks",
     "without_other_ranks",
 ]
 
@@ -199,6 +200,22 @@ def with_devices(topology: Topology, devices: Sequence[DeviceHardware]) -> Topol
     """Return a topology of other devices; its constructor takes only numbers."""
     other = copy.copy(topology)
     other._devices = list(devices)
+    return other
+
+
+def with_ranks(
+    topology: Topology,
+    devices: Sequence[DeviceHardware],
+    *,
+    ranks_per_node: int,
+    nodes_per_pod: int | None,
+) -> Topology:
+    """Return a copy of a topology with fewer ranks; what else its class holds stays."""
+    other = with_devices(topology, devices)
+    other._world_size = len(devices)
+    other._local_world_size, other._pod_size = ranks_per_node, nodes_per_pod
+    other._intra_group_size = ranks_per_node * (nodes_per_pod or 1)
+    other._custom_topology_data = None  # a list of the ranks that there were
     return other
 
 

@@ -37,6 +37,7 @@ from torchrec_neuroshard.planner.find_comms import (
     find_comms_model,
     find_rank_groups,
 )
+from torchrec_neuroshard.planner.groups import sharding_group, synced_bytes
 from torchrec_neuroshard.planner.kernels import is_estimated, kernel_factors
 from torchrec_neuroshard.planner.plan_conversion import (
     LoweredPlan,
@@ -52,7 +53,7 @@ from torchrec_neuroshard.planner.table_reader import (
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S, PlannedDevices
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import PlanBasis
+from torchrec_neuroshard.report import PlanBasis, WeightSync
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.simulator import (
@@ -146,6 +147,13 @@ class PlanCosts:
                 self.devices, cost_model, *ranks
             )
             comms = find_rank_groups(self.devices, comms, cost_model)
+            if (group := sharding_group(topology)) is not None:
+                self._replicas = find_comms_model(
+                    self.devices,
+                    cost_model,
+                    group.num_replicas,
+                    group.replicas_per_node,
+                )
         self.comms_model: CommsModel = comms
         self.cost_model: CostModel = ConcurrentCostModel.of(compute, comms)
         found = [str(w.message) for w in caught]
@@ -374,6 +382,30 @@ class PlanCosts:
                 f for f, source in inputs.items() if source == DEFAULT_INPUTS
             ),
             estimate_error=None if error is None else str(error),
+        )
+
+    def weight_sync(self, plan: Sequence[ShardingOption]) -> WeightSync | None:
+        """Predict how replicas of a sharding group's plan are kept alike.
+
+        Args:
+            plan: Placed options, one of each table.
+
+        Returns:
+            None where the topology is of all ranks; see `group_topology`.
+        """
+        group = sharding_group(self.topology)
+        if group is None:
+            return None
+        bytes_WK = synced_bytes(plan, self.reader, self.topology.world_size)
+        sent = np.repeat(bytes_WK.reshape(-1, 1), group.num_replicas, axis=1)
+        ms_WK = self._replicas.all_reduce(sent).max(axis=1).reshape(bytes_WK.shape)
+        slowest = int(ms_WK.sum(axis=1).argmax())
+        return WeightSync(
+            num_replicas=group.num_replicas,
+            interval=group.sync_interval,
+            rank_bytes=float(bytes_WK[slowest].sum()),
+            sync_ms=float(ms_WK[slowest].sum()),
+            source=self._replicas.source,
         )
 
     def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:

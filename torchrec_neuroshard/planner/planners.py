@@ -259,6 +259,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._profiles = dict(profiles or {})
         self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
+        self._selected: list[ShardingOption] = []
         self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -340,7 +341,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
         """
-        self._known = None
+        self._known, self._selected = None, []
         unmatched = self._check_inputs(module)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
@@ -358,6 +359,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         except Exception as error:  # an odd module; the plan is good all the same
             logger.debug("the model's outline could not be kept: %r", error)
         if run.selected is not None:
+            self._selected = run.selected
             chosen = time.monotonic()
             skipped = filter(None, [run.torchrec.skipped])
             notes = [*self._notes, *unmatched, *skipped]
@@ -528,6 +530,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """What planning took, part by part; empty before the first plan."""
         return self._known.seconds if self._known else {}
 
+    def get_selected_options(self) -> list[ShardingOption]:
+        """Return the last plan's options, with the costs and memory of its shards.
+
+        Empty before the first plan, and on ranks that another rank planned for.
+        """
+        return self._selected
+
     def report(self) -> PlanReport:
         """Say what the last plan costs on each rank, and why tables were split.
 
@@ -654,6 +663,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             known.others,
             basis=known.basis,
             robustness=known.robustness,
+            weight_sync=known.weight_sync,
         )
 
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:

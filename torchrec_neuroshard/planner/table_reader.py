@@ -54,6 +54,7 @@ __all__ = [
     "device_tier",
     "has_own_optimizer",
     "is_dense",
+    "is_fused",
     "is_modelled_config",
     "note_sharders",
     "table_configs",
@@ -94,7 +95,10 @@ _OPTIMIZER_NAMES: Mapping[str, str] = {
     "ADAM": "adam",
 }
 """Other optimizers are costed as Adam, which keeps as much state as any of them."""
-
+_STATE_BYTES_PER_VALUE: Mapping[str, int] = {"adagrad": 4, "adam": 8}
+"""Optimizer -> bytes of fp32 state for each weight."""
+_STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
+"""Optimizer -> bytes of fp32 state for each row of a shard."""
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
@@ -116,6 +120,11 @@ def table_name(option: ShardingOption) -> str:
 def is_dense(option: ShardingOption) -> bool:
     """Whether the option runs PyTorch's own kernels instead of a fused one."""
     return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
+
+
+def is_fused(option: ShardingOption) -> bool:
+    """Whether the option runs FBGEMM's fused kernel, wherever its rows are."""
+    return option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
 
 
 def cannot_run(option: ShardingOption) -> bool:
@@ -258,7 +267,7 @@ class TableReader:
             return False
         if kind.is_replicated:
             return is_dense(option)
-        return option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
+        return is_fused(option)
 
     def _is_modelled(self, option: ShardingOption) -> bool:
         config = self.config(option)
@@ -284,6 +293,14 @@ class TableReader:
         if chosen is None or is_dense(option):  # which reads no fused_params
             return "sgd"  # fbgemm's own default
         return _OPTIMIZER_NAMES.get(chosen, "adam")
+
+    def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
+        """Return the optimizer's state for each weight, and each row of a shard."""
+        optimizer = self.optimizer(option)
+        return (
+            _STATE_BYTES_PER_VALUE.get(optimizer, 0),
+            _STATE_BYTES_PER_ROW.get(optimizer, 0),
+        )
 
     def table(self, option: ShardingOption) -> TableConfig:
         """Describe the option's table, whatever its shards.

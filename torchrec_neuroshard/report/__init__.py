@@ -10,6 +10,7 @@ from torchrec_neuroshard.report.plan_report import (
     RankReport,
     Robustness,
     SplitReport,
+    WeightSync,
 )
 from torchrec_neuroshard.report.rehearsal import (
     RankRehearsal,
@@ -29,6 +30,7 @@ __all__ = [
     "Robustness",
     "SplitReport",
     "TableFault",
+    "WeightSync",
     "chrome_trace",
     "explain",
     "html_report",

@@ -19,6 +19,7 @@ from torchrec_neuroshard.report.plan_report import (
     RankReport,
     Robustness,
     SplitReport,
+    WeightSync,
 )
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.simulator import RankCosts, Simulator
@@ -38,6 +39,7 @@ def explain(
     max_splits: int = MAX_SPLITS,
     basis: PlanBasis | None = None,
     robustness: Robustness | None = None,
+    weight_sync: WeightSync | None = None,
 ) -> PlanReport:
     """Say what a plan costs and what each of its splits is good for.
 
@@ -52,6 +54,7 @@ def explain(
         max_splits: Split tables explained one by one.
         basis: What the costs rest on.
         robustness: How the plan does if its costs are off.
+        weight_sync: How replicas are kept alike.
     """
     placement, predicted = result.placement, result.predicted
     task = simulator.task if simulator is not None else None
@@ -78,6 +81,7 @@ def explain(
         warnings=result.warnings,
         basis=basis,
         robustness=robustness,
+        weight_sync=weight_sync,
     )
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "RankReport",
     "Robustness",
     "SplitReport",
+    "WeightSync",
 ]
 
 MAX_RANKS = 32
@@ -119,6 +120,36 @@ class Robustness:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSync:
+    """How the replicas of a sharding group's tables are kept alike."""
+
+    num_replicas: int
+    interval: int
+    """Iterations from one average to the next."""
+    rank_bytes: float
+    """Weights and optimizer state of the slowest rank."""
+    sync_ms: float
+    """What one average takes."""
+    source: str
+    """What that rests on."""
+
+    @property
+    def ms_per_iteration(self) -> float:
+        """What it adds to an iteration, on average."""
+        return self.sync_ms / self.interval
+
+    def __str__(self) -> str:
+        """Return it as a sentence without a full stop."""
+        every = f"{self.interval} iterations" if self.interval > 1 else "iteration"
+        return (
+            f"weights of {self.num_replicas} replicas are averaged every {every}: "
+            f"{format_bytes(self.rank_bytes)} of a rank in {self.sync_ms:.3f} ms, "
+            f"{self.ms_per_iteration:.3f} ms per iteration on top of the critical "
+            f"path ({self.source})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
     """What one rank holds and does."""
 
@@ -209,6 +240,8 @@ class PlanReport:
     """None where only a search is reported."""
     robustness: Robustness | None = None
     """None where costs were measured, or the plan is not one of the planner's."""
+    weight_sync: WeightSync | None = None
+    """None where the plan is of all ranks, not of a sharding group."""
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -235,6 +268,8 @@ def _lines(report: PlanReport) -> Iterator[str]:
         known = f"lower bound {report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
     yield f"critical path {report.critical_path_ms:.3f} ms, {known}"
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
+    if report.weight_sync is not None:
+        yield str(report.weight_sync)
     if report.fallback is not None:
         yield f"TorchRec's own plan: {report.fallback}"
     if report.robustness is not None:
