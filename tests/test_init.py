@@ -47,6 +47,7 @@ def test_public_names_are_those_promised() -> None:
         "FeatureProfile",
         "NeuroShardError",
         "NeuroShardPlanner",
+        "NeuroShardPlannerProvider",
         "PhaseTimer",
         "Placement",
         "PlacementConstraints",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.planner.group_sizes import recommend_group_size
     from torchrec_neuroshard.planner.groups import group_topology
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+    from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
     from torchrec_neuroshard.planner.rehearse import rehearse
     from torchrec_neuroshard.planner.topologies import topology_for
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
@@ -32,6 +33,7 @@ __all__ = [
     "FeatureProfile",
     "NeuroShardError",
     "NeuroShardPlanner",
+    "NeuroShardPlannerProvider",
     "PhaseTimer",
     "Placement",
     "PlacementConstraints",
@@ -51,6 +53,7 @@ __all__ = [
 _LOCATIONS = {
     "FeatureProfile": "torchrec_neuroshard.profiles",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planners",
+    "NeuroShardPlannerProvider": "torchrec_neuroshard.planner.provider",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.placement",
     "PlacementConstraints": "torchrec_neuroshard.planner.constraints",

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
@@ -36,9 +38,15 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import ModuleSharder
 
+try:
+    from torchrec.distributed.planner.provider import DefaultPlannerProvider
+except ImportError:  # before 1.9
+    DefaultPlannerProvider = None
+
 __all__ = [
     "SETTING_TYPES",
     "HookedEnumerator",
+    "PlannerProviderBase",
     "accepted_arguments",
     "all_lookups",
     "can_reshard",
@@ -52,9 +60,11 @@ __all__ = [
     "optimizer_classes",
     "permute_features_again",
     "pipeline_name",
+    "pipeline_of",
     "planner_part",
     "replaced_parts",
     "report_full",
+    "requested_parts",
     "sharder_params",
     "sharders_by_type",
     "share_in_copies",
@@ -63,8 +73,10 @@ __all__ = [
     "with_bandwidths",
     "with_devices",
     "with_optimizer",
+    "with_overrides",
     "with_ranks",
     "without_other_ranks",
+    "without_provider",
 ]
 
 SETTING_TYPES: Mapping[str, Any] = {
@@ -102,6 +114,54 @@ PlannerPart = Literal[
     "perf_model",
     "callbacks",
 ]
+
+
+PlannerProviderBase: type[Any] = DefaultPlannerProvider or object
+"""TorchRec's provider of planners; before 1.9 nothing, see `without_provider`."""
+
+
+def without_provider() -> str | None:
+    """Say which release lacks TorchRec's planning API; None where it is there."""
+    if DefaultPlannerProvider is not None:
+        return None
+    return f"torchrec {version('torchrec')} has no PlannerProvider (since 1.9)"
+
+
+def pipeline_of(config: Any) -> Any:
+    """Return the pipeline that a request's `PlannerConfig` names; None: none."""
+    name = config.pipeline_type
+    return None if name is None else torchrec_types.PipelineType(name)
+
+
+def requested_parts(provider: Any, request: Any, topology: Topology) -> dict[str, Any]:
+    """Return TorchRec's parts of a planner that a request asks for, by argument.
+
+    Only private methods of `DefaultPlannerProvider` make them.
+    """
+    config = request.planner_config
+    found = {
+        "proposer": provider._build_proposer(config, request.local_world_size),
+        "partitioner": provider._build_partitioner(config),
+        "performance_model": provider._build_performance_model(config, topology),
+    }
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def with_overrides(request: Any, sku: str) -> tuple[Any, dict[str, float]]:
+    """Return a request with the memory that a dry run overrides for a SKU; the links.
+
+    Only dry runs have such overrides.
+
+    Returns:
+        The request, and arguments of `Topology` -> GB/s.
+    """
+    override = (getattr(request, "per_sku_overrides", None) or {}).get(sku)
+    if override is None:
+        return request, {}
+    given = {n: v for n, v in dataclasses.asdict(override).items() if v is not None}
+    links = {n: given[n] for n in ("intra_host_bw", "inter_host_bw") if n in given}
+    memory = {n: given[n] for n in ("hbm_gb", "ddr_gb") if n in given}
+    return dataclasses.replace(request, **memory), links
 
 
 def pipeline_name(pipeline_type: Any) -> str:
