@@ -411,6 +411,8 @@ class PlanCosts:
     def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
         """Say which tables of a plan run kernels whose cost is an estimate."""
         costed, stock = self._split(lowered)
+        scaled = [o for o in stock if self.reader.fused_twin(o) is not None]
+        stock = [o for o in stock if self.reader.fused_twin(o) is None]
         replicas = [o for o in costed if is_dense(o)]
         offloaded = [o for o in costed if is_estimated(o) and not is_dense(o)]
         texts = (
@@ -420,6 +422,15 @@ class PlanCosts:
                 "all rows are derived from the fused kernel",
             ),
             (offloaded, "in the host's memory: kernels that read it were not measured"),
+            (
+                scaled,
+                "kernels that were not measured: their cost is TorchRec's estimate, "
+                "rescaled by the fused kernel's",
+            ),
+            (
+                [o for o in (*costed, *stock) if self.reader.is_stashed(o)],
+                "stashed between uses: moving their weights is in nobody's estimate",
+            ),
             (stock, "outside the cost model: their cost is TorchRec's estimate"),
         )
         return tuple(f"{_some(options)}: {text}" for options, text in texts if options)

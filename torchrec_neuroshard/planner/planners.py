@@ -470,6 +470,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             sent = [(plan, self._known, _portable(error))]
             dist.broadcast_object_list(sent, dist.get_global_rank(pg, 0), group=pg)
             if pg.rank() != 0:
+                self._selected = []
                 plan, self._known, error = sent[0]
         if error is not None:
             raise error

@@ -9,6 +9,7 @@ TorchRec's own costs. Which of those with a cost a search may place, `ways` says
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -268,6 +269,23 @@ class TableReader:
         if kind.is_replicated:
             return is_dense(option)
         return is_fused(option)
+
+    def is_stashed(self, option: ShardingOption) -> bool:
+        """Whether the table's weights leave the device between uses."""
+        config = self.config(option)
+        return config is not None and bool(config.stash_weights)
+
+    def fused_twin(self, option: ShardingOption) -> ShardingOption | None:
+        """Return an option without a price as it would be with the fused kernel.
+
+        The shards are the option's own. None where that has no price either, and for
+        quantised tables, which are not trained.
+        """
+        if self.has_cost(option) or str(option.compute_kernel).startswith("quant"):
+            return None
+        twin = copy.copy(option)
+        twin.compute_kernel = _FUSED
+        return twin if self.has_cost(twin) else None
 
     def _is_modelled(self, option: ShardingOption) -> bool:
         config = self.config(option)
