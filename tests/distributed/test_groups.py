@@ -74,7 +74,7 @@ def collection_class() -> Any:
     twin = ModuleType(model_parallel.__name__)
     exec(without_assertions, vars(twin))
 
-    class OnCpus(twin.DMPCollection):  # type: ignore[misc, name-defined]
+    class OnCpus(twin.DMPCollection):  # type: ignore[name-defined]
         def _remap_sharding_plan(self, plan: ShardingPlan, **arguments: Any) -> None:
             super()._remap_sharding_plan(plan=plan, **arguments)
             for module_plan in plan.plan.values():

@@ -57,6 +57,7 @@ __all__ = [
     "nothing_collected",
     "num_output_collectives",
     "optimizer_arguments",
+    "optimizer_attributes",
     "optimizer_classes",
     "permute_features_again",
     "pipeline_name",
@@ -159,8 +160,8 @@ def with_overrides(request: Any, sku: str) -> tuple[Any, dict[str, float]]:
     if override is None:
         return request, {}
     given = {n: v for n, v in dataclasses.asdict(override).items() if v is not None}
-    links = {n: given[n] for n in ("intra_host_bw", "inter_host_bw") if n in given}
-    memory = {n: given[n] for n in ("hbm_gb", "ddr_gb") if n in given}
+    links = {n: v for n, v in given.items() if n.endswith("_host_bw")}
+    memory = {n: v for n, v in given.items() if n not in links}
     return dataclasses.replace(request, **memory), links
 
 
@@ -316,6 +317,14 @@ def optimizer_classes(tensor: torch.Tensor) -> tuple[type, ...]:
 def optimizer_arguments(tensor: torch.Tensor) -> Any:
     """Return the arguments that go with `optimizer_classes`; None without."""
     return getattr(tensor, "_optimizer_kwargs", None)
+
+
+def optimizer_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return all that `apply_optimizer_in_backward` left on a parameter, by name.
+
+    Other attributes may hold the weights themselves.
+    """
+    return {n: v for n, v in vars(tensor).items() if n.startswith("_optimizer")}
 
 
 def with_optimizer(
