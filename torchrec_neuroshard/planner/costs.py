@@ -391,10 +391,10 @@ class PlanCosts:
             plan: Placed options, one of each table.
 
         Returns:
-            None where the topology is of all ranks; see `group_topology`.
+            None where there is one replica: of all ranks; see `group_topology`.
         """
         group = sharding_group(self.topology)
-        if group is None:
+        if group is None or group.num_replicas == 1:
             return None
         bytes_WK = synced_bytes(plan, self.reader, self.topology.world_size)
         sent = np.repeat(bytes_WK.reshape(-1, 1), group.num_replicas, axis=1)

@@ -32,6 +32,7 @@ class GroupSize:
     critical_path_ms: float
     """Of an iteration without the replicas' average; NaN where nothing fits."""
     weight_sync: WeightSync | None
+    """None where there is one replica, or nothing fits."""
     memory_bytes: float
     """Of the fullest rank: its tables and what a step takes beside them."""
     obstacle: str = ""

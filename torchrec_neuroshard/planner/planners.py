@@ -124,9 +124,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             (proposals, ratings, copies).
 
     Args:
-        topology: The devices to plan for, by `topology_for` or TorchRec's `Topology`.
-            None: TorchRec's default for the process group. What it leaves at TorchRec's
-            defaults is taken from the card that is planned for, where it is known.
+        topology: The devices to plan for, by `topology_for`, `group_topology` or
+            TorchRec's `Topology`. None: TorchRec's default for the process group.
+            What it leaves at TorchRec's defaults is taken from the card that is planned
+            for, where it is known.
         batch_size: Samples per rank.
         enumerator: None: `NeuroShardEnumerator`. The constraints of TorchRec's or this
             package's stand in for those left out here; where both differ, tables are

@@ -241,7 +241,7 @@ class PlanReport:
     robustness: Robustness | None = None
     """None where costs were measured, or the plan is not one of the planner's."""
     weight_sync: WeightSync | None = None
-    """None where the plan is of all ranks, not of a sharding group."""
+    """None where the plan is of all ranks, not of one of several sharding groups."""
 
     def __str__(self) -> str:
         """Return the report as text."""
