@@ -24,9 +24,15 @@ from tests.builders import (
 from torchrec_neuroshard import group_topology, recommend_group_size, topology_for
 from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import PlanMismatchError, load_plan, save_plan
+from torchrec_neuroshard.planner import (
+    PlacementConstraints,
+    PlanMismatchError,
+    load_plan,
+    save_plan,
+)
 from torchrec_neuroshard.planner.groups import sharding_group
 from torchrec_neuroshard.planner.rehearse import rehearse
+from torchrec_neuroshard.report import html_report
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 SHARDERS: list[Any] = [EmbeddingBagCollectionSharder()]
@@ -147,9 +153,9 @@ def test_average_of_replicas_is_priced(inter_host: bool, kind: Any) -> None:
     # Two replicas send and receive half of it, twice.
     assert sync.sync_ms == pytest.approx(size / (INTER if inter_host else INTRA))
     assert sync.ms_per_iteration == pytest.approx(sync.sync_ms / 5)
-    assert "weights of 2 replicas are averaged every 5 iterations" in str(
-        planner.report()
-    )
+    text = "eights of 2 replicas are averaged every 5 iterations"
+    assert f"w{text}" in str(planner.report())
+    assert f"<p>W{text}" in html_report(planner.report())
 
 
 test_average_of_replicas_is_priced = ATTACHES_OPTIMIZERS[0](
@@ -232,6 +238,13 @@ def test_sizes_that_do_not_fit_say_so() -> None:
     assert [row.plan is None for row in found.rows] == [True, False, False]
     assert "does not fit: " in str(found).splitlines()[1]
     assert "GiB" in found.rows[0].obstacle
+
+
+def test_pins_to_ranks_that_a_group_lacks() -> None:
+    pins = PlacementConstraints(pin={"t0": [1]})
+    found = recommend(two_nodes(4), placement_constraints=pins)
+    assert [row.plan is None for row in found.rows] == [True, False, False]
+    assert "'t0'" in found.rows[0].obstacle
 
 
 def test_nothing_fits() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -27,13 +28,13 @@ class GroupSize:
 
     size: int
     num_replicas: int
-    plan: ShardingPlan | None
-    """None where nothing fits."""
-    critical_path_ms: float
-    """Of an iteration without the replicas' average; NaN where nothing fits."""
-    weight_sync: WeightSync | None
+    plan: ShardingPlan | None = None
+    """None where nothing fits; NaN stands for what is then not known."""
+    critical_path_ms: float = math.nan
+    """Of an iteration without the replicas' average."""
+    weight_sync: WeightSync | None = None
     """None where there is one replica, or nothing fits."""
-    memory_bytes: float
+    memory_bytes: float = math.nan
     """Of the fullest rank: its tables and what a step takes beside them."""
     obstacle: str = ""
     """Why nothing fits."""
@@ -135,27 +136,17 @@ def recommend_group_size(
         planner = NeuroShardPlanner(
             topology=group, batch_size=batch_size, **{"stats": [], **arguments}
         )
-        replicas = int(topology.world_size) // size
+        row = GroupSize(size=size, num_replicas=int(topology.world_size) // size)
         try:
             plan = planner.plan(model, given)
-        except PlannerError as error:
-            rows.append(
-                GroupSize(
-                    size=size,
-                    num_replicas=replicas,
-                    plan=None,
-                    critical_path_ms=float("nan"),
-                    weight_sync=None,
-                    memory_bytes=float("nan"),
-                    obstacle=str(error).strip().splitlines()[0],
-                )
-            )
+        except (PlannerError, ConfigError) as error:  # pins may be to ranks it lacks
+            obstacle = str(error).strip().splitlines()[0]
+            rows.append(replace(row, obstacle=obstacle))
             continue
         report = planner.report()
         rows.append(
-            GroupSize(
-                size=size,
-                num_replicas=replicas,
+            replace(
+                row,
                 plan=plan,
                 critical_path_ms=report.critical_path_ms,
                 weight_sync=report.weight_sync,

@@ -109,8 +109,7 @@ def _summary(report: PlanReport) -> Iterator[str]:
         f"{html.escape(report.comms_source)}.{uncertain} {report.num_evaluated:,} rank "
         f"sets evaluated in {report.search_seconds:.1f} s.</p>"
     )
-    if report.robustness is not None:
-        text = str(report.robustness)
+    for text in map(str, filter(None, (report.weight_sync, report.robustness))):
         yield f"<p>{html.escape(text[0].upper() + text[1:])}.</p>"
     if report.fallback is not None:
         yield (
