@@ -38,6 +38,7 @@ from tests.builders import (
     load_script,
     make_planner,
 )
+from tests.paper_gpu.pipelines import PIPELINES, journal_of
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig
 from torchrec_neuroshard.planner import replan
 
@@ -170,6 +171,14 @@ def main() -> None:
         patch.setattr(dist, "init_process_group", init)
         ranks = Ranks()
     found["trials"] = trials(ranks)
+    if ranks.on_gpu:
+        found["journals"] = {
+            f"{name} {order}": journal_of(
+                name, ranks.device, lookups_first=order == "lookups first"
+            )
+            for name in PIPELINES
+            for order in ("lookups last", "lookups first")
+        }
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
