@@ -35,6 +35,7 @@ __all__ = [
     "TIMED",
     "DenseMs",
     "Schedule",
+    "Way",
     "find_schedule",
 ]
 
@@ -144,24 +145,11 @@ class Schedule:
     prefetches: bool = False
     """Whether caches are loaded in a phase of their own, not by the lookups."""
 
-    @property
-    def is_sequential(self) -> bool:
-        """Whether no phase of the tables runs beside another phase of the tables."""
-        return self.name in ("none", "train_base")
-
-    def _edges(self) -> set[tuple[str, str, int]]:
-        """Before, after, and of how many batches later the latter is."""
-        edges = set()
-        for line, is_cycle in (
-            *((s, True) for s in self.streams),
-            *((w, False) for w in (*self.waits, *_READS)),
-        ):
-            steps = [_step(token) for token in line.split()]
-            if is_cycle:
-                steps.append((steps[0][0], steps[0][1] + 1))
-            for (before, early), (after, late) in itertools.pairwise(steps):
-                edges.add((before, after, late - early))
-        return edges
+    def adds_up(self, dense: DenseMs) -> bool:
+        """Whether an iteration takes as long as all phases, one after another."""
+        lower_ms = dense.lower_forward + dense.lower_backward
+        is_plain = self.name in ("none", "train_base")
+        return is_plain and not (dense.lookups_first and lower_ms)
 
     def ways(self) -> tuple[Way, ...]:
         """Return the ways that may be the longest."""
@@ -214,6 +202,52 @@ class Schedule:
             found[:, phase] = np.maximum(whole_C - gain_C, 0.0)
         return found
 
+    def reliefs_ms(self, phases_WS6: Floats, dense: DenseMs) -> dict[str, float]:
+        """Return how long each collective may take before an iteration gets longer.
+
+        Args:
+            phases_WS6: What all other phases take [ms].
+            dense: The rest of the model.
+        """
+        found = {}
+        for name in COLLECTIVES:
+            without = phases_WS6[None].copy()
+            without[..., TIMED.index(name)] = 0.0
+            ways_ms = self.way_ms(without, dense)[0].tolist()
+            path_ms = max(ways_ms)
+            found[name] = min(
+                (path_ms - ms) * way.num_batches
+                for way, ms in zip(self.ways(), ways_ms, strict=True)
+                if (name,) in way.runs
+            )
+        return found
+
+    def joins_kernels(self, phases_WS6: Floats, dense: DenseMs) -> bool:
+        """Whether ranks do not meet between updating tables and the next lookups.
+
+        Args:
+            phases_WS6: Of about what is planned [ms]: the longest way counts.
+            dense: The rest of the model.
+        """
+        ways_ms = self.way_ms(phases_WS6[None], dense)[0]
+        runs = self.ways()[int(ways_ms.argmax())].runs
+        return any({"fwd_compute", "bwd_compute"} <= {*run} for run in runs)
+
+
+def _edges(schedule: Schedule) -> set[tuple[str, str, int]]:
+    """Before, after, and of how many batches later the latter is."""
+    edges = set()
+    for line, is_cycle in (
+        *((s, True) for s in schedule.streams),
+        *((w, False) for w in (*schedule.waits, *_READS)),
+    ):
+        steps = [_step(token) for token in line.split()]
+        if is_cycle:
+            steps.append((steps[0][0], steps[0][1] + 1))
+        for (before, early), (after, late) in itertools.pairwise(steps):
+            edges.add((before, after, late - early))
+    return edges
+
 
 def _step(token: str) -> tuple[str, int]:
     """Phase and batch that a token means."""
@@ -225,7 +259,7 @@ def _step(token: str) -> tuple[str, int]:
 @functools.cache
 def _ways(schedule: Schedule) -> tuple[Way, ...]:
     following: dict[str, list[tuple[str, int]]] = {}
-    for before, after, lag in sorted(schedule._edges()):
+    for before, after, lag in sorted(_edges(schedule)):
         following.setdefault(before, []).append((after, lag))
     order = (*TIMED, *DENSE)
 

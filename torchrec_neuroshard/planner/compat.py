@@ -36,7 +36,9 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, PipelineType
+
+from torchrec_neuroshard.schedules import DenseMs, find_schedule
 
 try:
     from torchrec.distributed.planner.provider import DefaultPlannerProvider
@@ -69,6 +71,7 @@ __all__ = [
     "sharder_params",
     "sharders_by_type",
     "share_in_copies",
+    "torchrec_pipeline",
     "wait_through",
     "wire_sizes",
     "with_bandwidths",
@@ -171,6 +174,20 @@ def pipeline_name(pipeline_type: Any) -> str:
     Where the class is has changed between releases.
     """
     return str(getattr(pipeline_type, "value", pipeline_type) or "none")
+
+
+def torchrec_pipeline(pipeline_type: Any) -> PipelineType:
+    """Return the member of `PipelineType` whose batches a pipeline holds.
+
+    Those without a member of their own count like `TRAIN_SPARSE_DIST`.
+
+    Raises:
+        ConfigError: There is no such pipeline.
+    """
+    name = pipeline_name(pipeline_type)
+    find_schedule(name, DenseMs())
+    own = {member.value: member for member in PipelineType}
+    return own.get(name, PipelineType.TRAIN_SPARSE_DIST)
 
 
 def planner_part(planner: EmbeddingPlannerBase, name: PlannerPart) -> Any:

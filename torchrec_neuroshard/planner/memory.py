@@ -39,9 +39,9 @@ from torchrec.distributed.planner.types import (
     Storage,
     Topology,
 )
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import PipelineType, ShardingType
 
-from torchrec_neuroshard.planner.compat import pipeline_name
+from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.plan_conversion import fusion_key
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
@@ -179,9 +179,9 @@ class MemoryModel:
         self._is_cuda = topology.compute_device != "cpu"
         self._reader = reader
         self._constraints = constraints or {}
-        name = pipeline_name(pipeline_type)
-        self._is_pipelined = name in ("train_sparse_dist", "train_prefetch_sparse_dist")
-        self._prefetches = name == "train_prefetch_sparse_dist"
+        held = torchrec_pipeline(pipeline_type)
+        self._prefetches = held is PipelineType.TRAIN_PREFETCH_SPARSE_DIST
+        self._is_pipelined = self._prefetches or held is PipelineType.TRAIN_SPARSE_DIST
 
     def knows(self, option: ShardingOption) -> bool:
         """Whether it can foretell the memory of an option's shards."""

@@ -304,9 +304,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if space.task.has_choices and not searcher.takes_choices:
             searcher = ChoosingSearcher(searcher)
         try:
-            result = searcher.search(
-                space.task, self.costs.cost_model, self.costs.comms_model
-            )
+            cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
+            result = searcher.search(space.task, cost_model, comms_model)
         except InfeasibleError as error:
             log.infeasible = log.infeasible or str(error)
             raise PlannerError(
@@ -320,6 +319,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             raise type(error)(
                 f"search '{searcher.name}' returned what cannot be used: {error}"
             ) from error
+        result = self.costs.predict(space.task, result, const_ms)
         log.records.append(SearchRecord(space.task, result))
         return space.placed(result.placement)
 

@@ -57,7 +57,7 @@ from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
 )
-from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.first_launch import FirstLaunch
 from torchrec_neuroshard.planner.given_plans import PlanOptions
@@ -77,6 +77,7 @@ from torchrec_neuroshard.planner.topologies import default_topology
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain
+from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.progress import ProgressLine
@@ -158,15 +159,20 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             `collective_plan` measure the model's own tables for so many seconds, and
             the bundle that comes of it is kept for later launches. "auto": 60 s on
             GPUs; on CPUs only with cost_model="measure". "never", or seconds.
-        pipeline_type: TorchRec's `PipelineType` of the training loop: what it keeps on
-            the device counts as memory. None: no pipeline. An enumerator that is given
-            counts by its own.
+        pipeline_type: TorchRec's `PipelineType` of the training loop, or
+            "train_semi_sync" or "train_fused_sparse_dist": what it runs beside
+            something else costs nothing as long as that takes longer, and what it keeps
+            on the device counts as memory. None: one phase after another, no pipeline.
+            An enumerator that is given counts memory by its own.
+        dense_ms: What the rest of the model takes in an iteration [ms]; `DenseMs` says
+            it part by part. None: 0, and collectives have nothing to run beside.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
-        ConfigError: There is no such cost model, search or `calibrate`, the batch size
-            or a number of the constraints cannot be, or the partitioner cannot keep
-            placement constraints.
+        ConfigError: There is no such cost model, search, pipeline or `calibrate`, the
+            batch size, `dense_ms` or a number of the constraints cannot be, or a part
+            that is given cannot keep placement constraints or prices plans under
+            another pipeline.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -196,6 +202,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         placement_constraints: PlacementConstraints | None = None,
         calibrate: str | float = "auto",
         pipeline_type: Any = None,
+        dense_ms: DenseMs | float | None = None,
         **kwargs: Any,
     ) -> None:
         constraints, offered, notes = _own_constraints(constraints, enumerator)
@@ -209,6 +216,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             cost_model=cost_model,
             comms_model=comms_model,
             profiles=profiles,
+            pipeline_type=pipeline_type,
+            dense_ms=dense_ms,
         )
         self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
         topology = self.costs.topology
@@ -228,6 +237,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "search": search,
             "consider_stock": consider_stock,
             "placement_constraints": placement_constraints,
+            "pipeline_type": pipeline_type,
+            "dense_ms": dense_ms,
             **kwargs,
         }
         if max_switches is not None:
@@ -289,6 +300,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 "constraints than the planner, or none: leave the partitioner out, or "
                 "pass the same to NeuroShardPartitioner(..., placement=...)"
             )
+        for part in (partitioner, performance_model):
+            if isinstance(part, CostedPart):
+                self._check_schedule(part)
         # Only this package's partitioner takes plans that have ranks.
         self._considers_torchrec = consider_stock and own
         if consider_stock and not own:
@@ -667,6 +681,22 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             robustness=known.robustness,
             weight_sync=known.weight_sync,
         )
+
+    def _check_schedule(self, part: CostedPart) -> None:
+        """Refuse a part that prices plans under another schedule.
+
+        Raises:
+            ConfigError: It does.
+        """
+        theirs, ours = part.costs, self.costs
+        if (theirs.schedule, theirs.dense) != (ours.schedule, ours.dense):
+            raise ConfigError(
+                f"the {type(part).__name__} given prices plans under pipeline_type "
+                f"'{theirs.schedule.name}' and {theirs.dense.total_ms:g} ms of other "
+                f"layers, the planner under '{ours.schedule.name}' and "
+                f"{ours.dense.total_ms:g}: leave the part out, or pass pipeline_type "
+                f"and dense_ms to {type(part).__name__}, too"
+            )
 
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""

@@ -23,7 +23,11 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.planner.compat import sharder_params, with_optimizer
+from torchrec_neuroshard.planner.compat import (
+    sharder_params,
+    torchrec_pipeline,
+    with_optimizer,
+)
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.table_reader import (
@@ -196,7 +200,9 @@ class StorageEstimator(EmbeddingStorageEstimator):
         reader: TableReader,
         pipeline_type: Any = None,
     ) -> None:
-        given = {} if pipeline_type is None else {"pipeline_type": pipeline_type}
+        given = {}
+        if pipeline_type is not None:
+            given["pipeline_type"] = torchrec_pipeline(pipeline_type)
         super().__init__(
             topology=topology,
             constraints=dict(constraints) if constraints else None,
