@@ -97,7 +97,8 @@ def replay(
         phase_ms: Of each rank: what its launches of each phase take.
     """
     ranks = [_Rank(lines, ms) for lines, ms in zip(journals, phase_ms, strict=True)]
-    queue_ms, ends = 0.0, []
+    queue_ms = 0.0
+    ends: list[float] = []
     for steps in zip(*(rank.steps() for rank in ranks), strict=True):
         (name,) = {name for name, _ in steps}
         queue_ms = max(queue_ms, *(ready for _, ready in steps))

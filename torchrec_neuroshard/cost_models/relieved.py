@@ -57,7 +57,8 @@ class RelievedCommsModel(ScaledCommsModel):
         self._relief_2 = np.array([reliefs_ms["fwd_comms"], reliefs_ms["bwd_comms"]])
 
     def _scaled(self, ms_X2: Floats) -> Floats:
-        return np.maximum(ms_X2 - self._relief_2, 0.0)
+        left: Floats = np.maximum(ms_X2 - self._relief_2, 0.0)
+        return left
 
     def column_order(self, columns_C: Floats, batch_size: int) -> Floats:
         """See `CommsModel.column_order`: kernels, beside nothing."""
@@ -65,13 +66,15 @@ class RelievedCommsModel(ScaledCommsModel):
 
     def index_all_to_all(self, bytes_CW: Floats) -> Floats:
         """See `CommsModel.index_all_to_all`."""
-        left_ms = self.base.index_all_to_all(bytes_CW) - self._relief_ms
-        return np.maximum(left_ms, 0.0)
+        whole = self.base.index_all_to_all(bytes_CW)
+        left: Floats = np.maximum(whole - self._relief_ms, 0.0)
+        return left
 
     def all_reduce(self, bytes_CW: Floats) -> Floats:
         """See `CommsModel.all_reduce`."""
-        left_ms = self.base.all_reduce(bytes_CW) - self._relief_2[1]
-        return np.maximum(left_ms, 0.0)
+        whole = self.base.all_reduce(bytes_CW)
+        left: Floats = np.maximum(whole - self._relief_2[1], 0.0)
+        return left
 
 
 def _joined(ms_N2: Floats) -> Floats:

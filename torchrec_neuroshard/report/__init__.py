@@ -9,6 +9,7 @@ from torchrec_neuroshard.report.plan_report import (
     PlanReport,
     RankReport,
     Robustness,
+    ScheduleReport,
     SplitReport,
     WeightSync,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "RankReport",
     "Rehearsal",
     "Robustness",
+    "ScheduleReport",
     "SplitReport",
     "TableFault",
     "WeightSync",

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.simulator import PHASES, RankCosts
+from torchrec_neuroshard.schedules import (
+    SCHEDULES,
+    SEQUENTIAL,
+    TIMED,
+    find_schedule,
+)
+from torchrec_neuroshard.simulator import PHASES, PredictedCosts, RankCosts
 
 __all__ = [
     "DeviceFigure",
@@ -17,6 +23,7 @@ __all__ = [
     "PlanReport",
     "RankReport",
     "Robustness",
+    "ScheduleReport",
     "SplitReport",
     "WeightSync",
 ]
@@ -150,6 +157,64 @@ class WeightSync:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleReport:
+    """What the train pipeline makes of a plan's phases; all of it is predicted."""
+
+    pipeline_type: str
+    dense_ms: float
+    """What the rest of the model takes, of the critical path."""
+    phases_ms: dict[str, float]
+    """Phase -> what it takes on its slowest rank."""
+    hidden_ms: dict[str, float]
+    """Phase -> how much of that runs beside something longer."""
+    path_ms: dict[str, float]
+    """Pipeline -> critical path of this plan under it."""
+
+    @staticmethod
+    def of(predicted: PredictedCosts) -> ScheduleReport | None:
+        """Describe costs; None where nobody said how the model is trained."""
+        schedule, dense = predicted.schedule, predicted.dense
+        if schedule is SEQUENTIAL and not dense.total_ms:
+            return None
+        timed = predicted.timed_phases(schedule)[0]
+        worst = timed.max(axis=0).sum(axis=0).tolist()
+        return ScheduleReport(
+            pipeline_type=schedule.name,
+            dense_ms=dense.total_ms,
+            phases_ms=dict(zip(TIMED, worst, strict=True)),
+            hidden_ms=predicted.hidden_ms(schedule),
+            path_ms={
+                name: predicted.path_ms(find_schedule(name, dense))
+                for name in SCHEDULES
+                if name != "train_base"  # the same as "none"
+            },
+        )
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Phases of which something is hidden, in words."""
+        return tuple(
+            f"{name} {self.hidden_ms[name]:.3f} of {ms:.3f}"
+            for name, ms in self.phases_ms.items()
+            if self.hidden_ms[name] > 1e-9
+        )
+
+    def __str__(self) -> str:
+        """Return it as a sentence without a full stop."""
+        return (
+            f"trained by pipeline_type '{self.pipeline_type}' with "
+            f"{self.dense_ms:.3f} ms of other layers; hidden beside something longer "
+            f"[ms]: {', '.join(self.hidden) or 'nothing'}"
+        )
+
+    @property
+    def alternatives(self) -> str:
+        """What this plan would take under each pipeline, in words."""
+        paths = ", ".join(f"{name} {ms:.3f}" for name, ms in self.path_ms.items())
+        return f"this plan under other pipelines, predicted [ms]: {paths}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
     """What one rank holds and does."""
 
@@ -242,6 +307,8 @@ class PlanReport:
     """None where costs were measured, or the plan is not one of the planner's."""
     weight_sync: WeightSync | None = None
     """None where the plan is of all ranks, not of one of several sharding groups."""
+    schedule: ScheduleReport | None = None
+    """None where nobody said how the model is trained."""
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -270,6 +337,9 @@ def _lines(report: PlanReport) -> Iterator[str]:
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
     if report.weight_sync is not None:
         yield str(report.weight_sync)
+    if report.schedule is not None:
+        yield str(report.schedule)
+        yield report.schedule.alternatives
     if report.fallback is not None:
         yield f"TorchRec's own plan: {report.fallback}"
     if report.robustness is not None:
