@@ -44,6 +44,7 @@ def test_import_loads_no_framework() -> None:
 
 def test_public_names_are_those_promised() -> None:
     assert torchrec_neuroshard.__all__ == [
+        "DenseMs",
         "FeatureProfile",
         "NeuroShardError",
         "NeuroShardPlanner",

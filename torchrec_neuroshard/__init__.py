@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.planner.rehearse import rehearse
     from torchrec_neuroshard.planner.topologies import topology_for
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
+    from torchrec_neuroshard.schedules import DenseMs
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
     from torchrec_neuroshard.tables import TableConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DenseMs",
     "FeatureProfile",
     "NeuroShardError",
     "NeuroShardPlanner",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _LOCATIONS = {
+    "DenseMs": "torchrec_neuroshard.schedules",
     "FeatureProfile": "torchrec_neuroshard.profiles",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planners",
     "NeuroShardPlannerProvider": "torchrec_neuroshard.planner.provider",
