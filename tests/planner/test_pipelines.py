@@ -24,6 +24,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import DenseMs, NeuroShardPlanner
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.monitor.assessment import Measured
 from torchrec_neuroshard.placement import Placement
 from torchrec_neuroshard.planner import NeuroShardPartitioner, load_plan, save_plan
 from torchrec_neuroshard.planner.plan_files import StalePlanWarning
@@ -149,6 +150,16 @@ def test_plan_files_say_the_pipeline(tmp_path: Path) -> None:
     assert load_plan(path, model=module(), planner=planner) == plan
     with pytest.warns(StalePlanWarning, match="pipeline_type: expected train_sparse"):
         load_plan(path, model=module(), planner=planner_for("train_sparse_dist"))
+
+
+def test_monitors_measure_the_other_layers() -> None:
+    measured = Measured(
+        iteration_ms=10.0,
+        modules=frozenset({"ebc"}),
+        critical_ms={"fwd_compute": 3.0, "fwd_comms": 1.5},
+        by_rank_ms=({"fwd_compute": 3.0},),
+    )
+    assert measured.rest_ms == 5.5
 
 
 def test_relearned_planners_keep_the_pipeline() -> None:
