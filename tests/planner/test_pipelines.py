@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,19 @@ from tests.builders import (
     only,
     shards_of,
 )
-from torchrec_neuroshard import DenseMs, NeuroShardPlanner
+from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.monitor.assessment import Measured
 from torchrec_neuroshard.placement import Placement
-from torchrec_neuroshard.planner import NeuroShardPartitioner, load_plan, save_plan
+from torchrec_neuroshard.planner import (
+    NeuroShardPartitioner,
+    ReplanResult,
+    load_plan,
+    replan,
+    save_plan,
+)
+from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.plan_files import StalePlanWarning
 from torchrec_neuroshard.report import html_report
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -43,11 +52,16 @@ def module() -> nn.Module:
     return found
 
 
-def planner_for(pipeline: Any, dense: Any = LAYERS, **more: Any) -> NeuroShardPlanner:
+def planner_for(
+    pipeline: Any,
+    dense: Any = LAYERS,
+    kinds: Sequence[str] = ("table_wise", "column_wise"),
+    **more: Any,
+) -> NeuroShardPlanner:
     """For two GPUs whose kernels are fast and whose link is slow."""
     constraints = {
         f"t{i}": ParameterConstraints(
-            sharding_types=["table_wise", "column_wise"],
+            sharding_types=list(kinds),
             pooling_factors=[ids],
             min_partition=64,
         )
@@ -108,6 +122,44 @@ def test_the_search_finds_the_shortest_path_of_the_schedule(pipeline: str) -> No
     assert result.predicted.critical_path_ms == pytest.approx(best)
     if pipeline != "train_semi_sync":
         assert result.gap == pytest.approx(0.0, abs=1e-6)
+
+
+def test_moves_are_searched_under_the_pipeline() -> None:
+    kinds = ("column_wise",)
+    plain, pipelined = (
+        planner_for(p, kinds=kinds) for p in (None, "train_sparse_dist")
+    )
+    whole = plain.plan(module(), bag_sharders())
+
+    def moved(planner: NeuroShardPlanner) -> ReplanResult:
+        return replan(
+            whole,
+            planner=planner,
+            model=module(),
+            budget_bytes=2**40,
+            executable_only=False,
+            sharders=bag_sharders(),
+        )
+
+    assert not moved(plain).moves
+    result = moved(pipelined)
+    assert result.moves
+    assert result.after.critical_path_ms < result.before.critical_path_ms
+    assert result.before.critical_path_ms == pytest.approx(path_of(pipelined, whole))
+
+
+@pytest.mark.parametrize("name", ["train_semi_sync", "train_fused_sparse_dist"])
+def test_pipelines_of_no_member_hold_the_batches_of_another(name: str) -> None:
+    planner, plan = planned("train_sparse_dist")
+    given = module(), bag_sharders(), planner.enumerator, planner.costs
+    options = PlanOptions(*given).of(plan)
+    found, expected, plain = (
+        MemoryModel(
+            planner.topology, planner.costs.reader, pipeline_type=pipeline
+        ).ranks(options)
+        for pipeline in (name, PipelineType.TRAIN_SPARSE_DIST, "train_base")
+    )
+    assert found == expected != plain
 
 
 def test_other_layers_alone_change_no_plan() -> None:
@@ -173,6 +225,15 @@ def test_what_cannot_be_is_refused() -> None:
         ConfigError, match=r"pipeline_type 'sparse' has no schedule; kn"
     ):
         planner_for("sparse")
+    with pytest.raises(ConfigError, match="pipeline_type 'sparse' has no schedule"):
+        rehearse(
+            module(),
+            planned(None)[1],
+            gpus(),
+            bag_sharders(),
+            batch_size=8,
+            pipeline_type="sparse",
+        )
     with pytest.raises(ConfigError, match="dense_ms: forward must be finite and at le"):
         planner_for("train_sparse_dist", -3.0)
     other = NeuroShardPartitioner(gpus(), cost_model=AnalyticCostModel())

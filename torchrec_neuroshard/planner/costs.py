@@ -270,6 +270,12 @@ class PlanCosts:
             dense.total_ms if is_bound else None,
         )
 
+    def searched_simulator(self, task: ShardingTask) -> Simulator:
+        """Return a simulator by the `searched_models`."""
+        cost_model, comms_model, _ = self.searched_models(task)
+        own = cost_model is self.cost_model
+        return Simulator(task, cost_model, comms_model, self.encoder if own else None)
+
     def _scheduled(self, predicted: PredictedCosts) -> PredictedCosts:
         return replace(predicted, schedule=self.schedule, dense=self.dense)
 

@@ -456,7 +456,7 @@ def _improve(
 ) -> tuple[dict[int, Shards], int]:
     """Return the tables that change, their new shards, and what that took."""
     budget = job.budget(budget_bytes, executable_only, config)
-    bank = ShardBank(job.costs.simulator(job.task))
+    bank = ShardBank(job.costs.searched_simulator(job.task))
     for shared in budget.doubled():
         bank.price_as(*shared)
     # A rank that holds too much already may stay as full as it is.
