@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchrec.distributed.comm as torchrec_comm
 import torchrec.distributed.dist_data as dist_data
 import torchrec.distributed.embedding as sharded_sequences
 import torchrec.distributed.embeddingbag as sharded_bags
@@ -33,6 +32,8 @@ from torchrec.distributed.train_pipeline import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
+
+from torchrec_neuroshard.planner.compat import without_other_ranks
 
 __all__ = ["NODE", "Bags", "make_batch", "measure"]
 
@@ -192,10 +193,10 @@ def _world(rank: int, world_size: int) -> Iterator[None]:
         LOCAL_RANK=str(rank % node),
         LOCAL_WORLD_SIZE=str(node),
     )
-    torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     with contextlib.ExitStack() as undo:
         undo.callback(dist.destroy_process_group)
+        undo.enter_context(without_other_ranks())
         for owner, name, new in (
             (dist, "all_to_all_single", _send_nothing),
             (distributed_c10d, "all_to_all_single", _send_nothing),
@@ -207,11 +208,6 @@ def _world(rank: int, world_size: int) -> Iterator[None]:
             (sharded_bags, "validate_keyed_jagged_tensor", lambda *a, **k: None),
             (sharded_bags, "DistributedDataParallel", _replicate),
             (sharded_sequences, "DistributedDataParallel", _replicate),
-            (
-                sharded_sequences.ShardedEmbeddingCollection,
-                "_initialize_torch_state",
-                lambda *a, **k: None,
-            ),
         ):
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, new)

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection
+from torchrec.distributed import collective_utils
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
@@ -84,7 +85,11 @@ def test_sequences_and_replicas_run() -> None:
         assert [r.num_kernels for r in report.ranks] == [2, 2]
 
 
-def test_nothing_is_left_behind_and_the_model_stays() -> None:
+def test_nothing_is_left_behind_and_the_model_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As of a process that has sharded nothing: on a cluster it still has to ask.
+    monkeypatch.setattr(collective_utils, "_INITIALIZED", False, raising=False)
     model = make_ebc([(1000, 16), (1000, 32)])
     before = dict(os.environ), [id(p) for p in model.parameters()]
     topology, plan = plan_for(model, bag_sharders(), 2)
@@ -92,6 +97,7 @@ def test_nothing_is_left_behind_and_the_model_stays() -> None:
     assert not dist.is_initialized()
     assert (dict(os.environ), [id(p) for p in model.parameters()]) == before
     assert isinstance(next(model.children()), nn.ModuleDict)
+    assert not vars(collective_utils)["_INITIALIZED"]
 
 
 def test_ranks_without_the_memory_are_named() -> None:

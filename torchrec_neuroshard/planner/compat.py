@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel, collective_utils
 from torchrec.distributed import comm as torchrec_comm
 from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -414,17 +414,21 @@ def wire_sizes(sharder: Any) -> Mapping[str, tuple[float, float]]:
 def without_other_ranks() -> Iterator[None]:
     """Let modules be sharded where no other rank answers.
 
-    TorchRec keeps the groups of a node for good, and to describe their state sequences
-    ask all ranks for shards. Neither can be had otherwise.
+    TorchRec keeps the groups of a node for good, the first model of a process asks rank
+    0 whether collectives are checked, and to describe their state sequences ask all
+    ranks for shards. None of it can be had otherwise.
     """
     groups = torchrec_comm._INTRA_PG, torchrec_comm._CROSS_PG
+    asked = getattr(collective_utils, "_INITIALIZED", False)  # since 1.8
     describe = ShardedEmbeddingCollection._initialize_torch_state
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
+    collective_utils._INITIALIZED = True
     ShardedEmbeddingCollection._initialize_torch_state = lambda *a, **k: None
     try:
         yield
     finally:
         ShardedEmbeddingCollection._initialize_torch_state = describe
+        collective_utils._INITIALIZED = asked
         torchrec_comm._INTRA_PG, torchrec_comm._CROSS_PG = groups
 
 
