@@ -91,11 +91,12 @@ def test_nothing_is_left_behind_and_the_model_stays(
     # As of a process that has sharded nothing: on a cluster it still has to ask.
     monkeypatch.setattr(collective_utils, "_INITIALIZED", False, raising=False)
     model = make_ebc([(1000, 16), (1000, 32)])
-    before = dict(os.environ), [id(p) for p in model.parameters()]
+    before = dict(os.environ), sys.excepthook, [id(p) for p in model.parameters()]
     topology, plan = plan_for(model, bag_sharders(), 2)
     rehearse(model, plan, topology, bag_sharders(), batch_size=8)
     assert not dist.is_initialized()
-    assert (dict(os.environ), [id(p) for p in model.parameters()]) == before
+    after = dict(os.environ), sys.excepthook, [id(p) for p in model.parameters()]
+    assert after == before
     assert isinstance(next(model.children()), nn.ModuleDict)
     assert not vars(collective_utils)["_INITIALIZED"]
 

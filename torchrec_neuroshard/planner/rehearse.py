@@ -16,6 +16,7 @@ import contextlib
 import copy
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -396,7 +397,7 @@ def _rank(rank: int, topology: Topology, store: Any) -> Iterator[None]:
     world_size, node = int(topology.world_size), int(topology.local_world_size)
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     values = (rank, world_size, rank % node, node)
-    disabled = logging.root.manager.disable
+    disabled, hook = logging.root.manager.disable, sys.excepthook
     os.environ.update(zip(_ENVIRONMENT, map(str, values), strict=True))
     logging.disable(logging.WARNING)
     try:
@@ -408,6 +409,7 @@ def _rank(rank: int, topology: Topology, store: Any) -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+        sys.excepthook = hook  # torch's names the rank, and keeps the one before
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
