@@ -61,21 +61,20 @@ class Bags(nn.Module):
         """Return the outputs, or a loss on them and nothing."""
         if not self.has_loss:
             return self.embeddings(batch)
-        return _Loss.apply(self.embeddings(batch.ids).values()), None
+        return _Loss.apply(*_outputs(self.embeddings(batch.ids))), None
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradient is as large as its input; nothing else takes memory."""
+    """A loss with gradients as large as its inputs; nothing else takes memory."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
-        ctx.of = outputs.shape, outputs.dtype, outputs.device
-        return outputs.new_zeros(())
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.of = [(o.shape, o.dtype, o.device) for o in outputs]
+        return outputs[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        shape, dtype, device = ctx.of
-        return torch.empty(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty(s, dtype=t, device=d) for s, t, d in ctx.of)
 
 
 class _Batch(Pipelineable):
@@ -176,10 +175,15 @@ def measure(
     return {"static": static, "peak": peak}
 
 
+def _outputs(found: Any) -> list[torch.Tensor]:
+    """Of bags one tensor, of sequences one for each feature."""
+    if hasattr(found, "length_per_key"):
+        return [found.values()]
+    return [sequence.values() for sequence in found.values()]
+
+
 def _step(model: nn.Module, ids: KeyedJaggedTensor) -> None:
-    found = model(ids)
-    pooled = hasattr(found, "length_per_key")
-    outputs = [found.values()] if pooled else [v.values() for v in found.values()]
+    outputs = _outputs(model(ids))
     torch.autograd.backward(outputs, [torch.empty_like(o) for o in outputs])
 
 
