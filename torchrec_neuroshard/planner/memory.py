@@ -1,13 +1,14 @@
 """What a rank of a plan allocates: its tables at rest, and the peak of a step.
 
-A step of the embedding part has five instants at which memory may be at its peak:
+A step of the embedding part has six instants at which memory may be at its peak:
 
 - FORWARD: a kernel's output has been copied for the all-to-all, or lies beside what the
   reduce-scatter returns;
 - ARRIVAL: outputs that came from the ranks are put side by side;
 - OUTPUTS: gradients of the outputs are put in the order of the ranks;
 - EXCHANGE: they have been reordered for the way back, and what arrives has its room;
-- KERNEL: a kernel sorts its lookups to update the rows.
+- KERNEL: a kernel sorts its lookups to update the rows;
+- REPLICAS: so does one of replicated tables, whose gradient is as large as they are.
 
 What shards *hold* at an instant adds up over all of a rank's shards; what *passes*,
 such as the room for sorting, is one kernel's at a time; what is *common* every rank
@@ -53,7 +54,7 @@ __all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
 
 Floats = npt.NDArray[np.float64]
 
-INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel")
+INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel", "replicas")
 """When memory may be at its peak, in the order of a step."""
 
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
@@ -85,9 +86,9 @@ _ALLOCATOR = 2 << 20
 """What torch's allocator adds by rounding, in all."""
 _NUM_CAME = 3.0
 """Batches that a TorchRec pipeline holds on the device as they came."""
-_NUM_SENT: Mapping[str, tuple[float, ...]] = {
-    "train_sparse_dist": (2.0, 2.0, 1.0, 1.0, 1.0),
-    "train_prefetch_sparse_dist": (1.0, 1.0, 0.0, 0.0, 0.0),
+_NUM_SENT: Mapping[str, tuple[int, ...]] = {
+    "train_sparse_dist": (2, 2, 1, 1, 1, 1),
+    "train_prefetch_sparse_dist": (1, 1, 0, 0, 0, 0),
 }
 """Those, at each instant, that it holds with features as they are sent to shards."""
 
@@ -191,7 +192,7 @@ class MemoryModel:
         self._constraints = constraints or {}
         name = torchrec_pipeline(pipeline_type).value
         self._is_pipelined = name in _NUM_SENT
-        self._num_sent = np.array(_NUM_SENT.get(name, (0.0,) * len(INSTANTS)))
+        self._num_sent = np.array(_NUM_SENT.get(name, (0,) * len(INSTANTS)))
         self._prefetches = name == "train_prefetch_sparse_dist"
 
     def knows(self, option: ShardingOption) -> bool:
@@ -249,7 +250,8 @@ class MemoryModel:
         """
         known = [o for o in options if self.knows(o)]
         common = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
-        common += self._reordered(known)
+        common += self._of_modules(known)
+        first = {o.path: is_dense(o) for o in reversed(known)}
         kernels: list[dict[tuple[Any, ...], list[tuple[ShardingOption, Shard]]]] = [
             defaultdict(list) for _ in range(self._world_size)
         ]
@@ -264,7 +266,7 @@ class MemoryModel:
                 if shard.size[0] or option.sharding_type in _BY_ROWS:
                     kernels[shard.rank][key].append((option, shard))
         return tuple(
-            self._rank(kernels[r], common if known else common * 0, others[r])
+            self._rank(kernels[r], common if known else common * 0, others[r], first)
             for r in range(self._world_size)
         )
 
@@ -294,6 +296,7 @@ class MemoryModel:
         kernels: Mapping[Any, Sequence[tuple[ShardingOption, Shard]]],
         common: Floats,
         other: float,
+        replicated_first: Mapping[str, bool],
     ) -> RankMemory:
         static = StaticMemory(weights=other)
         held = common + (_ALLOCATOR if common.any() else 0)
@@ -305,6 +308,8 @@ class MemoryModel:
             for option, shard in shards:
                 static += self._static(option, shard, width)
                 holds, passes = self._activations(option, shard, bool(cached))
+                if replicated_first[option.path] and not is_dense(option):
+                    holds[-1] = holds[0]  # autograd begins with the last
                 held = held + holds
                 kernel_passing = kernel_passing + passes
             passing = np.maximum(passing, kernel_passing)
@@ -408,24 +413,24 @@ class MemoryModel:
         held = np.full(len(INSTANTS), saved)
         if is_dense(option):
             rows = shape.rows * shape.width * self._element_size(option)
-            return held, np.array([_OFFSET * f, 0, 0, 0, sorting - 8 * n + rows])
+            return held, np.array([_OFFSET * f, 0, 0, 0, 0, sorting - 8 * n + rows])
         if not option.is_pooled:
             # Lengths as they arrived and as they are sent back, until the step ends.
-            held += 2 * _LENGTH * f + np.array([0, 0, 0, gradient, gradient])
+            held += 2 * _LENGTH * f + np.array([0, 0, 0, gradient, gradient, gradient])
             permuted = gradient + 12 * f
             if option.sharding_type in _BY_ROWS:  # where each id came from
                 held += _INDEX * n * shape.parts / self._world_size
             return held, np.array(
-                [gradient + permuted, 0, 0, 0, max(sorting, permuted)]
+                [gradient + permuted, 0, 0, 0, max(sorting, permuted), 0]
             )
         copied = gradient if option.sharding_type in _BY_COLUMNS else 0.0
         if option.sharding_type in _BY_NODE and not self._is_reduced_at_once(option):
-            held += [0, 0, 0, 0, gradient]
+            held += [0, 0, 0, 0, gradient, gradient]
             reduced = gradient / shape.parts
             forward = gradient + 2 * reduced + _OFFSET * f
-            return held, np.array([forward, 0, 0, reduced, max(sorting, reduced)])
-        held += [0, 0, 0, gradient, gradient]
-        return held, np.array([gradient + copied + _OFFSET * f, 0, 0, 0, sorting])
+            return held, np.array([forward, 0, 0, reduced, max(sorting, reduced), 0])
+        held += [0, 0, 0, gradient, gradient, gradient]
+        return held, np.array([gradient + copied + _OFFSET * f, 0, 0, 0, sorting, 0])
 
     def _common(self, option: ShardingOption) -> Floats:
         """What every rank holds at each instant of the outputs of its own samples."""
@@ -438,16 +443,18 @@ class MemoryModel:
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
             copies, pieces = self._num_pieces(option)
             sent = copies * ids + pieces * _LENGTH * bags
-            batches = _NUM_CAME * (ids + _LENGTH * bags) + self._num_sent * sent
-        kept = 0.0 if self._is_pipelined else 1.0
+            num_sent = 1 if is_dense(option) else self._num_sent
+            batches = _NUM_CAME * (ids + _LENGTH * bags) + num_sent * sent
+        kept = 0 if self._is_pipelined else 1
         if is_dense(option):
-            return size * np.array([1, 1, 1, 1 + kept, 1 + kept]) + batches
-        if not option.is_pooled:
-            return size * np.array([1, 1, 2 + kept, 1 + 2 * kept, 2 * kept]) + batches
-        if self._is_reduced_at_once(option):
-            return size * np.array([1, 1, 2, 1 + kept, 2 * kept]) + batches
-        # Gradients, cut by rank, lie beside the pieces that they are put together from.
-        return size * np.array([1, 2, 3 + kept, 2 + kept, 2 * kept]) + batches
+            parts = [1, 1, 1 + kept, 1 + kept, 1 + kept, 1 + kept]
+        elif not option.is_pooled:
+            parts = [1, 1, 2 + kept, 1 + 2 * kept, 2 * kept, 2 * kept]
+        elif self._is_reduced_at_once(option):
+            parts = [1, 1, 2, 1 + kept, 2 * kept, 2 * kept]
+        else:  # gradients, cut by rank, lie beside what they are put together from
+            parts = [1, 2, 3 + kept, 2 + kept, 2 * kept, 2 * kept]
+        return size * np.array(parts) + batches
 
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:
         """Whether a reduce-scatter alone brings the outputs to their samples."""
@@ -467,23 +474,49 @@ class MemoryModel:
             return columns, columns * self._node
         return columns, columns
 
-    def _reordered(self, options: Sequence[ShardingOption]) -> Floats:
-        """What putting outputs into the order of the tables takes."""
+    def _of_modules(self, options: Sequence[ShardingOption]) -> Floats:
+        """What putting outputs of a module together takes, whatever the shards."""
         extra = np.zeros(len(INSTANTS))
         modules: dict[str, dict[str, list[ShardingOption]]] = {}
         for option in options:
-            if option.is_pooled:
-                kinds = modules.setdefault(option.path, {})
-                kinds.setdefault(option.sharding_type, []).append(option)
+            kinds = modules.setdefault(option.path, {})
+            kinds.setdefault(option.sharding_type, []).append(option)
         for kinds in modules.values():
-            size = {k: sum(self._output_bytes(o) for o in v) for k, v in kinds.items()}
-            if len(kinds) > 1:  # one more copy, of all of them side by side
-                extra += sum(size.values()) * np.array([0, 0, 1, 0, 0])
             for kind, members in kinds.items():
                 # A pipeline lets go of gradients once they are in the other order.
                 if not self._is_pipelined and self._is_permuted(kind, members):
-                    extra += size[kind] * np.array([0, 0, 1, 1, 0])
+                    size = sum(self._output_bytes(o) for o in members)
+                    extra += size * np.array([0, 0, 1, 1, 0, 0])
+            if len(kinds) > 1:
+                members = [o for several in kinds.values() for o in several]
+                extra += sum(self._beside_others(o, members) for o in members)
         return extra
+
+    def _beside_others(
+        self, option: ShardingOption, module: Sequence[ShardingOption]
+    ) -> Floats:
+        """What a table takes more in a module with several sharding types.
+
+        Its gradient is a part of that of all outputs, of which a copy is made. All
+        features are put in order together: while replicated tables look theirs up,
+        those of the others are there, too.
+        """
+        size = self._output_bytes(option) if option.is_pooled else 0.0
+        if is_dense(option):
+            return size * np.array([0, 0, 0, 0, 0, 1])
+        cut = self._is_reduced_at_once(option)
+        found = size * np.array([0, 0, 1, cut, 0, 0])
+        if any(map(is_dense, module)):
+            if self._is_pipelined:
+                found += size * np.array([0, 0, 0, 0, 1, 1])
+            table, local = self._reader.table(option), float(option.batch_size)
+            ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
+            copies, _ = self._num_pieces(option)
+            one = copies * local * (ids + _LENGTH * self._num_features(option))
+            there = 2 if self._is_pipelined else 1
+            is_sent = option.sharding_type in _BY_COLUMNS
+            found += one * (there - self._num_sent * is_sent)
+        return found
 
     def _is_permuted(self, kind: str, options: Sequence[ShardingOption]) -> bool:
         """Whether columns arrive in another order than that of their tables.
