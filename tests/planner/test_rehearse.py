@@ -124,12 +124,14 @@ def test_what_torchrec_refuses_is_named() -> None:
     assert "DistributedModelParallel raises" in report.ranks[0].faults[0].cause
 
 
-def test_widths_that_only_a_gpu_refuses_are_named() -> None:
+@pytest.mark.parametrize("kind", ["table_wise", "data_parallel"])
+def test_widths_that_only_a_gpu_refuses_are_named(kind: str) -> None:
     model = make_ebc([(100, 4096)])
-    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=[kind])
     report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
     faults = [str(f) for r in report.ranks for f in r.faults]
-    assert len(faults) == 1 and "at most 2048 columns, got 4096" in faults[0]
+    assert len(faults) == (1 if kind == "table_wise" else 2)
+    assert "at most 2048 columns, got 4096" in faults[0]
 
 
 def test_a_process_group_is_left_alone(tmp_path: Path) -> None:

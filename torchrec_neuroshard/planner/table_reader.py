@@ -10,6 +10,7 @@ TorchRec's own costs. Which of those with a cost a search may place, `ways` says
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -45,6 +46,7 @@ from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TY
 from torchrec_neuroshard.tables import (
     COLUMN_MULTIPLE,
     DATA_TYPE_BYTES,
+    MAX_CUDA_COLUMNS,
     TableConfig,
 )
 
@@ -57,6 +59,7 @@ __all__ = [
     "is_dense",
     "is_fused",
     "is_modelled_config",
+    "max_columns",
     "note_sharders",
     "table_configs",
     "table_name",
@@ -133,6 +136,15 @@ def cannot_run(option: ShardingOption) -> bool:
     if is_dense(option) or str(option.compute_kernel).startswith("quant"):
         return False
     return any(width % COLUMN_MULTIPLE for width in {s.size[1] for s in option.shards})
+
+
+def max_columns(topology: Topology) -> int:
+    """Return the most columns of a shard that the devices' kernels take.
+
+    On GPUs those of replicated tables and of tables in the host's memory do not take
+    more, either.
+    """
+    return MAX_CUDA_COLUMNS if is_accelerator(topology.compute_device) else sys.maxsize
 
 
 def has_own_optimizer(option: ShardingOption) -> bool:

@@ -33,6 +33,7 @@ from torchrec_neuroshard.planner.shard_estimators import (
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     cannot_run,
+    max_columns,
     table_name,
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
@@ -210,6 +211,13 @@ class TorchRecPlan:
                 f"'{option.compute_kernel}', which takes widths that are multiples of "
                 f"{COLUMN_MULTIPLE}"
             )
+        for option in options:
+            width = max(int(s.size[1]) for s in option.shards)
+            if width > max_columns(self._arguments["topology"]):
+                return (
+                    f"TorchRec's own plan gives table '{table_name(option)}' shards of "
+                    f"{width} columns, more than a GPU's kernels take"
+                )
         violation = self._violation(options)
         if violation is None:
             return None
