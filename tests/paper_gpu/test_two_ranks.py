@@ -110,6 +110,14 @@ def test_schedules_are_those_of_torchrecs_pipelines(
         assert replay(journals, phase_ms) == pytest.approx(path_ms)
 
 
+def test_planners_race_as_on_cpus(
+    gpus: Sequence[dict[str, Any]], cpus: Sequence[dict[str, Any]]
+) -> None:
+    found, expected = gpus[0]["race"], cpus[0]["race"]
+    assert found == expected and len(found) == 2
+    assert all(len(set(losses)) > 1 for losses in found.values())
+
+
 def test_a_failed_trial_gives_its_memory_back(gpus: Sequence[dict[str, Any]]) -> None:
     for found in gpus:
         failed = found["trials"]["failed"]

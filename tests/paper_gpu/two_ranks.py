@@ -27,6 +27,7 @@ from torchrec.distributed.planner import (
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 
+import race_plans
 from harness.models import build_collection, draw_batches
 from harness.ranks import Ranks
 from harness.training_runs import TrialConfig, TrialError, run_trial
@@ -127,6 +128,27 @@ def trials(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def race(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Losses of both plans in `benchmarks/race_plans.py`; on the first rank alone."""
+    out = folder / "race.json"
+    config = race_plans.RaceConfig(
+        device=ranks.device.type,
+        cost_model="cpu_epyc",
+        max_rows=300,
+        embedding_dim=8,
+        min_partition=8,  # a split table is another optimizer, and plans are not alike
+        batch_size=BATCH_SIZE,
+        pairs=1,
+        block_iterations=2,
+        output=str(out),
+    )
+    race_plans.run(config, ranks)
+    if ranks.rank:
+        return {}
+    planners = json.loads(out.read_text())["planners"]
+    return {name: p["rounds"][0]["losses"] for name, p in planners.items()}
+
+
 def moved_plan(plan: ShardingPlan, planner: NeuroShardPlanner) -> ShardingPlan:
     """TorchRec's plan after some of its shards moved."""
     return replan(
@@ -179,6 +201,7 @@ def main() -> None:
             for name in PIPELINES
             for order in ("lookups last", "lookups first")
         }
+    found["race"] = race(ranks, folder)
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
