@@ -67,6 +67,8 @@ ANY = "any"
 """Sharding types and kernels as the planner likes: MLPerf DLRM-v2 on `CARD`."""
 CARD, ROOM = 80, 200
 """GiB of a device: where the planner chooses, and where a case says what to do."""
+GOOD = -0.02, 0.1
+"""Errors of a peak foretold that are good enough."""
 SMALL_ROWS = 100_000
 """Of the largest tables where every rank holds all of them."""
 
@@ -260,7 +262,8 @@ def page(result: dict[str, Any]) -> str:
         f"    {result['command']}",
         "",
         "Static and peak as torch's allocator counts them [GiB]; the error of the "
-        "peak foretold, and that of TorchRec's formula, used before.",
+        "peak foretold by `rehearse`, and that of TorchRec's formula, used before. "
+        f"`{ANY}`: MLPerf DLRM-v2 on cards of {CARD} GiB, planned with nothing given.",
         "",
         "| ranks | tables | sharding | kernel | pipeline | optimizer | rank | static "
         "| peak | foretold | error | before | error before |",
@@ -276,9 +279,32 @@ def page(result: dict[str, Any]) -> str:
             f"| {r['foretold_peak'] / GIB:.3f} | {r['foretold_peak'] / peak - 1:+.1%} "
             f"| {r['before'] / GIB:.3f} | {r['before'] / peak - 1:+.1%} |"
         )
+    lines += ["", *summary(rows)]
     for failed in result["failed"]:
         lines.append(f"\nNot measured: {failed}")
     return "\n".join(lines) + "\n"
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Ranks foretold well, by pipeline and world."""
+    low, high = GOOD
+    title = f"within {low:+.0%} and {high:+.0%} of the peak"
+    yield f"| pipeline | ranks | measured | {title} | error | before: {title} | error |"
+    yield "|---|---:|---:|---:|---|---:|---|"
+    keys = dict.fromkeys((r["pipeline"], r["world_size"]) for r in rows)
+    for pipeline, world_size in (*keys, ("all", "all")):
+        some = [
+            r
+            for r in rows
+            if (r["pipeline"], r["world_size"]) == (pipeline, world_size)
+        ]
+        cells = []
+        for name in ("foretold_peak", "before"):
+            errors = [r[name] / r["measured_peak"] - 1 for r in some or rows]
+            cells.append(str(sum(low <= e <= high for e in errors)))
+            cells.append(f"{min(errors):+.1%} to {max(errors):+.1%}")
+        cells = [pipeline, str(world_size), str(len(some or rows)), *cells]
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> int:

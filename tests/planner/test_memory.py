@@ -26,25 +26,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_202611.
 GIB = 2**30
 
 
-MISSES = {
-    ("column_wise", "none", True),
-    ("row_wise", "none", False),
-    ("column_wise", "train_sparse_dist", True),
-    ("grid_shard", "train_sparse_dist", True),
-}
-"""Where some rank of 128 is foretold worse than the rest: type, pipeline, bags."""
-
-
 def test_measured_peaks_are_foretold() -> None:
     rows = json.loads(RESULTS.read_text())["rows"]
-    assert {r["world_size"] for r in rows} == {8, 16, 128}
+    measured = {(r["pipeline"], r["world_size"]) for r in rows}
+    assert len(measured) == 9 and {w for _, w in measured} == {8, 16, 128}
     for row in rows:
         error = row["foretold_peak"] / row["measured_peak"] - 1
-        case = row["sharding_type"], row["pipeline"], row["pooled"]
-        if row["world_size"] == 128 and case in MISSES:
-            assert -0.12 < error < 0.26, row
-        else:
-            assert -0.02 < error < 0.1, row
+        # Three sharding types in one module: gradients of one wait for another's.
+        mixed = row["sharding_type"] == "any" and row["world_size"] == 128
+        assert (-0.08 if mixed else -0.02) < error < (0.15 if mixed else 0.1), row
 
 
 def planned(
