@@ -134,6 +134,34 @@ def test_widths_that_only_a_gpu_refuses_are_named(kind: str) -> None:
     assert "at most 2048 columns, got 4096" in faults[0]
 
 
+@pytest.mark.parametrize("lacks", ["the module", "the backend"])
+def test_memory_is_told_where_no_rank_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    model = make_ebc([(100_000, 128), (100_000, 128)])
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
+    topology.devices[1].storage.hbm = 40 * 2**20
+    built = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    if lacks == "the module":
+        name = "torch.testing._internal.distributed.fake_pg"
+        monkeypatch.setitem(sys.modules, name, None)
+    else:
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("Invalid backend: 'fake'")
+
+        monkeypatch.setattr(dist, "init_process_group", refuse)
+    before = dict(os.environ)
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert report.num_built == 0 and not report.runs
+    (note,) = report.notes
+    assert "not built, since torch" in note and note in str(report)
+    for found, expected in zip(report.ranks, built.ranks, strict=True):
+        assert found.peak_bytes == expected.peak_bytes
+        assert [f.table for f in found.faults] == [f.table for f in expected.faults]
+    assert dict(os.environ) == before and not dist.is_initialized()
+
+
 def test_a_process_group_is_left_alone(tmp_path: Path) -> None:
     meeting = f"file://{tmp_path / 'store'}"
     dist.init_process_group("gloo", meeting, rank=0, world_size=1)
