@@ -164,17 +164,20 @@ def fail(ranks: Ranks, plan: ShardingPlan) -> dict[str, Any]:
     """Train where rank 1 has next to no memory, with nobody collecting garbage."""
     ops: Any = torch.ops.paper_cuda
     capacity, index = ops.capacity(), ranks.device.index
+    gc.collect()  # earlier garbage, which would hide what the trial leaves
+    gc.disable()
     base = ops.allocated(index)
     if ranks.rank == 1:
         ops.set_capacity(base + 200_000)
-    gc.collect()
     error = ""
     try:
         train(ranks, plan)
     except TrialError as failure:
         error = str(failure)
     ops.set_capacity(capacity)
-    return {"error": error, "kept_bytes": ops.allocated(index) - base}
+    kept_bytes = ops.allocated(index) - base
+    gc.enable()
+    return {"error": error, "kept_bytes": kept_bytes}
 
 
 def main() -> None:
