@@ -443,7 +443,7 @@ class MemoryModel:
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
             copies, pieces = self._num_pieces(option)
             sent = copies * ids + pieces * _LENGTH * bags
-            num_sent = 1 if is_dense(option) else self._num_sent
+            num_sent = np.ones(1) if is_dense(option) else self._num_sent
             batches = _NUM_CAME * (ids + _LENGTH * bags) + num_sent * sent
         kept = 0 if self._is_pipelined else 1
         if is_dense(option):
@@ -526,7 +526,7 @@ class MemoryModel:
         if kind not in _PERMUTED:
             return False
         size = self._node if kind in _BY_NODE else 1
-        groups = {}
+        groups: dict[tuple[int, tuple[Any, ...]], int] = {}
         arriving = []
         for table, option in enumerate(options):
             key = fusion_key(option, self._reader, kind)
