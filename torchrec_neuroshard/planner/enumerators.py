@@ -33,6 +33,7 @@ from torchrec_neuroshard.planner.shard_estimators import (
 )
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
+    SPLITTING_TYPES,
     is_modelled_config,
     max_columns,
     table_configs,
@@ -46,7 +47,6 @@ _FUSED = EmbeddingComputeKernel.FUSED.value
 _ROW_WISE = ShardingType.ROW_WISE.value
 _TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
-_IN_COLUMNS = (COLUMN_WISE, _TABLE_COLUMN_WISE, ShardingType.GRID_SHARD.value)
 
 
 class NeuroShardEnumerator(HookedEnumerator):
@@ -217,7 +217,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         """
         constraint = enumerator_constraints(self).get(table)
         block = (constraint.min_partition if constraint else None) or 0
-        kept = [t for t in types if t in _IN_COLUMNS and block <= self._max_columns]
+        kept = [t for t in types if t in SPLITTING_TYPES and block <= self._max_columns]
         if not kept:
             raise ConfigError(
                 f"table '{table}' (embedding_dim={self._wide[table]}) is too wide for "

@@ -52,6 +52,7 @@ from torchrec_neuroshard.tables import (
 
 __all__ = [
     "OFFLOADED_KERNELS",
+    "SPLITTING_TYPES",
     "TableReader",
     "cannot_run",
     "device_tier",
@@ -77,6 +78,8 @@ _COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
+SPLITTING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+"""Sharding types that may cut a table's columns."""
 
 OFFLOADED_KERNELS: frozenset[str] = frozenset(
     {
