@@ -13,7 +13,7 @@ A step of the embedding part has six instants at which memory may be at its peak
 What shards *hold* at an instant adds up over all of a rank's shards; what *passes*,
 such as the room for sorting, is one kernel's at a time; what is *common* every rank
 has, whatever its shards: the outputs of its own samples. A rank's peak is the largest
-of the X with the allocator's peaks: `benchmarks/bench_memory.py`.
+of the instants' sums. `benchmarks/bench_memory.py` compares it with the allocator's.
 
 Units: n lookups that a kernel gets, f its bags, o elements of its output, s elements of
 the outputs of a rank's own samples.
