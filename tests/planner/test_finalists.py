@@ -21,7 +21,7 @@ from tests.builders import (
     make_record,
     make_task,
 )
-from torchrec_neuroshard import NeuroShardPlanner, SearchConfig
+from torchrec_neuroshard import NeuroShardPlanner, SearchConfig, topology_for
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.placement import Placement, ShardingTask
@@ -213,6 +213,14 @@ def test_searches_of_one_plan_say_so() -> None:
         (
             {"measure_finalists": 2, "calibrate": "never"},
             "measures, which calibrate='never' forbids",
+        ),
+        (
+            {
+                "measure_finalists": 2,
+                "topology": topology_for("h100", ranks_per_node=2),
+                "pipeline_type": "train_sparse_dist",
+            },
+            "pipeline_type is 'train_sparse_dist'; leave one of them out",
         ),
     ],
 )

@@ -311,12 +311,11 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if space.task.has_choices and not searcher.takes_choices:
             searcher = ChoosingSearcher(searcher)
         try:
+            cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
             if self._finalists is not None and not log.records:
                 result = self._finalists.choose(searcher, space.task, self.costs)
             else:
-                result = searcher.search(
-                    space.task, self.costs.cost_model, self.costs.comms_model
-                )
+                result = searcher.search(space.task, cost_model, comms_model)
         except InfeasibleError as error:
             log.infeasible = log.infeasible or str(error)
             raise PlannerError(
@@ -330,6 +329,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             raise type(error)(
                 f"search '{searcher.name}' returned what cannot be used: {error}"
             ) from error
+        result = self.costs.predict(space.task, result, const_ms)
         log.records.append(SearchRecord(space.task, result))
         return space.placed(result.placement)
 

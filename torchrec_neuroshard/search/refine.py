@@ -274,7 +274,7 @@ class Plan:
         """Recompute some ranks from their shards."""
         bank = self.bank
         num_groups = self.sums_WGE.shape[1]
-        table, place = np.nonzero(self.width_TW[:, ranks])
+        table, place = self._held(ranks)
         width = self.width_TW[table, ranks[place]]
         rows = bank.rows(table, width, ranks[place])
         loads, count = bank.loads(rows, place, len(ranks))
@@ -311,9 +311,16 @@ class Plan:
 
     def _moving(self, ranks: Ints) -> tuple[Ints, Ints]:
         """Shards that may leave their ranks alone: tables, places in `ranks`."""
-        held = (self.width_TW[:, ranks] > 0) & self.movable_T[:, None]
-        table, place = np.nonzero(held)
-        return table, place
+        table, place = self._held(ranks)
+        moving = self.movable_T[table]
+        return table[moving], place[moving]
+
+    def _held(self, ranks: Ints) -> tuple[Ints, Ints]:
+        """Shards of some ranks: tables, places in `ranks`."""
+        # Of the ways of a table, all but one are nowhere.
+        placed = np.flatnonzero(self.shards_T)
+        table, place = np.nonzero(self.width_TW[placed[:, None], ranks])
+        return placed[table], place
 
     def transfers(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
         """List transfers of shards, or parts of them, to the least loaded ranks.
@@ -982,9 +989,18 @@ def _retype(plan: Plan, most: int = 0) -> bool:
     found: list[Mapping[int, Ints]] = []
     for table in dict.fromkeys(tables):
         none = np.zeros_like(plan.width_TW[table])
-        for other in bank.others.get(table, ()):
-            for width_W in _ways_in(plan, table, other):
-                found.append({table: none, other: width_W})
+        ways = np.array([table, *bank.others.get(table, ())])
+        cost = bank.total_ms(ways, bank.dims_T[ways])
+        # Of kernels for shards cut alike, the cheapest that there is room for.
+        done = set[tuple[str, int]]()
+        for other in ways[np.argsort(cost, kind="stable")].tolist():
+            cut = bank.task.sharding_types[other], bank.task.min_widths[other]
+            if cut in done:
+                continue
+            laid_out = _ways_in(plan, table, other) if other != table else []
+            found += [{table: none, other: width_W} for width_W in laid_out]
+            if laid_out or other == table:
+                done.add(cut)
     return _lay_out(plan, found)
 
 
@@ -1076,9 +1092,13 @@ def _num_steps(num_tables: int, config: SearchConfig, has_choices: bool = False)
     return math.ceil(config.effort * steps)
 
 
-def _patience(num_tables: int, config: SearchConfig) -> int:
-    """Restarts without a gain after which it is enough."""
-    return math.ceil(config.restarts * min(10.0, max(1.0, SMALL_TASK / num_tables)))
+def _patience(num_tables: int, config: SearchConfig, num_bases: int = 1) -> int:
+    """Restarts without a gain after which it is enough, of all bases together.
+
+    A restart disturbs a few tables, which are next to nothing of many.
+    """
+    each = num_bases * min(10.0, SMALL_TASK / num_tables)
+    return math.ceil(config.restarts * max(1.0, each))
 
 
 class _Effort:
@@ -1387,7 +1407,7 @@ def refine(
             _descend(trial, effort)
         if trial.critical_ms < best_ms * (1 - MIN_GAIN):
             best, best_ms = trial.width_TW.copy(), trial.critical_ms
-    patience = _patience(num_tables, config) * len(bases)
+    patience = _patience(num_tables, config, len(bases))
     rng = np.random.default_rng(config.seed)
     misses = 0
     while misses < patience and effort.spend():
