@@ -40,7 +40,12 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
-from torchrec.distributed.types import ModuleSharder, PipelineType, ShardingPlan
+from torchrec.distributed.types import (
+    CacheParams,
+    ModuleSharder,
+    PipelineType,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -48,7 +53,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from harness.models import OPTIMIZER_CLASSES, build_collection
 from harness.provenance import commit, now
 from memory.one_rank import NODE, Bags, make_batch, measure
-from torchrec_neuroshard import NeuroShardPlanner, SearchConfig
+from torchrec_neuroshard import NeuroShardPlanner, SearchConfig, rehearse
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
 from torchrec_neuroshard.tables import TableConfig
@@ -58,6 +63,12 @@ from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 GIB = 2**30
 PIPELINES = ("none", "train_sparse_dist", "train_prefetch_sparse_dist")
 OFFLOADED = ("fused_uvm", "fused_uvm_caching")
+ANY = "any"
+"""Sharding types and kernels as the planner likes: MLPerf DLRM-v2 on `CARD`."""
+CARD, ROOM = 80, 200
+"""GiB of a device: where the planner chooses, and where a case says what to do."""
+GOOD = -0.02, 0.1
+"""Errors of a peak foretold that are good enough."""
 SMALL_ROWS = 100_000
 """Of the largest tables where every rank holds all of them."""
 
@@ -104,10 +115,10 @@ def cases(worlds: list[int]) -> Iterator[Case]:
         for kind, kernel in itertools.product(("table_wise", "row_wise"), OFFLOADED):
             yield Case(sharding_type=kind, kernel=kernel, **common)
         yield Case(sharding_type="data_parallel", kernel="dense", **common)
-        if pipeline == "none":
-            for kind in ("table_wise", "column_wise", "row_wise"):
-                yield Case(sharding_type=kind, pooled=False, **common)
-            yield Case(sharding_type="column_wise", optimizer="adam", **common)
+        for kind in ("table_wise", "column_wise", "row_wise"):
+            yield Case(sharding_type=kind, pooled=False, **common)
+        yield Case(sharding_type="column_wise", optimizer="adam", **common)
+        yield Case(sharding_type=ANY, kernel=ANY, **common)
 
 
 class Planned:
@@ -126,17 +137,18 @@ class Planned:
             world_size=case.world_size,
             local_world_size=min(NODE, case.world_size),
             compute_device="cuda",
-            hbm_cap=200 * GIB,
+            hbm_cap=(CARD if case.sharding_type == ANY else ROOM) * GIB,
             ddr_cap=2000 * GIB,
         )
-        types = [case.sharding_type]
+        chosen: dict[str, Any] = {}
+        if case.sharding_type != ANY:
+            chosen["sharding_types"] = [case.sharding_type]
+            chosen["compute_kernels"] = [case.kernel]
+            chosen["min_partition"] = 32
+        if case.kernel == "fused_uvm_caching" and "prefetch" in case.pipeline:
+            chosen["cache_params"] = CacheParams(prefetch_pipeline=True)
         constraints = {
-            t.name: ParameterConstraints(
-                sharding_types=types,
-                compute_kernels=[case.kernel],
-                pooling_factors=[t.pooling_factor],
-                min_partition=32,
-            )
+            t.name: ParameterConstraints(pooling_factors=[t.pooling_factor], **chosen)
             for t in tables
         }
         members = {p.value: p for p in PipelineType}
@@ -156,7 +168,15 @@ class Planned:
         self.options = PlanOptions(
             model, self.sharders, self.planner.enumerator, self.planner.costs
         ).of(self.plan)
-        self.memory = self.planner.enumerator.memory.ranks(self.options)
+        self.memory = rehearse(
+            model,
+            self.plan,
+            self.topology,
+            self.sharders,
+            batch_size=case.batch_size,
+            constraints=constraints,
+            pipeline_type=pipeline,
+        ).ranks
         before = StorageEstimator(
             self.topology,
             constraints,
@@ -201,8 +221,8 @@ class Planned:
             "rank": rank,
             "measured_static": measured["static"],
             "measured_peak": measured["peak"],
-            "foretold_static": found.static.total,
-            "foretold_peak": found.peak,
+            "foretold_static": found.static_bytes,
+            "foretold_peak": found.peak_bytes,
             "instant": found.instant,
             "before": self.before[rank],
         }
@@ -242,7 +262,8 @@ def page(result: dict[str, Any]) -> str:
         f"    {result['command']}",
         "",
         "Static and peak as torch's allocator counts them [GiB]; the error of the "
-        "peak foretold, and that of TorchRec's formula, used before.",
+        "peak foretold by `rehearse`, and that of TorchRec's formula, used before. "
+        f"`{ANY}`: MLPerf DLRM-v2 on cards of {CARD} GiB, planned with nothing given.",
         "",
         "| ranks | tables | sharding | kernel | pipeline | optimizer | rank | static "
         "| peak | foretold | error | before | error before |",
@@ -258,9 +279,32 @@ def page(result: dict[str, Any]) -> str:
             f"| {r['foretold_peak'] / GIB:.3f} | {r['foretold_peak'] / peak - 1:+.1%} "
             f"| {r['before'] / GIB:.3f} | {r['before'] / peak - 1:+.1%} |"
         )
+    lines += ["", *summary(rows)]
     for failed in result["failed"]:
         lines.append(f"\nNot measured: {failed}")
     return "\n".join(lines) + "\n"
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Ranks foretold well, by pipeline and world."""
+    low, high = GOOD
+    title = f"within {low:+.0%} and {high:+.0%} of the peak"
+    yield f"| pipeline | ranks | measured | {title} | error | before: {title} | error |"
+    yield "|---|---:|---:|---:|---|---:|---|"
+    keys = dict.fromkeys((r["pipeline"], r["world_size"]) for r in rows)
+    for pipeline, world_size in (*keys, ("all", "all")):
+        some = [
+            r
+            for r in rows
+            if (r["pipeline"], r["world_size"]) == (pipeline, world_size)
+        ]
+        cells = []
+        for name in ("foretold_peak", "before"):
+            errors = [r[name] / r["measured_peak"] - 1 for r in some or rows]
+            cells.append(str(sum(low <= e <= high for e in errors)))
+            cells.append(f"{min(errors):+.1%} to {max(errors):+.1%}")
+        cells = [pipeline, str(world_size), str(len(some or rows)), *cells]
+        yield f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
@@ -281,7 +325,9 @@ def main() -> int:
         start = time.monotonic()
         try:
             planned = Planned(case)
-            order = sorted(range(case.world_size), key=lambda r: planned.memory[r].peak)
+            order = sorted(
+                range(case.world_size), key=lambda r: planned.memory[r].peak_bytes
+            )
             for rank in dict.fromkeys((order[-1], order[0])):
                 rows.append(row := planned.run(rank))
                 peak = row["measured_peak"]

@@ -19,7 +19,7 @@ _VALUES = {"errors", "profiles", "tables"}
 _TASKS = _VALUES | {"sharding_types", "placement_rules", "placement"}
 _DATA = _TASKS | {"access", "records", "workloads", "devices"}
 _MODELS = _TASKS | {"records", "devices", "gpu_cards", "features", "cost_models"}
-_COSTS = _MODELS | {"shard_encoder", "simulator"}
+_COSTS = _MODELS | {"schedules", "shard_encoder", "simulator"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The way from a table to a plan: each imports only what stands above it.
@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "features": _TASKS,
     "cost_models": _MODELS - {"cost_models"},
     "shard_encoder": _MODELS,
-    "simulator": _MODELS | {"shard_encoder"},
+    "schedules": {"errors"},
+    "simulator": _MODELS | {"schedules", "shard_encoder"},
     "search": _COSTS,
     "baselines": _COSTS | {"search", "record_store", "training.fit", "workloads"},
     "report": _COSTS | {"search", "baselines", "workloads"},

@@ -44,9 +44,11 @@ def test_import_loads_no_framework() -> None:
 
 def test_public_names_are_those_promised() -> None:
     assert torchrec_neuroshard.__all__ == [
+        "DenseMs",
         "FeatureProfile",
         "NeuroShardError",
         "NeuroShardPlanner",
+        "NeuroShardPlannerProvider",
         "PhaseTimer",
         "Placement",
         "PlacementConstraints",
@@ -55,8 +57,10 @@ def test_public_names_are_those_promised() -> None:
         "SearchResult",
         "TableConfig",
         "__version__",
+        "group_topology",
         "load_cost_model",
         "profile_inputs",
+        "recommend_group_size",
         "rehearse",
         "topology_for",
     ]

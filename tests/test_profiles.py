@@ -399,3 +399,23 @@ def test_inputs_of_other_types_are_named() -> None:
     number: Any = 3
     with pytest.raises(ProfileError, match="takes several batches"):
         profile_inputs(number)
+
+
+def test_all_but_empty_bins_are_thinned_like_empty_ones() -> None:
+    """What rounding leaves for the open bin is no count of lookups."""
+    profile = FeatureProfile(
+        batch_size=4096,
+        num_lookups=8877.0,
+        access_histogram=(
+            *(8061.241723433023, 339.0306816422909, 40.49227054363876),
+            *(1.8184545129139336, 0.0626302412596012, 0.002818473987314102),
+            *(0.0001171473306485587, 4.889473029202119e-06, 1.854751207345521e-07),
+            *(5.947843434303392e-09, 9.40299280268031e-11, 1.0539251210928755e-12),
+            *(2.1333241067243487e-15, 6.603431788830918e-25, 2.0878838217544903e-26),
+            *(1.1676726164378303e-28, 4.787783579955701e-31),
+        ),
+    )
+    fewer = profile.at_batch_size(512)
+    assert fewer.num_lookups == 8877.0 / 8
+    assert 0 < fewer.num_distinct <= fewer.num_lookups
+    assert profile.bin_mean_counts().max() <= 2.0 ** len(profile.access_histogram)

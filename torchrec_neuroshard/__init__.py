@@ -17,19 +17,25 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.placement import Placement
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
+    from torchrec_neuroshard.planner.group_sizes import recommend_group_size
+    from torchrec_neuroshard.planner.groups import group_topology
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+    from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
     from torchrec_neuroshard.planner.rehearse import rehearse
     from torchrec_neuroshard.planner.topologies import topology_for
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
+    from torchrec_neuroshard.schedules import DenseMs
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
     from torchrec_neuroshard.tables import TableConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DenseMs",
     "FeatureProfile",
     "NeuroShardError",
     "NeuroShardPlanner",
+    "NeuroShardPlannerProvider",
     "PhaseTimer",
     "Placement",
     "PlacementConstraints",
@@ -38,15 +44,19 @@ __all__ = [
     "SearchResult",
     "TableConfig",
     "__version__",
+    "group_topology",
     "load_cost_model",
     "profile_inputs",
+    "recommend_group_size",
     "rehearse",
     "topology_for",
 ]
 
 _LOCATIONS = {
+    "DenseMs": "torchrec_neuroshard.schedules",
     "FeatureProfile": "torchrec_neuroshard.profiles",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planners",
+    "NeuroShardPlannerProvider": "torchrec_neuroshard.planner.provider",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.placement",
     "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
@@ -54,8 +64,10 @@ _LOCATIONS = {
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables",
+    "group_topology": "torchrec_neuroshard.planner.groups",
     "load_cost_model": "torchrec_neuroshard.cost_models",
     "profile_inputs": "torchrec_neuroshard.profiles",
+    "recommend_group_size": "torchrec_neuroshard.planner.group_sizes",
     "rehearse": "torchrec_neuroshard.planner.rehearse",
     "topology_for": "torchrec_neuroshard.planner.topologies",
 }

@@ -223,12 +223,15 @@ def bin_mean_counts(
     high[-1] = low[-1]
     room = ids_NC @ (high - low)
     excess = lookups_N - ids_NC @ low
-    roomy = room > 0
-    fraction = np.clip(excess / np.where(roomy, room, 1.0), 0.0, 1.0) * roomy
+    fraction = np.where(room > 0, 1.0, 0.0)
+    inside = (room > 0) & (excess < room)
+    np.divide(np.maximum(excess, 0.0), room, out=fraction, where=inside)
     mean: npt.NDArray[np.float64] = low + (high - low) * fraction[:, None]
     left = np.maximum(excess - fraction * room, 0.0)
     last = ids_NC[:, -1]
     mean[:, -1] += np.where(last > 0, left / np.where(last > 0, last, 1.0), 0.0)
+    # Of a next to empty bin that is what rounding left; no id has more than all.
+    mean[:, -1] = np.minimum(mean[:, -1], np.maximum(lookups_N, low[-1]))
     return mean
 
 

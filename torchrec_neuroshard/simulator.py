@@ -5,7 +5,8 @@ the ranks that hold their tables (index all-to-all), fused kernels look them up 
 compute), pooled rows come back (forward all-to-all); later their gradients go out again
 (backward all-to-all) and kernels update the tables (backward compute). Every collective
 waits for its slowest rank, so a stage's phases are as long as on the slowest rank, and
-an iteration is as long as all of them together.
+an iteration is as long as all of them together; under a train pipeline some of them run
+beside others (see `schedules`).
 
 Shards of every sharding type are priced alike: an encoding for the fused kernel's time,
 what another kernel takes beside it, and amounts that the type's collectives move (see
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED, DenseMs, Schedule
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.sharding_types import ShardingType
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
@@ -44,6 +46,8 @@ __all__ = [
     "critical_path",
     "placed_arrays",
     "stage_costs",
+    "stage_phases",
+    "timed_phases",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -72,6 +76,8 @@ class RankCosts:
     fwd_comms: float
     bwd_comms: float
     bwd_compute: float
+    cache: float = 0.0
+    """Of `fwd_compute`: loading rows of the host's memory into caches."""
 
     def to_json(self) -> dict[str, float]:
         """Return a JSON-ready dictionary."""
@@ -102,19 +108,45 @@ class PredictedCosts:
     """Largest relative standard deviation of a rank's compute, by the ensemble."""
     compute_source: str = "measured"
     comms_source: str = "datasheet, not measured"
+    schedule: Schedule = SEQUENTIAL
+    """Of the training loop."""
+    dense: DenseMs = field(default_factory=DenseMs)
+    """What the rest of the model takes."""
 
     @property
     def ranks(self) -> tuple[RankCosts, ...]:
         """Phases of each rank, over all stages."""
+        names = (*PHASES, "cache")
         return tuple(
-            RankCosts(*(sum(getattr(r, name) for r in of_rank) for name in PHASES))
+            RankCosts(*(sum(getattr(r, name) for r in of_rank) for name in names))
             for of_rank in zip(*(s.ranks for s in self.stages), strict=True)
         )
 
     @property
     def critical_path_ms(self) -> float:
-        """All phases of all stages, each as long as on its slowest rank."""
-        return sum(s.critical_path_ms for s in self.stages)
+        """The iteration under its schedule."""
+        return self.path_ms(self.schedule)
+
+    def path_ms(self, schedule: Schedule) -> float:
+        """The iteration as it would be under a schedule [ms].
+
+        One phase after another it is all of them, each as long as on its slowest rank.
+        """
+        if schedule.adds_up(self.dense) or not self.stages:
+            tables_ms = sum(s.critical_path_ms for s in self.stages)
+            return tables_ms + self.dense.total_ms
+        return float(schedule.path_ms(self.timed_phases(schedule), self.dense)[0])
+
+    def hidden_ms(self, schedule: Schedule) -> dict[str, float]:
+        """How much of each phase an iteration under a schedule does not show [ms]."""
+        if not self.stages:
+            return {}
+        hidden = schedule.hidden_ms(self.timed_phases(schedule), self.dense)[0]
+        return dict(zip(TIMED, hidden.tolist(), strict=True))
+
+    def timed_phases(self, schedule: Schedule) -> Floats:
+        """Phases in the terms of a schedule, `1 x W x S x 6` [ms]."""
+        return timed_phases(stage_phases(self.stages)[None], schedule)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -128,6 +160,14 @@ class PredictedCosts:
                 {"name": s.name, "ranks": [r.to_json() for r in s.ranks]}
                 for s in self.stages
             ],
+            **(
+                {}
+                if self.schedule is SEQUENTIAL and not self.dense.total_ms
+                else {
+                    "pipeline_type": self.schedule.name,
+                    "dense_ms": self.dense.to_json(),
+                }
+            ),
         }
 
 
@@ -391,6 +431,56 @@ class Simulator:
                 )
         return out
 
+    def cache_loads(
+        self, table_N: Ints, width_N: Ints, rows_N: Ints, rank_N: Ints
+    ) -> Floats:
+        """Predict what loading caches takes of the ranks' forward kernels.
+
+        Args:
+            table_N: Tables of shards.
+            width_N: Columns.
+            rows_N: Rows.
+            rank_N: Ranks.
+
+        Returns:
+            `W x S` [ms].
+        """
+        loads = np.zeros((self.task.world_size, self.task.num_stages))
+        cached_T = [h is not None and h.missed is not None for h in self._host_T]
+        held = np.flatnonzero(np.array(cached_T)[table_N])
+        if len(held):
+            table_N, width_N = table_N[held], width_N[held]
+            part_N = self._parts(table_N, rows_N[held])[0]
+            ms_N = self._host_extra(table_N, part_N, width_N)[:, 0]
+            np.add.at(loads, (rank_N[held], self.stages_T[table_N]), ms_N)
+        return loads
+
+    def balanced_phases(self, table_N: Ints, num_shards_N: Ints) -> Floats:
+        """Predict tables of which every rank holds an equal part.
+
+        Args:
+            table_N: Tables.
+            num_shards_N: Shards that each has over all ranks.
+
+        Returns:
+            `S x 5` [ms].
+        """
+        width_N = self._dims_T[table_N]
+        world_size = self.task.world_size
+        priced = self.price(table_N, width_N)
+        sums = np.zeros((self.task.num_groups, self.cost_model.encoding_dim))
+        share_N1 = (num_shards_N / world_size)[:, None]
+        encodings = self.encoder.encoding(priced.row_N) * share_N1
+        np.add.at(sums, self.groups_T[table_N], encodings)
+        stage_N = self.stages_T[table_N]
+        extra = np.zeros((self.task.num_stages, 2))
+        np.add.at(extra, stage_N, priced.extra_N2 * share_N1)
+        loads = np.zeros((self.task.num_stages, 3))
+        np.add.at(loads, stage_N, priced.loads_N3 * share_N1)
+        compute = self.stage_compute(self.compute_costs(sums)) + extra
+        comms = self.comms_costs(np.tile(loads, (1, world_size, 1, 1)))
+        return _in_phases(compute, comms[0].max(axis=0))
+
     def features(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
         """Return the features of (table, width) shards, `N x F`."""
         table_N, width_N = _columns(pairs)
@@ -624,7 +714,7 @@ class Simulator:
             loads: What each rank holds (no axis `C`).
             num_shards_T: See `ordered_columns`.
         """
-        phases_WS5 = self._rank_phases(loads, num_shards_T)
+        phases_WS5 = self.rank_phases(loads, num_shards_T)
         flat = loads.sums_CWGE.reshape(-1, loads.sums_CWGE.shape[-1])
         uncertainty = self.cost_model.relative_uncertainty(flat)
         return PredictedCosts(
@@ -634,12 +724,13 @@ class Simulator:
             comms_source=self.comms_model.source,
         )
 
-    def path_ms(self, loads: RankLoads, num_shards_T: Ints) -> float:
-        """Predict the critical path alone [ms]; see `predict`."""
-        return float(critical_path(self._rank_phases(loads, num_shards_T)[None])[0])
+    def rank_phases(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
+        """Phases of each rank in each stage of one placement, `W x S x 5` [ms].
 
-    def _rank_phases(self, loads: RankLoads, num_shards_T: Ints) -> Floats:
-        """Phases of each rank in each stage of one placement, `W x S x 5` [ms]."""
+        Args:
+            loads: What each rank holds (no axis `C`).
+            num_shards_T: See `ordered_columns`.
+        """
         compute = self.stage_compute(self.compute_costs(loads.sums_CWGE))
         compute += loads.extra_CWS2
         return _in_phases(compute, self.collectives(loads, num_shards_T))
@@ -703,6 +794,20 @@ def stage_costs(
     )
 
 
+def stage_phases(stages: Sequence[StageCosts], world_size: int = 0) -> Floats:
+    """Return the phases of all ranks, `W x S x 6`: `PHASES` and caches [ms].
+
+    Args:
+        stages: Stages; there may be none.
+        world_size: Ranks, where there is no stage to tell.
+    """
+    if not stages:
+        return np.zeros((world_size, 0, len(PHASES) + 1))
+    names = (*PHASES, "cache")
+    found = [[[getattr(r, n) for n in names] for r in s.ranks] for s in stages]
+    return np.array(found).swapaxes(0, 1)
+
+
 def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Add up the phases of an iteration, each as long as on its slowest rank.
 
@@ -714,3 +819,19 @@ def critical_path(phases_CWSP: npt.NDArray[np.float64]) -> npt.NDArray[np.float6
     """
     path: npt.NDArray[np.float64] = phases_CWSP.max(axis=1).sum(axis=(1, 2))
     return path
+
+
+def timed_phases(phases_CWS6: Floats, schedule: Schedule) -> Floats:
+    """Put phases in the terms of a schedule: `C x W x S x 6` [ms].
+
+    Args:
+        phases_CWS6: Phases in the order of `PHASES`, and what loading caches takes of
+            the second one.
+        schedule: Says whether that is a phase of its own.
+    """
+    timed = phases_CWS6.copy()
+    if schedule.prefetches:
+        timed[..., 1] -= timed[..., 5]
+    else:
+        timed[..., 5] = 0.0
+    return timed

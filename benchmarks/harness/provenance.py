@@ -21,14 +21,22 @@ __all__ = ["commit", "describe_run", "kept_rows", "now"]
 
 
 def commit() -> str:
-    """Return the short hash of the commit that is checked out."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
+    """Return the short hash of the commit that is checked out.
+
+    Where tracked files differ from it, "-dirty" follows; results that are being written
+    do not count.
+    """
+    files = (":/", ":(top,exclude)benchmarks/results")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *files)
+    found = _git("rev-parse", "--short", "HEAD") or "unknown"
+    return f"{found}-dirty" if changed else found
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], capture_output=True, text=True, check=False
     )
-    return found.stdout.strip() or "unknown"
+    return done.stdout.strip()
 
 
 def now() -> str:

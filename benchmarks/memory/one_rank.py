@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchrec.distributed.comm as torchrec_comm
 import torchrec.distributed.dist_data as dist_data
 import torchrec.distributed.embedding as sharded_sequences
 import torchrec.distributed.embeddingbag as sharded_bags
@@ -33,6 +32,8 @@ from torchrec.distributed.train_pipeline import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
+
+from torchrec_neuroshard.planner.compat import without_other_ranks
 
 __all__ = ["NODE", "Bags", "make_batch", "measure"]
 
@@ -60,21 +61,20 @@ class Bags(nn.Module):
         """Return the outputs, or a loss on them and nothing."""
         if not self.has_loss:
             return self.embeddings(batch)
-        return _Loss.apply(self.embeddings(batch.ids).values()), None
+        return _Loss.apply(*_outputs(self.embeddings(batch.ids))), None
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradient is as large as its input; nothing else takes memory."""
+    """A loss with gradients as large as its inputs; nothing else takes memory."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
-        ctx.of = outputs.shape, outputs.dtype, outputs.device
-        return outputs.new_zeros(())
+    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.of = [(o.shape, o.dtype, o.device) for o in outputs]
+        return outputs[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        shape, dtype, device = ctx.of
-        return torch.empty(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty(s, dtype=t, device=d) for s, t, d in ctx.of)
 
 
 class _Batch(Pipelineable):
@@ -175,10 +175,15 @@ def measure(
     return {"static": static, "peak": peak}
 
 
+def _outputs(found: Any) -> list[torch.Tensor]:
+    """Of bags one tensor, of sequences one for each feature."""
+    if hasattr(found, "length_per_key"):
+        return [found.values()]
+    return [sequence.values() for sequence in found.values()]
+
+
 def _step(model: nn.Module, ids: KeyedJaggedTensor) -> None:
-    found = model(ids)
-    pooled = hasattr(found, "length_per_key")
-    outputs = [found.values()] if pooled else [v.values() for v in found.values()]
+    outputs = _outputs(model(ids))
     torch.autograd.backward(outputs, [torch.empty_like(o) for o in outputs])
 
 
@@ -192,10 +197,10 @@ def _world(rank: int, world_size: int) -> Iterator[None]:
         LOCAL_RANK=str(rank % node),
         LOCAL_WORLD_SIZE=str(node),
     )
-    torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     with contextlib.ExitStack() as undo:
         undo.callback(dist.destroy_process_group)
+        undo.enter_context(without_other_ranks())
         for owner, name, new in (
             (dist, "all_to_all_single", _send_nothing),
             (distributed_c10d, "all_to_all_single", _send_nothing),
@@ -207,11 +212,6 @@ def _world(rank: int, world_size: int) -> Iterator[None]:
             (sharded_bags, "validate_keyed_jagged_tensor", lambda *a, **k: None),
             (sharded_bags, "DistributedDataParallel", _replicate),
             (sharded_sequences, "DistributedDataParallel", _replicate),
-            (
-                sharded_sequences.ShardedEmbeddingCollection,
-                "_initialize_torch_state",
-                lambda *a, **k: None,
-            ),
         ):
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, new)

@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize
 
-from published.fitting import group, softened
+from published.fitting import group
 from published.kernels import KernelRow, device_constants
 from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.planner.hardware_config import (
+    fit_coefficients,
+    torchrec_sizes,
+)
 
 __all__ = ["FittedStock", "earlier_estimate", "stock_estimate"]
 
@@ -28,7 +31,6 @@ _LINK_GB_PER_S = 32.0 * 1.024**3
 """TorchRec's HBM_TO_DDR_MEM_BW, which few users replace."""
 _UVM_SLOWDOWN = 10.0
 _CACHING_RATIO = 0.2
-_SIZES = ("input_read_size", "lookup_size", "embedding_output", "hash_size")
 
 
 def _column(row: KernelRow, name: str) -> Floats:
@@ -61,23 +63,9 @@ def _device_gb_per_s(row: KernelRow) -> float:
     return (ratio * memory + (1 - ratio) * _LINK_GB_PER_S) / _UVM_SLOWDOWN
 
 
-def _sizes(row: KernelRow) -> tuple[Floats, Floats, Floats]:
-    """What TorchRec's coefficients multiply, forward and backward: `T x 4`; penalty."""
-    width = np.round(2.0 ** _column(row, "log2_width"))
-    lookup, ids = _column(row, "lookup_bytes"), _column(row, "num_lookups")
-    weighted = _column(row, "is_weighted")
-    penalty = np.where(width >= 128, 1.0, np.where(width >= 64, 1.15, 1.75))
-    read = 8.0 * (1.0 + weighted) * ids
-    output, rows = _column(row, "output_bytes"), 2.0 ** _column(row, "log2_rows")
-    widened = lookup * np.maximum(width, 32.0) / width
-    forward = np.stack([read, widened, output, rows], axis=1)
-    backward = np.stack([read, lookup, output, rows], axis=1)
-    return forward, backward, penalty
-
-
 def stock_estimate(row: KernelRow) -> float:
     """TorchRec's estimate with the card's memory bandwidth [ms]."""
-    sizes, _, penalty = _sizes(row)
+    sizes, _, penalty = torchrec_sizes(row.features)
     bytes_per_ms = _device_gb_per_s(row) * 1e6
     forward = float((sizes[:, :3].sum(axis=1) * penalty).sum()) / bytes_per_ms
     weighted = bool(_column(row, "is_weighted").any())
@@ -106,15 +94,7 @@ class FittedStock:
         terms = np.array([_terms(r) for r in rows])
         counts = Counter(map(group, rows))
         weight = np.array([4.0 / np.sqrt(counts[group(r)]) for r in rows])
-        measured = np.log([r.time_ms for r in rows])
-
-        def residuals(logs: Floats) -> Floats:
-            off = np.log(terms @ np.exp(logs)) - measured
-            # Without a launch and with few cards, some coefficient may be anything.
-            return np.concatenate([weight * softened(off), logs[:3] / 3, logs[3:] / 9])
-
-        start = np.log([1.0, 1.0, 1.0, 0.1])
-        return tuple(np.exp(optimize.least_squares(residuals, start).x).tolist())
+        return fit_coefficients(terms, np.array([r.time_ms for r in rows]), weight)
 
     def predict(self, row: KernelRow) -> float:
         """Predict one timing [ms]; NaN for kernels that none was fitted to."""
@@ -124,7 +104,7 @@ class FittedStock:
 
 def _terms(row: KernelRow) -> Floats:
     """Milliseconds of each coefficient at 1, `4`."""
-    forward, backward, penalty = _sizes(row)
+    forward, backward, penalty = torchrec_sizes(row.features)
     total = (forward * penalty[:, None]).sum(axis=0) * row.has_forward
     total = total + backward.sum(axis=0) * row.has_backward
     terms: Floats = total / (_device_gb_per_s(row) * 1e6)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from harness.models import NUM_BATCHES, draw_batches, profile_tables
 from harness.options import option, read_options
+from harness.provenance import commit
 from harness.ranks import machine_speeds, scaled_median
 from harness.training_runs import take_turns
 from torchrec_neuroshard import profile_inputs
@@ -33,6 +36,30 @@ class Config:
 )
 def test_options_are_the_fields(arguments: list[str], expected: Config) -> None:
     assert read_options(Config, arguments, "Tell.") == expected
+
+
+def test_changed_sources_mark_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+
+    monkeypatch.chdir(tmp_path)
+    assert commit() == "unknown"
+    source, result = Path("a.py"), Path("benchmarks/results/a.json")
+    result.parent.mkdir(parents=True)
+    for path in (source, result):
+        path.write_text("1")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = commit()
+    result.write_text("2")
+    Path("untracked.py").write_text("1")
+    assert commit() == clean and "-" not in clean
+    source.write_text("2")
+    assert commit() == f"{clean}-dirty"
 
 
 def test_help_names_both_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,14 +22,17 @@ def local_parts(
         whole: Of an unsharded one, by the same keys.
     """
     for key, value in state.items():
-        if not hasattr(value, "local_shards"):
-            yield key, value, whole[key]
-            continue
-        for shard in value.local_shards():
-            top, left = shard.metadata.shard_offsets
-            rows, width = shard.tensor.shape
-            part = whole[key][top : top + rows, left : left + width]
-            yield key, shard.tensor, part
+        if hasattr(value, "local_shards"):
+            held = [(s.tensor, s.metadata.shard_offsets) for s in value.local_shards()]
+        elif hasattr(value, "to_local"):  # TorchRec's 2D parallelism keeps DTensors
+            local = value.to_local()
+            # A rank without shards has an offset all the same.
+            held = list(zip(local.local_shards(), local.local_offsets(), strict=False))
+        else:
+            held = [(value, (0, 0))]
+        for tensor, (top, left) in held:
+            rows, width = tensor.shape
+            yield key, tensor, whole[key][top : top + rows, left : left + width]
 
 
 def loss_of(outputs: Mapping[str, torch.Tensor], num_samples: int) -> torch.Tensor:

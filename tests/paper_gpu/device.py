@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -54,7 +53,6 @@ NAME = "Paper GPU"
 _L2_BYTES = 2**20
 ops: Any = torch.ops.paper_cuda
 """What the library offers beside torch's operators."""
-_stream_of = threading.local()
 
 
 def index_of(device: Any = None) -> int:
@@ -99,12 +97,13 @@ class Stream(torch.Stream):
         return event
 
     def wait_event(self, event: Any) -> None:
-        pass
+        event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        pass
+        ops.note(f"wait {self.stream_id} {stream.stream_id}")
 
     def synchronize(self) -> None:
+        ops.note(f"host {self.stream_id}")
         _wait(self.device.index, time.perf_counter())
 
     def query(self) -> bool:
@@ -143,9 +142,10 @@ class Event:
         self.device = stream.device
         self.launches = ops.launches(stream.device.index)
         self._seconds = time.perf_counter()
+        ops.note(f"record host{id(self)} {stream.stream_id}")
 
     def wait(self, stream: Any = None) -> None:
-        pass
+        ops.note(f"block host{id(self)} {(stream or current_stream()).stream_id}")
 
     def query(self) -> bool:
         if self.device is None or self._seconds is None:
@@ -172,29 +172,28 @@ class Event:
         return (end.launches - self.launches) * _MS_PER_LAUNCH
 
 
-def _streams() -> dict[int, Any]:
-    streams: dict[int, Any] = _stream_of.__dict__.setdefault("streams", {})
-    return streams
+def _stream(stream_id: int, index: int) -> Stream:
+    return Stream(
+        stream_id=stream_id, device_index=index, device_type=_CUDA_DEVICE_TYPE
+    )
 
 
 def current_stream(device: Any = None) -> Any:
     """The stream that a thread queues work on, of a device."""
     index = index_of(device)
-    return _streams().get(index) or default_stream(index)
+    return _stream(ops.current_stream(index), index)
 
 
 def default_stream(device: Any = None) -> Any:
     """The first stream of a device."""
-    return Stream(
-        stream_id=0, device_index=index_of(device), device_type=_CUDA_DEVICE_TYPE
-    )
+    return _stream(0, index_of(device))
 
 
 def set_stream(stream: Any) -> None:
     """Queue this thread's work on a stream."""
     if stream is not None:
         ops.set_device(stream.device.index)
-        _streams()[stream.device.index] = stream
+        ops.set_stream(stream.device.index, stream.stream_id)
 
 
 _CUDA_DEVICE_TYPE = 1
@@ -226,19 +225,19 @@ class _OnStream:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
-        self._before: list[tuple[int, Any]] = []
+        self._before: list[tuple[int, int]] = []
 
     def __enter__(self) -> _OnStream:
         if self.stream is not None:
             index = self.stream.device.index
-            self._before.append((ops.current_device(), _streams().get(index)))
+            self._before.append((ops.current_device(), ops.current_stream(index)))
             set_stream(self.stream)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self.stream is not None:
             device, stream = self._before.pop()
-            _streams()[self.stream.device.index] = stream
+            ops.set_stream(self.stream.device.index, stream)
             ops.set_device(device)
 
 

@@ -26,6 +26,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <thread>
 
 namespace paper {
 
@@ -203,6 +204,33 @@ void PinnedAllocator::forget(void* context) {
 
 thread_local std::array<c10::StreamId, kMostDevices> current_streams{};
 std::atomic<c10::StreamId> last_stream{0};
+std::atomic<int64_t> last_event{0};
+
+// What was queued and what waits for what, a line each, while somebody keeps it.
+std::atomic<bool> keeps_journal{false};
+std::mutex journal_mutex;
+std::vector<std::string> journal;
+
+const std::thread::id main_thread = std::this_thread::get_id();
+
+void note_line(const std::string& line) {
+  if (keeps_journal) {
+    std::lock_guard<std::mutex> lock(journal_mutex);
+    journal.push_back(line);
+  }
+}
+
+void note_launch(const std::string& name, DeviceIndex device, bool is_whole) {
+  note_line("launch " + name + " " + std::to_string(current_streams[device]) +
+            (is_whole ? " ints" : " floats") +
+            (std::this_thread::get_id() == main_thread ? " host" : " engine"));
+}
+
+void note_event(const char* what, const void* event, const c10::Stream& stream) {
+  note_line(std::string(what) + " engine" +
+            std::to_string(reinterpret_cast<intptr_t>(event)) + " " +
+            std::to_string(stream.id()));
+}
 
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -234,12 +262,15 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     current_streams[stream.device_index()] = stream.id();
     return before;
   }
-  void record(void** event, const c10::Stream&, const DeviceIndex,
+  void record(void** event, const c10::Stream& stream, const DeviceIndex,
               const c10::EventFlag) const override {
-    *event = const_cast<DeviceGuard*>(this);  // anything but null: recorded
+    *event = reinterpret_cast<void*>(++last_event);  // anything but null: recorded
+    note_event("record", *event, stream);
   }
   // Work is done when it is queued: there is nothing to wait for.
-  void block(void*, const c10::Stream&) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    note_event("block", event, stream);
+  }
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
   void synchronizeEvent(void*) const override {}
@@ -461,6 +492,10 @@ class Call {
       kernel_->check(device_);
       kernel_->use_device_buffers();
     }
+    if (keeps_journal) {
+      note_launch(name_, device_, !pairs_.empty() && c10::isIntegralType(
+                                      pairs_[0].second.scalar_type(), true));
+    }
     std::lock_guard<std::mutex> lock(calls_mutex);
     ++calls[schema_.overload_name().empty() ? name_
                                             : name_ + "." + schema_.overload_name()];
@@ -625,6 +660,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   }
   if (self.is_cpu() && !non_blocking) {
     ++reads_by_host;
+    note_line("host " + std::to_string(current_streams[current]));
   }
   host_view(self).copy_(host_view(source));
   return self;
@@ -637,6 +673,7 @@ Tensor copy_from(const Tensor& source, const Tensor& self, bool non_blocking) {
 
 at::Scalar local_scalar(const Tensor& tensor) {
   ++reads_by_host;
+  note_line("host " + std::to_string(current_streams[current]));
   return host_view(tensor).item();
 }
 
@@ -740,6 +777,7 @@ Tensor new_unified(const Tensor& self, const std::vector<int64_t>& sizes, bool) 
 // A cache that never holds anything: every lookup misses and reads managed memory.
 void leave_cache_empty(const c10::OperatorHandle& op, DispatchKeySet,
                        torch::jit::Stack* stack) {
+  note_launch(op.schema().name(), current, false);
   torch::jit::drop(*stack, op.schema().arguments().size());
 }
 
@@ -848,8 +886,9 @@ TORCH_LIBRARY_IMPL(fbgemm, CUDA, library) {
             .c_str(),
         torch::CppFunction::makeFromBoxedFunction<&adam>());
   }
-  for (const char* name : {"lru_cache_populate", "lfu_cache_populate",
-                           "lxu_cache_flush", "lxu_cache_locations_update"}) {
+  for (const char* name :
+       {"lru_cache_populate", "lfu_cache_populate", "lxu_cache_flush",
+        "lxu_cache_locations_update", "lxu_cache_locking_counter_decrement"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&leave_cache_empty>());
   }
   library.impl("new_managed_tensor", &new_managed);
@@ -866,6 +905,18 @@ TORCH_LIBRARY(paper_cuda, library) {
   library.def("current_device() -> int", []() -> int64_t { return current; });
   library.def("set_device(int index) -> ()",
               [](int64_t index) { current = or_current(index); });
+  library.def("current_stream(int index) -> int", [](int64_t index) -> int64_t {
+    return current_streams[or_current(index)];
+  });
+  library.def("set_stream(int index, int id) -> ()", [](int64_t index, int64_t id) {
+    current_streams[or_current(index)] = id;
+  });
+  library.def("keep_journal(bool on) -> ()", [](bool on) { keeps_journal = on; });
+  library.def("note(str line) -> ()", [](std::string line) { note_line(line); });
+  library.def("journal() -> str[]", []() {
+    std::lock_guard<std::mutex> lock(journal_mutex);
+    return journal;
+  });
   library.def("capacity() -> int", []() -> int64_t { return capacity; });
   library.def("set_capacity(int bytes) -> ()", [](int64_t bytes) { capacity = bytes; });
   library.def(

@@ -113,7 +113,7 @@ def _object_device(original: Callable[..., str]) -> Callable[..., str]:
 
 
 def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse tensors of the CPU over NCCL, in c10d's words."""
+    """Refuse tensors of the CPU over NCCL, in c10d's words; note who may wait."""
 
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
@@ -126,9 +126,25 @@ def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
                         raise RuntimeError(
                             "No backend type associated with device type cpu"
                         )
-        return original(*args, **kwargs)
+        work = original(*args, **kwargs)
+        name = "none" if work is None else f"work{id(work)}"
+        torch.ops.paper_cuda.note(f"issued {name}")
+        return work
 
     return collective
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Note that the current stream waits for a collective."""
+
+    @functools.wraps(original)
+    def wait(work: Any, *args: Any) -> Any:
+        ops = torch.ops.paper_cuda
+        stream = ops.current_stream(ops.current_device())
+        ops.note(f"block work{id(work)} {stream}")
+        return original(work, *args)
+
+    return wait
 
 
 @contextlib.contextmanager
@@ -150,6 +166,7 @@ def install() -> None:
     """Put them behind `torch.distributed`."""
     if not dist.is_available():
         return
+    dist.Work.wait = _noted(dist.Work.wait)  # type: ignore[method-assign]
     wrappers: dict[str, Callable[..., Any]] = {
         "init_process_group": _init_process_group,
         "new_group": _new_group,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.paper_gpu.build import LIBRARY
+from tests.paper_gpu.journals import replay
+from torchrec_neuroshard.schedules import (
+    COLLECTIVES,
+    DENSE,
+    SCHEDULES,
+    TIMED,
+    DenseMs,
+    find_schedule,
+)
 from torchrec_neuroshard.training.calibrate_cli import source_folder
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +82,40 @@ def test_plans_train_as_on_cpus(
     for found, expected in zip(gpus, cpus, strict=True):
         assert found["trials"][plan] == expected["trials"][plan]
         assert len(set(found["trials"][plan])) > 1
+
+
+@pytest.mark.parametrize("lookups", ["lookups last", "lookups first"])
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if n != "none"])
+def test_schedules_are_those_of_torchrecs_pipelines(
+    gpus: Sequence[dict[str, Any]], name: str, lookups: str
+) -> None:
+    journals = [found["journals"][f"{name} {lookups}"] for found in gpus]
+    rng = random.Random(7)
+
+    def some_ms(phases: Sequence[str]) -> dict[str, float]:
+        return {p: rng.choice([0.0, rng.expovariate(0.3)]) for p in phases}
+
+    for _ in range(12):
+        common = some_ms([*COLLECTIVES, *DENSE])
+        ranks = [some_ms([p for p in TIMED if p not in common]) for _ in journals]
+        phase_ms = [{**common, **own} for own in ranks]
+        dense = DenseMs(
+            **{p: common[p] for p in DENSE}, lookups_first=lookups == "lookups first"
+        )
+        schedule = find_schedule(name, dense)
+        for own in phase_ms:
+            own["cache"] *= schedule.prefetches
+        phases_CWS6 = np.array([[[[own[p] for p in TIMED]] for own in phase_ms]])
+        (path_ms,) = schedule.path_ms(phases_CWS6, dense)
+        assert replay(journals, phase_ms) == pytest.approx(path_ms)
+
+
+def test_planners_race_as_on_cpus(
+    gpus: Sequence[dict[str, Any]], cpus: Sequence[dict[str, Any]]
+) -> None:
+    found, expected = gpus[0]["race"], cpus[0]["race"]
+    assert found == expected and len(found) == 2
+    assert all(len(set(losses)) > 1 for losses in found.values())
 
 
 def test_a_failed_trial_gives_its_memory_back(gpus: Sequence[dict[str, Any]]) -> None:

@@ -32,6 +32,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
+import race_plans
 from harness.models import build_collection, draw_batches
 from harness.ranks import Ranks
 from harness.training_runs import TrialConfig, TrialError, run_trial
@@ -46,6 +47,7 @@ from tests.builders import (
     load_script,
     make_planner,
 )
+from tests.paper_gpu.pipelines import PIPELINES, journal_of
 from torchrec_neuroshard import NeuroShardPlanner, PlanMonitor, TableConfig
 from torchrec_neuroshard.planner import replan
 
@@ -134,6 +136,27 @@ def trials(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def race(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Losses of both plans in `benchmarks/race_plans.py`; on the first rank alone."""
+    out = folder / "race.json"
+    config = race_plans.RaceConfig(
+        device=ranks.device.type,
+        cost_model="cpu_epyc",
+        max_rows=300,
+        embedding_dim=8,
+        min_partition=8,  # a split table is another optimizer, and plans are not alike
+        batch_size=BATCH_SIZE,
+        pairs=1,
+        block_iterations=2,
+        output=str(out),
+    )
+    race_plans.run(config, ranks)
+    if ranks.rank:
+        return {}
+    planners = json.loads(out.read_text())["planners"]
+    return {name: p["rounds"][0]["losses"] for name, p in planners.items()}
+
+
 def moved_plan(plan: ShardingPlan, planner: NeuroShardPlanner) -> ShardingPlan:
     """TorchRec's plan after some of its shards moved."""
     return replan(
@@ -149,17 +172,20 @@ def fail(ranks: Ranks, plan: ShardingPlan) -> dict[str, Any]:
     """Train where rank 1 has next to no memory, with nobody collecting garbage."""
     ops: Any = torch.ops.paper_cuda
     capacity, index = ops.capacity(), ranks.device.index
+    gc.collect()  # earlier garbage, which would hide what the trial leaves
+    gc.disable()
     base = ops.allocated(index)
     if ranks.rank == 1:
         ops.set_capacity(base + 200_000)
-    gc.collect()
     error = ""
     try:
         train(ranks, plan)
     except TrialError as failure:
         error = str(failure)
     ops.set_capacity(capacity)
-    return {"error": error, "kept_bytes": ops.allocated(index) - base}
+    kept_bytes = ops.allocated(index) - base
+    gc.enable()
+    return {"error": error, "kept_bytes": kept_bytes}
 
 
 LEARNED = ("f0", "f1", "f2", "f3")
@@ -295,6 +321,14 @@ def main() -> None:
     found["trials"] = trials(ranks)
     if ranks.on_gpu:
         found["learned"] = learn(ranks, folder / "cache")
+        found["journals"] = {
+            f"{name} {order}": journal_of(
+                name, ranks.device, lookups_first=order == "lookups first"
+            )
+            for name in PIPELINES
+            for order in ("lookups last", "lookups first")
+        }
+    found["race"] = race(ranks, folder)
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
@@ -25,25 +26,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_202611.
 GIB = 2**30
 
 
-MISSES = {
-    ("column_wise", "none", True),
-    ("row_wise", "none", False),
-    ("column_wise", "train_sparse_dist", True),
-    ("grid_shard", "train_sparse_dist", True),
-}
-"""Where some rank of 128 is foretold worse than the rest: type, pipeline, bags."""
-
-
 def test_measured_peaks_are_foretold() -> None:
     rows = json.loads(RESULTS.read_text())["rows"]
-    assert {r["world_size"] for r in rows} == {8, 16, 128}
+    measured = {(r["pipeline"], r["world_size"]) for r in rows}
+    assert len(measured) == 9 and {w for _, w in measured} == {8, 16, 128}
     for row in rows:
         error = row["foretold_peak"] / row["measured_peak"] - 1
-        case = row["sharding_type"], row["pipeline"], row["pooled"]
-        if row["world_size"] == 128 and case in MISSES:
-            assert -0.12 < error < 0.26, row
-        else:
-            assert -0.02 < error < 0.1, row
+        # Three sharding types in one module: gradients of one wait for another's.
+        mixed = row["sharding_type"] == "any" and row["world_size"] == 128
+        assert (-0.08 if mixed else -0.02) < error < (0.15 if mixed else 0.1), row
 
 
 def planned(
@@ -133,12 +124,64 @@ def test_a_pipeline_holds_the_batches_that_it_prepares() -> None:
     ).ranks(options)
     lookups, bags = 4096 * 300.0, 4096 * 3  # of a rank's own samples
     outputs = 4 * 4096 * (64 + 128 + 32)
-    at_kernel = 4 * (8 * lookups + 4 * bags)  # batches as they came, one reordered
+    came = 3 * (8 * lookups + 4 * bags)
+    sent = 8 * lookups + 4 * 4 * bags  # a length for each rank's part of a bag
     next_one = 8 * lookups + 4 * 4 * bags
     for before, after in zip(plain, ahead, strict=True):
         assert before.instant == after.instant == "kernel"
         grown = after.activations - before.activations
-        assert grown == pytest.approx(at_kernel + next_one - 2 * outputs)
+        assert grown == pytest.approx(came + sent + next_one - 2 * outputs)
+
+
+def activations_of(ranks: tuple[tuple[int, int], ...], pipeline: str | None) -> Any:
+    """What each of five ranks takes where columns of two tables are on these."""
+    module = make_ebc([(1000, 64), (1000, 64)])
+    planner = make_planner(
+        topology=gpus(5, hbm_cap=8 * GIB),
+        constraints={
+            f"t{i}": ParameterConstraints(
+                sharding_types=["column_wise"], min_partition=32
+            )
+            for i in range(2)
+        },
+        batch_size=4096,
+    )
+    options: dict[str, ShardingOption] = {}
+    for option in planner.enumerator.enumerate(module, bag_sharders()):
+        if option.compute_kernel == "fused" and len(option.shards) == 2:
+            options.setdefault(option.name, option)
+    for option, chosen in zip(options.values(), ranks, strict=True):
+        for shard, rank in zip(option.shards, chosen, strict=True):
+            shard.rank = rank
+    model = MemoryModel(planner.topology, planner.costs.reader, pipeline_type=pipeline)
+    return [r.activations for r in model.ranks(list(options.values()))]
+
+
+def test_only_columns_that_arrive_out_of_order_are_reordered() -> None:
+    # Rank 4 has no shard: outputs, gradients, and those by rank, in pieces and whole.
+    outputs = 4 * 4096 * (64 + 64)
+    rounding = activations_of(((0, 1), (2, 3)), None)[4] - 4 * outputs
+    assert 0 <= rounding <= 2 << 20
+    # Which table arrives first does not matter; a table whose parts lie apart does.
+    for ranks, copies in ((((2, 3), (0, 1)), 4), (((0, 2), (1, 3)), 5)):
+        found = activations_of(ranks, None)[4]
+        assert found == copies * outputs + rounding
+    in_order, mixed = (
+        activations_of(ranks, "train_sparse_dist")[4]
+        for ranks in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    )
+    assert in_order == mixed  # a pipeline lets go of gradients as they were
+
+
+def test_every_column_shard_is_sent_the_ids() -> None:
+    plain, ahead, prefetched = (
+        activations_of(((0, 1), (2, 3)), pipeline)[4]
+        for pipeline in (None, "train_sparse_dist", "train_prefetch_sparse_dist")
+    )
+    outputs = 4 * 4096 * (64 + 64)
+    batch = (8 + 4) * 4096 * 2  # one id in each bag
+    assert ahead - plain == 3 * batch + 2 * batch - outputs
+    assert ahead - prefetched == 2 * batch
 
 
 def test_a_callers_estimator_keeps_counting() -> None:

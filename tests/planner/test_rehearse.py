@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection
+from torchrec.distributed import collective_utils
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
@@ -84,14 +85,20 @@ def test_sequences_and_replicas_run() -> None:
         assert [r.num_kernels for r in report.ranks] == [2, 2]
 
 
-def test_nothing_is_left_behind_and_the_model_stays() -> None:
+def test_nothing_is_left_behind_and_the_model_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As of a process that has sharded nothing: on a cluster it still has to ask.
+    monkeypatch.setattr(collective_utils, "_INITIALIZED", False, raising=False)
     model = make_ebc([(1000, 16), (1000, 32)])
-    before = dict(os.environ), [id(p) for p in model.parameters()]
+    before = dict(os.environ), sys.excepthook, [id(p) for p in model.parameters()]
     topology, plan = plan_for(model, bag_sharders(), 2)
     rehearse(model, plan, topology, bag_sharders(), batch_size=8)
     assert not dist.is_initialized()
-    assert (dict(os.environ), [id(p) for p in model.parameters()]) == before
+    after = dict(os.environ), sys.excepthook, [id(p) for p in model.parameters()]
+    assert after == before
     assert isinstance(next(model.children()), nn.ModuleDict)
+    assert not vars(collective_utils)["_INITIALIZED"]
 
 
 def test_ranks_without_the_memory_are_named() -> None:
@@ -117,12 +124,42 @@ def test_what_torchrec_refuses_is_named() -> None:
     assert "DistributedModelParallel raises" in report.ranks[0].faults[0].cause
 
 
-def test_widths_that_only_a_gpu_refuses_are_named() -> None:
+@pytest.mark.parametrize("kind", ["table_wise", "data_parallel"])
+def test_widths_that_only_a_gpu_refuses_are_named(kind: str) -> None:
     model = make_ebc([(100, 4096)])
-    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=[kind])
     report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
     faults = [str(f) for r in report.ranks for f in r.faults]
-    assert len(faults) == 1 and "at most 2048 columns, got 4096" in faults[0]
+    assert len(faults) == (1 if kind == "table_wise" else 2)
+    assert "at most 2048 columns, got 4096" in faults[0]
+
+
+@pytest.mark.parametrize("lacks", ["the module", "the backend"])
+def test_memory_is_told_where_no_rank_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    model = make_ebc([(100_000, 128), (100_000, 128)])
+    topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])
+    topology.devices[1].storage.hbm = 40 * 2**20
+    built = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    if lacks == "the module":
+        name = "torch.testing._internal.distributed.fake_pg"
+        monkeypatch.setitem(sys.modules, name, None)
+    else:
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("Invalid backend: 'fake'")
+
+        monkeypatch.setattr(dist, "init_process_group", refuse)
+    before = dict(os.environ)
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    assert report.num_built == 0 and not report.runs
+    (note,) = report.notes
+    assert "not built, since torch" in note and note in str(report)
+    for found, expected in zip(report.ranks, built.ranks, strict=True):
+        assert found.peak_bytes == expected.peak_bytes
+        assert [f.table for f in found.faults] == [f.table for f in expected.faults]
+    assert dict(os.environ) == before and not dist.is_initialized()
 
 
 def test_a_process_group_is_left_alone(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def make_request(**fields: Any) -> LaunchRequest:
 def test_request_survives_the_way_to_another_process() -> None:
     request = make_request(hbm_gb_per_s=12.5)
     assert LaunchRequest.from_json(request.to_json()) == request
+    request = make_request(sets=(SHARDS[:2], SHARDS[3:]), reference_ms=4.5)
+    assert LaunchRequest.from_json(request.to_json()) == request
 
 
 def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
@@ -99,7 +101,7 @@ def test_a_set_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    arguments = (make_request(), 0, timer, torch.device("cpu"), 2**20)
+    arguments = (make_request(), 0, 1, timer, torch.device("cpu"), 2**20)
     record = first_launch._measure_set(*arguments)
     assert record is not None and record.fwd_ms > 0 and record.held_out
     monkeypatch.setattr(timer, "measure", full)

@@ -119,17 +119,21 @@ class Clock(Protocol):
 class HostClock:
     """The processor's own clock."""
 
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """Take what tells the seconds."""
+        self._now = now
+
     def time(
         self,
         forward: Callable[[], torch.Tensor],
         backward: Callable[[torch.Tensor], None],
     ) -> tuple[float, float]:
         """See `Clock`."""
-        start = time.perf_counter()
+        start = self._now()
         output = forward()
-        middle = time.perf_counter()
+        middle = self._now()
         backward(output)
-        end = time.perf_counter()
+        end = self._now()
         return (middle - start) * 1e3, (end - middle) * 1e3
 
 
@@ -248,8 +252,13 @@ class Reference:
 
     NUM_TABLES, ROWS, WIDTH, BATCH_SIZE, POOLING = 4, 250_000, 64, 1_024, 8.0
 
-    def __init__(self, device: torch.device) -> None:
-        """Build the reference set in memory of its own."""
+    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
+        """Build the reference set in memory of its own.
+
+        Args:
+            device: The device.
+            clock: None: the processor's.
+        """
         profile = zipf_profile(
             batch_size=self.BATCH_SIZE,
             pooling_factor=self.POOLING,
@@ -275,7 +284,7 @@ class Reference:
             (17,),
             device,
             Arena(device, self.NUM_TABLES * self.ROWS * self.WIDTH * 4),
-            HostClock(),
+            clock or HostClock(),
             # A unit of time, which bundles of before ids were checked are given in.
             bounds_check="none",
         )
@@ -308,6 +317,7 @@ class SetTimer:
         min_passes: int | None = None,
         max_passes: int | None = None,
         num_batches: int | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Allocate the arena and the reference.
 
@@ -321,6 +331,8 @@ class SetTimer:
             min_passes: Timed passes that every sample gets.
             max_passes: Most timed passes.
             num_batches: Different inputs that the passes take in turn.
+            now: Tells a CPU's seconds: `time.thread_time` leaves out what other work
+                took of a core.
         """
         self._device = device
         defaults = CUDA_PASSES if is_accelerator(device.type) else CPU_PASSES
@@ -341,8 +353,8 @@ class SetTimer:
             reserve_memory(device, arena_bytes)
             return
         keep_freed_memory()
-        self._clock, self._arena = HostClock(), Arena(device, arena_bytes)
-        self._reference = Reference(device)
+        self._clock, self._arena = HostClock(now), Arena(device, arena_bytes)
+        self._reference = Reference(device, self._clock)
         self.reference_ms = (
             self._reference.nominal_ms() if reference_ms is None else reference_ms
         )

@@ -53,6 +53,9 @@ class CostModel(ABC):
     """`measured`, or what else the numbers rest on (shown beside them)."""
     error: EstimateError | None = None
     """How far off an estimate may be; None for what was measured."""
+    reference_ms: float = 0.0
+    """Nominal time of the reference set (`collect.timing`) in the same units; 0 where
+    the device is timed without one."""
 
     @property
     @abstractmethod

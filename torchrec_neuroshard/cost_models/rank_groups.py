@@ -21,7 +21,14 @@ class RankGroups(CommsModel):
     """
 
     def __init__(
-        self, world: CommsModel, *, node: CommsModel, cross: CommsModel, node_size: int
+        self,
+        world: CommsModel,
+        *,
+        node: CommsModel,
+        cross: CommsModel,
+        node_size: int,
+        job: CommsModel | None = None,
+        job_size: int = 0,
     ) -> None:
         """Take a model for each kind of group.
 
@@ -30,6 +37,9 @@ class RankGroups(CommsModel):
             node: The ranks of a node.
             cross: One rank of each node.
             node_size: Ranks that a table-row-wise table is spread over.
+            job: All ranks, where `world` is one of several groups with the same
+                tables: gradients of data-parallel ones are added up over all.
+            job_size: How many these are.
 
         Raises:
             ConfigError: There are no ranks in a node.
@@ -38,8 +48,9 @@ class RankGroups(CommsModel):
             raise ConfigError(f"node_size must be at least 1, got {node_size}")
         self.world, self.node, self.cross = world, node, cross
         self.node_size = node_size
+        self.job, self.job_size = job, job_size
         self.source = world.source
-        self.compute_slowdown = world.compute_slowdown
+        self.compute_slowdown = (job or world).compute_slowdown
 
     def under(self, factors: EstimateFactors) -> RankGroups:
         """See `CommsModel.under`."""
@@ -48,6 +59,8 @@ class RankGroups(CommsModel):
             node=self.node.under(factors),
             cross=self.cross.under(factors),
             node_size=self.node_size,
+            job=self.job and self.job.under(factors),
+            job_size=self.job_size,
         )
 
     def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
@@ -68,7 +81,12 @@ class RankGroups(CommsModel):
 
     def all_reduce(self, bytes_CW: Floats) -> Floats:
         """See `CommsModel.all_reduce`."""
-        return self.world.all_reduce(bytes_CW)
+        if self.job is None:
+            return self.world.all_reduce(bytes_CW)
+        bytes_C1 = bytes_CW.max(axis=1, keepdims=True)
+        ms_CW = self.job.all_reduce(np.repeat(bytes_C1, self.job_size, axis=1))
+        slowest: Floats = np.broadcast_to(ms_CW.max(1, keepdims=True), bytes_CW.shape)
+        return slowest
 
     def node_row_wise(self, columns_CW: Floats, batch_size: int) -> Floats:
         """Reduce-scatter in each node, all-to-all between them; and their reverse."""

@@ -31,6 +31,7 @@ class ScaledCostModel(CostModel):
         self.alone = alone
         self.name, self.hardware = alone.name, alone.hardware
         self.source, self.error = source or alone.source, alone.error
+        self.reference_ms = alone.reference_ms
         self._factors_2 = np.array(factors)
 
     @property

@@ -62,6 +62,11 @@ class Measured:
     by_rank_ms: tuple[Mapping[str, float], ...]
     """The compute phases of each rank."""
 
+    @property
+    def rest_ms(self) -> float:
+        """Of an iteration without a pipeline: what is not the embedding part."""
+        return max(self.iteration_ms - sum(self.critical_ms.values()), 0.0)
+
     @classmethod
     def of(
         cls,

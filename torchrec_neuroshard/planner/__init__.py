@@ -7,6 +7,7 @@ from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.given_plans import PlanFileError
+from torchrec_neuroshard.planner.hardware_config import hardware_perf_config
 from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
 from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.plan_conversion import (
@@ -56,6 +57,7 @@ __all__ = [
     "StalePlanWarning",
     "StoredPlan",
     "apply_moves",
+    "hardware_perf_config",
     "load_plan",
     "placement_from_plan",
     "read_plan",

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel, collective_utils
 from torchrec.distributed import comm as torchrec_comm
 from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -34,11 +36,19 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, PipelineType
+
+from torchrec_neuroshard.schedules import DenseMs, find_schedule
+
+try:
+    from torchrec.distributed.planner.provider import DefaultPlannerProvider
+except ImportError:  # before 1.9
+    DefaultPlannerProvider = None
 
 __all__ = [
     "SETTING_TYPES",
     "HookedEnumerator",
+    "PlannerProviderBase",
     "accepted_arguments",
     "all_lookups",
     "can_reshard",
@@ -49,21 +59,28 @@ __all__ = [
     "nothing_collected",
     "num_output_collectives",
     "optimizer_arguments",
+    "optimizer_attributes",
     "optimizer_classes",
     "permute_features_again",
     "pipeline_name",
+    "pipeline_of",
     "planner_part",
     "replaced_parts",
     "report_full",
+    "requested_parts",
     "sharder_params",
     "sharders_by_type",
     "share_in_copies",
+    "torchrec_pipeline",
     "wait_through",
     "wire_sizes",
     "with_bandwidths",
     "with_devices",
     "with_optimizer",
+    "with_overrides",
+    "with_ranks",
     "without_other_ranks",
+    "without_provider",
 ]
 
 SETTING_TYPES: Mapping[str, Any] = {
@@ -103,12 +120,74 @@ PlannerPart = Literal[
 ]
 
 
+PlannerProviderBase: type[Any] = DefaultPlannerProvider or object
+"""TorchRec's provider of planners; before 1.9 nothing, see `without_provider`."""
+
+
+def without_provider() -> str | None:
+    """Say which release lacks TorchRec's planning API; None where it is there."""
+    if DefaultPlannerProvider is not None:
+        return None
+    return f"torchrec {version('torchrec')} has no PlannerProvider (since 1.9)"
+
+
+def pipeline_of(config: Any) -> Any:
+    """Return the pipeline that a request's `PlannerConfig` names; None: none."""
+    name = config.pipeline_type
+    return None if name is None else torchrec_types.PipelineType(name)
+
+
+def requested_parts(provider: Any, request: Any, topology: Topology) -> dict[str, Any]:
+    """Return TorchRec's parts of a planner that a request asks for, by argument.
+
+    Only private methods of `DefaultPlannerProvider` make them.
+    """
+    config = request.planner_config
+    found = {
+        "proposer": provider._build_proposer(config, request.local_world_size),
+        "partitioner": provider._build_partitioner(config),
+        "performance_model": provider._build_performance_model(config, topology),
+    }
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def with_overrides(request: Any, sku: str) -> tuple[Any, dict[str, float]]:
+    """Return a request with the memory that a dry run overrides for a SKU; the links.
+
+    Only dry runs have such overrides.
+
+    Returns:
+        The request, and arguments of `Topology` -> GB/s.
+    """
+    override = (getattr(request, "per_sku_overrides", None) or {}).get(sku)
+    if override is None:
+        return request, {}
+    given = {n: v for n, v in dataclasses.asdict(override).items() if v is not None}
+    links = {n: v for n, v in given.items() if n.endswith("_host_bw")}
+    memory = {n: v for n, v in given.items() if n not in links}
+    return dataclasses.replace(request, **memory), links
+
+
 def pipeline_name(pipeline_type: Any) -> str:
     """Return the value of a member of `PipelineType`, or the name that it is; "none".
 
     Where the class is has changed between releases.
     """
     return str(getattr(pipeline_type, "value", pipeline_type) or "none")
+
+
+def torchrec_pipeline(pipeline_type: Any) -> PipelineType:
+    """Return the member of `PipelineType` whose batches a pipeline holds.
+
+    Those without a member of their own count like `TRAIN_SPARSE_DIST`.
+
+    Raises:
+        ConfigError: There is no such pipeline.
+    """
+    name = pipeline_name(pipeline_type)
+    find_schedule(name, DenseMs())
+    own = {member.value: member for member in PipelineType}
+    return own.get(name, PipelineType.TRAIN_SPARSE_DIST)
 
 
 def planner_part(planner: EmbeddingPlannerBase, name: PlannerPart) -> Any:
@@ -202,6 +281,22 @@ def with_devices(topology: Topology, devices: Sequence[DeviceHardware]) -> Topol
     return other
 
 
+def with_ranks(
+    topology: Topology,
+    devices: Sequence[DeviceHardware],
+    *,
+    ranks_per_node: int,
+    nodes_per_pod: int | None,
+) -> Topology:
+    """Return a copy of a topology with fewer ranks; what else its class holds stays."""
+    other = with_devices(topology, devices)
+    other._world_size = len(devices)
+    other._local_world_size, other._pod_size = ranks_per_node, nodes_per_pod
+    other._intra_group_size = ranks_per_node * (nodes_per_pod or 1)
+    other._custom_topology_data = None  # a list of the ranks that there were
+    return other
+
+
 def with_bandwidths(topology: Topology, values: Mapping[str, float]) -> Topology:
     """Return a copy of a topology with other bandwidths, which it only reads.
 
@@ -239,6 +334,14 @@ def optimizer_classes(tensor: torch.Tensor) -> tuple[type, ...]:
 def optimizer_arguments(tensor: torch.Tensor) -> Any:
     """Return the arguments that go with `optimizer_classes`; None without."""
     return getattr(tensor, "_optimizer_kwargs", None)
+
+
+def optimizer_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return all that `apply_optimizer_in_backward` left on a parameter, by name.
+
+    Other attributes may hold the weights themselves.
+    """
+    return {n: v for n, v in vars(tensor).items() if n.startswith("_optimizer")}
 
 
 def with_optimizer(
@@ -311,17 +414,21 @@ def wire_sizes(sharder: Any) -> Mapping[str, tuple[float, float]]:
 def without_other_ranks() -> Iterator[None]:
     """Let modules be sharded where no other rank answers.
 
-    TorchRec keeps the groups of a node for good, and to describe their state sequences
-    ask all ranks for shards. Neither can be had otherwise.
+    TorchRec keeps the groups of a node for good, the first model of a process asks rank
+    0 whether collectives are checked, and to describe their state sequences ask all
+    ranks for shards. None of it can be had otherwise.
     """
     groups = torchrec_comm._INTRA_PG, torchrec_comm._CROSS_PG
+    asked = getattr(collective_utils, "_INITIALIZED", False)  # since 1.8
     describe = ShardedEmbeddingCollection._initialize_torch_state
     torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
+    collective_utils._INITIALIZED = True
     ShardedEmbeddingCollection._initialize_torch_state = lambda *a, **k: None
     try:
         yield
     finally:
         ShardedEmbeddingCollection._initialize_torch_state = describe
+        collective_utils._INITIALIZED = asked
         torchrec_comm._INTRA_PG, torchrec_comm._CROSS_PG = groups
 
 

@@ -7,6 +7,7 @@ Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases, `C` pl
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,13 +31,19 @@ from torchrec_neuroshard.cost_models import (
     CostModel,
     load_cost_model,
 )
+from torchrec_neuroshard.cost_models.relieved import (
+    JoinedCostModel,
+    RelievedCommsModel,
+)
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import check_constraints
+from torchrec_neuroshard.planner.compat import pipeline_name
 from torchrec_neuroshard.planner.find_comms import (
     find_comms_model,
     find_rank_groups,
 )
+from torchrec_neuroshard.planner.groups import sharding_group, synced_bytes
 from torchrec_neuroshard.planner.kernels import is_estimated, kernel_factors
 from torchrec_neuroshard.planner.plan_conversion import (
     LoweredPlan,
@@ -52,7 +59,9 @@ from torchrec_neuroshard.planner.table_reader import (
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S, PlannedDevices
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import PlanBasis
+from torchrec_neuroshard.report import PlanBasis, WeightSync
+from torchrec_neuroshard.schedules import DenseMs, find_schedule
+from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.simulator import (
@@ -62,6 +71,9 @@ from torchrec_neuroshard.simulator import (
     RankCosts,
     Simulator,
     StageCosts,
+    critical_path,
+    stage_phases,
+    timed_phases,
 )
 
 __all__ = ["CostedPart", "PlanCosts", "PricedOptions"]
@@ -79,7 +91,9 @@ class PlanCosts:
         cost_model: Fused kernels.
         comms_model: Collectives.
         encoder: Keeps the encodings of all shards.
-        warnings: What to know of the cost model; part of every result.
+        schedule: Of the training loop.
+        dense: What the rest of the model takes in it.
+        warnings: What to know of all this; part of every result.
     """
 
     def __init__(
@@ -90,6 +104,8 @@ class PlanCosts:
         cost_model: str | Path | CostModel = "auto",
         comms_model: CommsModel | None = None,
         profiles: Mapping[str, FeatureProfile] | None = None,
+        pipeline_type: Any = None,
+        dense_ms: DenseMs | float | None = None,
     ) -> None:
         """Load the cost model.
 
@@ -102,10 +118,13 @@ class PlanCosts:
                 all ranks; nodes of several and what is between them (table-row-wise and
                 grid) are looked for as if None were given.
             profiles: Feature name -> its measured profile.
+            pipeline_type: Of the training loop: a member of TorchRec's `PipelineType`,
+                or a name among `schedules.SCHEDULES`. None: one phase after another.
+            dense_ms: What the rest of the model takes. None: nothing.
 
         Raises:
-            ConfigError: There is no such cost model, or constraints hold a number
-                that cannot be.
+            ConfigError: There is no such cost model or pipeline, or constraints or
+                `dense_ms` hold a number that cannot be.
             BundleError: The bundle cannot be used.
         """
         check_constraints(constraints or {})
@@ -119,6 +138,12 @@ class PlanCosts:
             world_size=topology.world_size, constraints=constraints, profiles=profiles
         )
         self._given_comms = comms_model
+        self.cost_model: CostModel
+        self.dense = DenseMs.of(dense_ms)
+        self._pipeline = pipeline_name(pipeline_type)
+        self.schedule = find_schedule(self._pipeline, self.dense)
+        if topology.compute_device == "cpu" and self._pipeline != "train_base":
+            self.schedule = find_schedule("none", self.dense)
         self._load(cost_model)
         self._launches_added = False
 
@@ -129,6 +154,11 @@ class PlanCosts:
             BundleError: The bundle cannot be used; costs stay as they were.
         """
         self._load(bundle)
+
+    def correct(self, cost_model: CostModel) -> None:
+        """Go on with another model of the same kernels."""
+        if cost_model is not self.cost_model:
+            self.cost_model, self.encoder = cost_model, ShardEncoder(cost_model)
 
     def _load(self, cost_model: str | Path | CostModel) -> None:
         topology = self.topology
@@ -146,8 +176,15 @@ class PlanCosts:
                 self.devices, cost_model, *ranks
             )
             comms = find_rank_groups(self.devices, comms, cost_model)
+            if (group := sharding_group(topology)) is not None:
+                self._replicas = find_comms_model(
+                    self.devices,
+                    cost_model,
+                    group.num_replicas,
+                    group.replicas_per_node,
+                )
         self.comms_model: CommsModel = comms
-        self.cost_model: CostModel = ConcurrentCostModel.of(compute, comms)
+        self.cost_model = ConcurrentCostModel.of(compute, comms)
         found = [str(w.message) for w in caught]
         texts = [*found, *self.devices.impossible, *self.devices.left_out]
         if isinstance(cost_model, CostModel):
@@ -157,12 +194,96 @@ class PlanCosts:
             found = texts
         if found:
             warnings.warn("\n".join(dict.fromkeys(found)), stacklevel=4)
+        texts += self._loop_notes()
         self.warnings: tuple[str, ...] = tuple(dict.fromkeys(texts))
         self.encoder = ShardEncoder(self.cost_model)
+
+    def _loop_notes(self) -> list[str]:
+        """Say what to know of the training loop's schedule."""
+        if self.schedule.name != self._pipeline:
+            return [
+                f"pipeline_type '{self._pipeline}' counts as one phase after another: "
+                "CPUs have no streams on which phases could overlap"
+            ]
+        if not self.schedule.adds_up(self.dense) and not self.dense.total_ms:
+            return [
+                f"pipeline_type '{self._pipeline}' without dense_ms: the rest of the "
+                "model counts 0 ms, and what would run beside it counts in full"
+            ]
+        return []
 
     def simulator(self, task: ShardingTask) -> Simulator:
         """Return a simulator; all keep their encodings in one place."""
         return Simulator(task, self.cost_model, self.comms_model, self.encoder)
+
+    def predict(
+        self, task: ShardingTask, result: SearchResult, const_ms: float | None
+    ) -> SearchResult:
+        """Return the result of a search that was given `searched_models`.
+
+        Args:
+            task: What was placed.
+            result: In the terms of these models.
+            const_ms: See there.
+        """
+        if self.schedule.adds_up(self.dense) and not self.dense.total_ms:
+            return result
+        simulator = self.simulator(task)
+        predicted = self._scheduled(simulator.evaluate(result.placement))
+        path_ms = predicted.critical_path_ms
+        bound_ms = 0.0
+        if const_ms is not None and result.lower_bound_ms > 0:
+            bound_ms = min(result.lower_bound_ms + const_ms, path_ms)
+        return replace(
+            result,
+            predicted=predicted,
+            lower_bound_ms=bound_ms,
+            gap=path_ms / bound_ms - 1 if bound_ms > 0 else math.inf,
+        )
+
+    def searched_models(
+        self, task: ShardingTask
+    ) -> tuple[CostModel, CommsModel, float | None]:
+        """Return models whose phases add up to the path under the loop's schedule.
+
+        Of one stage under `train_sparse_dist` they do so exactly; else as long as
+        phases are about what they are on balanced ranks.
+
+        Args:
+            task: What is to be placed.
+
+        Returns:
+            Kernels; collectives; and what to add to a lower bound of such a sum for
+            one of the path [ms], None where that would be none.
+        """
+        schedule, dense = self.schedule, self.dense
+        if schedule.adds_up(dense):
+            return self.cost_model, self.comms_model, dense.total_ms
+        later = {way for ways in task.alternatives for way in ways[1:]}
+        tables = [t for t in range(len(task.tables)) if t not in later]
+        blocks = np.array([task.block_size(t) for t in tables])
+        phases_S5 = self.simulator(task).balanced_phases(np.array(tables), blocks)
+        phases_WS6 = np.pad(phases_S5, ((0, 0), (0, 1)))[None]
+        kernels = self.cost_model
+        joined = schedule.joins_kernels(phases_WS6, dense)
+        if joined:
+            kernels = JoinedCostModel(kernels)
+        reliefs_ms = schedule.reliefs_ms(phases_WS6, dense)
+        is_bound = schedule.name == "train_sparse_dist" and not dense.lookups_first
+        return (
+            kernels,
+            RelievedCommsModel(self.comms_model, reliefs_ms),
+            dense.total_ms if is_bound else None,
+        )
+
+    def searched_simulator(self, task: ShardingTask) -> Simulator:
+        """Return a simulator by the `searched_models`."""
+        cost_model, comms_model, _ = self.searched_models(task)
+        own = cost_model is self.cost_model
+        return Simulator(task, cost_model, comms_model, self.encoder if own else None)
+
+    def _scheduled(self, predicted: PredictedCosts) -> PredictedCosts:
+        return replace(predicted, schedule=self.schedule, dense=self.dense)
 
     def price(self, options: Sequence[ShardingOption]) -> PricedOptions:
         """Price the shards of options.
@@ -268,6 +389,8 @@ class PlanCosts:
             uncertainty=uncertainty,
             compute_source=self._compute_source(costed, stock),
             comms_source=self.comms_model.source,
+            schedule=self.schedule,
+            dense=self.dense,
         )
 
     def paths_under(
@@ -291,15 +414,16 @@ class PlanCosts:
         Returns:
             `K x C` [ms]: critical path of each plan under each truth.
         """
-        fixed_C = np.zeros(len(plans))
+        fixed: list[Floats] = []
         priced: list[PricedOptions | None] = []
-        for number, plan in enumerate(plans):
+        for plan in plans:
             costed, stock = self._split(self.lower(plan))
-            if stock:
-                fixed_C[number] = self._stock_stage(stock).critical_path_ms
+            stages = (self._stock_stage(stock),) if stock else ()
+            fixed.append(stage_phases(stages, self.topology.world_size))
             priced.append(self.price(costed) if costed else None)
         known = [p for p in priced if p is not None]
         if not known:
+            fixed_C = [self._path_ms(phases_WS6) for phases_WS6 in fixed]
             return np.tile(fixed_C, (len(truths), 1))
         rows, first = np.unique(
             np.concatenate([p.shards.row_N for p in known]), return_index=True
@@ -310,7 +434,7 @@ class PlanCosts:
         rng = np.random.default_rng(seed)
         logs_KT2 = rng.standard_normal((len(truths), len(names), 2))
         factors_KT2 = np.exp(table_std * logs_KT2)
-        paths_KC = np.tile(fixed_C, (len(truths), 1))
+        paths_KC = np.zeros((len(truths), len(plans)))
         tables = [
             [number_of[table_name(o)] for o in one.found.options] if one else []
             for one in priced
@@ -318,11 +442,25 @@ class PlanCosts:
         for truth, (cost_model, comms_model) in enumerate(truths):
             encoder = self.encoder.under(cost_model, rows, features)
             for number, one in enumerate(priced):
+                phases_WS6 = fixed[number]
                 if one is not None:
                     factors = factors_KT2[truth, tables[number]]
-                    path = one.path_under(encoder, comms_model, factors)
-                    paths_KC[truth, number] += path
+                    own = one.phases_under(encoder, comms_model, factors)
+                    phases_WS6 = np.concatenate([phases_WS6, own], axis=1)
+                paths_KC[truth, number] = self._path_ms(phases_WS6)
         return paths_KC
+
+    def _path_ms(self, phases_WS6: Floats) -> float:
+        """Critical path of a plan under the loop's schedule [ms].
+
+        Args:
+            phases_WS6: As `simulator.timed_phases` takes them.
+        """
+        if self.schedule.adds_up(self.dense):
+            tables_ms = critical_path(phases_WS6[None, ..., : len(PHASES)])
+            return float(tables_ms[0]) + self.dense.total_ms
+        timed = timed_phases(phases_WS6[None], self.schedule)
+        return float(self.schedule.path_ms(timed, self.dense)[0])
 
     def _split(
         self, lowered: LoweredPlan
@@ -376,9 +514,35 @@ class PlanCosts:
             estimate_error=None if error is None else str(error),
         )
 
+    def weight_sync(self, plan: Sequence[ShardingOption]) -> WeightSync | None:
+        """Predict how replicas of a sharding group's plan are kept alike.
+
+        Args:
+            plan: Placed options, one of each table.
+
+        Returns:
+            None where there is one replica: of all ranks; see `group_topology`.
+        """
+        group = sharding_group(self.topology)
+        if group is None or group.num_replicas == 1:
+            return None
+        bytes_WK = synced_bytes(plan, self.reader, self.topology.world_size)
+        sent = np.repeat(bytes_WK.reshape(-1, 1), group.num_replicas, axis=1)
+        ms_WK = self._replicas.all_reduce(sent).max(axis=1).reshape(bytes_WK.shape)
+        slowest = int(ms_WK.sum(axis=1).argmax())
+        return WeightSync(
+            num_replicas=group.num_replicas,
+            interval=group.sync_interval,
+            rank_bytes=float(bytes_WK[slowest].sum()),
+            sync_ms=float(ms_WK[slowest].sum()),
+            source=self._replicas.source,
+        )
+
     def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
         """Say which tables of a plan run kernels whose cost is an estimate."""
         costed, stock = self._split(lowered)
+        scaled = [o for o in stock if self.reader.fused_twin(o) is not None]
+        stock = [o for o in stock if self.reader.fused_twin(o) is None]
         replicas = [o for o in costed if is_dense(o)]
         offloaded = [o for o in costed if is_estimated(o) and not is_dense(o)]
         texts = (
@@ -388,23 +552,32 @@ class PlanCosts:
                 "all rows are derived from the fused kernel",
             ),
             (offloaded, "in the host's memory: kernels that read it were not measured"),
+            (
+                scaled,
+                "kernels that were not measured: their cost is TorchRec's estimate, "
+                "rescaled by the fused kernel's",
+            ),
+            (
+                [o for o in (*costed, *stock) if self.reader.is_stashed(o)],
+                "stashed between uses: moving their weights is in nobody's estimate",
+            ),
             (stock, "outside the cost model: their cost is TorchRec's estimate"),
         )
         return tuple(f"{_some(options)}: {text}" for options, text in texts if options)
 
     def _stock_stage(self, options: Sequence[ShardingOption]) -> StageCosts:
         """Costs that the options' shards carry."""
-        phases = np.zeros((self.topology.world_size, len(PHASES)))
+        phases = np.zeros((self.topology.world_size, len(PHASES) + 1))
         for option in options:
             for shard in option.shards:
                 perf = shard.perf
                 phases[shard.rank] += (
                     0.0,
-                    # TorchRec counts prefetching as blocking.
                     perf.fwd_compute + perf.prefetch_compute,
                     perf.fwd_comms,
                     perf.bwd_comms,
                     perf.bwd_compute,
+                    perf.prefetch_compute,
                 )
         return StageCosts(
             "others (TorchRec's estimate)",
@@ -475,17 +648,41 @@ class PricedOptions:
         """Predict one iteration of placed options."""
         found = self.found
         loads = self.simulator.add_up(self.shards, found.table_N, found.rank_N)
-        return self.simulator.predict(loads, self._num_shards())
+        predicted = self.simulator.predict(loads, self._num_shards())
+        cache_WS = self._cache_loads(self.simulator)
+        if not cache_WS.any():
+            return predicted
+        stages = tuple(
+            replace(
+                stage,
+                ranks=tuple(
+                    replace(costs, cache=ms)
+                    for costs, ms in zip(stage.ranks, cache_W.tolist(), strict=True)
+                ),
+            )
+            for stage, cache_W in zip(predicted.stages, cache_WS.T, strict=True)
+        )
+        return replace(predicted, stages=stages)
 
-    def path_under(
+    def _cache_loads(self, simulator: Simulator) -> Floats:
+        """What loading caches takes, `W x S` [ms]."""
+        found = self.found
+        return simulator.cache_loads(
+            found.table_N, found.width_N, found.rows_N, found.rank_N
+        )
+
+    def phases_under(
         self, encoder: ShardEncoder, comms_model: CommsModel, factors_T2: Floats
-    ) -> float:
-        """Critical path of placed options by other costs of the same shards [ms].
+    ) -> Floats:
+        """Phases of placed options by other costs of the same shards.
 
         Args:
             encoder: Of another model; it knows all of the shards.
             comms_model: Collectives.
             factors_T2: On what each option's shards take above a launch.
+
+        Returns:
+            `W x S x 6` [ms], as `simulator.timed_phases` takes them.
         """
         found = self.found
         simulator = self.simulator.under(encoder, comms_model)
@@ -497,7 +694,9 @@ class PricedOptions:
             extra_N2 = (factors_T2[found.table_N] - 1.0) * np.maximum(own_N2, 0.0)
             shards = replace(shards, extra_N2=shards.extra_N2 + extra_N2)
         loads = simulator.add_up(shards, found.table_N, found.rank_N)
-        return simulator.path_ms(loads, self._num_shards())
+        phases_WS5 = simulator.rank_phases(loads, self._num_shards())
+        cache_WS = self._cache_loads(simulator)
+        return np.concatenate([phases_WS5, cache_WS[..., None]], axis=-1)
 
     def ordered_columns(self) -> Floats:
         """Count the output columns that TorchRec puts in order in each stage: `S`."""

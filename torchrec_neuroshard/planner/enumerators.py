@@ -18,10 +18,10 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     enumerator_constraints,
-    nothing_collected,
     share_in_copies,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
@@ -33,7 +33,9 @@ from torchrec_neuroshard.planner.shard_estimators import (
 )
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
+    SPLITTING_TYPES,
     is_modelled_config,
+    max_columns,
     table_configs,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
@@ -55,6 +57,7 @@ class NeuroShardEnumerator(HookedEnumerator):
 
     - table-column-wise ones: the search splits columns by itself, down to the
       constraint's `min_partition` (default 4);
+    - types that keep more columns together than a GPU's kernels take;
     - table-row-wise ones where all ranks are in one node: row-wise is the same there;
     - kernels that read the host's memory, where no constraint asks for them and device
       memory is not scarce: all tables, with the state of an optimizer, fill less than
@@ -125,6 +128,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         )
         self._modelled: set[str] = set()
         self._devices = topology.devices
+        self._max_columns = max_columns(topology)
+        self._wide: dict[str, int] = {}
         self._one_node = topology.intra_group_size >= topology.world_size
         self._is_tight = False
         self._placement = placement or PlacementConstraints()
@@ -141,16 +146,18 @@ class NeuroShardEnumerator(HookedEnumerator):
         """
         start = time.monotonic()
         known: dict[str, bool] = {}
+        self._wide = {}
         sizes: list[tuple[str, int]] = []
         for config in table_configs(module):
             modelled = is_modelled_config(config)
             known[config.name] = known.get(config.name, True) and modelled
             size = 4 * config.num_embeddings * config.embedding_dim
             sizes.append((config.name, size))
+            if modelled and config.embedding_dim > self._max_columns:
+                self._wide[config.name] = int(config.embedding_dim)
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._is_tight = self._fills_half(sizes)
-        with nothing_collected():
-            options: list[ShardingOption] = super().enumerate(module, sharders)
+        options: list[ShardingOption] = super().enumerate(module, sharders)
         self.seconds = time.monotonic() - start
         return options
 
@@ -194,11 +201,32 @@ class NeuroShardEnumerator(HookedEnumerator):
         types = sorted(types)
         if table not in self._modelled:
             return types
+        if table in self._wide:
+            types = self._splitting(table, types)
         if not {TABLE_WISE, COLUMN_WISE}.isdisjoint(types):
             types = [t for t in types if t != _TABLE_COLUMN_WISE]
         if _ROW_WISE in types and self._one_node:
             types = [t for t in types if t not in _NODE_TYPES]
         return types
+
+    def _splitting(self, table: str, types: Sequence[str]) -> list[str]:
+        """Of sharding types those that cut a table's columns as far as kernels need.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        constraint = enumerator_constraints(self).get(table)
+        block = (constraint.min_partition if constraint else None) or 0
+        kept = [t for t in types if t in SPLITTING_TYPES and block <= self._max_columns]
+        if not kept:
+            raise ConfigError(
+                f"table '{table}' (embedding_dim={self._wide[table]}) is too wide for "
+                f"a GPU: kernels take at most {self._max_columns:,} columns, and its "
+                f"constraints leave it {', '.join(types)} with min_partition={block}. "
+                "Allow column_wise sharding for it, with a min_partition of at most "
+                f"{self._max_columns}, or lower embedding_dim"
+            )
+        return kept
 
     def narrowed_kernels(self, table: str, kernels: list[str]) -> list[str]:
         """Return the kernels to list, in a fixed order; see the class."""

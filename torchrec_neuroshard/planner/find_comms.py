@@ -13,6 +13,7 @@ from torchrec_neuroshard.cost_models import (
 )
 from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel
+from torchrec_neuroshard.planner.groups import sharding_group
 from torchrec_neuroshard.planner.topologies import (
     GB_PER_S,
     PlannedDevices,
@@ -31,12 +32,25 @@ def find_rank_groups(
         return world
     topology = devices.topology
     world_size, size = int(topology.world_size), node_size(topology)
-    if size == world_size:
+    node = cross = world
+    job, group = None, sharding_group(topology)
+    if size < world_size:
+        local = min(int(topology.local_world_size), size)
+        node = find_comms_model(devices, cost_model, size, local)
+        cross = find_comms_model(devices, cost_model, world_size // size, 1)
+    elif group is None:
         return world
-    local = min(int(topology.local_world_size), size)
-    node = find_comms_model(devices, cost_model, size, local)
-    cross = find_comms_model(devices, cost_model, world_size // size, 1)
-    return RankGroups(world, node=node, cross=cross, node_size=size)
+    if group is not None:
+        ranks = group.num_ranks, group.ranks_per_node
+        job = find_comms_model(devices, cost_model, *ranks)
+    return RankGroups(
+        world,
+        node=node,
+        cross=cross,
+        node_size=size,
+        job=job,
+        job_size=group.num_ranks if group else 0,
+    )
 
 
 def find_comms_model(

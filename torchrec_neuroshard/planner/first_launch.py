@@ -42,20 +42,30 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, row_shard
 if TYPE_CHECKING:
     from torchrec_neuroshard.training.first_launch import LaunchRequest
 
-__all__ = ["FirstLaunch"]
+__all__ = [
+    "GRACE_S",
+    "USUAL_SECONDS",
+    "FirstLaunch",
+    "Offer",
+    "error_text",
+    "find_address",
+    "free_port",
+    "has_device",
+    "is_measurable",
+]
 
-_GPU_SECONDS = 60.0
+USUAL_SECONDS = 60.0
 """Budget unless another one is asked for."""
 _MEASURED_TYPES = ("fp32", "fp16")
 _MOST_PARTS = 4
 """Columns of a table are measured whole, in halves, ... in so many parts."""
-_GRACE_S = 60.0
+GRACE_S = 60.0
 """Beyond twice the budget, until what still measures is ended: starting processes
 takes long on a busy machine."""
 _POLL_S = 0.2
 
 
-class _Offer(NamedTuple):
+class Offer(NamedTuple):
     """What rank 0 has all ranks measure, and where they meet."""
 
     request: LaunchRequest
@@ -79,6 +89,7 @@ class FirstLaunch:
         cost_model: str | Path | CostModel,
         calibrate: str | float,
         constraints: Mapping[str, ParameterConstraints] | None,
+        budget_is_shared: bool = False,
     ) -> None:
         """Take the planner's settings.
 
@@ -87,6 +98,7 @@ class FirstLaunch:
             cost_model: The planner's.
             calibrate: "auto", "never" or seconds.
             constraints: Table name -> TorchRec's constraints on it.
+            budget_is_shared: Whether seconds are those of finalists, too.
 
         Raises:
             ConfigError: `calibrate` is none of these, or contradicts `cost_model`.
@@ -97,7 +109,7 @@ class FirstLaunch:
             isinstance(cost_model, str | Path) and str(cost_model) == "auto"
         )
         self.seconds = self._budget(calibrate)
-        if not isinstance(calibrate, str) and not applies:
+        if not (isinstance(calibrate, str) or applies or budget_is_shared):
             raise ConfigError(
                 f"calibrate={calibrate:g} measures for cost_model 'auto' or 'measure', "
                 f"got another one ({cost_model!r}); leave one of them out"
@@ -110,7 +122,7 @@ class FirstLaunch:
             return 0.0
         if calibrate == "auto":
             on_gpu = is_accelerator(self._costs.topology.compute_device)
-            return _GPU_SECONDS if on_gpu or self._must else 0.0
+            return USUAL_SECONDS if on_gpu or self._must else 0.0
         if isinstance(calibrate, str) or not calibrate > 0:
             raise ConfigError(
                 "calibrate must be 'auto', 'never' or a number of seconds above 0, got "
@@ -132,11 +144,11 @@ class FirstLaunch:
             if self.seconds:
                 request = self.request(options(), ranks=1)
                 alone = int(self._costs.topology.world_size) == 1
-                self._measure(_Offer(request, "127.0.0.1", _free_port()), 0, alone)
+                self._measure(Offer(request, "127.0.0.1", free_port()), 0, alone)
                 return
             reason = "calibrate='never', and the cache holds none"
         except Exception as error:
-            reason = _text(error)
+            reason = error_text(error)
         self._warn(reason)
 
     def on_all_ranks(self, options: Options, pg: dist.ProcessGroup) -> None:
@@ -147,16 +159,16 @@ class FirstLaunch:
         world_size = int(self._costs.topology.world_size)
         if self._is_off or self._is_through or not self.seconds:
             return
-        if pg.size() != world_size or not _has_device(self._costs.topology):
+        if pg.size() != world_size or not has_device(self._costs.topology):
             return
-        offer: _Offer | None = None
+        offer: Offer | None = None
         reason: str | None = None
         with contextlib.ExitStack() as locked:
             if pg.rank() == 0:
                 try:
                     offer = self._offer(options, locked)
                 except Exception as error:
-                    reason = _text(error)
+                    reason = error_text(error)
             sent = [offer]
             if world_size > 1:
                 dist.broadcast_object_list(sent, dist.get_global_rank(pg, 0), group=pg)
@@ -165,18 +177,18 @@ class FirstLaunch:
                 try:
                     self._measure(sent[0], pg.rank(), True)
                 except Exception as error:
-                    reason = _text(error)
+                    reason = error_text(error)
         if reason is not None:
             self._warn(reason, pg.rank())
 
-    def _offer(self, options: Options, locked: contextlib.ExitStack) -> _Offer | None:
+    def _offer(self, options: Options, locked: contextlib.ExitStack) -> Offer | None:
         """Decide on rank 0 what to measure; None: costs are known, and in use."""
         if self._find(options) or (not self._must and self._is_shipped()):
             return None
         topology = self._costs.topology
         request = self.request(options(), ranks=int(topology.world_size))
         key = self._key(request.shards)
-        limit_s = 2 * self.seconds + _GRACE_S
+        limit_s = 2 * self.seconds + GRACE_S
         if not locked.enter_context(cache.lock(key, limit_s)):
             end = time.monotonic() + limit_s
             while cache.is_locked(key) and time.monotonic() < end:
@@ -189,7 +201,7 @@ class FirstLaunch:
         # Another job may have been through since.
         if self._find(options):
             return None
-        return _Offer(request, _address(topology), _free_port())
+        return Offer(request, find_address(topology), free_port())
 
     def _is_shipped(self) -> bool:
         """Whether a shipped bundle was measured on this very device."""
@@ -244,9 +256,7 @@ class FirstLaunch:
             if is_dense(option) or not is_placeable(option, reader, topology):
                 continue
             table = reader.table(option)
-            if table.data_type not in _MEASURED_TYPES or (
-                on_cpu and table.optimizer == "adam"
-            ):
+            if not is_measurable(table, on_cpu):
                 continue
             rows = int(option.shards[0].size[0])
             whole = rows >= table.num_embeddings
@@ -290,11 +300,11 @@ class FirstLaunch:
             world_size=ranks,
             local_world_size=whole_nodes(ranks, topology.local_world_size),
             seconds=self.seconds,
-            grace_seconds=_GRACE_S,
+            grace_seconds=GRACE_S,
             hbm_gb_per_s=topology.hbm_mem_bw * GB_PER_S,
         )
 
-    def _measure(self, offer: _Offer, rank: int, stores: bool) -> None:
+    def _measure(self, offer: Offer, rank: int, stores: bool) -> None:
         """Measure with the others; rank 0 uses what came of it, and keeps it."""
         from torchrec_neuroshard.training.first_launch import Member, judge, take_part
 
@@ -350,7 +360,8 @@ class FirstLaunch:
         self._costs.warnings += (text,)
 
 
-def _text(error: Exception) -> str:
+def error_text(error: Exception) -> str:
+    """Say in a line what went wrong."""
     text = (str(error).strip() or repr(error)).splitlines()[0]
     return (
         text
@@ -359,18 +370,26 @@ def _text(error: Exception) -> str:
     )
 
 
-def _has_device(topology: Topology) -> bool:
+def is_measurable(table: TableConfig, on_cpu: bool) -> bool:
+    """Whether fused kernels over a table can be measured."""
+    runs = not (on_cpu and table.optimizer == "adam")
+    return runs and table.data_type in _MEASURED_TYPES
+
+
+def has_device(topology: Topology) -> bool:
+    """Whether there is a device here of those planned for."""
     return current_device_name(topology.compute_device) is not None
 
 
-def _address(topology: Topology) -> str:
+def find_address(topology: Topology) -> str:
     """Where the ranks find the first one's process."""
     if int(topology.local_world_size) >= int(topology.world_size):
         return "127.0.0.1"
     return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

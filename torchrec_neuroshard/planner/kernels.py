@@ -10,6 +10,7 @@ the link (`cost_models.physical.host_memory_ms`).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import (
@@ -32,6 +33,7 @@ from torchrec_neuroshard.planner.table_reader import (
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S
+from torchrec_neuroshard.tables import TableConfig
 
 __all__ = ["is_estimated", "kernel_factors"]
 
@@ -40,6 +42,8 @@ _MEASURED_DENSE: Mapping[str, KernelFactors] = {
 }
 """By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core, and held
 to others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
+MAX_KNOWN_MISSES = 2**16
+"""Caches of tables whose misses are kept: worked out once, asked for many times."""
 
 
 def is_estimated(option: ShardingOption) -> bool:
@@ -98,9 +102,14 @@ def _missed(
     stats = params.stats if params else None
     if stats is not None:
         return float(stats.expected_miss_rate(ratio))
-    table = reader.table(option)
     samples = int(option.batch_size) * int(topology.world_size)
-    return cache_misses(table.profile_at(samples), table.num_embeddings, ratio)
+    return _misses(reader.table(option), samples, ratio)
+
+
+@lru_cache(maxsize=MAX_KNOWN_MISSES)
+def _misses(table: TableConfig, num_samples: int, ratio: float) -> float:
+    profile = table.profile_at(num_samples)
+    return cache_misses(profile, table.num_embeddings, ratio)
 
 
 def _slowness(option: ShardingOption, topology: Topology) -> float:

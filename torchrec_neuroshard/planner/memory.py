@@ -1,19 +1,19 @@
 """What a rank of a plan allocates: its tables at rest, and the peak of a step.
 
-A step of the embedding part has four instants at which memory may be at its peak:
+A step of the embedding part has six instants at which memory may be at its peak:
 
 - FORWARD: a kernel's output has been copied for the all-to-all, or lies beside what the
   reduce-scatter returns;
-- OUTPUTS: what arrived is put in the order of the tables, or gradients in that of the
-  ranks;
-- EXCHANGE: gradients of the outputs have been reordered for the way back, and what
-  arrives has its room;
-- KERNEL: a kernel sorts its lookups to update the rows.
+- ARRIVAL: outputs that came from the ranks are put side by side;
+- OUTPUTS: gradients of the outputs are put in the order of the ranks;
+- EXCHANGE: they have been reordered for the way back, and what arrives has its room;
+- KERNEL: a kernel sorts its lookups to update the rows;
+- REPLICAS: so does one of replicated tables, whose gradient is as large as they are.
 
 What shards *hold* at an instant adds up over all of a rank's shards; what *passes*,
 such as the room for sorting, is one kernel's at a time; what is *common* every rank
 has, whatever its shards: the outputs of its own samples. A rank's peak is the largest
-of the X with the allocator's peaks: `benchmarks/bench_memory.py`.
+of the instants' sums. `benchmarks/bench_memory.py` compares it with the allocator's.
 
 Units: n lookups that a kernel gets, f its bags, o elements of its output, s elements of
 the outputs of a rank's own samples.
@@ -41,7 +41,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
-from torchrec_neuroshard.planner.compat import pipeline_name
+from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.plan_conversion import fusion_key
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
@@ -54,7 +54,7 @@ __all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
 
 Floats = npt.NDArray[np.float64]
 
-INSTANTS = ("forward", "outputs", "exchange", "kernel")
+INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel", "replicas")
 """When memory may be at its peak, in the order of a step."""
 
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
@@ -65,6 +65,13 @@ _BY_COLUMNS = (
     ShardingType.COLUMN_WISE.value,
     ShardingType.TABLE_COLUMN_WISE.value,
 )
+
+_PERMUTED = (
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+    ShardingType.GRID_SHARD.value,
+)
+"""Sharding types whose pooled outputs TorchRec puts back into whole tables."""
 
 _INDEX, _LENGTH, _OFFSET, _FLOAT, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4, 4
 """Bytes of an index, a bag's length, its offset; of an output, of a lookup's weight and
@@ -77,9 +84,13 @@ _SORT_TEMPORARY = 12.2
 """Bytes for each lookup that the radix sort itself takes (measured: 12.18)."""
 _ALLOCATOR = 2 << 20
 """What torch's allocator adds by rounding, in all."""
-_BATCHES = (5.0, 5.0, 4.0, 4.0)
-"""Batches that a TorchRec pipeline holds on the device at each instant: three as they
-came, the others with features in the order in which they are sent."""
+_NUM_CAME = 3.0
+"""Batches that a TorchRec pipeline holds on the device as they came."""
+_NUM_SENT: Mapping[str, tuple[int, ...]] = {
+    "train_sparse_dist": (2, 2, 1, 1, 1, 1),
+    "train_prefetch_sparse_dist": (1, 1, 0, 0, 0, 0),
+}
+"""Those, at each instant, that it holds with features as they are sent to shards."""
 
 _STATES: Mapping[str, int] = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
 """Optimizer -> values that it keeps of each weight."""
@@ -179,8 +190,9 @@ class MemoryModel:
         self._is_cuda = topology.compute_device != "cpu"
         self._reader = reader
         self._constraints = constraints or {}
-        name = pipeline_name(pipeline_type)
-        self._is_pipelined = name in ("train_sparse_dist", "train_prefetch_sparse_dist")
+        name = torchrec_pipeline(pipeline_type).value
+        self._is_pipelined = name in _NUM_SENT
+        self._num_sent = np.array(_NUM_SENT.get(name, (0,) * len(INSTANTS)))
         self._prefetches = name == "train_prefetch_sparse_dist"
 
     def knows(self, option: ShardingOption) -> bool:
@@ -238,7 +250,8 @@ class MemoryModel:
         """
         known = [o for o in options if self.knows(o)]
         common = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
-        common += self._reordered(known)
+        common += self._of_modules(known)
+        first = {o.path: is_dense(o) for o in reversed(known)}
         kernels: list[dict[tuple[Any, ...], list[tuple[ShardingOption, Shard]]]] = [
             defaultdict(list) for _ in range(self._world_size)
         ]
@@ -253,7 +266,7 @@ class MemoryModel:
                 if shard.size[0] or option.sharding_type in _BY_ROWS:
                     kernels[shard.rank][key].append((option, shard))
         return tuple(
-            self._rank(kernels[r], common if known else common * 0, others[r])
+            self._rank(kernels[r], common if known else common * 0, others[r], first)
             for r in range(self._world_size)
         )
 
@@ -283,6 +296,7 @@ class MemoryModel:
         kernels: Mapping[Any, Sequence[tuple[ShardingOption, Shard]]],
         common: Floats,
         other: float,
+        replicated_first: Mapping[str, bool],
     ) -> RankMemory:
         static = StaticMemory(weights=other)
         held = common + (_ALLOCATOR if common.any() else 0)
@@ -294,6 +308,8 @@ class MemoryModel:
             for option, shard in shards:
                 static += self._static(option, shard, width)
                 holds, passes = self._activations(option, shard, bool(cached))
+                if replicated_first[option.path] and not is_dense(option):
+                    holds[-1] = holds[0]  # autograd begins with the last
                 held = held + holds
                 kernel_passing = kernel_passing + passes
             passing = np.maximum(passing, kernel_passing)
@@ -397,23 +413,24 @@ class MemoryModel:
         held = np.full(len(INSTANTS), saved)
         if is_dense(option):
             rows = shape.rows * shape.width * self._element_size(option)
-            return held, np.array([_OFFSET * f, 0.0, 0.0, sorting - 8 * n + rows])
+            return held, np.array([_OFFSET * f, 0, 0, 0, 0, sorting - 8 * n + rows])
         if not option.is_pooled:
-            held += [0.0, 0.0, gradient, gradient]
+            # Lengths as they arrived and as they are sent back, until the step ends.
+            held += 2 * _LENGTH * f + np.array([0, 0, 0, gradient, gradient, gradient])
             permuted = gradient + 12 * f
             if option.sharding_type in _BY_ROWS:  # where each id came from
                 held += _INDEX * n * shape.parts / self._world_size
             return held, np.array(
-                [gradient + permuted, 0.0, 0.0, max(sorting, permuted)]
+                [gradient + permuted, 0, 0, 0, max(sorting, permuted), 0]
             )
         copied = gradient if option.sharding_type in _BY_COLUMNS else 0.0
-        if option.sharding_type in _BY_NODE:
-            held += [0.0, 0.0, 0.0, gradient]
+        if option.sharding_type in _BY_NODE and not self._is_reduced_at_once(option):
+            held += [0, 0, 0, 0, gradient, gradient]
             reduced = gradient / shape.parts
             forward = gradient + 2 * reduced + _OFFSET * f
-            return held, np.array([forward, 0.0, reduced, max(sorting, reduced)])
-        held += [0.0, 0.0, gradient, gradient]
-        return held, np.array([gradient + copied + _OFFSET * f, 0.0, 0.0, sorting])
+            return held, np.array([forward, 0, 0, reduced, max(sorting, reduced), 0])
+        held += [0, 0, 0, gradient, gradient, gradient]
+        return held, np.array([gradient + copied + _OFFSET * f, 0, 0, 0, sorting, 0])
 
     def _common(self, option: ShardingOption) -> Floats:
         """What every rank holds at each instant of the outputs of its own samples."""
@@ -423,46 +440,106 @@ class MemoryModel:
         size = _FLOAT * outputs * int(option.tensor.shape[1])
         batches = np.zeros(len(INSTANTS))
         if self._is_pipelined:
-            weight = _WEIGHT if table.weighted else 0
-            one = (_INDEX + weight) * lookups + _LENGTH * bags
-            batches = one * np.array(_BATCHES)
-        kept = 0.0 if self._is_pipelined else 1.0
+            ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
+            copies, pieces = self._num_pieces(option)
+            sent = copies * ids + pieces * _LENGTH * bags
+            num_sent = np.ones(1) if is_dense(option) else self._num_sent
+            batches = _NUM_CAME * (ids + _LENGTH * bags) + num_sent * sent
+        kept = 0 if self._is_pipelined else 1
         if is_dense(option):
-            return size * np.array([1.0, 1.0, 1.0 + kept, 1.0 + kept]) + batches
-        sent = option.is_pooled and option.sharding_type == ShardingType.ROW_WISE.value
-        exchanged = 1.0 + kept if sent else 2.0 + kept
-        own = 2.0 * kept if option.is_pooled else 1.0 + kept
-        # Gradients, cut by rank, lie beside the pieces that they are put together from.
-        cut = 2.0 if sent or not option.is_pooled else 3.0 + kept
-        return size * np.array([1.0, cut, exchanged, own]) + batches
+            parts = [1, 1, 1 + kept, 1 + kept, 1 + kept, 1 + kept]
+        elif not option.is_pooled:
+            parts = [1, 1, 2 + kept, 1 + 2 * kept, 2 * kept, 2 * kept]
+        elif self._is_reduced_at_once(option):
+            parts = [1, 1, 2, 1 + kept, 2 * kept, 2 * kept]
+        else:  # gradients, cut by rank, lie beside what they are put together from
+            parts = [1, 2, 3 + kept, 2 + kept, 2 * kept, 2 * kept]
+        return size * np.array(parts) + batches
 
-    def _reordered(self, options: Sequence[ShardingOption]) -> Floats:
-        """What putting outputs into the order of the tables takes."""
+    def _is_reduced_at_once(self, option: ShardingOption) -> bool:
+        """Whether a reduce-scatter alone brings the outputs to their samples."""
+        kind = option.sharding_type
+        within = kind in _BY_NODE and self._world_size <= self._node
+        return within or kind == ShardingType.ROW_WISE.value
+
+    def _num_pieces(self, option: ShardingOption) -> tuple[int, int]:
+        """Of a table's features on their way to its shards: copies, and pieces.
+
+        Column shards get copies of them; of rows, the ids are parted.
+        """
+        columns = len({int(s.offset[1]) for s in option.shards})
+        if option.sharding_type == ShardingType.ROW_WISE.value:
+            return 1, self._world_size
+        if option.sharding_type in _BY_NODE:
+            return columns, columns * self._node
+        return columns, columns
+
+    def _of_modules(self, options: Sequence[ShardingOption]) -> Floats:
+        """What putting outputs of a module together takes, whatever the shards."""
         extra = np.zeros(len(INSTANTS))
         modules: dict[str, dict[str, list[ShardingOption]]] = {}
         for option in options:
-            if option.is_pooled:
-                kinds = modules.setdefault(option.path, {})
-                kinds.setdefault(option.sharding_type, []).append(option)
+            kinds = modules.setdefault(option.path, {})
+            kinds.setdefault(option.sharding_type, []).append(option)
         for kinds in modules.values():
-            size = {k: sum(self._output_bytes(o) for o in v) for k, v in kinds.items()}
-            if len(kinds) > 1:  # one more copy, of all of them side by side
-                extra += sum(size.values()) * np.array([0.0, 1.0, 0.0, 0.0])
             for kind, members in kinds.items():
-                if kind in _BY_COLUMNS[1:] and _is_permuted(members):
-                    extra += size[kind] * np.array([0.0, 1.0, 1.0, 0.0])
+                # A pipeline lets go of gradients once they are in the other order.
+                if not self._is_pipelined and self._is_permuted(kind, members):
+                    size = sum(self._output_bytes(o) for o in members)
+                    extra += size * np.array([0, 0, 1, 1, 0, 0])
+            if len(kinds) > 1:
+                members = [o for several in kinds.values() for o in several]
+                extra += sum(self._beside_others(o, members) for o in members)
         return extra
+
+    def _beside_others(
+        self, option: ShardingOption, module: Sequence[ShardingOption]
+    ) -> Floats:
+        """What a table takes more in a module with several sharding types.
+
+        Its gradient is a part of that of all outputs, of which a copy is made. All
+        features are put in order together: while replicated tables look theirs up,
+        those of the others are there, too.
+        """
+        size = self._output_bytes(option) if option.is_pooled else 0.0
+        if is_dense(option):
+            return size * np.array([0, 0, 0, 0, 0, 1])
+        cut = self._is_reduced_at_once(option)
+        found = size * np.array([0, 0, 1, cut, 0, 0])
+        if any(map(is_dense, module)):
+            if self._is_pipelined:
+                found += size * np.array([0, 0, 0, 0, 1, 1])
+            table, local = self._reader.table(option), float(option.batch_size)
+            ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
+            copies, _ = self._num_pieces(option)
+            one = copies * local * (ids + _LENGTH * self._num_features(option))
+            there = 2 if self._is_pipelined else 1
+            is_sent = option.sharding_type in _BY_COLUMNS
+            found += one * (there - self._num_sent * is_sent)
+        return found
+
+    def _is_permuted(self, kind: str, options: Sequence[ShardingOption]) -> bool:
+        """Whether columns arrive in another order than that of their tables.
+
+        Tables are in the order in which the first of each arrives.
+        """
+        if kind not in _PERMUTED:
+            return False
+        size = self._node if kind in _BY_NODE else 1
+        groups: dict[tuple[int, tuple[Any, ...]], int] = {}
+        arriving = []
+        for table, option in enumerate(options):
+            key = fusion_key(option, self._reader, kind)
+            for shard in option.shards:
+                rank = int(shard.rank or 0)
+                if rank % size == 0:  # one of a node's ranks speaks for all
+                    group = groups.setdefault((rank, key), table)
+                    arriving.append((rank, group, table, int(shard.offset[1])))
+        arriving.sort()
+        first: dict[int, int] = {}
+        order = [(first.setdefault(t, len(first)), c) for _, _, t, c in arriving]
+        return any(a > b for a, b in itertools.pairwise(order))
 
     def _output_bytes(self, option: ShardingOption) -> float:
         bags = self._num_features(option) * float(option.batch_size)
         return _FLOAT * bags * int(option.tensor.shape[1])
-
-
-def _is_permuted(options: Sequence[ShardingOption]) -> bool:
-    """Whether column shards, by their ranks, are in another order than the tables."""
-    arriving = sorted(
-        (int(shard.rank or 0), table, int(shard.offset[1]))
-        for table, option in enumerate(options)
-        for shard in option.shards
-    )
-    return any(a[1:] > b[1:] for a, b in itertools.pairwise(arriving))

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["outline_of"]
+from torchrec_neuroshard.planner.compat import optimizer_attributes
 
-_KEPT = "_optimizer"
-"""Attributes of a parameter that begin so say how `apply_optimizer_in_backward` trains
-it; others may hold the weights themselves."""
+__all__ = ["outline_of"]
 
 
 def outline_of(module: nn.Module) -> nn.Module:
@@ -56,7 +54,5 @@ def _weightless(tensor: torch.Tensor) -> torch.Tensor:
     new = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-    for name, value in vars(tensor).items():
-        if name.startswith(_KEPT):
-            setattr(new, name, value)
+    new.__dict__.update(optimizer_attributes(tensor))
     return new

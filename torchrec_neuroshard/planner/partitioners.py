@@ -31,6 +31,7 @@ from torchrec_neuroshard.planner.constraints import (
 )
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.finalists import Finalists
 from torchrec_neuroshard.planner.greedy import (
     memory_left,
     option_copies,
@@ -151,19 +152,25 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self.searcher = make_searcher(search)
         self._enumerator = enumerator
         self.log = SearchLog()
+        self._finalists: Finalists | None = None
         self._sharders: Mapping[str, ModuleSharder[Any]] = {}
 
     def for_run(
-        self, log: SearchLog, sharders: Iterable[ModuleSharder[Any]] = ()
+        self,
+        log: SearchLog,
+        sharders: Iterable[ModuleSharder[Any]] = (),
+        finalists: Finalists | None = None,
     ) -> NeuroShardPartitioner:
         """Return the same partitioner for one planning run.
 
         Args:
             log: Of the run.
             sharders: Of the run, for options whose estimators did not read them.
+            finalists: Has plans of the first search measured. None: nothing is.
         """
         other = copy.copy(self)
         other.log, other._sharders = log, sharders_by_type(sharders)
+        other._finalists = finalists
         return other
 
     def partition(
@@ -304,9 +311,11 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if space.task.has_choices and not searcher.takes_choices:
             searcher = ChoosingSearcher(searcher)
         try:
-            result = searcher.search(
-                space.task, self.costs.cost_model, self.costs.comms_model
-            )
+            cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
+            if self._finalists is not None and not log.records:
+                result = self._finalists.choose(searcher, space.task, self.costs)
+            else:
+                result = searcher.search(space.task, cost_model, comms_model)
         except InfeasibleError as error:
             log.infeasible = log.infeasible or str(error)
             raise PlannerError(
@@ -320,6 +329,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             raise type(error)(
                 f"search '{searcher.name}' returned what cannot be used: {error}"
             ) from error
+        result = self.costs.predict(space.task, result, const_ms)
         log.records.append(SearchRecord(space.task, result))
         return space.placed(result.placement)
 

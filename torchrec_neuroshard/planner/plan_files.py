@@ -63,6 +63,7 @@ from torchrec_neuroshard.planner.table_reader import (
     device_tier,
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S
+from torchrec_neuroshard.schedules import SEQUENTIAL
 from torchrec_neuroshard.search.base import SearchResult
 
 __all__ = [
@@ -147,6 +148,8 @@ class PlanFingerprint:
     """Its name; None: not known, or planned without one."""
     hardware: str | None = None
     """What the cost model predicts."""
+    pipeline_type: str | None = None
+    """Of the training loop; None: none that changes what a plan costs."""
     placement: Mapping[str, Any] | None = None
     """Which ranks tables may be on (`PlacementConstraints.to_json`); None: any, or not
     known."""
@@ -196,6 +199,7 @@ class PlanFingerprint:
                 hardware=data["hardware"],
                 placement=data["placement"],
                 # Not in the files of the first versions.
+                pipeline_type=data.get("pipeline_type"),
                 gb_per_s=data.get("gb_per_s"),
                 pooling_factors=data.get("pooling_factors"),
                 versions=dict(data["versions"]),
@@ -223,6 +227,7 @@ class _Job:
     batch_size: int | None
     cost_model: str | None = None
     hardware: str | None = None
+    pipeline_type: str | None = None
     placement: PlacementConstraints | None = None
     result: SearchResult | None = None
     reader: TableReader | None = None
@@ -259,6 +264,9 @@ class _Job:
                 batch_size=size,
                 cost_model=model.name,
                 hardware=model.hardware,
+                pipeline_type=None
+                if planner.costs.schedule is SEQUENTIAL
+                else planner.costs.schedule.name,
                 placement=planner.placement_constraints,
                 result=planner.last_result,
                 reader=planner.costs.reader,
@@ -293,6 +301,7 @@ class _Job:
             batch_size=self.batch_size,
             cost_model=self.cost_model,
             hardware=self.hardware,
+            pipeline_type=self.pipeline_type,
             placement=self.placement.to_json() if self.placement else None,
             gb_per_s={
                 name: round(float(getattr(self.topology, name)) * GB_PER_S, 3)
@@ -674,6 +683,7 @@ def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMi
         "batch_size",
         "cost_model",
         "hardware",
+        "pipeline_type",
         "placement",
     ):
         a, b = getattr(current, field_name), getattr(stored, field_name)

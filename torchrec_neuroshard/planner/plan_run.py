@@ -13,6 +13,7 @@ from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.hedging import (
     choose_plan,
     draw_paths,
+    is_uncertain,
     robustness,
 )
 from torchrec_neuroshard.planner.partitioners import SearchLog
@@ -90,7 +91,8 @@ class PlanRun:
     def _hold_up(self, best: list[ShardingOption]) -> list[ShardingOption]:
         """Choose the plan that holds up under the error of costs not measured."""
         plans = self.log.plans
-        if self._uncertain is None or not plans:
+        # Costs that were measured since are uncertain no more.
+        if self._uncertain is None or not is_uncertain(self._uncertain) or not plans:
             return best
         start = time.monotonic()
         paths_KC = draw_paths(self._uncertain, plans)

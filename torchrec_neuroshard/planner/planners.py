@@ -48,6 +48,7 @@ from torchrec_neuroshard.planner.checks import (
 )
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
+    nothing_collected,
     planner_part,
     replaced_parts,
     report_full,
@@ -56,9 +57,10 @@ from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
     ranks_by_table,
 )
-from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.first_launch import FirstLaunch
+from torchrec_neuroshard.planner.finalists import Finalists
+from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.hedging import is_uncertain
 from torchrec_neuroshard.planner.outline import outline_of
@@ -76,6 +78,7 @@ from torchrec_neuroshard.planner.topologies import default_topology
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanReport, explain
+from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
 from torchrec_neuroshard.search.progress import ProgressLine
@@ -123,9 +126,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             (proposals, ratings, copies).
 
     Args:
-        topology: The devices to plan for, by `topology_for` or TorchRec's `Topology`.
-            None: TorchRec's default for the process group. What it leaves at TorchRec's
-            defaults is taken from the card that is planned for, where it is known.
+        topology: The devices to plan for, by `topology_for`, `group_topology` or
+            TorchRec's `Topology`. None: TorchRec's default for the process group.
+            What it leaves at TorchRec's defaults is taken from the card that is planned
+            for, where it is known.
         batch_size: Samples per rank.
         enumerator: None: `NeuroShardEnumerator`. The constraints of TorchRec's or this
             package's stand in for those left out here; where both differ, tables are
@@ -156,15 +160,24 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             `collective_plan` measure the model's own tables for so many seconds, and
             the bundle that comes of it is kept for later launches. "auto": 60 s on
             GPUs; on CPUs only with cost_model="measure". "never", or seconds.
-        pipeline_type: TorchRec's `PipelineType` of the training loop: what it keeps on
-            the device counts as memory. None: no pipeline. An enumerator that is given
-            counts by its own.
+        measure_finalists: So many good plans are measured where they are decided, in
+            each of up to three rounds, within the seconds of `calibrate` (60 unless
+            given); the cost model is corrected by that, and the best of them returned.
+            All ranks of `collective_plan` measure, in `plan` this one. 0: none.
+        pipeline_type: TorchRec's `PipelineType` of the training loop, or
+            "train_semi_sync" or "train_fused_sparse_dist": what it runs beside
+            something else costs nothing as long as that takes longer, and what it keeps
+            on the device counts as memory. None: one phase after another, no pipeline.
+            An enumerator that is given counts memory by its own.
+        dense_ms: What the rest of the model takes in an iteration [ms]; `DenseMs` says
+            it part by part. None: 0, and collectives have nothing to run beside.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
-        ConfigError: There is no such cost model, search or `calibrate`, the batch size
-            or a number of the constraints cannot be, or the partitioner cannot keep
-            placement constraints.
+        ConfigError: There is no such cost model, search, pipeline or `calibrate`, the
+            batch size, `dense_ms` or a number of the constraints cannot be, or a part
+            that is given cannot keep placement constraints or prices plans under
+            another pipeline.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -193,7 +206,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         max_switches: int | None = None,
         placement_constraints: PlacementConstraints | None = None,
         calibrate: str | float = "auto",
+        measure_finalists: int = 0,
         pipeline_type: Any = None,
+        dense_ms: DenseMs | float | None = None,
         **kwargs: Any,
     ) -> None:
         constraints, offered, notes = _own_constraints(constraints, enumerator)
@@ -207,8 +222,17 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             cost_model=cost_model,
             comms_model=comms_model,
             profiles=profiles,
+            pipeline_type=pipeline_type,
+            dense_ms=dense_ms,
         )
-        self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
+        self._first_launch = FirstLaunch(
+            self.costs,
+            cost_model,
+            calibrate,
+            constraints,
+            budget_is_shared=measure_finalists > 0,
+        )
+        self._finalists = Finalists(measure_finalists, calibrate, self.costs.topology)
         topology = self.costs.topology
         self._arguments: dict[str, Any] = {
             "topology": topology,
@@ -226,6 +250,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "search": search,
             "consider_stock": consider_stock,
             "placement_constraints": placement_constraints,
+            "pipeline_type": pipeline_type,
+            "dense_ms": dense_ms,
             **kwargs,
         }
         if max_switches is not None:
@@ -258,6 +284,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._profiles = dict(profiles or {})
         self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
+        self._selected: list[ShardingOption] = []
         self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -286,6 +313,19 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 "constraints than the planner, or none: leave the partitioner out, or "
                 "pass the same to NeuroShardPartitioner(..., placement=...)"
             )
+        if measure_finalists and not own:
+            raise ConfigError(
+                f"measure_finalists needs this package's partitioner, got "
+                f"{type(partitioner).__name__}; leave one of them out"
+            )
+        if measure_finalists and not self.costs.schedule.adds_up(self.costs.dense):
+            raise ConfigError(
+                "measure_finalists adds up what phases take one after another, but "
+                f"pipeline_type is '{self.costs.schedule.name}'; leave one of them out"
+            )
+        for part in (partitioner, performance_model):
+            if isinstance(part, CostedPart):
+                self._check_schedule(part)
         # Only this package's partitioner takes plans that have ranks.
         self._considers_torchrec = consider_stock and own
         if consider_stock and not own:
@@ -316,6 +356,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             if type(p).__module__.startswith("torchrec.")
         ]
 
+    @nothing_collected()
     def plan(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> ShardingPlan:
@@ -338,7 +379,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
         """
-        self._known = None
+        self._known, self._selected = None, []
         unmatched = self._check_inputs(module)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
@@ -356,6 +397,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         except Exception as error:  # an odd module; the plan is good all the same
             logger.debug("the model's outline could not be kept: %r", error)
         if run.selected is not None:
+            self._selected = run.selected
             chosen = time.monotonic()
             skipped = filter(None, [run.torchrec.skipped])
             notes = [*self._notes, *unmatched, *skipped]
@@ -414,7 +456,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             proposers = [*proposers, torchrec.proposer]
         return run, {
             "proposers": proposers,
-            "partitioner": partitioner.for_run(run.log, sharders)
+            "partitioner": partitioner.for_run(
+                run.log, sharders, self._finalists if self._finalists.count else None
+            )
             if own
             else partitioner,
             "callbacks": run.callbacks(planner_part(self, "callbacks")),
@@ -457,16 +501,24 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._first_launch.on_all_ranks(partial(self._options, module, sharders), pg)
         plan: ShardingPlan | None = None
         error: Exception | None = None
+        root = dist.get_global_rank(pg, 0)
         if pg.rank() == 0:
             try:
-                plan = self.plan(module, sharders)
+                with self._finalists.among(pg):
+                    plan = self.plan(module, sharders)
             except Exception as caught:
                 error = caught
-        if pg.size() > 1:
-            sent = [(plan, self._known, _portable(error))]
-            dist.broadcast_object_list(sent, dist.get_global_rank(pg, 0), group=pg)
-            if pg.rank() != 0:
-                plan, self._known, error = sent[0]
+            if pg.size() > 1:
+                sent = [(plan, self._known, _portable(error))]
+                dist.broadcast_object_list(sent, root, group=pg)
+        else:
+            found: list[Any] = [None]
+            dist.broadcast_object_list(found, root, group=pg)
+            while isinstance(found[0], Offer):
+                self._finalists.help(found[0], pg.rank())
+                dist.broadcast_object_list(found, root, group=pg)
+            self._selected = []
+            plan, self._known, error = found[0]
         if error is not None:
             raise error
         return plan
@@ -525,6 +577,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     def last_seconds(self) -> Mapping[str, float]:
         """What planning took, part by part; empty before the first plan."""
         return self._known.seconds if self._known else {}
+
+    def get_selected_options(self) -> list[ShardingOption]:
+        """Return the last plan's options, with the costs and memory of its shards.
+
+        Empty before the first plan, and on ranks that another rank planned for.
+        """
+        return self._selected
 
     def report(self) -> PlanReport:
         """Say what the last plan costs on each rank, and why tables were split.
@@ -652,7 +711,24 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             known.others,
             basis=known.basis,
             robustness=known.robustness,
+            weight_sync=known.weight_sync,
         )
+
+    def _check_schedule(self, part: CostedPart) -> None:
+        """Refuse a part that prices plans under another schedule.
+
+        Raises:
+            ConfigError: It does.
+        """
+        theirs, ours = part.costs, self.costs
+        if (theirs.schedule, theirs.dense) != (ours.schedule, ours.dense):
+            raise ConfigError(
+                f"the {type(part).__name__} given prices plans under pipeline_type "
+                f"'{theirs.schedule.name}' and {theirs.dense.total_ms:g} ms of other "
+                f"layers, the planner under '{ours.schedule.name}' and "
+                f"{ours.dense.total_ms:g}: leave the part out, or pass pipeline_type "
+                f"and dense_ms to {type(part).__name__}, too"
+            )
 
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torchrec.distributed.planner.types import (
@@ -146,18 +147,19 @@ class NeuroShardProposer(CostedPart, Proposer):
         """Return the table in all ways that a search can place."""
         reader = self.costs.reader
         ways = [o for o in options if is_placeable(o, reader, self._topology)]
-        if not ways:
-            return _least(options, self._cost_order)
-        return FreeOption(_least(ways, self._cost_order), ways)
-
-    def _cost_order(self, option: ShardingOption) -> tuple[Any, ...]:
-        """Options that run and fit first; of these, by columns, then the cheapest."""
-        ranks = self._rules.ranks(self._rules.index[table_name(option)])
+        ranks = self._rules.ranks(self._rules.index[table_name(options[0])])
         room = max(
             getattr(self._topology.devices[r].storage, self._tier) for r in ranks
         )
+        least = _least(ways or options, partial(self._cost_order, room, bool(ways)))
+        return FreeOption(least, ways) if ways else least
+
+    def _cost_order(
+        self, room: int, is_placeable: bool, option: ShardingOption
+    ) -> tuple[Any, ...]:
+        """Options that run and fit first; of these, by columns, then the cheapest."""
         size = max(float(getattr(s.storage, self._tier)) for s in option.shards)
-        if is_placeable(option, self.costs.reader, self._topology):
+        if is_placeable:
             size *= narrowest_shard(option, self._constraints) / max(
                 int(s.size[1]) for s in option.shards
             )

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,13 +57,13 @@ from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     cannot_run,
-    is_dense,
+    max_columns,
     note_sharders,
     table_name,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal, TableFault
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE, MAX_CUDA_COLUMNS
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["rehearse"]
 
@@ -140,7 +141,7 @@ def rehearse(
             f"{len(unknown)} of {len(options)} tables count with TorchRec's estimate "
             f"of their memory, '{unknown[0]}' among them"
         )
-    kernels = [_own_faults(options, r) for r in range(world_size)]
+    kernels = [_own_faults(options, r, topology) for r in range(world_size)]
     ranks = []
     for rank, found in enumerate(memory):
         shards = [(o, s) for o in options for s in o.shards if s.rank == rank]
@@ -200,9 +201,11 @@ def _available(topology: Topology, rank: int) -> int:
     return int(storage.ddr if topology.compute_device == "cpu" else storage.hbm)
 
 
-def _own_faults(options: Sequence[ShardingOption], rank: int) -> list[TableFault]:
+def _own_faults(
+    options: Sequence[ShardingOption], rank: int, topology: Topology
+) -> list[TableFault]:
     """What kernels refuse, but only when they run."""
-    found = []
+    found, widest = [], max_columns(topology)
     for option in options:
         widths = [int(s.size[1]) for s in option.shards if s.rank == rank]
         if not widths:
@@ -216,12 +219,12 @@ def _own_faults(options: Sequence[ShardingOption], rank: int) -> list[TableFault
                     way_out="Choose another embedding_dim or other column shards",
                 )
             )
-        elif max(widths) > MAX_CUDA_COLUMNS and not is_dense(option):
+        elif max(widths) > widest:
             found.append(
                 TableFault(
                     table=table_name(option),
                     cause="a GPU's kernels take at most "
-                    f"{MAX_CUDA_COLUMNS} columns, got {max(widths)}",
+                    f"{widest} columns, got {max(widths)}",
                     way_out="Split its columns: allow column_wise sharding for it",
                 )
             )
@@ -396,7 +399,7 @@ def _rank(rank: int, topology: Topology, store: Any) -> Iterator[None]:
     world_size, node = int(topology.world_size), int(topology.local_world_size)
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     values = (rank, world_size, rank % node, node)
-    disabled = logging.root.manager.disable
+    disabled, hook = logging.root.manager.disable, sys.excepthook
     os.environ.update(zip(_ENVIRONMENT, map(str, values), strict=True))
     logging.disable(logging.WARNING)
     try:
@@ -408,6 +411,7 @@ def _rank(rank: int, topology: Topology, store: Any) -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
+        sys.excepthook = hook  # torch's names the rank, and keeps the one before
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -16,11 +16,11 @@ from torchrec.distributed.planner.types import ParameterConstraints, Topology
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.planner.rehearse import rehearse
+from torchrec_neuroshard.schedules import SCHEDULES
 
 __all__ = ["add_arguments", "load_model", "run"]
 
 _GIB = 2**30
-_PIPELINES = ("none", "train_base", "train_sparse_dist", "train_prefetch_sparse_dist")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hbm-gib", type=float, help="memory of a device (what the plan was made for)"
     )
     parser.add_argument(
-        "--pipeline", choices=_PIPELINES, default="none", help="of the training loop"
+        "--pipeline",
+        choices=list(SCHEDULES),
+        default="none",
+        help="of the training loop",
     )
     parser.add_argument(
         "--pooling-factor",

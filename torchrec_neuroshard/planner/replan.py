@@ -71,10 +71,6 @@ __all__ = ["Move", "ReplanConfig", "ReplanResult", "apply_moves", "replan"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
-_STATE_BYTES_PER_VALUE: Mapping[str, int] = {"adagrad": 4, "adam": 8}
-"""Optimizer -> bytes of fp32 state for each weight."""
-_STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
-"""Optimizer -> bytes of fp32 state for each row of a shard."""
 _MAX_SHOWN = 20
 """Moves that the text of a result lists."""
 
@@ -391,11 +387,8 @@ class _Job:
         """Bytes that move with a column, and with every shard or part of one."""
         option = self.options[table]
         rows = int(option.tensor.shape[0])
-        optimizer = self.costs.reader.optimizer(option)
-        per_value = option.tensor.element_size() + _STATE_BYTES_PER_VALUE.get(
-            optimizer, 0
-        )
-        return rows * per_value, rows * _STATE_BYTES_PER_ROW.get(optimizer, 0)
+        per_value, per_row = self.costs.reader.state_bytes(option)
+        return rows * (option.tensor.element_size() + per_value), rows * per_row
 
     def moves(self, table: int, shards: Shards) -> list[Move]:
         """List the moves that take a table to these shards."""
@@ -461,7 +454,7 @@ def _improve(
 ) -> tuple[dict[int, Shards], int]:
     """Return the tables that change, their new shards, and what that took."""
     budget = job.budget(budget_bytes, executable_only, config)
-    bank = ShardBank(job.costs.simulator(job.task))
+    bank = ShardBank(job.costs.searched_simulator(job.task))
     for shared in budget.doubled():
         bank.price_as(*shared)
     # A rank that holds too much already may stay as full as it is.

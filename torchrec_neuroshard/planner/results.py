@@ -14,7 +14,7 @@ from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.partitioners import SearchRecord
 from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS, table_name
-from torchrec_neuroshard.report import OtherTable, PlanBasis, Robustness
+from torchrec_neuroshard.report import OtherTable, PlanBasis, Robustness, WeightSync
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
@@ -35,6 +35,8 @@ class KnownPlan:
     """What its costs rest on."""
     robustness: Robustness | None = None
     """How it does if they are off; None where they were measured."""
+    weight_sync: WeightSync | None = None
+    """How replicas are kept alike; None where there are none."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What planning took, part by part."""
 
@@ -86,6 +88,7 @@ def describe_plan(
         num_evaluated=sum(r.result.num_evaluated for r in records),
         warnings=tuple(dict.fromkeys(texts)),
         fallback=fallback,
+        finalists=next((r.result.finalists for r in records), ()),
     )
     others = tuple(
         OtherTable(
@@ -104,6 +107,7 @@ def describe_plan(
         others=others,
         basis=costs.basis(selected, batch_size_is_default),
         robustness=robustness,
+        weight_sync=costs.weight_sync(selected),
     )
 
 

@@ -14,6 +14,7 @@ from torchrec.distributed.planner.shard_estimators import (
 )
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    Perf,
     PlannerError,
     ShardEstimator,
     ShardingOption,
@@ -22,7 +23,11 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.planner.compat import sharder_params, with_optimizer
+from torchrec_neuroshard.planner.compat import (
+    sharder_params,
+    torchrec_pipeline,
+    with_optimizer,
+)
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.table_reader import (
@@ -99,10 +104,11 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
     """Predicts the shards of each option as if its table were alone.
 
     All options of a search space are predicted in one batch, row shards, replicas and
-    tables in the host's memory included. Options that the cost model has no price for
-    (quantised tables, tables on disk or of odd widths) keep TorchRec's estimate, which
-    knows no launch overhead: what the cost model says any kernel costs is added to
-    their compute, so that both can be compared.
+    tables in the host's memory included. Kernels that no cost model holds (Triton's,
+    tables on disk, virtual ones) cost as many times the fused kernel as TorchRec
+    estimates. Other options without a price (quantised tables, odd widths) keep
+    TorchRec's estimate, which knows no launch overhead: what the cost model says any
+    kernel costs is added to their compute, so that both can be compared.
 
     The arguments are those of `CostedPart`.
     """
@@ -139,8 +145,32 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
             for shard, perf in zip(option.shards, shard_perfs, strict=True):
                 shard.perf = perf
         if others:
-            self._stock.estimate(others, *args, **kwargs)
-            self.costs.add_launches(others)
+            self._estimate(others, *args, **kwargs)
+
+    def _estimate(
+        self, options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Price options by TorchRec, in the terms of the fused kernel where it can."""
+        twins = [self.costs.reader.fused_twin(o) for o in options]
+        fused = [t for t in twins if t is not None]
+        self._stock.estimate(fused, *args, **kwargs)
+        scales = iter(
+            [
+                _ratios(ours, shard.perf)
+                for twin, perfs in zip(
+                    fused, self.costs.single_perfs(fused), strict=True
+                )
+                for shard, ours in zip(twin.shards, perfs, strict=True)
+            ]
+        )
+        self._stock.estimate(options, *args, **kwargs)
+        for option, twin in zip(options, twins, strict=True):
+            for shard in option.shards if twin is not None else ():
+                for name, ratio in next(scales).items():
+                    setattr(shard.perf, name, getattr(shard.perf, name) * ratio)
+        # Of twins, the launch is part of the fused kernel's time.
+        alone = [o for o, t in zip(options, twins, strict=True) if t is None]
+        self.costs.add_launches(alone)
 
 
 class StorageEstimator(EmbeddingStorageEstimator):
@@ -170,7 +200,9 @@ class StorageEstimator(EmbeddingStorageEstimator):
         reader: TableReader,
         pipeline_type: Any = None,
     ) -> None:
-        given = {} if pipeline_type is None else {"pipeline_type": pipeline_type}
+        given = {}
+        if pipeline_type is not None:
+            given["pipeline_type"] = torchrec_pipeline(pipeline_type)
         super().__init__(
             topology=topology,
             constraints=dict(constraints) if constraints else None,
@@ -212,6 +244,16 @@ class StorageEstimator(EmbeddingStorageEstimator):
         if state is None or has_own_optimizer(option):
             return option
         return with_optimizer(option, state)
+
+
+def _ratios(ours: Perf, torchrecs: Perf) -> dict[str, float]:
+    """How many times TorchRec's estimate of a shard each part of this package's is."""
+    return {
+        name: getattr(ours, name) / theirs
+        if (theirs := getattr(torchrecs, name))
+        else 1.0
+        for name in ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms")
+    }
 
 
 def _note_sharders(options: list[ShardingOption], *given: Any) -> None:

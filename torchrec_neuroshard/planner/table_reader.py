@@ -9,6 +9,8 @@ TorchRec's own costs. Which of those with a cost a search may place, `ways` says
 
 from __future__ import annotations
 
+import copy
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -44,17 +46,21 @@ from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TY
 from torchrec_neuroshard.tables import (
     COLUMN_MULTIPLE,
     DATA_TYPE_BYTES,
+    MAX_CUDA_COLUMNS,
     TableConfig,
 )
 
 __all__ = [
     "OFFLOADED_KERNELS",
+    "SPLITTING_TYPES",
     "TableReader",
     "cannot_run",
     "device_tier",
     "has_own_optimizer",
     "is_dense",
+    "is_fused",
     "is_modelled_config",
+    "max_columns",
     "note_sharders",
     "table_configs",
     "table_name",
@@ -72,6 +78,8 @@ _COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
+SPLITTING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+"""Sharding types that may cut a table's columns."""
 
 OFFLOADED_KERNELS: frozenset[str] = frozenset(
     {
@@ -94,7 +102,10 @@ _OPTIMIZER_NAMES: Mapping[str, str] = {
     "ADAM": "adam",
 }
 """Other optimizers are costed as Adam, which keeps as much state as any of them."""
-
+_STATE_BYTES_PER_VALUE: Mapping[str, int] = {"adagrad": 4, "adam": 8}
+"""Optimizer -> bytes of fp32 state for each weight."""
+_STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
+"""Optimizer -> bytes of fp32 state for each row of a shard."""
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
@@ -118,13 +129,25 @@ def is_dense(option: ShardingOption) -> bool:
     return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
 
 
+def is_fused(option: ShardingOption) -> bool:
+    """Whether the option runs FBGEMM's fused kernel, wherever its rows are."""
+    return option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
+
+
 def cannot_run(option: ShardingOption) -> bool:
     """Whether a fused kernel would get widths that are no multiples of four."""
-    kernel = str(option.compute_kernel)
-    widths = (int(s.size[1]) for s in option.shards)
-    return not (is_dense(option) or kernel.startswith("quant")) and any(
-        w % COLUMN_MULTIPLE for w in widths
-    )
+    if is_dense(option) or str(option.compute_kernel).startswith("quant"):
+        return False
+    return any(width % COLUMN_MULTIPLE for width in {s.size[1] for s in option.shards})
+
+
+def max_columns(topology: Topology) -> int:
+    """Return the most columns of a shard that the devices' kernels take.
+
+    On GPUs those of replicated tables and of tables in the host's memory do not take
+    more, either.
+    """
+    return MAX_CUDA_COLUMNS if is_accelerator(topology.compute_device) else sys.maxsize
 
 
 def has_own_optimizer(option: ShardingOption) -> bool:
@@ -260,7 +283,24 @@ class TableReader:
             return False
         if kind.is_replicated:
             return is_dense(option)
-        return option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
+        return is_fused(option)
+
+    def is_stashed(self, option: ShardingOption) -> bool:
+        """Whether the table's weights leave the device between uses."""
+        config = self.config(option)
+        return config is not None and bool(config.stash_weights)
+
+    def fused_twin(self, option: ShardingOption) -> ShardingOption | None:
+        """Return an option without a price as it would be with the fused kernel.
+
+        The shards are the option's own. None where that has no price either, and for
+        quantised tables, which are not trained.
+        """
+        if self.has_cost(option) or str(option.compute_kernel).startswith("quant"):
+            return None
+        twin = copy.copy(option)
+        twin.compute_kernel = _FUSED
+        return twin if self.has_cost(twin) else None
 
     def _is_modelled(self, option: ShardingOption) -> bool:
         config = self.config(option)
@@ -269,8 +309,8 @@ class TableReader:
             and is_modelled_config(config)
             and option.tensor.dim() == 2
             and all(
-                s.size[1] > 0 and s.size[1] % COLUMN_MULTIPLE == 0
-                for s in option.shards
+                width > 0 and width % COLUMN_MULTIPLE == 0
+                for width in {s.size[1] for s in option.shards}
             )
         )
 
@@ -286,6 +326,14 @@ class TableReader:
         if chosen is None or is_dense(option):  # which reads no fused_params
             return "sgd"  # fbgemm's own default
         return _OPTIMIZER_NAMES.get(chosen, "adam")
+
+    def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
+        """Return the optimizer's state for each weight, and each row of a shard."""
+        optimizer = self.optimizer(option)
+        return (
+            _STATE_BYTES_PER_VALUE.get(optimizer, 0),
+            _STATE_BYTES_PER_ROW.get(optimizer, 0),
+        )
 
     def table(self, option: ShardingOption) -> TableConfig:
         """Describe the option's table, whatever its shards.

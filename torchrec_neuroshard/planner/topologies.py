@@ -44,6 +44,7 @@ from torchrec_neuroshard.planner.compat import (
     planner_part,
     with_bandwidths,
 )
+from torchrec_neuroshard.planner.groups import sharding_group
 from torchrec_neuroshard.report import DeviceFigure
 
 __all__ = [
@@ -327,14 +328,21 @@ def _card_figure(name: str, card: GpuCard) -> DeviceFigure:
 
 def _is_used(name: str, topology: Topology) -> bool:
     """Whether a figure says anything of such devices."""
-    world_size = topology.world_size
-    if name == "intra_host_bw" and min(topology.local_world_size, world_size) < 2:
+    world_size, per_node = _job(topology)
+    if name == "intra_host_bw" and min(per_node, world_size) < 2:
         return False
-    if name == "inter_host_bw" and world_size <= topology.local_world_size:
+    if name == "inter_host_bw" and world_size <= per_node:
         return False
     if not is_accelerator(topology.compute_device):
         return not name.startswith("hbm")
     return name != "ddr_mem_bw"
+
+
+def _job(topology: Topology) -> tuple[int, int]:
+    """Ranks, and ranks per node, of the job that a topology belongs to."""
+    if (group := sharding_group(topology)) is not None:
+        return group.num_ranks, group.ranks_per_node
+    return int(topology.world_size), int(topology.local_world_size)
 
 
 def _value(name: str, topology: Topology) -> float:
@@ -416,7 +424,7 @@ def _defaults_in_use(
         return ()
     taken = ", ".join(f"{figures[n].name} {figures[n]}" for n in left_out)
     names = ", ".join(left_out)
-    world_size, per_node = int(topology.world_size), int(topology.local_world_size)
+    world_size, per_node = _job(topology)
     most = card.gpus_per_node if card is not None else _USUAL_NODE
     if per_node > most and world_size % most == 0:
         taken += f". All {per_node} ranks count as one node"

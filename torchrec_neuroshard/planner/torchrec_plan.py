@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 import time
@@ -15,6 +16,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import (
     Enumerator,
+    ParameterConstraints,
     PlannerError,
     PlannerErrorType,
     Proposer,
@@ -31,8 +33,11 @@ from torchrec_neuroshard.planner.shard_estimators import (
     TimedEstimator,
 )
 from torchrec_neuroshard.planner.table_reader import (
+    SPLITTING_TYPES,
     TableReader,
     cannot_run,
+    max_columns,
+    table_configs,
     table_name,
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
@@ -210,6 +215,13 @@ class TorchRecPlan:
                 f"'{option.compute_kernel}', which takes widths that are multiples of "
                 f"{COLUMN_MULTIPLE}"
             )
+        for option in options:
+            width = max(int(s.size[1]) for s in option.shards)
+            if width > max_columns(self._arguments["topology"]):
+                return (
+                    f"TorchRec's own plan gives table '{table_name(option)}' shards of "
+                    f"{width} columns, more than a GPU's kernels take"
+                )
         violation = self._violation(options)
         if violation is None:
             return None
@@ -225,10 +237,15 @@ class TorchRecPlan:
 
     def _every_option(self, deadline: float = math.inf) -> EmbeddingEnumerator:
         """TorchRec's enumerator, with the state of all optimizers in the memory."""
-        topology, constraints = (
-            self._arguments["topology"],
-            self._arguments["constraints"],
-        )
+        topology = self._arguments["topology"]
+        constraints = dict(self._arguments["constraints"] or {})
+        for config in table_configs(self._job[0]):
+            if config.embedding_dim > max_columns(topology):
+                given = constraints.get(config.name) or ParameterConstraints()
+                kinds = given.sharding_types or SPLITTING_TYPES
+                constraints[config.name] = dataclasses.replace(
+                    given, sharding_types=[k for k in kinds if k in SPLITTING_TYPES]
+                )
         estimators = [
             TimedEstimator(topology, constraints, deadline=deadline),
             StorageEstimator(

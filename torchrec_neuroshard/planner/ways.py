@@ -32,6 +32,7 @@ from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     device_tier,
     has_own_optimizer,
+    max_columns,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size
@@ -89,8 +90,10 @@ def is_placeable(
     kind = SHARDING_TYPES.get(option.sharding_type)
     if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
-    if kind.in_columns:
-        return option.sharding_type in (TABLE_WISE, COLUMN_WISE)
+    if kind.in_columns:  # a search may leave them whole
+        whole = int(option.tensor.shape[1])
+        searched = option.sharding_type in (TABLE_WISE, COLUMN_WISE)
+        return searched and whole <= max_columns(topology)
     size = kind.block_size(int(topology.world_size), node_size(topology))
     # The first and the last shard tell: TorchRec cuts all others alike.
     rows, shards = int(option.tensor.shape[0]), option.shards
@@ -128,11 +131,13 @@ def other_grids(
         return []
     size = kind.block_size(int(topology.world_size), node_size(topology))
     width, own = int(option.tensor.shape[1]), int(option.shards[0].size[1])
-    narrowest = _min_partition(option, constraints)
+    narrowest, widest = _min_partition(option, constraints), max_columns(topology)
     found = []
     for count in range(2, int(topology.world_size) // size + 1):
         block, rest = divmod(width, count)
-        if rest or block % COLUMN_MULTIPLE or block < narrowest or block == own:
+        if rest or block % COLUMN_MULTIPLE or not narrowest <= block <= widest:
+            continue
+        if block == own:
             continue
         other = copy.copy(option)
         other.shards = [

@@ -9,7 +9,9 @@ from torchrec_neuroshard.report.plan_report import (
     PlanReport,
     RankReport,
     Robustness,
+    ScheduleReport,
     SplitReport,
+    WeightSync,
 )
 from torchrec_neuroshard.report.rehearsal import (
     RankRehearsal,
@@ -27,8 +29,10 @@ __all__ = [
     "RankReport",
     "Rehearsal",
     "Robustness",
+    "ScheduleReport",
     "SplitReport",
     "TableFault",
+    "WeightSync",
     "chrome_trace",
     "explain",
     "html_report",

@@ -18,10 +18,12 @@ from torchrec_neuroshard.report.plan_report import (
     PlanReport,
     RankReport,
     Robustness,
+    ScheduleReport,
     SplitReport,
+    WeightSync,
 )
 from torchrec_neuroshard.search import SearchResult
-from torchrec_neuroshard.simulator import RankCosts, Simulator
+from torchrec_neuroshard.simulator import PredictedCosts, RankCosts, Simulator
 
 __all__ = ["explain"]
 
@@ -29,6 +31,7 @@ MAX_SPLITS = 50
 """Split tables explained one by one: those that would cost most in one piece."""
 _COMPUTE, _COMMS = [1, 4], [0, 2, 3]
 """Of `PHASES`."""
+_ONE_MORE = ((0, 0), (0, 0), (0, 0), (0, 1))
 
 
 def explain(
@@ -38,6 +41,7 @@ def explain(
     max_splits: int = MAX_SPLITS,
     basis: PlanBasis | None = None,
     robustness: Robustness | None = None,
+    weight_sync: WeightSync | None = None,
 ) -> PlanReport:
     """Say what a plan costs and what each of its splits is good for.
 
@@ -52,13 +56,14 @@ def explain(
         max_splits: Split tables explained one by one.
         basis: What the costs rest on.
         robustness: How the plan does if its costs are off.
+        weight_sync: How replicas are kept alike.
     """
     placement, predicted = result.placement, result.predicted
     task = simulator.task if simulator is not None else None
     splits: list[SplitReport] = []
     num_split = 0
     if simulator is not None:
-        splits = _explain_splits(simulator, placement, predicted.critical_path_ms)
+        splits = _explain_splits(simulator, placement, predicted)
         num_split = len(splits)
     return PlanReport(
         critical_path_ms=predicted.critical_path_ms,
@@ -78,6 +83,9 @@ def explain(
         warnings=result.warnings,
         basis=basis,
         robustness=robustness,
+        finalists=result.finalists,
+        weight_sync=weight_sync,
+        schedule=ScheduleReport.of(predicted),
     )
 
 
@@ -103,14 +111,14 @@ def _rank_reports(
 
 
 def _explain_splits(
-    simulator: Simulator, placement: Placement, planned_ms: float
+    simulator: Simulator, placement: Placement, predicted: PredictedCosts
 ) -> list[SplitReport]:
     """Explain every split table, the costliest in one piece first.
 
     Args:
         simulator: Of the placement's task.
         placement: The plan's column shards.
-        planned_ms: Critical path of the whole plan, other tables included.
+        predicted: Costs of the whole plan, other tables included.
     """
     shards_of: dict[int, list[ColumnShard]] = {}
     for shard in placement.shards:
@@ -118,8 +126,8 @@ def _explain_splits(
     split = {t: s for t, s in shards_of.items() if len(s) > 1}
     if not split:
         return []
-    rebuild = _Rebuild(simulator, placement)
-    reports = [rebuild.whole(t, shards, planned_ms) for t, shards in split.items()]
+    rebuild = _Rebuild(simulator, placement, predicted)
+    reports = [rebuild.whole(t, shards) for t, shards in split.items()]
     return sorted(
         reports,
         key=lambda r: np.inf if r.whole_ms is None else r.whole_ms,
@@ -130,8 +138,10 @@ def _explain_splits(
 class _Rebuild:
     """Costs of a placement with one of its split tables in one piece."""
 
-    def __init__(self, simulator: Simulator, placement: Placement) -> None:
-        self.simulator = simulator
+    def __init__(
+        self, simulator: Simulator, placement: Placement, predicted: PredictedCosts
+    ) -> None:
+        self.simulator, self.predicted = simulator, predicted
         self.task = task = simulator.task
         self.loads = simulator.rank_loads(placement)
         self.compute_WG2 = simulator.compute_costs(self.loads.sums_CWGE)
@@ -146,26 +156,32 @@ class _Rebuild:
         self.splits_S = np.bincount(
             self.stage_T, weights=shards_T > 1, minlength=task.num_stages
         )
-        self.planned_P = self._worst_phases(
+        self.planned = self._phases(
             self.compute_WG2[None], self.loads.loads_CWS3[None], self.order_S2
-        )[0]
+        )
 
-    def _worst_phases(
+    def _phases(
         self,
         compute_CWG2: npt.NDArray[np.float64],
         loads_CWS3: npt.NDArray[np.float64],
         order_S2: npt.NDArray[np.float64],
     ) -> npt.NDArray[np.float64]:
-        """Each phase on its slowest rank, over all stages: `C x 5` [ms]."""
+        """Phases of each rank in each stage: `C x W x S x 5` [ms]."""
         compute = self.simulator.stage_compute(compute_CWG2)
         phases = self.simulator.phases(compute, loads_CWS3)
         phases[..., [2, 3]] += order_S2
-        worst: npt.NDArray[np.float64] = phases.max(axis=1).sum(axis=1)
-        return worst
+        return phases
 
-    def whole(
-        self, table: int, shards: Sequence[ColumnShard], planned_ms: float
-    ) -> SplitReport:
+    def _path_ms(self, phases_CWS5: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Critical paths under the plan's schedule, `C` [ms]."""
+        schedule, dense = self.predicted.schedule, self.predicted.dense
+        if schedule.adds_up(dense):
+            added: npt.NDArray[np.float64] = _worst(phases_CWS5).sum(axis=1)
+            return added
+        # Column shards that are explained lie in no cache.
+        return schedule.path_ms(np.pad(phases_CWS5, _ONE_MORE), dense)
+
+    def whole(self, table: int, shards: Sequence[ColumnShard]) -> SplitReport:
         """Put one split table on its best rank in one piece."""
         task = self.task
         config = task.tables[table]
@@ -185,24 +201,26 @@ class _Rebuild:
         )
         if not len(candidates):
             return report
-        worst_C5 = self._worst_with_whole(table, shards, candidates)
-        best = int(worst_C5.sum(axis=1).argmin())
-        change = worst_C5[best] - self.planned_P
+        phases = self._phases_with_whole(table, shards, candidates)
+        path_C = self._path_ms(phases)
+        best = int(path_C.argmin())
+        change = _worst(phases[[best]])[0] - _worst(self.planned)[0]
+        path_change = float(path_C[best] - self._path_ms(self.planned)[0])
         return dataclasses.replace(
             report,
             whole_rank=int(candidates[best]),
-            whole_ms=planned_ms + float(change.sum()),
+            whole_ms=self.predicted.critical_path_ms + path_change,
             compute_change_ms=float(change[_COMPUTE].sum()),
             comms_change_ms=float(change[_COMMS].sum()),
         )
 
-    def _worst_with_whole(
+    def _phases_with_whole(
         self,
         table: int,
         shards: Sequence[ColumnShard],
         candidates: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.float64]:
-        """Worst phases with the table whole on each candidate rank, `C x 5` [ms]."""
+        """Phases with the table whole on each candidate, `C x W x S x 5` [ms]."""
         task, simulator = self.task, self.simulator
         group, stage = task.groups[table], int(self.stage_T[table])
         dim, line = task.tables[table].embedding_dim, np.arange(len(candidates))
@@ -231,4 +249,10 @@ class _Rebuild:
         order_S2 = self.order_S2.copy()
         if self.splits_S[stage] == 1:
             order_S2[stage] = 0.0  # nothing is left to put in order
-        return self._worst_phases(compute, loads, order_S2)
+        return self._phases(compute, loads, order_S2)
+
+
+def _worst(phases_CWS5: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Each phase on its slowest rank, over all stages: `C x 5` [ms]."""
+    worst: npt.NDArray[np.float64] = phases_CWS5.max(axis=1).sum(axis=1)
+    return worst

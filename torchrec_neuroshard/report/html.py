@@ -109,14 +109,21 @@ def _summary(report: PlanReport) -> Iterator[str]:
         f"{html.escape(report.comms_source)}.{uncertain} {report.num_evaluated:,} rank "
         f"sets evaluated in {report.search_seconds:.1f} s.</p>"
     )
-    if report.robustness is not None:
-        text = str(report.robustness)
-        yield f"<p>{html.escape(text[0].upper() + text[1:])}.</p>"
+    if report.schedule is not None:
+        yield f"<p>{html.escape(_sentence(str(report.schedule)))}</p>"
+        yield f"<p class='note'>{html.escape(_sentence(report.schedule.alternatives))}"
+        yield "</p>"
+    for found in filter(None, (report.weight_sync, report.robustness)):
+        yield f"<p>{html.escape(_sentence(str(found)))}</p>"
     if report.fallback is not None:
         yield (
             "<p class='warning'>TorchRec's own plan was taken: "
             f"{html.escape(report.fallback)}</p>"
         )
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _bound_bar(bound_ms: float, path_ms: float) -> str:

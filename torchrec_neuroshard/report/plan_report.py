@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.simulator import PHASES, RankCosts
+from torchrec_neuroshard.schedules import (
+    SCHEDULES,
+    SEQUENTIAL,
+    TIMED,
+    find_schedule,
+)
+from torchrec_neuroshard.search.base import Finalist
+from torchrec_neuroshard.simulator import PHASES, PredictedCosts, RankCosts
 
 __all__ = [
     "DeviceFigure",
@@ -17,7 +24,9 @@ __all__ = [
     "PlanReport",
     "RankReport",
     "Robustness",
+    "ScheduleReport",
     "SplitReport",
+    "WeightSync",
 ]
 
 MAX_RANKS = 32
@@ -119,6 +128,94 @@ class Robustness:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSync:
+    """How the replicas of a sharding group's tables are kept alike."""
+
+    num_replicas: int
+    interval: int
+    """Iterations from one average to the next."""
+    rank_bytes: float
+    """Weights and optimizer state of the slowest rank."""
+    sync_ms: float
+    """What one average takes."""
+    source: str
+    """What that rests on."""
+
+    @property
+    def ms_per_iteration(self) -> float:
+        """What it adds to an iteration, on average."""
+        return self.sync_ms / self.interval
+
+    def __str__(self) -> str:
+        """Return it as a sentence without a full stop."""
+        every = f"{self.interval} iterations" if self.interval > 1 else "iteration"
+        return (
+            f"weights of {self.num_replicas} replicas are averaged every {every}: "
+            f"{format_bytes(self.rank_bytes)} of a rank in {self.sync_ms:.3f} ms, "
+            f"{self.ms_per_iteration:.3f} ms per iteration on top of the critical "
+            f"path ({self.source})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleReport:
+    """What the train pipeline makes of a plan's phases; all of it is predicted."""
+
+    pipeline_type: str
+    dense_ms: float
+    """What the rest of the model takes, of the critical path."""
+    phases_ms: dict[str, float]
+    """Phase -> what it takes on its slowest rank."""
+    hidden_ms: dict[str, float]
+    """Phase -> how much of that runs beside something longer."""
+    path_ms: dict[str, float]
+    """Pipeline -> critical path of this plan under it."""
+
+    @staticmethod
+    def of(predicted: PredictedCosts) -> ScheduleReport | None:
+        """Describe costs; None where nobody said how the model is trained."""
+        schedule, dense = predicted.schedule, predicted.dense
+        if schedule is SEQUENTIAL and not dense.total_ms:
+            return None
+        timed = predicted.timed_phases(schedule)[0]
+        worst = timed.max(axis=0).sum(axis=0).tolist()
+        return ScheduleReport(
+            pipeline_type=schedule.name,
+            dense_ms=dense.total_ms,
+            phases_ms=dict(zip(TIMED, worst, strict=True)),
+            hidden_ms=predicted.hidden_ms(schedule),
+            path_ms={
+                name: predicted.path_ms(find_schedule(name, dense))
+                for name in SCHEDULES
+                if name != "train_base"  # the same as "none"
+            },
+        )
+
+    @property
+    def hidden(self) -> tuple[str, ...]:
+        """Phases of which something is hidden, in words."""
+        return tuple(
+            f"{name} {self.hidden_ms[name]:.3f} of {ms:.3f}"
+            for name, ms in self.phases_ms.items()
+            if self.hidden_ms[name] > 1e-9
+        )
+
+    def __str__(self) -> str:
+        """Return it as a sentence without a full stop."""
+        return (
+            f"trained by pipeline_type '{self.pipeline_type}' with "
+            f"{self.dense_ms:.3f} ms of other layers; hidden beside something longer "
+            f"[ms]: {', '.join(self.hidden) or 'nothing'}"
+        )
+
+    @property
+    def alternatives(self) -> str:
+        """What this plan would take under each pipeline, in words."""
+        paths = ", ".join(f"{name} {ms:.3f}" for name, ms in self.path_ms.items())
+        return f"this plan under other pipelines, predicted [ms]: {paths}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
     """What one rank holds and does."""
 
@@ -209,6 +306,12 @@ class PlanReport:
     """None where only a search is reported."""
     robustness: Robustness | None = None
     """None where costs were measured, or the plan is not one of the planner's."""
+    finalists: tuple[Finalist, ...] = ()
+    """Plans that were measured where they are decided."""
+    weight_sync: WeightSync | None = None
+    """None where the plan is of all ranks, not of one of several sharding groups."""
+    schedule: ScheduleReport | None = None
+    """None where nobody said how the model is trained."""
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -235,12 +338,20 @@ def _lines(report: PlanReport) -> Iterator[str]:
         known = f"lower bound {report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
     yield f"critical path {report.critical_path_ms:.3f} ms, {known}"
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
+    if report.weight_sync is not None:
+        yield str(report.weight_sync)
+    if report.schedule is not None:
+        yield str(report.schedule)
+        yield report.schedule.alternatives
     if report.fallback is not None:
         yield f"TorchRec's own plan: {report.fallback}"
     if report.robustness is not None:
         yield str(report.robustness)
     if report.basis is not None:
         yield from _basis_lines(report.basis)
+    if report.finalists:
+        yield f"{len(report.finalists)} plans were measured where they are decided:"
+        yield from (f"    {plan}" for plan in report.finalists)
     yield ""
     yield from _rank_lines(report.ranks)
     if report.splits:

@@ -27,14 +27,14 @@ def chrome_trace(predicted: PredictedCosts) -> dict[str, Any]:
     Every rank is a process of the trace, with what it does (compute or collectives) on
     one track and its waiting for the slowest rank on another. Stages stand in the order
     of the tables, backward passes visit them in reverse order; the dense part, which no
-    plan changes, is left out.
+    plan changes, is left out. Phases stand one after another, also under a pipeline.
 
     Args:
         predicted: What `Simulator.evaluate` or a search returned.
 
     Returns:
         An object of the Trace Event Format; times in microseconds. The last event ends
-        at the critical path.
+        at the critical path, where nothing overlaps and there is no dense part.
     """
     events: list[dict[str, Any]] = []
     for rank in range(len(predicted.stages[0].ranks)):
@@ -81,6 +81,7 @@ def chrome_trace(predicted: PredictedCosts) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "traceEvents": events,
         "otherData": {
+            "pipeline_type": predicted.schedule.name,
             "critical_path_ms": predicted.critical_path_ms,
             "compute": predicted.compute_source,
             "comms": predicted.comms_source,

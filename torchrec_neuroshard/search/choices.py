@@ -23,7 +23,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import KernelFactors, ShardingTask
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -78,11 +78,13 @@ class Choices:
         )
         blocks_T = bank.dims_T / self.width_T
         rows = bank.rows(table, self.width_T[table], rank)
-        share = (blocks_T / num_ranks)[table, None]
-        of_table, *_ = _members(np.arange(len(table)), table, count, len(table))
-        self._encoding_TE = of_table @ (bank.encoding(rows) * share)
-        self._extra_T2 = of_table @ (bank.extra(rows) * share)
-        self._loads_T3 = of_table @ (bank.loads_of(rows) * share)
+        # Shards of a table are mostly alike: each kind is counted once.
+        rows, number = np.unique(rows, return_inverse=True)
+        share = (blocks_T / num_ranks)[table]
+        counts = sparse.csr_array((share, (table, number)), shape=(count, len(rows)))
+        self._encoding_TE = counts @ bank.encoding(rows)
+        self._extra_T2 = counts @ bank.extra(rows)
+        self._loads_T3 = counts @ bank.loads_of(rows)
         self._bytes_T: Floats = (
             bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
@@ -101,12 +103,10 @@ class Choices:
         self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
         self._shard_bytes_T: Floats = bank.bytes(np.arange(count), np.array(narrow))
         self.fits_T = self._fits()
-        kernels = {k: i for i, k in enumerate(dict.fromkeys(task.kernels))}
-        self.kind_T: Ints = np.array(
-            [
-                int(bank.stages_T[t]) * len(kernels) + kernels[task.kernels[t]]
-                for t in range(count)
-            ]
+        kernels = [_kernel(factors) for factors in task.kernels]
+        numbers = {k: i for i, k in enumerate(dict.fromkeys(kernels))}
+        self.kind_T: Ints = bank.stages_T * len(numbers) + np.array(
+            [numbers[k] for k in kernels]
         )
         self.estimated_T = np.array([k is not None for k in task.kernels])
         self.room = FILL * float(bank.caps_W.sum())
@@ -375,6 +375,15 @@ class Choices:
             estimated = bool(self.estimated_T[changes[0][2]])
             if fits.any():
                 yield candidates[fits], MIN_ESTIMATED_GAIN if estimated else MIN_GAIN
+
+
+def _kernel(factors: KernelFactors | None) -> KernelFactors | None:
+    """Return what all tables in one kernel share: not what their caches miss."""
+    if factors is None or factors.host is None or factors.host.missed is None:
+        return factors
+    return dataclasses.replace(
+        factors, host=dataclasses.replace(factors.host, missed=0.0)
+    )
 
 
 def _members(

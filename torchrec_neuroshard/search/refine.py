@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -274,7 +274,7 @@ class Plan:
         """Recompute some ranks from their shards."""
         bank = self.bank
         num_groups = self.sums_WGE.shape[1]
-        table, place = np.nonzero(self.width_TW[:, ranks])
+        table, place = self._held(ranks)
         width = self.width_TW[table, ranks[place]]
         rows = bank.rows(table, width, ranks[place])
         loads, count = bank.loads(rows, place, len(ranks))
@@ -311,9 +311,16 @@ class Plan:
 
     def _moving(self, ranks: Ints) -> tuple[Ints, Ints]:
         """Shards that may leave their ranks alone: tables, places in `ranks`."""
-        held = (self.width_TW[:, ranks] > 0) & self.movable_T[:, None]
-        table, place = np.nonzero(held)
-        return table, place
+        table, place = self._held(ranks)
+        moving = self.movable_T[table]
+        return table[moving], place[moving]
+
+    def _held(self, ranks: Ints) -> tuple[Ints, Ints]:
+        """Shards of some ranks: tables, places in `ranks`."""
+        # Of the ways of a table, all but one are nowhere.
+        placed = np.flatnonzero(self.shards_T)
+        table, place = np.nonzero(self.width_TW[placed[:, None], ranks])
+        return placed[table], place
 
     def transfers(self, sources: Ints, num_targets: int = NUM_TARGETS) -> _Candidates:
         """List transfers of shards, or parts of them, to the least loaded ranks.
@@ -982,9 +989,18 @@ def _retype(plan: Plan, most: int = 0) -> bool:
     found: list[Mapping[int, Ints]] = []
     for table in dict.fromkeys(tables):
         none = np.zeros_like(plan.width_TW[table])
-        for other in bank.others.get(table, ()):
-            for width_W in _ways_in(plan, table, other):
-                found.append({table: none, other: width_W})
+        ways = np.array([table, *bank.others.get(table, ())])
+        cost = bank.total_ms(ways, bank.dims_T[ways])
+        # Of kernels for shards cut alike, the cheapest that there is room for.
+        done = set[tuple[str, int]]()
+        for other in ways[np.argsort(cost, kind="stable")].tolist():
+            cut = bank.task.sharding_types[other], bank.task.min_widths[other]
+            if cut in done:
+                continue
+            laid_out = _ways_in(plan, table, other) if other != table else []
+            found += [{table: none, other: width_W} for width_W in laid_out]
+            if laid_out or other == table:
+                done.add(cut)
     return _lay_out(plan, found)
 
 
@@ -1076,20 +1092,29 @@ def _num_steps(num_tables: int, config: SearchConfig, has_choices: bool = False)
     return math.ceil(config.effort * steps)
 
 
-def _patience(num_tables: int, config: SearchConfig) -> int:
-    """Restarts without a gain after which it is enough."""
-    return math.ceil(config.restarts * min(10.0, max(1.0, SMALL_TASK / num_tables)))
+def _patience(num_tables: int, config: SearchConfig, num_bases: int = 1) -> int:
+    """Restarts without a gain after which it is enough, of all bases together.
+
+    A restart disturbs a few tables, which are next to nothing of many.
+    """
+    each = num_bases * min(10.0, SMALL_TASK / num_tables)
+    return math.ceil(config.restarts * max(1.0, each))
 
 
 class _Effort:
     """Steps left, and time."""
 
     def __init__(
-        self, num_steps: int, deadline: float, reporter: ProgressReporter = NO_REPORTS
+        self,
+        num_steps: int,
+        deadline: float,
+        reporter: ProgressReporter = NO_REPORTS,
+        keep: Callable[[Plan], None] | None = None,
     ) -> None:
         self.num_steps = num_steps
         self.deadline = deadline
         self.reporter = reporter
+        self.keep = keep
 
     def spend(self) -> bool:
         """Take one step off; False where none, or no time, is left."""
@@ -1101,8 +1126,10 @@ def _descend(plan: Plan, effort: _Effort) -> None:
     """Take the best step off the critical ranks until none pays."""
     while effort.spend():
         if not (_step(plan) or _lay_out(plan, _splits_anew(plan)) or _retype(plan)):
-            return
+            break
         effort.reporter.report("refining", best_ms=plan.critical_ms)
+    if effort.keep is not None:
+        effort.keep(plan)
 
 
 def _step(plan: Plan) -> bool:
@@ -1324,6 +1351,7 @@ def refine(
     deadline: float,
     reporter: ProgressReporter = NO_REPORTS,
     choices: Choices | None = None,
+    keep: Callable[[Plan], None] | None = None,
 ) -> tuple[Ints, float]:
     """Improve placements by steepest descent, restarted from disturbed optima.
 
@@ -1334,6 +1362,7 @@ def refine(
         deadline: `time.monotonic()` after which the best so far is returned.
         reporter: Told of the best plan as the descents go.
         choices: Where tables may be sharded in several ways.
+        keep: Is shown the plan that each descent ends at.
 
     Returns:
         The widths, never worse than those given, and their critical path [ms].
@@ -1345,7 +1374,7 @@ def refine(
     num_tables = len(bank.task.ways)
     starts = starts[: max(1, MAX_START_TABLES // num_tables)]
     steps = _num_steps(num_tables, config, choices is not None)
-    effort = _Effort(steps, deadline, reporter)
+    effort = _Effort(steps, deadline, reporter, keep)
     pool = {_ways(base): base}
     for width_TW in starts:
         trial = Plan(bank, width_TW)
@@ -1378,7 +1407,7 @@ def refine(
             _descend(trial, effort)
         if trial.critical_ms < best_ms * (1 - MIN_GAIN):
             best, best_ms = trial.width_TW.copy(), trial.critical_ms
-    patience = _patience(num_tables, config) * len(bases)
+    patience = _patience(num_tables, config, len(bases))
     rng = np.random.default_rng(config.seed)
     misses = 0
     while misses < patience and effort.spend():
@@ -1398,7 +1427,7 @@ def refine(
             bases[place] = perturbed
     # What is left to gain on the critical path alone.
     last = Plan(bank, best, spread=0.0)
-    final = _Effort(NUM_LAST_STEPS, deadline, reporter)
+    final = _Effort(NUM_LAST_STEPS, deadline, reporter, keep)
     _descend(last, final)
     while choices is not None and final.spend() and _retype(last, MAX_RETYPED):
         _descend(last, final)

@@ -1,0 +1,289 @@
+"""2D parallelism: four gloo ranks train in two sharding groups of two.
+
+`DMPCollection` wants a GPU, by an assertion and by the devices that it writes into a
+plan; nothing else in it needs one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+from tests.builders import CPU, FixedSearcher, bag_config, bags, make_planner
+from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, OfJob
+from tests.distributed.test_training import BagSharder
+from tests.distributed.unsharded import draw_batch, local_parts, loss_of
+from torchrec_neuroshard import group_topology
+
+pytestmark = pytest.mark.distributed
+
+WORLD_SIZE = TWO_NODES * NODE_SIZE
+GROUP_SIZE, NUM_GROUPS = 2, 2
+LOCAL_BATCH, NUM_ROWS, NUM_STEPS, SYNC_INTERVAL = 5, 12, 3, 2
+DIMS = (24, 16, 16, 8)
+TYPES = ("column_wise", "table_wise", "row_wise", "data_parallel")
+TRIPLES = [(0, 16, 0), (0, 8, 1), (1, 16, 1)]
+ADAGRAD: dict[str, Any] = {"lr": 0.3, "eps": 1e-8}
+KEYS = [f"f{i}" for i in range(len(DIMS))]
+SHARDERS: list[Any] = [BagSharder()]
+
+
+@dataclass(frozen=True)
+class Case:
+    """How ranks are dealt out."""
+
+    use_inter_host_allreduce: bool
+    groups: Sequence[Sequence[int]]
+    """Ranks of each sharding group, as TorchRec's documentation has them."""
+    num_nodes: int = TWO_NODES
+
+
+CASES = {
+    "replicas in a node": Case(False, ((0, 2), (1, 3))),
+    "groups in a node": Case(True, ((0, 1), (2, 3))),
+}
+
+
+def collection_class() -> Any:
+    """TorchRec's `DMPCollection`, which takes CPUs."""
+    from torch.distributed.remote_device import _remote_device
+    from torchrec.distributed import model_parallel
+
+    assert model_parallel.__file__ is not None
+    path = Path(model_parallel.__file__)
+    without_assertions = compile(path.read_text(), str(path), "exec", optimize=1)
+    twin = ModuleType(model_parallel.__name__)
+    exec(without_assertions, vars(twin))
+
+    class OnCpus(twin.DMPCollection):  # type: ignore[name-defined]
+        def _remap_sharding_plan(self, plan: ShardingPlan, **arguments: Any) -> None:
+            super()._remap_sharding_plan(plan=plan, **arguments)
+            for module_plan in plan.plan.values():
+                for sharding in module_plan.values():
+                    spec = sharding.sharding_spec
+                    for shard in () if spec is None else spec.shards:
+                        rank = shard.placement.rank()
+                        shard.placement = _remote_device(f"rank:{rank}/cpu")
+
+    return OnCpus
+
+
+def torchrecs_plan(model: Any, plan: ShardingPlan) -> ShardingPlan:
+    """The same layout, by TorchRec's own means."""
+    makers: dict[str, Any] = {}
+    for name, sharding in plan.plan[""].items():
+        if sharding.sharding_type == "column_wise":
+            widths = [s.shard_sizes[1] for s in sharding.sharding_spec.shards]
+            makers[name] = column_wise(
+                ranks=sharding.ranks, size_per_rank=widths, compute_kernel="fused"
+            )
+        elif sharding.sharding_type == "table_wise":
+            makers[name] = table_wise(rank=sharding.ranks[0], compute_kernel="fused")
+        elif sharding.sharding_type == "row_wise":
+            makers[name] = row_wise(compute_kernel="fused")
+        else:
+            makers[name] = data_parallel()
+    made = construct_module_sharding_plan(
+        model,
+        makers,
+        sharder=SHARDERS[0],
+        local_size=GROUP_SIZE,
+        world_size=GROUP_SIZE,
+        device_type="cpu",
+    )
+    return ShardingPlan({"": made})
+
+
+class Run:
+    """A model of one plan, trained in two dimensions."""
+
+    def __init__(self, whole: Any, plan: ShardingPlan, case: Case) -> None:
+        model = copy.deepcopy(whole)
+        apply_optimizer_in_backward(
+            torch.optim.Adagrad, list(model.parameters())[:-1], {**ADAGRAD}
+        )
+        self.sharded = collection_class()(
+            model,
+            device=CPU,
+            plan=plan,
+            world_size=WORLD_SIZE,
+            sharding_group_size=GROUP_SIZE,
+            global_pg=dist.group.WORLD,
+            sharders=SHARDERS,
+            use_inter_host_allreduce=case.use_inter_host_allreduce,
+        )
+        start = {k: v.detach() for k, v in whole.state_dict().items()}
+        with torch.no_grad():
+            for _, shard, part in local_parts(self.sharded.state_dict(), start):
+                shard.copy_(part)
+        replicated = [p for n, p in self.sharded.named_parameters() if "t3" in n]
+        self.rest = torch.optim.Adagrad(replicated, **ADAGRAD)
+
+    def step(self, batch: Any) -> dict[str, torch.Tensor]:
+        outputs: dict[str, torch.Tensor] = self.sharded(batch).to_dict()
+        self.rest.zero_grad()
+        torch.autograd.backward(loss_of(outputs, LOCAL_BATCH))
+        self.rest.step()
+        return outputs
+
+
+class Reference:
+    """Each group's tables, unsharded; all of them on every rank."""
+
+    def __init__(self, whole: Any, case: Case) -> None:
+        self.case = case
+        self.models = [copy.deepcopy(whole) for _ in case.groups]
+        self.optimizers = [
+            torch.optim.Adagrad(m.parameters(), **ADAGRAD) for m in self.models
+        ]
+
+    def step(self, batches: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
+        """Return the outputs of every rank."""
+        outputs: list[dict[str, torch.Tensor]] = [{} for _ in batches]
+        for model, ranks in zip(self.models, self.case.groups, strict=True):
+            model.zero_grad()
+            for rank in ranks:
+                outputs[rank] = model(batches[rank]).to_dict()
+            losses = [loss_of(outputs[rank], LOCAL_BATCH) for rank in ranks]
+            torch.autograd.backward(torch.stack(losses).mean())
+        # Gradients of data-parallel tables are means over all ranks.
+        last = [list(m.parameters())[-1] for m in self.models]
+        mean = torch.stack([p.grad for p in last if p.grad is not None]).mean(dim=0)
+        for parameter in last:
+            parameter.grad = mean.clone()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return outputs
+
+    def sync(self) -> None:
+        """Average weights and Adagrad's sums."""
+        for same in zip(*(m.parameters() for m in self.models), strict=True):
+            sums = [
+                o.state[p]["sum"] for o, p in zip(self.optimizers, same, strict=True)
+            ]
+            for tensors in ([p.data for p in same], sums):
+                mean = torch.stack(tensors).mean(dim=0)
+                for tensor in tensors:
+                    tensor.copy_(mean)
+
+
+def run_case(case: Case, rank: int) -> dict[str, Any]:
+    torch.manual_seed(3)
+    whole = bags(
+        *(bag_config(i, NUM_ROWS, dim) for i, dim in enumerate(DIMS)), device=CPU
+    )
+    topology = group_topology(
+        Topology(WORLD_SIZE, "cpu", local_world_size=NODE_SIZE),
+        GROUP_SIZE,
+        sync_interval=SYNC_INTERVAL,
+        use_inter_host_allreduce=case.use_inter_host_allreduce,
+    )
+    planner = make_planner(
+        topology=topology,
+        batch_size=LOCAL_BATCH,
+        constraints={
+            f"t{i}": ParameterConstraints(sharding_types=[kind])
+            for i, kind in enumerate(TYPES)
+        },
+        search=FixedSearcher(TRIPLES),
+    )
+    plan = planner.collective_plan(whole, SHARDERS, dist.group.WORLD)
+    types = tuple(s.sharding_type for s in plan.plan[""].values())
+    theirs = Run(whole, torchrecs_plan(whole, plan), case)
+    ours = Run(whole, plan, case)
+    reference = Reference(whole, case)
+    outputs_off = same_off = 0.0
+    for step in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(50 + step)
+        batches = [
+            draw_batch(KEYS, LOCAL_BATCH, NUM_ROWS, generator)
+            for _ in range(WORLD_SIZE)
+        ]
+        expected = reference.step(batches)[rank]
+        got, same = ours.step(batches[rank]), theirs.step(batches[rank])
+        for key, value in got.items():
+            outputs_off = max(outputs_off, _apart(value, expected[key]))
+            same_off = max(same_off, _apart(value, same[key]))
+        if (step + 1) % SYNC_INTERVAL == 0:
+            ours.sharded.sync()
+            theirs.sharded.sync()
+            reference.sync()
+    (group,) = (n for n, ranks in enumerate(case.groups) if rank in ranks)
+    models = [
+        {k: v.detach() for k, v in m.state_dict().items()} for m in reference.models
+    ]
+    state, other = ours.sharded.state_dict(), theirs.sharded.state_dict()
+    parts = list(local_parts(state, models[group]))
+    started = {k: v.detach() for k, v in whole.state_dict().items()}
+    return {
+        "types": types,
+        "outputs": outputs_off,
+        "weights": max(_apart(shard, part) for _, shard, part in parts),
+        "from_torchrecs": max(
+            same_off,
+            *(
+                _apart(a, b)
+                for (_, a, _), (_, b, _) in zip(
+                    parts, local_parts(other, models[group]), strict=True
+                )
+            ),
+        ),
+        "moved": min(_apart(models[group][k], started[k]) for k in started),
+        "replicas_apart": max(
+            _apart(models[0][k], models[1][k]) for k in list(started)[:-1]
+        ),
+        "report": str(planner.report()) if rank == 0 else "",
+    }
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one.detach() - other.detach()).abs().max())
+
+
+def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
+    return {
+        name: functools.partial(run_case, case, rank)
+        for name, case in CASES.items()
+        if case.num_nodes == num_nodes
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_train_as_unsharded_replicas_do(results: OfJob, name: str) -> None:
+    for result in results(name):
+        assert tuple(result["types"]) == TYPES
+        assert result["outputs"] < 1e-5
+        assert result["weights"] < 1e-5
+        assert result["moved"] > 1e-2
+        # One step came after the last average.
+        assert result["replicas_apart"] > 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_train_as_torchrecs_own(results: OfJob, name: str) -> None:
+    assert max(result["from_torchrecs"] for result in results(name)) == 0.0
+
+
+def test_report_prices_the_average(results: OfJob) -> None:
+    for name in CASES:
+        text = results(name)[0]["report"]
+        assert "weights of 2 replicas are averaged every 2 iterations" in text

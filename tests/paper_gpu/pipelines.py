@@ -1,0 +1,134 @@
+"""TorchRec's pipelines, and a journal of what each queues on which stream.
+
+Run on every rank of a group over "nccl". Phases are known by the operators that only
+they launch: the model's lower layer ends in a sigmoid, its upper one in a tanh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.train_pipeline import train_pipelines as torchrec
+from torchrec.distributed.types import CacheParams
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from harness.models import build_collection
+from tests.builders import bag_sharders
+from torchrec_neuroshard import TableConfig
+
+__all__ = ["PIPELINES", "journal_of"]
+
+NUM_BATCHES = 24
+_BATCH, _WIDTH = 4, 8
+_TABLES = tuple(
+    TableConfig(
+        name=f"t{i}",
+        num_embeddings=1_000,
+        embedding_dim=_WIDTH,
+        pooling_factor=2.0,
+        optimizer="rowwise_adagrad",
+    )
+    for i in range(2)
+)
+
+PIPELINES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "train_base": (torchrec.TrainPipelineBase, {}),
+    "train_sparse_dist": (TrainPipelineSparseDist, {}),
+    "train_prefetch_sparse_dist": (torchrec.PrefetchTrainPipelineSparseDist, {}),
+    "train_semi_sync": (torchrec.TrainPipelineSemiSync, {"start_batch": 0}),
+    "train_fused_sparse_dist": (torchrec.TrainPipelineFusedSparseDist, {}),
+}
+"""Pipeline -> its class and options."""
+
+
+@dataclass
+class _Batch(Pipelineable):
+    """What a pipeline moves to the device."""
+
+    dense: torch.Tensor
+    ids: KeyedJaggedTensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> _Batch:
+        return _Batch(
+            self.dense.to(device, non_blocking=non_blocking),
+            self.ids.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: Any) -> None:
+        self.dense.record_stream(stream)
+        self.ids.record_stream(stream)
+
+
+class _Model(nn.Module):
+    """Lookups after or before the layer that needs none of them, then one more."""
+
+    def __init__(self, device: torch.device, lookups_first: bool) -> None:
+        super().__init__()
+        self.embeddings = build_collection(_TABLES)
+        self.below = nn.Linear(3, _WIDTH, device=device)
+        self.above = nn.Linear(3 * _WIDTH, 1, device=device)
+        self.lookups_first = lookups_first
+
+    def forward(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.lookups_first:
+            pooled = self.embeddings(batch.ids)
+            below = torch.sigmoid(self.below(batch.dense))
+        else:
+            below = torch.sigmoid(self.below(batch.dense))
+            pooled = self.embeddings(batch.ids)
+        both = torch.cat([pooled.values(), below], dim=1)
+        loss = torch.tanh(self.above(both)).mean()
+        return loss, loss.detach()
+
+
+def _batches(rank: int) -> Iterator[_Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(NUM_BATCHES):
+        lengths = torch.full((len(_TABLES) * _BATCH,), 2, dtype=torch.int64)
+        yield _Batch(
+            torch.rand(_BATCH, 3, generator=generator),
+            KeyedJaggedTensor(
+                keys=[t.name for t in _TABLES],
+                values=torch.randint(1_000, (int(lengths.sum()),), generator=generator),
+                lengths=lengths,
+            ),
+        )
+
+
+def journal_of(name: str, device: torch.device, *, lookups_first: bool) -> list[str]:
+    """Train a few batches by a pipeline; what it queued, in the host's order."""
+    make, options = PIPELINES[name]
+    model = _Model(device, lookups_first)
+    constraint = ParameterConstraints(sharding_types=["table_wise"])
+    if "prefetch" in name:
+        constraint.compute_kernels = ["fused_uvm_caching"]
+        constraint.cache_params = CacheParams(load_factor=0.2, prefetch_pipeline=True)
+    topology = Topology(dist.get_world_size(), "cuda")
+    planner = EmbeddingShardingPlanner(
+        topology=topology, constraints={t.name: constraint for t in _TABLES}
+    )
+    plan = planner.collective_plan(model, bag_sharders(), dist.group.WORLD)
+    sharded = DistributedModelParallel(
+        model, device=device, plan=plan, sharders=bag_sharders()
+    )
+    dense = [p for n, p in sharded.named_parameters() if "embeddings" not in n]
+    pipeline = make(sharded, torch.optim.SGD(dense, lr=0.1), device, **options)
+    ops: Any = torch.ops.paper_cuda
+    batches = _batches(dist.get_rank())
+    start = len(ops.journal())
+    ops.keep_journal(True)
+    try:
+        while True:
+            pipeline.progress(batches)
+    except StopIteration:
+        ops.keep_journal(False)
+    return list(ops.journal()[start:])

@@ -1,0 +1,288 @@
+"""Sharding groups of 2D parallelism: what is planned for, and what replicas cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import CustomTopologyData
+
+from tests.builders import (
+    ATTACHES_OPTIMIZERS,
+    CPU,
+    GIB,
+    QUICK,
+    bag_config,
+    bags,
+    make_planner,
+)
+from torchrec_neuroshard import group_topology, recommend_group_size, topology_for
+from torchrec_neuroshard.cost_models.rank_groups import RankGroups
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import (
+    PlacementConstraints,
+    PlanMismatchError,
+    load_plan,
+    save_plan,
+)
+from torchrec_neuroshard.planner.groups import sharding_group
+from torchrec_neuroshard.planner.rehearse import rehearse
+from torchrec_neuroshard.report import html_report
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+SHARDERS: list[Any] = [EmbeddingBagCollectionSharder()]
+INTRA, INTER = 100e6, 10e6
+"""Bytes per millisecond: 100 and 10 GB/s."""
+
+
+def two_nodes(world_size: int = 8, **arguments: Any) -> Topology:
+    return Topology(
+        world_size,
+        "cuda",
+        local_world_size=world_size // 2,
+        intra_host_bw=INTRA,
+        inter_host_bw=INTER,
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "inter_host", "per_node", "replicas_per_node"),
+    [
+        # Groups 0 2 4 6, 1 3 5 7; replicas 0 1, 2 3, ...
+        (4, False, 2, 2),
+        # Groups 0 1 2 3, 4 5 6 7; replicas 0 4, 1 5, ...
+        (4, True, 4, 1),
+        (2, False, 1, 4),
+        # Groups 0 1, 2 3, ...; replicas 0 2 4 6, 1 3 5 7
+        (2, True, 2, 2),
+        (1, False, 1, 4),
+        (8, False, 4, 1),
+        (8, True, 4, 1),
+    ],
+)
+def test_ranks_of_a_group_lie_in_nodes_as_torchrec_deals_them(
+    size: int, inter_host: bool, per_node: int, replicas_per_node: int
+) -> None:
+    topology = group_topology(two_nodes(), size, use_inter_host_allreduce=inter_host)
+    group = sharding_group(topology)
+    assert group is not None
+    assert (topology.world_size, len(topology.devices)) == (size, size)
+    assert topology.local_world_size == topology.intra_group_size == per_node
+    assert group.num_replicas == 8 // size
+    assert group.replicas_per_node == replicas_per_node
+
+
+def test_ranks_that_share_no_nodes_evenly_count_as_apart() -> None:
+    # Of 12 ranks in nodes of 4, groups 0 3 6 9: one, one, one and one per node, but
+    # 1 4 7 10 has two in the second.
+    topology = Topology(12, "cuda", local_world_size=4)
+    assert group_topology(topology, 4).local_world_size == 1
+
+
+def test_pods_are_shared_out_with_their_nodes() -> None:
+    topology = Topology(16, "cuda", local_world_size=4, pod_size=2)
+    found = group_topology(topology, 8)
+    assert (found.local_world_size, found.intra_group_size) == (2, 4)
+
+
+def test_devices_have_what_the_least_of_their_replicas_has() -> None:
+    caps = [GIB * n for n in (8, 7, 6, 5, 1, 2, 3, 4)]
+    data = CustomTopologyData({"hbm_cap": caps}, 8)
+    topology = group_topology(two_nodes(custom_topology_data=data), 4)
+    found = [device.storage.hbm // GIB for device in topology.devices]
+    assert found == [7, 5, 1, 3]
+    assert [device.rank for device in topology.devices] == [0, 1, 2, 3]
+
+
+def test_cards_are_kept() -> None:
+    whole = topology_for("h100", num_nodes=2)
+    planner = make_planner(topology=group_topology(whole, 8))
+    assert planner.costs.devices.card is not None
+    assert planner.costs.devices.card.name == "h100"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((3,), r"sharding_group_size=3 does not divide the 8 ranks.*1, 2, 4, 8"),
+        ((16,), r"sharding_group_size=16 does not divide the 8 ranks"),
+        ((0,), r"sharding_group_size=0 does not divide the 8 ranks"),
+    ],
+)
+def test_sizes_that_cannot_be(arguments: tuple[int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        group_topology(two_nodes(), *arguments)
+
+
+def test_other_arguments_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match="sync_interval must be at least 1, got 0"):
+        group_topology(two_nodes(), 4, sync_interval=0)
+    with pytest.raises(ConfigError, match="of a sharding group already; pass that of"):
+        group_topology(group_topology(two_nodes(), 4), 2)
+
+
+@pytest.mark.parametrize("inter_host", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+def test_average_of_replicas_is_priced(inter_host: bool, kind: Any) -> None:
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    model = bags(bag_config(0, 1000, 64), bag_config(1, 500, 32), device=CPU)
+    apply_optimizer_in_backward(kind, model.parameters(), {"lr": 0.1})
+    topology = group_topology(
+        two_nodes(4), 2, sync_interval=5, use_inter_host_allreduce=inter_host
+    )
+    types = [["table_wise"], ["data_parallel"]]
+    planner = make_planner(
+        topology=topology,
+        constraints={
+            f"t{i}": ParameterConstraints(sharding_types=t) for i, t in enumerate(types)
+        },
+    )
+    planner.plan(model, SHARDERS)
+    sync = planner.report().weight_sync
+    assert sync is not None
+    # The data-parallel table is none of it; Adagrad keeps a sum for each weight.
+    size = 1000 * 64 * 4 * (1 if kind is torch.optim.SGD else 2)
+    assert sync.rank_bytes == size
+    # Two replicas send and receive half of it, twice.
+    assert sync.sync_ms == pytest.approx(size / (INTER if inter_host else INTRA))
+    assert sync.ms_per_iteration == pytest.approx(sync.sync_ms / 5)
+    text = "eights of 2 replicas are averaged every 5 iterations"
+    assert f"w{text}" in str(planner.report())
+    assert f"<p>W{text}" in html_report(planner.report())
+
+
+test_average_of_replicas_is_priced = ATTACHES_OPTIMIZERS[0](
+    ATTACHES_OPTIMIZERS[1](test_average_of_replicas_is_priced)
+)
+
+
+def test_plans_of_all_ranks_have_no_replicas() -> None:
+    for topology in (two_nodes(4), group_topology(two_nodes(4), 4)):
+        planner = make_planner(topology=topology)
+        planner.plan(bags(), SHARDERS)
+        assert planner.report().weight_sync is None
+        assert "replicas are averaged" not in str(planner.report())
+
+
+def test_gradients_of_replicated_tables_go_to_all_ranks() -> None:
+    comms = make_planner(topology=group_topology(two_nodes(), 4)).costs.comms_model
+    assert isinstance(comms, RankGroups)
+    num_bytes = np.full((1, 4), 8e6)
+    # Of 8 ranks, 3 of 8 parts go inside the node and 4 between nodes, twice.
+    expected = 2 * 8e6 * (3 / 8 / INTRA + 4 / 8 / INTER)
+    assert comms.all_reduce(num_bytes) == pytest.approx(np.full((1, 4), expected))
+    assert comms.all_to_all(num_bytes, 1).shape == (1, 4, 2)
+
+
+def recommend(topology: Topology, **arguments: Any) -> Any:
+    model = bags(*(bag_config(i, 4000 * (i + 1), 64) for i in range(4)))
+    shared: dict[str, Any] = {
+        "cost_model": AnalyticCostModel(),
+        "search": QUICK,
+        "consider_stock": False,
+        "debug": False,
+        "constraints": {
+            f"t{i}": ParameterConstraints(compute_kernels=["fused"]) for i in range(4)
+        },
+    }
+    return recommend_group_size(
+        model, topology, SHARDERS, batch_size=64, **{**shared, **arguments}
+    )
+
+
+def test_every_size_is_planned_and_the_shortest_iteration_is_best() -> None:
+    comms = AnalyticCommsModel(1.0)
+    often = recommend(two_nodes(4), comms_model=comms)
+    seldom = recommend(two_nodes(4), comms_model=comms, sync_interval=1_000_000)
+    for found in (often, seldom):
+        assert [row.size for row in found.rows] == [1, 2, 4]
+        assert [row.num_replicas for row in found.rows] == [4, 2, 1]
+        assert found.best.iteration_ms == min(row.iteration_ms for row in found.rows)
+    for one, other in zip(often.rows[:-1], seldom.rows[:-1], strict=True):
+        assert one.critical_path_ms == pytest.approx(other.critical_path_ms)
+        assert one.weight_sync.sync_ms == pytest.approx(other.weight_sync.sync_ms)
+        assert one.iteration_ms >= other.iteration_ms
+    # One group needs no average; no group has nothing to exchange but that.
+    assert often.rows[-1].weight_sync is None
+    assert often.rows[-1].iteration_ms == often.rows[-1].critical_path_ms
+    assert (often.best.size, seldom.best.size) == (4, 1)
+    assert str(often).splitlines()[-1] == "all 4 ranks as one group: no replicas"
+    assert str(seldom).splitlines()[-1] == (
+        "sharding_group_size=1: 4 replicas, averaged every 1000000 iterations"
+    )
+    fullest = [row.memory_bytes for row in often.rows]
+    assert fullest[0] > fullest[1] > fullest[2] > 4000 * 10 * 64 * 4 / 4
+
+
+def test_sizes_that_do_not_fit_say_so() -> None:
+    tight = two_nodes(4, hbm_cap=GIB // 2)
+    model = bags(*(bag_config(i, 700_000, 64) for i in range(4)))
+    found = recommend_group_size(
+        model,
+        tight,
+        SHARDERS,
+        batch_size=64,
+        cost_model=AnalyticCostModel(),
+        search=QUICK,
+        constraints={
+            f"t{i}": ParameterConstraints(compute_kernels=["fused"]) for i in range(4)
+        },
+    )
+    assert [row.plan is None for row in found.rows] == [True, False, False]
+    assert "does not fit: " in str(found).splitlines()[1]
+    assert "GiB" in found.rows[0].obstacle
+
+
+def test_pins_to_ranks_that_a_group_lacks() -> None:
+    pins = PlacementConstraints(pin={"t0": [1]})
+    found = recommend(two_nodes(4), placement_constraints=pins)
+    assert [row.plan is None for row in found.rows] == [True, False, False]
+    assert "'t0'" in found.rows[0].obstacle
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(
+        ConfigError, match="no sharding group size fits; of all 4 ranks"
+    ):
+        _ = recommend(two_nodes(4, hbm_cap=2**20)).best
+
+
+def test_groups_are_rehearsed_as_they_are() -> None:
+    model = bags()
+    topology = group_topology(two_nodes(4), 2)
+    planner = make_planner(topology=topology)
+    plan = planner.plan(model, SHARDERS)
+    found = rehearse(model, plan, topology, SHARDERS, batch_size=64)
+    assert (found.world_size, found.num_built) == (2, 2)
+    assert not any(rank.faults for rank in found.ranks)
+
+
+def test_plan_files_fit_any_number_of_replicas(tmp_path: Path) -> None:
+    model, path = bags(), tmp_path / "plan.json"
+    planner = make_planner(topology=group_topology(two_nodes(4), 2))
+    plan = planner.plan(model, SHARDERS)
+    save_plan(plan, path, model=model, planner=planner)
+    # Four replicas, dealt out such that a group's nodes are the same.
+    more = make_planner(topology=group_topology(two_nodes(8), 2))
+    assert str(load_plan(path, model=model, planner=more)) == str(plan)
+    whole = make_planner(topology=two_nodes(4))
+    with pytest.raises(PlanMismatchError, match=r"world_size.*4.*2"):
+        load_plan(path, model=model, planner=whole)
+
+
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+def test_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "groups.md").read_text("utf-8")
+    block = page.split("```python\n")[1].split("```")[0]
+    exec(block, {})
+    shown = capsys.readouterr().out
+    assert "sharding_group_size=" in shown
+    assert "replicas are averaged every 100 iterations" in shown
+    assert "ranks" in shown.splitlines()[0]

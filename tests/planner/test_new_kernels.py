@@ -1,0 +1,105 @@
+"""Kernels that no bundle holds: planned by TorchRec's path, priced beside the fused."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+
+from tests.builders import bag_config, bags, entries_of, make_planner
+
+VIRTUAL = ("ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table")
+KERNELS = [
+    k.value
+    for k in EmbeddingComputeKernel
+    if k.value in ("fused_triton", "key_value", *VIRTUAL)
+]
+
+
+class Sharder(EmbeddingBagCollectionSharder):
+    """Offers a kernel beside TorchRec's."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def compute_kernels(self, *arguments: Any, **named: Any) -> list[str]:
+        return [*super().compute_kernels(*arguments, **named), self.kernel]
+
+
+def planner_for(kernel: str) -> Any:
+    """t1 and t2 run the kernel, t0 the fused one."""
+    fields = {f.name for f in dataclasses.fields(ParameterConstraints)}
+    virtual = {"use_virtual_table": True} if "use_virtual_table" in fields else {}
+    kinds = {"t0": "fused", "t1": kernel, "t2": kernel}
+    return make_planner(
+        2,
+        "cuda",
+        topology_arguments={"ssd_cap": 2**40},
+        constraints={
+            name: ParameterConstraints(
+                sharding_types=["row_wise"],
+                compute_kernels=[kind],
+                **(virtual if kind in VIRTUAL else {}),
+            )
+            for name, kind in kinds.items()
+        },
+    )
+
+
+def three_bags() -> Any:
+    return bags(*(bag_config(i, rows=4000, dim=64) for i in range(3)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_planned_and_flagged(kernel: str) -> None:
+    planner = planner_for(kernel)
+    plan = planner.plan(three_bags(), [Sharder(kernel)])
+    found = {n: e.compute_kernel for n, e in entries_of(plan).items()}
+    assert found == {"t0": "fused", "t1": kernel, "t2": kernel}
+    (text,) = (
+        w for w in planner.last_result.warnings if "were not measured: their cost" in w
+    )
+    assert text.startswith("tables 't1', 't2': ")
+    assert "TorchRec's estimate, rescaled by the fused kernel's" in text
+    assert text in str(planner.report())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_costs_as_many_times_the_fused_kernel_as_torchrec_says(kernel: str) -> None:
+    planner, sharders = planner_for(kernel), [Sharder(kernel)]
+    stock = EmbeddingEnumerator(
+        planner.topology, planner.batch_size, dict(planner.constraints)
+    )
+    ours, theirs = (
+        {o.name: o.shards[0].perf for o in e.enumerate(three_bags(), sharders)}
+        for e in (planner.enumerator, stock)
+    )
+    for phase in ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms"):
+        got, expected = (
+            getattr(perfs["t1"], phase) / getattr(perfs["t0"], phase)
+            for perfs in (ours, theirs)
+        )
+        assert got == pytest.approx(expected, rel=1e-6)
+    slower = theirs["t1"].fwd_compute / theirs["t0"].fwd_compute
+    assert slower == pytest.approx(1.0) if kernel == "fused_triton" else slower > 2.0
+    assert ours["t0"].fwd_compute != pytest.approx(theirs["t0"].fwd_compute)
+
+
+def test_stashed_weights_are_priced_as_fused_and_flagged() -> None:
+    paths = []
+    for stashed in (False, True):
+        tables = [bag_config(i, stash_weights=stashed and i == 0) for i in range(2)]
+        planner = make_planner(2, "cuda")
+        planner.plan(bags(*tables), [EmbeddingBagCollectionSharder()])
+        assert planner.last_result is not None
+        texts = [w for w in planner.last_result.warnings if "stashed" in w]
+        assert [w.split(":")[0] for w in texts] == ["table 't0'"] * stashed
+        compute = planner.last_result.predicted.stages[0].ranks
+        paths.append(sum(r.fwd_compute + r.bwd_compute for r in compute))
+    assert paths[0] == pytest.approx(paths[1])

@@ -1,0 +1,263 @@
+"""Plans under train pipelines: what they cost, where they differ, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import PipelineType, ShardingPlan
+
+from tests.builders import (
+    bag_config,
+    bag_sharders,
+    bags,
+    cost_of,
+    gpus,
+    make_planner,
+    only,
+    shards_of,
+)
+from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.monitor.assessment import Measured
+from torchrec_neuroshard.placement import Placement
+from torchrec_neuroshard.planner import (
+    NeuroShardPartitioner,
+    ReplanResult,
+    load_plan,
+    replan,
+    save_plan,
+)
+from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.plan_files import StalePlanWarning
+from torchrec_neuroshard.report import html_report
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+TABLES = ((128, 50.0), (256, 200.0), (128, 200.0))
+"""Width of a table and ids per sample: many ids, which every split sends again."""
+ALL = {"ebc.t0", "ebc.t1", "ebc.t2"}
+LAYERS = DenseMs(forward=10.0, backward=20.0)
+
+
+def module() -> nn.Module:
+    found = nn.Module()
+    found.ebc = bags(*(bag_config(i, 1000, dim) for i, (dim, _) in enumerate(TABLES)))
+    return found
+
+
+def planner_for(
+    pipeline: Any,
+    dense: Any = LAYERS,
+    kinds: Sequence[str] = ("table_wise", "column_wise"),
+    **more: Any,
+) -> NeuroShardPlanner:
+    """For two GPUs whose kernels are fast and whose link is slow."""
+    constraints = {
+        f"t{i}": ParameterConstraints(
+            sharding_types=list(kinds),
+            pooling_factors=[ids],
+            min_partition=64,
+        )
+        for i, (_, ids) in enumerate(TABLES)
+    }
+    given = {
+        "cost_model": AnalyticCostModel(0.01, 0.0, 0.0003),
+        "comms_model": AnalyticCommsModel(20.0),
+        "batch_size": 8192,
+        "constraints": constraints,
+        "pipeline_type": pipeline,
+        "dense_ms": dense,
+    }
+    return make_planner(topology=gpus(), **(given | more))
+
+
+def planned(pipeline: Any, dense: Any = LAYERS) -> tuple[NeuroShardPlanner, Any]:
+    planner = planner_for(pipeline, dense)
+    return planner, planner.plan(module(), bag_sharders())
+
+
+def path_of(planner: NeuroShardPlanner, plan: ShardingPlan) -> float:
+    return planner.evaluate(plan, module(), bag_sharders()).critical_path_ms
+
+
+def split(plan: ShardingPlan) -> set[str]:
+    return {name for name, shards in shards_of(plan).items() if len(shards) > 1}
+
+
+def test_the_choice_of_plan_depends_on_the_pipeline() -> None:
+    plain, whole = planned(None)
+    pipelined, parted = planned(PipelineType.TRAIN_SPARSE_DIST)
+    # A split evens kernels out and sends ids twice; beside 30 ms that costs nothing.
+    assert split(whole) == set() and split(parted) == ALL
+    assert path_of(plain, whole) < path_of(plain, parted)
+    assert path_of(pipelined, parted) < 0.99 * path_of(pipelined, whole)
+    assert path_of(plain, whole) == pytest.approx(cost_of(plain))
+    assert path_of(pipelined, parted) == pytest.approx(cost_of(pipelined))
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["train_base", "train_sparse_dist", "train_semi_sync"]
+)
+def test_the_search_finds_the_shortest_path_of_the_schedule(pipeline: str) -> None:
+    planner, _ = planned(pipeline)
+    result, task = planner.last_result, planner.last_task
+    assert result is not None and task is not None
+    ways = [
+        [[(t, dim, 0)], [(t, dim, 1)], [(t, dim // 2, 0), (t, dim // 2, 1)]]
+        for t, (dim, _) in enumerate(TABLES)
+    ]
+    paths = []
+    for chosen in itertools.product(*ways):
+        placement = Placement.from_widths(2, [*itertools.chain(*chosen)], task)
+        stages = planner.costs.simulator(task).evaluate(placement).stages
+        paths.append(dataclasses.replace(result.predicted, stages=stages))
+    best = min(paths, key=lambda p: p.critical_path_ms).critical_path_ms
+    assert result.predicted.critical_path_ms == pytest.approx(best)
+    if pipeline != "train_semi_sync":
+        assert result.gap == pytest.approx(0.0, abs=1e-6)
+
+
+def test_moves_are_searched_under_the_pipeline() -> None:
+    kinds = ("column_wise",)
+    plain, pipelined = (
+        planner_for(p, kinds=kinds) for p in (None, "train_sparse_dist")
+    )
+    whole = plain.plan(module(), bag_sharders())
+
+    def moved(planner: NeuroShardPlanner) -> ReplanResult:
+        return replan(
+            whole,
+            planner=planner,
+            model=module(),
+            budget_bytes=2**40,
+            executable_only=False,
+            sharders=bag_sharders(),
+        )
+
+    assert not moved(plain).moves
+    result = moved(pipelined)
+    assert result.moves
+    assert result.after.critical_path_ms < result.before.critical_path_ms
+    assert result.before.critical_path_ms == pytest.approx(path_of(pipelined, whole))
+
+
+@pytest.mark.parametrize("name", ["train_semi_sync", "train_fused_sparse_dist"])
+def test_pipelines_of_no_member_hold_the_batches_of_another(name: str) -> None:
+    planner, plan = planned("train_sparse_dist")
+    given = module(), bag_sharders(), planner.enumerator, planner.costs
+    options = PlanOptions(*given).of(plan)
+    found, expected, plain = (
+        MemoryModel(
+            planner.topology, planner.costs.reader, pipeline_type=pipeline
+        ).ranks(options)
+        for pipeline in (name, PipelineType.TRAIN_SPARSE_DIST, "train_base")
+    )
+    assert found == expected != plain
+
+
+def test_other_layers_alone_change_no_plan() -> None:
+    bare, plan = planned(None, None)
+    more, same = planned("none", 12.0)
+    assert shards_of(plan) == shards_of(same)
+    assert cost_of(more) == cost_of(bare) + 12.0
+    assert bare.last_result is not None and more.last_result is not None
+    assert more.last_result.lower_bound_ms == pytest.approx(
+        bare.last_result.lower_bound_ms + 12.0
+    )
+
+
+def test_reports_say_what_is_hidden() -> None:
+    planner, plan = planned("train_sparse_dist")
+    report = planner.report()
+    assert report.schedule is not None and report.schedule.dense_ms == 30.0
+    hidden = report.schedule.hidden_ms
+    assert hidden["index_comms"] == report.schedule.phases_ms["index_comms"] > 0
+    assert hidden["fwd_compute"] == 0
+    assert report.schedule.path_ms["train_sparse_dist"] == cost_of(planner)
+    plain = planner_for(None)
+    assert report.schedule.path_ms["none"] == pytest.approx(path_of(plain, plan))
+    assert "'train_sparse_dist' with 30.000 ms of other layers; hidden" in str(report)
+    assert f"train_semi_sync {report.schedule.path_ms['train_semi_sync']:.3f}" in (
+        html_report(report)
+    )
+    assert report.to_json()["schedule"]["hidden_ms"] == hidden
+    # What a split is good for is told under the pipeline: it pays.
+    assert {s.table for s in report.splits} == ALL
+    assert all((s.whole_ms or 0) > cost_of(planner) for s in report.splits)
+    bare, _ = planned(None, None)
+    assert bare.report().schedule is None
+
+
+def test_plan_files_say_the_pipeline(tmp_path: Path) -> None:
+    planner, plan = planned("train_semi_sync")
+    path = tmp_path / "plan.json"
+    save_plan(plan, path, model=module(), planner=planner)
+    assert load_plan(path, model=module(), planner=planner) == plan
+    with pytest.warns(StalePlanWarning, match="pipeline_type: expected train_sparse"):
+        load_plan(path, model=module(), planner=planner_for("train_sparse_dist"))
+
+
+def test_monitors_measure_the_other_layers() -> None:
+    measured = Measured(
+        iteration_ms=10.0,
+        modules=frozenset({"ebc"}),
+        critical_ms={"fwd_compute": 3.0, "fwd_comms": 1.5},
+        by_rank_ms=({"fwd_compute": 3.0},),
+    )
+    assert measured.rest_ms == 5.5
+
+
+def test_relearned_planners_keep_the_pipeline() -> None:
+    planner, _ = planned("train_semi_sync")
+    again = planner.relearned(profiles={}, factors={"index_comms": 2.0})
+    assert (again.costs.schedule, again.costs.dense) == (planner.costs.schedule, LAYERS)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"pipeline_type 'sparse' has no schedule; kn"
+    ):
+        planner_for("sparse")
+    with pytest.raises(ConfigError, match="pipeline_type 'sparse' has no schedule"):
+        rehearse(
+            module(),
+            planned(None)[1],
+            gpus(),
+            bag_sharders(),
+            batch_size=8,
+            pipeline_type="sparse",
+        )
+    with pytest.raises(ConfigError, match="dense_ms: forward must be finite and at le"):
+        planner_for("train_sparse_dist", -3.0)
+    other = NeuroShardPartitioner(gpus(), cost_model=AnalyticCostModel())
+    with pytest.raises(
+        ConfigError,
+        match=r"the NeuroShardPartitioner given prices plans under pipeline_type 'none'"
+        r" and 0 ms of other layers, the planner under 'train_semi_sync' and 30: leave",
+    ):
+        planner_for("train_semi_sync", partitioner=other)
+
+
+@pytest.mark.filterwarnings("ignore:pipeline_type")
+def test_notes_say_what_does_not_count() -> None:
+    def notes(**given: Any) -> str:
+        planner = make_planner(pipeline_type="train_sparse_dist", **given)
+        planner.plan(bags(bag_config(0)), bag_sharders())
+        assert planner.last_result is not None
+        return "\n".join(planner.last_result.warnings)
+
+    allowed = only(sharding_types=["table_wise"])
+    on_cpus = notes(constraints=allowed)
+    assert "counts as one phase after another: CPUs have no streams" in on_cpus
+    without = notes(topology=gpus(), constraints=allowed)
+    assert "'train_sparse_dist' without dense_ms: the rest of the model cou" in without
+    assert "pipeline_type" not in notes(
+        topology=gpus(), constraints=allowed, dense_ms=1.0
+    )

@@ -1,0 +1,245 @@
+"""TorchRec's planning API (since 1.9) with this package's planner behind it."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+from typing import Any
+
+import pytest
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+
+from tests.builders import (
+    GIB,
+    QUICK,
+    FixedSearcher,
+    bags,
+    entries_of,
+    make_planner,
+)
+from torchrec_neuroshard import NeuroShardPlannerProvider
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+SEAM = importlib.util.find_spec("torchrec.distributed.planner.provider") is not None
+needs_seam = pytest.mark.skipif(not SEAM, reason="TorchRec's planning API is of 1.9")
+QUICKLY: dict[str, Any] = {"search": QUICK, "consider_stock": False}
+ANALYTIC: dict[str, Any] = {
+    "cost_model": AnalyticCostModel(),
+    "comms_model": AnalyticCommsModel(),
+    **QUICKLY,
+}
+
+
+class KeptStats:
+    """A sink of a reporter's that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, Any]] = []
+
+    def log(self, **told: Any) -> None:
+        self.logged.append(told)
+
+
+class KeptReporter:
+    """A reporter whose sinks keep what they are told, by SKU."""
+
+    def __init__(self) -> None:
+        self.sinks: dict[str, KeptStats] = {}
+
+    def build_stats(self, ctx: Any, sku: str) -> list[Any]:
+        del ctx
+        return [self.sinks.setdefault(sku, KeptStats())]
+
+
+def dry_run(
+    provider: Any, skus: list[str], reporter: Any = None, **fields: Any
+) -> tuple[Any, Any]:
+    """Results by SKU, and TorchRec's context."""
+    from torchrec.distributed.planner.dry_run import DryRunOrchestrator, DryRunRequest
+    from torchrec.distributed.planner.executor import DefaultPlannerExecutor
+    from torchrec.distributed.planner.types import PlannerSessionContext
+
+    request = DryRunRequest(
+        **{
+            "model": bags(),
+            "sharders": [EmbeddingBagCollectionSharder()],
+            "sku_list": skus,
+            "training_framework": "apf",
+            "world_size": 4,
+            "local_world_size": 2,
+            "batch_size": 64,
+            **fields,
+        }
+    )
+    ctx = PlannerSessionContext(request=request, results={})
+    orchestrator = DryRunOrchestrator(DefaultPlannerExecutor(provider), reporter)
+    return orchestrator.plan(request, ctx), ctx
+
+
+@pytest.mark.skipif(SEAM, reason="this TorchRec has the planning API")
+def test_releases_without_the_api_say_so() -> None:
+    with pytest.raises(
+        ConfigError, match=r"1\..* has no PlannerProvider \(since 1.9\)"
+    ):
+        NeuroShardPlannerProvider()
+
+
+@needs_seam
+def test_unified_planner_returns_our_plan_with_its_costs() -> None:
+    reporter = KeptReporter()
+    provider = NeuroShardPlannerProvider(**ANALYTIC)
+    results, ctx = dry_run(provider, ["a", "b"], reporter, capture_search_space=True)
+    own = make_planner(topology=ctx.topology_cache["a", 4, 2])
+    plan = own.plan(bags(), [EmbeddingBagCollectionSharder()])
+    assert own.last_result is not None
+    for sku in ("a", "b"):
+        result = results[sku]
+        assert result.success, result.planner_failure_reason
+        assert str(entries_of(result.sharding_plan)) == str(entries_of(plan))
+        assert len(result.sharding_options) == 3
+        assert result.estimated_max_hbm_bytes > 0
+        # TorchRec's critical path knows no order of collectives.
+        assert result.critical_path_ms == pytest.approx(
+            own.last_result.predicted.critical_path_ms, rel=0.2
+        )
+        assert len(ctx.search_space[sku]) >= 3
+        (told,) = reporter.sinks[sku].logged
+        assert [o.name for o in told["best_plan"]] == ["t0", "t1", "t2"]
+
+
+@needs_seam
+def test_plans_are_cached_by_fingerprint() -> None:
+    from torchrec.distributed.planner.dry_run import CacheMetadata, PlanCache
+
+    class Kept:
+        def __init__(self) -> None:
+            self.plans: dict[str, bytes] = {}
+
+        def get(self, request_fingerprint: str) -> Any:
+            found = self.plans.get(request_fingerprint)
+            return None if found is None else pickle.loads(found)
+
+        def put(self, request_fingerprint: str, plan: Any, metadata: Any) -> None:
+            self.plans[request_fingerprint] = pickle.dumps((plan, metadata))
+
+    cache = Kept()
+    assert isinstance(cache, PlanCache)
+    provider = NeuroShardPlannerProvider(**ANALYTIC)
+    results, ctx = dry_run(provider, ["a"])
+    fingerprint = results["a"].request_fingerprint
+    cache.put(fingerprint, results["a"].sharding_plan, CacheMetadata(sku="a"))
+    assert ctx.request.fingerprint("a") == fingerprint
+    plan, metadata = cache.get(fingerprint)
+    assert str(plan) == str(results["a"].sharding_plan)
+    assert metadata.sku == "a"
+
+
+@needs_seam
+@pytest.mark.filterwarnings("ignore:no cost model was measured")
+def test_dry_run_command_plans_cards_by_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from torchrec.distributed.planner.dry_run import DryRunOrchestrator, cli
+    from torchrec.distributed.planner.executor import DefaultPlannerExecutor
+
+    built: list[NeuroShardPlanner] = []
+
+    class Kept(NeuroShardPlannerProvider):
+        def build_planner(self, *args: Any, **kwargs: Any) -> NeuroShardPlanner:
+            built.append(super().build_planner(*args, **kwargs))
+            return built[-1]
+
+    orchestrator = DryRunOrchestrator(DefaultPlannerExecutor(Kept(**QUICKLY)))
+    arguments = ["--sku-list=h100,h200", "--world-size=2", "--num-tables=3"]
+    assert cli.main(arguments, orchestrator) == 0
+    shown = capsys.readouterr().out
+    assert "[OK] h100" in shown and "[OK] h200" in shown
+    cards = [planner.costs.devices.card for planner in built]
+    assert [card.name for card in cards if card] == ["h100", "h200"]
+
+
+@needs_seam
+def test_cost_models_go_by_sku() -> None:
+    provider = NeuroShardPlannerProvider(
+        {"GRANDTETON": AnalyticCostModel()}, comms_model=AnalyticCommsModel(), **QUICKLY
+    )
+    results, ctx = dry_run(provider, ["GRANDTETON"], hbm_gb=3.0)
+    assert results["GRANDTETON"].success
+    # TorchRec counts gibibytes.
+    assert "memory of a rank 3.221 GB (given)" in ctx.hw_source["GRANDTETON"]
+
+
+@needs_seam
+def test_overrides_of_a_sku_are_kept() -> None:
+    from torchrec.distributed.planner.dry_run import SkuOverride
+
+    override = SkuOverride(hbm_gb=5.0, intra_host_bw=77.0)
+    _, ctx = dry_run(
+        NeuroShardPlannerProvider(**ANALYTIC),
+        ["a", "b"],
+        hbm_gb=3.0,
+        per_sku_overrides={"a": override},
+    )
+    one, other = (ctx.topology_cache[sku, 4, 2] for sku in ("a", "b"))
+    assert [t.devices[0].storage.hbm // GIB for t in (one, other)] == [5, 3]
+    assert one.intra_host_bw == pytest.approx(77e6)
+    assert other.intra_host_bw != one.intra_host_bw
+    assert one.inter_host_bw == other.inter_host_bw
+
+
+@needs_seam
+def test_what_a_request_asks_for_reaches_the_planner() -> None:
+    from torchrec.distributed.planner.proposers import UniformProposer
+    from torchrec.distributed.planner.types import PlannerConfig
+
+    asked = PlannerConfig(proposer_type="uniform", pipeline_type="train_sparse_dist")
+    constraints = {"t1": ParameterConstraints(sharding_types=["row_wise"])}
+    made: dict[str, Any] = {}
+
+    class Kept(NeuroShardPlannerProvider):
+        def build_planner(self, *args: Any, **kwargs: Any) -> NeuroShardPlanner:
+            planner = super().build_planner(*args, **kwargs)
+            made.update(vars(planner))
+            return planner
+
+    results, _ = dry_run(
+        Kept(**ANALYTIC), ["a"], planner_config=asked, constraints=constraints
+    )
+    plan = entries_of(results["a"].sharding_plan)
+    assert plan["t1"].sharding_type == "row_wise"
+    assert [type(p) for p in made["_proposers"]] == [UniformProposer]
+    assert made["_pipeline_type"].value == "train_sparse_dist"
+
+
+@needs_seam
+def test_failures_are_those_of_the_sku_alone() -> None:
+    from torchrec.distributed.planner.types import PlannerConfig, PlannerVariant
+
+    provider = NeuroShardPlannerProvider(**ANALYTIC)
+    other = PlannerConfig(planner_variant=PlannerVariant.LINEAR_PROGRAMMING)
+    results, _ = dry_run(provider, ["a"], planner_config=other)
+    assert not results["a"].success
+    assert "another planner's" in results["a"].planner_failure_reason
+    results, _ = dry_run(provider, ["a"], hbm_gb=0.0001)
+    assert not results["a"].success
+    assert "table 't0'" in results["a"].planner_failure_reason
+    assert results["a"].planner_error_type is not None
+
+
+def test_last_resort_is_what_was_selected() -> None:
+    def fail(_: Any) -> Any:
+        raise InfeasibleError("nothing fits")
+
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(3)
+    }
+    planner = make_planner(search=FixedSearcher(fail), constraints=constraints)
+    assert planner.get_selected_options() == []
+    planner.plan(bags(), [EmbeddingBagCollectionSharder()])
+    assert planner.last_result is not None and planner.last_result.fallback
+    selected = planner.get_selected_options()
+    assert sorted(o.name for o in selected) == ["t0", "t1", "t2"]
+    assert all(s.rank is not None and s.perf for o in selected for s in o.shards)

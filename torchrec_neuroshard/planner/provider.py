@@ -1,0 +1,135 @@
+"""This package's planner behind TorchRec's planning API (since 1.9).
+
+    provider = NeuroShardPlannerProvider()
+    orchestrator = DryRunOrchestrator(DefaultPlannerExecutor(provider))
+    dry_run.cli.main(["--sku-list=h100,h200", "--world-size=16"], orchestrator)
+
+TorchRec's executor asks the provider for a topology, a storage reservation and a
+planner, runs that, and reads costs and memory off its selected options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.planner.types import StorageReservation, Topology
+
+from torchrec_neuroshard.cost_models import CostModel
+from torchrec_neuroshard.devices import GPU
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.gpu_cards import GPU_CARDS, find_card
+from torchrec_neuroshard.planner.compat import (
+    PlannerProviderBase,
+    pipeline_of,
+    requested_parts,
+    with_bandwidths,
+    with_overrides,
+    without_provider,
+)
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.topologies import GB_PER_S
+
+__all__ = ["NeuroShardPlannerProvider"]
+
+_PLANNED_VARIANTS = ("UNSET", "OSS")
+
+
+class NeuroShardPlannerProvider(PlannerProviderBase):
+    """Builds a `NeuroShardPlanner` for each SKU that TorchRec's planning API asks for.
+
+    A SKU that is a card's name ("h100", or as torch prints it) is planned for with the
+    card's figures and costs where the request says nothing else. The topology and the
+    storage reservation are TorchRec's; per-SKU overrides of a dry run, which TorchRec
+    leaves to others, are kept. What a request's `planner_config` asks for of TorchRec's
+    parts (proposer, partitioner, performance model) stands in for this package's.
+
+    Args:
+        cost_models: SKU -> the planner's `cost_model`. SKUs left out: "auto", or the
+            card that they name.
+        arguments: Others of `NeuroShardPlanner`, for every SKU; they win over the
+            request's.
+
+    Raises:
+        ConfigError: This release of TorchRec has no such API.
+    """
+
+    def __init__(
+        self,
+        cost_models: Mapping[str, str | Path | CostModel] | None = None,
+        **arguments: Any,
+    ) -> None:
+        if missing := without_provider():
+            raise ConfigError(
+                f"{missing}: install torchrec 1.9.2, or plan with NeuroShardPlanner, "
+                "which takes what the request holds as arguments"
+            )
+        self._cost_models = dict(cost_models or {})
+        self._arguments = arguments
+
+    def build_topology(self, sku: str, request: Any, ctx: Any) -> Topology:
+        """Return TorchRec's topology of a request, with the SKU's overrides.
+
+        Args:
+            sku: What is planned for.
+            request: TorchRec's `ShardingPlanRequest`.
+            ctx: TorchRec's `PlannerSessionContext`.
+        """
+        request, links_gb_per_s = with_overrides(request, sku)
+        topology: Topology = super().build_topology(sku, request, ctx)
+        values = {n: value / GB_PER_S for n, value in links_gb_per_s.items()}
+        return with_bandwidths(topology, values) if values else topology
+
+    def build_planner(
+        self,
+        sku: str,
+        *,
+        topology: Topology,
+        storage_reservation: StorageReservation,
+        ctx: Any,
+    ) -> NeuroShardPlanner:
+        """Return the planner of a request.
+
+        Args:
+            sku: What is planned for.
+            topology: As `build_topology` returned it.
+            storage_reservation: What to keep free.
+            ctx: TorchRec's `PlannerSessionContext`.
+
+        Raises:
+            ConfigError: The request is for another kind of planner.
+        """
+        request = ctx.request
+        config = request.planner_config
+        variant = config.planner_variant.name
+        if variant not in _PLANNED_VARIANTS:
+            raise ConfigError(
+                f"planner_variant {variant} is another planner's; for this one give "
+                f"{' or '.join(_PLANNED_VARIANTS)}"
+            )
+        found = find_card(sku) or GPU_CARDS.get(sku.lower())
+        card = found if topology.compute_device == GPU else None
+        planner = NeuroShardPlanner(
+            **{
+                "topology": topology,
+                "batch_size": request.batch_size,
+                "storage_reservation": storage_reservation,
+                "constraints": request.constraints,
+                "stats": ctx.stats,
+                "debug": config.debug,
+                "timeout_seconds": config.timeout_seconds,
+                "pipeline_type": pipeline_of(config),
+                "cost_model": card.name if card else "auto",
+                **requested_parts(self, request, topology),
+                **self._arguments,
+                **(
+                    {"cost_model": self._cost_models[sku]}
+                    if sku in self._cost_models
+                    else {}
+                ),
+            }
+        )
+        figures = planner.costs.devices.figures.values()
+        ctx.hw_source[sku] = "; ".join(f"{f.name} {f} ({f.basis})" for f in figures)
+        return planner

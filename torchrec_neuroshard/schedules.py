@@ -1,0 +1,411 @@
+"""What of an iteration runs beside what, a row for each of TorchRec's train pipelines.
+
+An iteration is a small graph of phases. Each stream runs its phases in one order, batch
+after batch; the collectives of a process group share a stream of their own; and a phase
+waits for what it reads. In the steady state an iteration is as long as the longest way
+through the graph from a phase to the same phase of a later batch, by the number of
+batches in between. A collective waits for all ranks; what a rank does by itself between
+two collectives adds up before it is compared with other ranks.
+
+Source: the rows are what TorchRec 1.8's pipelines queue; two ranks on paper GPUs keep a
+journal of it, and `tests/paper_gpu/test_two_ranks.py` replays that with times for the
+phases, which take as long as these rows say. See `docs/pipelines.md`.
+
+Shapes: `C` candidates, `W` ranks, `S` stages, `6` phases in the order of `TIMED`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_neuroshard.errors import ConfigError
+
+__all__ = [
+    "COLLECTIVES",
+    "DENSE",
+    "SCHEDULES",
+    "SEQUENTIAL",
+    "TIMED",
+    "DenseMs",
+    "Schedule",
+    "Way",
+    "find_schedule",
+]
+
+Floats = npt.NDArray[np.float64]
+
+COLLECTIVES = ("index_comms", "fwd_comms", "bwd_comms")
+"""Phases that wait for the slowest rank."""
+TIMED = ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute", "cache")
+"""Phases of the tables; the last one loads rows of the host's memory into caches."""
+DENSE = (
+    "lower_forward",
+    "forward",
+    "backward",
+    "lower_backward",
+    "all_reduce",
+    "optimizer",
+)
+"""Phases of the rest of the model, of which all ranks do the same."""
+_BARRIERS = {*COLLECTIVES, "all_reduce"}
+
+_READS = (
+    "index_comms fwd_compute fwd_comms forward backward bwd_comms bwd_compute",
+    "index_comms cache fwd_compute",
+    "lower_forward forward",
+    "backward lower_backward all_reduce optimizer",
+)
+"""What every batch waits for: the next phase of a line reads what the one before made.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseMs:
+    """What the dense part of a model takes in an iteration.
+
+    The *lower* layers need no embeddings; leave theirs at 0 to count all of the layers
+    with those that do.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    lower_forward: float = 0.0
+    lower_backward: float = 0.0
+    all_reduce: float = 0.0
+    """Of the last gradients: what is left of it after the backward pass."""
+    lookups_first: bool = False
+    """Whether the model calls its embedding module before its lower layers. TorchRec's
+    DLRM calls it after them."""
+
+    def __post_init__(self) -> None:
+        for name in DENSE:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(
+                    f"dense_ms: {name} must be finite and at least 0 [ms], got {value}"
+                )
+
+    @staticmethod
+    def of(given: DenseMs | float | None) -> DenseMs:
+        """Return what was given; of a number, a third is forward and the rest backward.
+
+        A layer's backward pass has two products of matrices where its forward pass has
+        one.
+
+        Raises:
+            ConfigError: It is no time.
+        """
+        if isinstance(given, DenseMs):
+            return given
+        total = float(given or 0.0)
+        return DenseMs(forward=total / 3, backward=total - total / 3)
+
+    @property
+    def total_ms(self) -> float:
+        """All of it, one after the other."""
+        return float(sum(getattr(self, name) for name in DENSE))
+
+    def to_json(self) -> dict[str, float | bool]:
+        """Return a JSON-ready dictionary."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way through the graph back to where it began."""
+
+    runs: tuple[tuple[str, ...], ...]
+    """Timed phases; those of one run follow each other on one rank."""
+    dense: tuple[str, ...]
+    num_batches: int
+    """How many batches later it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The order in which a pipeline runs the phases of an iteration."""
+
+    name: str
+    """TorchRec's `PipelineType`, or alike where that has no member."""
+    pipeline: str
+    """TorchRec's class."""
+    streams: tuple[str, ...]
+    """Phases of each stream in the order of an iteration, of the batch at hand or, as
+    in "index_comms+1", of a later one."""
+    waits: tuple[str, ...] = ()
+    """What else waits, in the same words."""
+    prefetches: bool = False
+    """Whether caches are loaded in a phase of their own, not by the lookups."""
+
+    def adds_up(self, dense: DenseMs) -> bool:
+        """Whether an iteration takes as long as all phases, one after another."""
+        lower_ms = dense.lower_forward + dense.lower_backward
+        is_plain = self.name in ("none", "train_base")
+        return is_plain and not (dense.lookups_first and lower_ms)
+
+    def ways(self) -> tuple[Way, ...]:
+        """Return the ways that may be the longest."""
+        return _ways(self)
+
+    def path_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
+        """Return how long an iteration takes, `C` [ms].
+
+        Args:
+            phases_CWS6: Phases of each rank in each stage [ms].
+            dense: The rest of the model.
+        """
+        paths: Floats = self.way_ms(phases_CWS6, dense).max(axis=1)
+        return paths
+
+    def way_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
+        """Return how long each of the `ways` takes, by batch: `C x ways` [ms]."""
+        ways = self.ways()
+        runs = sorted({run for way in ways for run in way.runs})
+        ms = {
+            run: phases_CWS6[..., [TIMED.index(p) for p in run]]
+            .sum(axis=-1)
+            .max(axis=1)
+            .sum(axis=-1)
+            for run in runs
+        }
+        columns = [
+            (
+                sum((ms[run] for run in way.runs), np.zeros(len(phases_CWS6)))
+                + sum(getattr(dense, name) for name in way.dense)
+            )
+            / way.num_batches
+            for way in ways
+        ]
+        return np.stack(columns, axis=1)
+
+    def hidden_ms(self, phases_CWS6: Floats, dense: DenseMs) -> Floats:
+        """Return how much of each phase does not show: `C x 6` [ms].
+
+        It is what the phase takes, on its slowest rank, less what an iteration would
+        gain without it.
+        """
+        now_C = self.path_ms(phases_CWS6, dense)
+        found = np.zeros((len(phases_CWS6), len(TIMED)))
+        for phase in range(len(TIMED)):
+            without = phases_CWS6.copy()
+            without[..., phase] = 0.0
+            whole_C = phases_CWS6[..., phase].max(axis=1).sum(axis=-1)
+            gain_C = now_C - self.path_ms(without, dense)
+            found[:, phase] = np.maximum(whole_C - gain_C, 0.0)
+        return found
+
+    def reliefs_ms(self, phases_WS6: Floats, dense: DenseMs) -> dict[str, float]:
+        """Return how long each collective may take before an iteration gets longer.
+
+        Args:
+            phases_WS6: What all other phases take [ms].
+            dense: The rest of the model.
+        """
+        found = {}
+        for name in COLLECTIVES:
+            without = phases_WS6[None].copy()
+            without[..., TIMED.index(name)] = 0.0
+            ways_ms = self.way_ms(without, dense)[0].tolist()
+            path_ms = max(ways_ms)
+            found[name] = min(
+                (path_ms - ms) * way.num_batches
+                for way, ms in zip(self.ways(), ways_ms, strict=True)
+                if (name,) in way.runs
+            )
+        return found
+
+    def joins_kernels(self, phases_WS6: Floats, dense: DenseMs) -> bool:
+        """Whether ranks do not meet between updating tables and the next lookups.
+
+        Args:
+            phases_WS6: Of about what is planned [ms]: the longest way counts.
+            dense: The rest of the model.
+        """
+        ways_ms = self.way_ms(phases_WS6[None], dense)[0]
+        runs = self.ways()[int(ways_ms.argmax())].runs
+        return any({"fwd_compute", "bwd_compute"} <= {*run} for run in runs)
+
+
+def _edges(schedule: Schedule) -> set[tuple[str, str, int]]:
+    """Before, after, and of how many batches later the latter is."""
+    edges = set()
+    for line, is_cycle in (
+        *((s, True) for s in schedule.streams),
+        *((w, False) for w in (*schedule.waits, *_READS)),
+    ):
+        steps = [_step(token) for token in line.split()]
+        if is_cycle:
+            steps.append((steps[0][0], steps[0][1] + 1))
+        for (before, early), (after, late) in itertools.pairwise(steps):
+            edges.add((before, after, late - early))
+    return edges
+
+
+def _step(token: str) -> tuple[str, int]:
+    """Phase and batch that a token means."""
+    name, _, later = token.partition("+")
+    assert name in TIMED or name in DENSE, name
+    return name, int(later or 0)
+
+
+@functools.cache
+def _ways(schedule: Schedule) -> tuple[Way, ...]:
+    following: dict[str, list[tuple[str, int]]] = {}
+    for before, after, lag in sorted(_edges(schedule)):
+        following.setdefault(before, []).append((after, lag))
+    order = (*TIMED, *DENSE)
+
+    def walk(path: tuple[str, ...], lag: int) -> Iterator[tuple[tuple[str, ...], int]]:
+        for after, more in following.get(path[-1], ()):
+            if after == path[0]:
+                yield path, lag + more
+            elif after not in path and order.index(after) > order.index(path[0]):
+                yield from walk((*path, after), lag + more)
+
+    found: dict[tuple[frozenset[str], int], Way] = {}
+    for start in order:
+        for path, lag in walk((start,), 0):
+            assert lag >= 1, f"{schedule.name}: {path} waits for itself"
+            found.setdefault((frozenset(path), lag), _way(path, lag))
+    keys = list(found)
+    return tuple(
+        found[key]
+        for key in keys
+        if not any(
+            (key[0] < other[0] and key[1] >= other[1])
+            or (key[0] == other[0] and key[1] > other[1])
+            for other in keys
+        )
+    )
+
+
+def _way(path: tuple[str, ...], num_batches: int) -> Way:
+    """Split a way into runs, from one collective to the next."""
+    first = next((k for k, name in enumerate(path) if name in _BARRIERS), 0)
+    runs: list[tuple[str, ...]] = []
+    run: list[str] = []
+    for name in (*path[first:], *path[:first]):
+        if name in _BARRIERS:
+            runs += [tuple(run), (name,) * (name in TIMED)]
+            run = []
+        elif name in TIMED:
+            run.append(name)
+    runs.append(tuple(run))
+    return Way(
+        runs=tuple(r for r in runs if r),
+        dense=tuple(name for name in path if name in DENSE),
+        num_batches=num_batches,
+    )
+
+
+_PLAIN = (
+    "fwd_compute fwd_comms forward backward bwd_comms bwd_compute lower_backward "
+    "optimizer"
+)
+_LOOKUPS_FIRST = (
+    "fwd_compute lower_forward forward backward lower_backward bwd_compute optimizer"
+)
+
+
+def _rows(
+    name: str,
+    pipeline: str,
+    late: tuple[str, ...],
+    early: tuple[str, ...],
+    *,
+    late_waits: tuple[str, ...] = (),
+    early_waits: tuple[str, ...] = (),
+    prefetches: bool = False,
+) -> tuple[Schedule, Schedule]:
+    """Rows of models that look up after their lower layers, and before them."""
+    return (
+        Schedule(name, pipeline, late, late_waits, prefetches),
+        Schedule(name, pipeline, early, early_waits, prefetches),
+    )
+
+
+_DENSE = "lower_forward forward backward lower_backward optimizer"
+_SEMI_SYNC = (
+    "lower_forward forward fwd_compute+1 backward lower_backward bwd_comms bwd_compute "
+    "optimizer",
+    "fwd_comms+1 index_comms+2 all_reduce bwd_comms",
+)
+_BASE = "index_comms fwd_comms bwd_comms all_reduce"
+_NEXT = "fwd_comms index_comms+1 bwd_comms all_reduce"
+_PREFETCH = "index_comms+1 fwd_comms bwd_comms all_reduce"
+# Kernels that update cached rows wait for the loads under way; later loads for them.
+_CACHED = ("cache+1 bwd_compute cache+2",)
+
+_ROWS = (
+    *(
+        _rows(
+            name,
+            "TrainPipelineBase",
+            (f"lower_forward index_comms {_PLAIN}", _BASE),
+            (f"index_comms {_LOOKUPS_FIRST}", _BASE),
+        )
+        for name in ("none", "train_base")
+    ),
+    _rows(
+        "train_sparse_dist",
+        "TrainPipelineSparseDist",
+        (f"lower_forward {_PLAIN}", _NEXT),
+        (_LOOKUPS_FIRST, _NEXT),
+    ),
+    _rows(
+        "train_prefetch_sparse_dist",
+        "PrefetchTrainPipelineSparseDist",
+        (f"lower_forward {_PLAIN}", _PREFETCH),
+        (_LOOKUPS_FIRST, _PREFETCH),
+        late_waits=_CACHED,
+        early_waits=_CACHED,
+        prefetches=True,
+    ),
+    _rows("train_semi_sync", "TrainPipelineSemiSync", _SEMI_SYNC, _SEMI_SYNC),
+    _rows(
+        "train_fused_sparse_dist",
+        "TrainPipelineFusedSparseDist",
+        (_DENSE, "fwd_compute bwd_compute", _NEXT),
+        (
+            _DENSE,
+            "fwd_compute bwd_compute",
+            "fwd_comms index_comms+1 all_reduce bwd_comms",
+        ),
+        late_waits=("fwd_compute lower_forward", "bwd_compute optimizer"),
+        early_waits=(
+            "fwd_comms lower_forward",
+            "bwd_compute optimizer",
+            "lower_backward bwd_comms",
+        ),
+    ),
+)
+
+SCHEDULES: Mapping[str, tuple[Schedule, Schedule]] = {
+    rows[0].name: rows for rows in _ROWS
+}
+"""By name: of models that call their lower layers first, and that look up first."""
+SEQUENTIAL = SCHEDULES["none"][0]
+"""One phase after another."""
+
+
+def find_schedule(name: str, dense: DenseMs) -> Schedule:
+    """Return the schedule of a pipeline for a model.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(
+            f"pipeline_type '{name}' has no schedule; known are "
+            f"{', '.join(SCHEDULES)}. Take the one that your loop comes nearest to, or "
+            "leave pipeline_type out for one phase after another"
+        )
+    return SCHEDULES[name][dense.lookups_first]
