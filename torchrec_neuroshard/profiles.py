@@ -230,9 +230,12 @@ def bin_mean_counts(
     left = np.maximum(excess - fraction * room, 0.0)
     last = ids_NC[:, -1]
     mean[:, -1] += np.where(last > 0, left / np.where(last > 0, last, 1.0), 0.0)
-    # Of a next to empty bin that is what rounding left; no id has more than all.
-    mean[:, -1] = np.minimum(mean[:, -1], np.maximum(lookups_N, low[-1]))
     return mean
+
+
+_MOST_COUNT = 2.0**30
+"""What SciPy's binomials take. Of a next to empty open bin, which takes what rounding
+leaves of all lookups, the mean count may be anything."""
 
 
 def _bin_probabilities(
@@ -240,6 +243,7 @@ def _bin_probabilities(
 ) -> npt.NDArray[np.float64]:
     """Probability that an id of `count` lookups lands in each bin after thinning."""
     # P(X <= k) for X ~ Binomial(count, keep); counts between two integers mix both.
+    count = np.minimum(count, _MOST_COUNT)
     low = np.floor(count)
     upper_weight = count - low
     edges = np.concatenate([[0.0], COUNT_BIN_HIGH[:-1]])

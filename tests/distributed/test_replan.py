@@ -75,11 +75,11 @@ CASES = {
         optimizer="RowWiseAdagrad",
     ),
     "shards change places": Case(
-        dims=(32, 16),
-        triples=[(0, 16, 0), (0, 16, 1), (1, 16, 0)],
+        dims=(32, 16, 16),
+        triples=[(0, 16, 0), (0, 16, 1), (1, 16, 0), (2, 16, 0)],
         kind=COLUMN,
         optimizer="RowWiseAdagrad",
-        by_hand=[(0, 16, 1), (0, 16, 0), (1, 16, 1)],
+        by_hand=[(0, 16, 1), (0, 16, 0), (1, 16, 1), (2, 16, 0)],
     ),
     # Ids need no reordering under the first plan, but do under the second.
     "weighted": Case(
