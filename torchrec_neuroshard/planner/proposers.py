@@ -155,11 +155,11 @@ class NeuroShardProposer(CostedPart, Proposer):
         return FreeOption(least, ways) if ways else least
 
     def _cost_order(
-        self, room: int, is_placeable: bool, option: ShardingOption
+        self, room: int, may_be_split: bool, option: ShardingOption
     ) -> tuple[Any, ...]:
         """Options that run and fit first; of these, by columns, then the cheapest."""
         size = max(float(getattr(s.storage, self._tier)) for s in option.shards)
-        if is_placeable:
+        if may_be_split:
             size *= narrowest_shard(option, self._constraints) / max(
                 int(s.size[1]) for s in option.shards
             )
