@@ -117,6 +117,41 @@ class FeatureProfile:
             known += _RareIds.fit(ids).num_fresh(float(ids[0]), ratio - 1)
         return float(min(known, cap) if cap > 0 else known)
 
+    def access_rates(
+        self, num_embeddings: int
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return groups of ids by how often they are expected in such a batch.
+
+        Ids seen more than four times are taken to come as often again; of the others,
+        those not met yet among them, the rates are the gamma mixture's (see
+        `at_batch_size`). Where that has more ids than the table has rows, the rarest
+        share the lookups of the rows that are left.
+
+        Args:
+            num_embeddings: Rows of the table.
+
+        Returns:
+            Ids of each group, no more than the rows, and their rate, falling.
+        """
+        num_ids = np.asarray(self.access_histogram, dtype=np.float64)
+        if not num_ids.sum() > 0:
+            return np.zeros(0), np.zeros(0)
+        rate = self.bin_mean_counts()
+        if num_ids[0] > 0:
+            rare_ids, rare_rate = _RareIds.fit(num_ids).rates(float(num_ids[0]))
+            num_ids = np.concatenate([num_ids[3:], rare_ids])
+            rate = np.concatenate([rate[3:], rare_rate])
+        order = np.argsort(-rate, kind="stable")
+        num_ids, rate = num_ids[order], rate[order]
+        left = num_embeddings - (np.cumsum(num_ids) - num_ids)
+        if left[-1] < num_ids[-1]:
+            lookups = np.cumsum((num_ids * rate)[::-1])[::-1]
+            last = int(np.argmax((left <= 0) | (lookups >= left * rate)))
+            rows = max(float(left[last]), 1e-9)
+            num_ids = np.append(num_ids[:last], rows)
+            rate = np.append(rate[:last], lookups[last] / rows)
+        return num_ids, rate
+
     def bin_mean_counts(self) -> npt.NDArray[np.float64]:
         """Mean count of an id in each bin, such that the lookups add up.
 
@@ -272,6 +307,12 @@ def _thin(
     return out
 
 
+_LOG_RATES, _NUM_RATES = (math.log(1e-8), math.log(32.0)), 440
+"""Rates of rare ids, of a batch, that are told apart."""
+_NARROW_SHAPE = 100.0
+"""Shape of the gamma density from which on all rates count as its mean."""
+
+
 @dataclass(frozen=True, slots=True)
 class _RareIds:
     """Gamma mixture of Poisson rates, fitted to the ids seen at most four times.
@@ -306,6 +347,30 @@ class _RareIds:
         if abs(power) < 1e-9:
             return once * growth / self.scale
         return once * math.expm1(power * growth) / (power * self.scale)
+
+    def rates(
+        self, once: float
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Ids seen at most four times, unseen ones among them: numbers and rates.
+
+        Args:
+            once: Ids seen once.
+        """
+        odds = self.scale / (1 - self.scale)
+        if self.shape > _NARROW_SHAPE:  # all of one rate, about
+            rate = np.array([self.shape * odds])
+            return once * np.exp(rate) / rate * special.pdtr(4, rate), rate
+        log_rate = np.linspace(*_LOG_RATES, num=_NUM_RATES)
+        rate = np.exp(log_rate)
+        log_density = (
+            math.log(once)
+            - special.gammaln(self.shape + 1)
+            - (self.shape + 1) * math.log(self.scale)
+            + self.shape * log_rate
+            - rate / odds
+        )
+        num_ids = np.exp(log_density) * (log_rate[1] - log_rate[0])
+        return num_ids * special.pdtr(4, rate), rate
 
     def fresh_histogram(self, more: float) -> npt.NDArray[np.float64]:
         """How the counts of ids met for the first time are distributed, sums to 1."""

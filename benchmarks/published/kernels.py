@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.loading import card_constants
-from torchrec_neuroshard.cost_models.physical import PhysicalConstants, cache_misses
+from torchrec_neuroshard.cost_models.physical import PhysicalConstants
+from torchrec_neuroshard.cost_models.row_cache import MissCurve
 from torchrec_neuroshard.features import FEATURE_NAMES, ShardFeaturizer
 from torchrec_neuroshard.gpu_cards import card_named
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
@@ -85,12 +86,11 @@ class KernelRow:
         """Share of each table's distinct rows that its cache lacks, `T`."""
         if not self.cache_ratio > 0:
             return np.ones(len(self.tables))
-        return np.array(
-            [
-                cache_misses(t.profile_at(b), t.num_embeddings, self.cache_ratio)
-                for t, b in zip(self.tables, self.batches, strict=True)
-            ]
-        )
+        curves = [
+            MissCurve(t.profile_at(b), t.num_embeddings)
+            for t, b in zip(self.tables, self.batches, strict=True)
+        ]
+        return np.concatenate([c.misses([self.cache_ratio]) for c in curves])
 
 
 def family(card: str) -> str:

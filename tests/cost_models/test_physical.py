@@ -12,14 +12,13 @@ from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.cost_models.physical import (
     PhysicalConstants,
-    cache_misses,
     host_memory_ms,
     shard_times,
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
-from torchrec_neuroshard.profiles import uniform_profile, zipf_profile
+from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.tables import TableConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
@@ -170,20 +169,6 @@ def test_rows_in_the_hosts_memory_pay_for_lookups_and_for_updates() -> None:
     some = host_memory_ms(table, constants, 55.6, np.full(1, 0.5))[0]
     assert none[0] < some[0] < forward
     assert none[1] == some[1] == 0  # sgd has no state, and rows are on the card
-
-
-def test_cache_misses_are_the_slope_of_the_working_set() -> None:
-    rows = 1_000_000
-    uniform = uniform_profile(
-        batch_size=BATCH, pooling_factor=10.0, num_embeddings=rows
-    )
-    # Of uniform ids, whatever the batches before were, a row is cached by chance.
-    for ratio in (0.25, 0.5):
-        assert cache_misses(uniform, rows, ratio) == pytest.approx(1 - ratio, abs=0.03)
-    skew = zipf_profile(batch_size=BATCH, pooling_factor=10.0, num_embeddings=rows)
-    assert cache_misses(skew, rows, 0.25) < 0.6 < cache_misses(uniform, rows, 0.25)
-    assert cache_misses(skew, rows, 1.0) == 0
-    assert cache_misses(skew, rows, 1e-4) == 1
 
 
 def test_given_bandwidths_win_over_the_cards() -> None:

@@ -25,17 +25,12 @@ import numpy.typing as npt
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import FEATURE_NAMES
-from torchrec_neuroshard.profiles import (
-    NUM_COUNT_BINS,
-    FeatureProfile,
-    bin_mean_counts,
-)
+from torchrec_neuroshard.profiles import NUM_COUNT_BINS, bin_mean_counts
 
 __all__ = [
     "STEP_POWER",
     "PhysicalConstants",
     "ShardTimes",
-    "cache_misses",
     "host_memory_ms",
     "shard_times",
     "updated_bytes",
@@ -52,8 +47,6 @@ _SECTOR_BYTES = 32.0
 """Least that memory moves: what row-wise Adagrad's one number per row costs, each
 way."""
 _STATE_BYTES_PER_VALUE = 4.0
-_MOST_BATCHES, _HALVINGS = 2.0**14, 12
-"""How far, and how closely, the batches that fill a cache are looked for."""
 STEP_POWER = 4.0
 """The longest bag of a set is the 4th root of the sum over its shards of their mean bag
 lengths to the 4th power: a maximum that sums can tell."""
@@ -284,37 +277,3 @@ def host_memory_ms(
         forward = swapped + found
         backward = _state_bytes(column) / update_bytes_per_ms
     return np.stack([forward, backward], axis=1)
-
-
-def cache_misses(
-    profile: FeatureProfile, num_embeddings: int, cache_ratio: float
-) -> float:
-    """Predict the share of a batch's distinct rows that a cache of rows lacks.
-
-    A cache that keeps the rows used last holds those of so many batches as fill it; it
-    lacks what one batch more would add to them (the slope of the working set:
-    P. J. Denning, "The working set model for program behavior", 1968).
-
-    Args:
-        profile: Access of one batch.
-        num_embeddings: Rows of the table.
-        cache_ratio: Share of them that the cache holds.
-    """
-    held = cache_ratio * num_embeddings
-    distinct = profile.num_distinct
-    if held >= num_embeddings or distinct <= 0:
-        return 0.0
-    if held <= distinct:
-        return 1.0
-
-    def working_set(batches: float) -> float:
-        samples = max(1, round(batches * profile.batch_size))
-        return profile.num_distinct_at(samples, num_embeddings)
-
-    low, high = 1.0, 2.0
-    while working_set(high) < held and high < _MOST_BATCHES:
-        low, high = high, 2.0 * high
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if working_set(middle) < held else (low, middle)
-    return min(1.0, max(0.0, working_set(low + 1) - working_set(low)) / distinct)

@@ -24,26 +24,27 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_neuroshard.cost_models.physical import cache_misses
+from torchrec_neuroshard.cost_models.row_cache import MissCurve
 from torchrec_neuroshard.placement import HostRows, KernelFactors
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
     is_dense,
+    is_lfu,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["is_estimated", "kernel_factors"]
+__all__ = ["is_estimated", "kernel_factors", "miss_curve"]
 
 _MEASURED_DENSE: Mapping[str, KernelFactors] = {
     "cpu": KernelFactors(forward=0.78, backward=1.17, passes=2.96)
 }
 """By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core, and held
 to others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
-MAX_KNOWN_MISSES = 2**16
-"""Caches of tables whose misses are kept: worked out once, asked for many times."""
+MAX_KNOWN_CURVES = 2**14
+"""Tables whose misses are kept: worked out once, asked for many times."""
 
 
 def is_estimated(option: ShardingOption) -> bool:
@@ -102,14 +103,27 @@ def _missed(
     stats = params.stats if params else None
     if stats is not None:
         return float(stats.expected_miss_rate(ratio))
+    return float(miss_curve(option, topology, reader).misses([ratio])[0])
+
+
+def miss_curve(
+    option: ShardingOption, topology: Topology, reader: TableReader
+) -> MissCurve:
+    """Return what caches of an option's table lack, whatever their size.
+
+    Args:
+        option: One that has a cost; its cache parameters say which rows go.
+        topology: The devices to plan for.
+        reader: Knows how tables are accessed.
+    """
     samples = int(option.batch_size) * int(topology.world_size)
-    return _misses(reader.table(option), samples, ratio)
+    return _curve(reader.table(option), samples, is_lfu(option))
 
 
-@lru_cache(maxsize=MAX_KNOWN_MISSES)
-def _misses(table: TableConfig, num_samples: int, ratio: float) -> float:
+@lru_cache(maxsize=MAX_KNOWN_CURVES)
+def _curve(table: TableConfig, num_samples: int, is_lfu: bool) -> MissCurve:
     profile = table.profile_at(num_samples)
-    return cache_misses(profile, table.num_embeddings, ratio)
+    return MissCurve(profile, table.num_embeddings, is_lfu=is_lfu)
 
 
 def _slowness(option: ShardingOption, topology: Topology) -> float:

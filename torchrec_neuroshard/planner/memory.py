@@ -41,12 +41,14 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingType
 
+from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.plan_conversion import fusion_key
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
     is_dense,
+    is_lfu,
 )
 from torchrec_neuroshard.planner.topologies import node_size
 
@@ -94,8 +96,6 @@ _NUM_SENT: Mapping[str, tuple[int, ...]] = {
 
 _STATES: Mapping[str, int] = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
 """Optimizer -> values that it keeps of each weight."""
-_ASSOCIATIVITY = 32
-"""Slots of a set of the cache."""
 _DEFAULT_LOAD = 0.2
 """Part of a table's rows that TorchRec caches where nobody says."""
 
@@ -354,11 +354,8 @@ class MemoryModel:
         if option.compute_kernel != _CACHING:
             return StaticMemory(optimizer=row_state)  # even of tables in the host
         load = self._cache_load(option)
-        slots = math.ceil(rows * load / _ASSOCIATIVITY) * _ASSOCIATIVITY
-        params = option.cache_params
-        algorithm = params.algorithm if params is not None else None
-        is_lfu = algorithm is not None and algorithm.name == "LFU"
-        ages = rows if is_lfu else slots
+        slots = math.ceil(rows * load / ASSOCIATIVITY) * ASSOCIATIVITY
+        ages = rows if is_lfu(option) else slots
         return StaticMemory(
             optimizer=row_state,
             cache=float(slots * cache_width * self._element_size(option)),

@@ -59,6 +59,7 @@ __all__ = [
     "has_own_optimizer",
     "is_dense",
     "is_fused",
+    "is_lfu",
     "is_modelled_config",
     "max_columns",
     "note_sharders",
@@ -127,6 +128,13 @@ def table_name(option: ShardingOption) -> str:
 def is_dense(option: ShardingOption) -> bool:
     """Whether the option runs PyTorch's own kernels instead of a fused one."""
     return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
+
+
+def is_lfu(option: ShardingOption) -> bool:
+    """Whether a table's cache of rows lets the least frequently used ones go."""
+    params = option.cache_params
+    algorithm = params.algorithm if params is not None else None
+    return algorithm is not None and algorithm.name == "LFU"
 
 
 def is_fused(option: ShardingOption) -> bool:

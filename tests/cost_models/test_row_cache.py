@@ -1,0 +1,112 @@
+"""Misses of caches of rows: identities, and counts of caches that are fed with ids."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from torchrec_neuroshard.cost_models.row_cache import MissCurve
+from torchrec_neuroshard.profiles import (
+    FeatureProfile,
+    profile_ids,
+    uniform_profile,
+    zipf_profile,
+)
+
+ROWS, LOOKUPS = 20_000, 4_000
+LOADS = np.array([0.02, 0.05, 0.1, 0.2, 0.4])
+
+
+def skewed(exponent: float) -> npt.NDArray[np.float64]:
+    share = np.arange(1.0, ROWS + 1) ** -exponent
+    return share / share.sum()
+
+
+def counted(
+    share: npt.NDArray[np.float64], slots: int, batches: int, is_lfu: bool
+) -> float:
+    """Misses of one set of so many slots, over the last fifth of the batches."""
+    rng = np.random.default_rng(0)
+    cache: OrderedDict[int, None] = OrderedDict()
+    counts = np.zeros(ROWS)
+    missed = distinct = 0
+    for batch in range(batches):
+        ids, times = np.unique(rng.choice(ROWS, LOOKUPS, p=share), return_counts=True)
+        counts[ids] += times
+        missing = [i for i in ids.tolist() if i not in cache]
+        for row in ids.tolist():
+            cache[row] = None
+            cache.move_to_end(row)
+        if is_lfu:
+            best = sorted(cache, key=lambda i: counts[i])[-slots:]
+            cache = OrderedDict.fromkeys(best)
+        while len(cache) > slots:
+            cache.popitem(last=False)
+        if batch >= 0.8 * batches:
+            missed, distinct = missed + len(missing), distinct + len(ids)
+    return missed / distinct
+
+
+@pytest.mark.parametrize(
+    ("exponent", "is_lfu"), [(0.0, False), (1.05, False), (1.05, True)]
+)
+def test_misses_are_those_counted(exponent: float, is_lfu: bool) -> None:
+    share = skewed(exponent)
+    ids = np.random.default_rng(1).choice(ROWS, LOOKUPS, p=share)
+    profile = profile_ids(ids, np.ones(LOOKUPS, dtype=np.int64))
+    predicted = MissCurve(profile, ROWS, is_lfu=is_lfu).misses([0.3])[0]
+    found = counted(share, int(0.3 * ROWS), 60, is_lfu)
+    assert predicted == pytest.approx(found, rel=0.1)
+
+
+def test_of_uniform_ids_a_row_is_there_by_chance() -> None:
+    profile = uniform_profile(batch_size=1, pooling_factor=4e3, num_embeddings=ROWS)
+    for is_lfu in (False, True):
+        misses = MissCurve(profile, ROWS, is_lfu=is_lfu).misses(LOADS)
+        np.testing.assert_allclose(misses, 1 - LOADS, atol=0.02)
+
+
+@pytest.mark.parametrize("is_lfu", [False, True])
+def test_larger_caches_miss_less_and_whole_tables_nothing(is_lfu: bool) -> None:
+    profile = zipf_profile(batch_size=8, pooling_factor=500.0, num_embeddings=ROWS)
+    curve = MissCurve(profile, ROWS, is_lfu=is_lfu)
+    misses = curve.misses(np.linspace(0.0, 1.0, 30))
+    assert (np.diff(misses) <= 1e-12).all()
+    assert misses[0] == pytest.approx(1.0) and misses[-1] == 0.0
+    least = MissCurve(profile, ROWS, is_lfu=True).misses(LOADS)
+    assert (curve.misses(LOADS) >= least - 1e-6).all()  # the best that can be kept
+
+
+def test_tables_of_one_cache_share_it_by_how_long_rows_stay() -> None:
+    profile = zipf_profile(batch_size=8, pooling_factor=500.0, num_embeddings=ROWS)
+    curve = MissCurve(profile, ROWS)
+    loads = curve.load_factors([1.0, 4.0, 16.0])
+    assert loads[0] * ROWS == pytest.approx(profile.num_distinct, rel=0.02)
+    assert (np.diff(loads) > 0).all() and loads[-1] < 1.0
+    # The rows that T batches have are about those of a profile of T batches.
+    longer = profile.at_batch_size(32, ROWS)
+    assert loads[1] * ROWS == pytest.approx(longer.num_distinct, rel=0.05)
+
+
+def test_nothing_is_missed_of_what_is_not_looked_up() -> None:
+    profile = FeatureProfile(
+        batch_size=4, num_lookups=0.0, access_histogram=(0.0,) * 17
+    )
+    assert MissCurve(profile, ROWS).misses([0.1, 0.5]).tolist() == [0.0, 0.0]
+
+
+def test_rates_add_up_to_the_lookups_and_the_rows() -> None:
+    for exponent in (0.0, 0.7, 1.3):
+        profile = zipf_profile(
+            batch_size=8,
+            pooling_factor=500.0,
+            num_embeddings=ROWS,
+            exponent=exponent,
+        )
+        num_ids, rate = profile.access_rates(ROWS)
+        assert num_ids.sum() == pytest.approx(ROWS, rel=0.01)
+        assert num_ids @ rate == pytest.approx(profile.num_lookups, rel=0.05)
+        assert (np.diff(rate) <= 0).all()
