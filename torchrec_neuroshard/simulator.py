@@ -431,6 +431,19 @@ class Simulator:
                 )
         return out
 
+    def host_ms(self, table_N: Ints, width_N: Ints, rows_N: Ints) -> Floats:
+        """Predict what rows in the host's memory take beside the fused kernel.
+
+        Args:
+            table_N: Tables of shards.
+            width_N: Columns.
+            rows_N: Rows.
+
+        Returns:
+            `N x 2` [ms], forward and backward; 0 for rows on the device.
+        """
+        return self._host_extra(table_N, self._parts(table_N, rows_N)[0], width_N)
+
     def cache_loads(
         self, table_N: Ints, width_N: Ints, rows_N: Ints, rank_N: Ints
     ) -> Floats:
@@ -449,9 +462,8 @@ class Simulator:
         cached_T = [h is not None and h.missed is not None for h in self._host_T]
         held = np.flatnonzero(np.array(cached_T)[table_N])
         if len(held):
-            table_N, width_N = table_N[held], width_N[held]
-            part_N = self._parts(table_N, rows_N[held])[0]
-            ms_N = self._host_extra(table_N, part_N, width_N)[:, 0]
+            table_N = table_N[held]
+            ms_N = self.host_ms(table_N, width_N[held], rows_N[held])[:, 0]
             np.add.at(loads, (rank_N[held], self.stages_T[table_N]), ms_N)
         return loads
 

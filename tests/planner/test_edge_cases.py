@@ -38,7 +38,12 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import CacheParams, CacheStatistics, ShardingPlan
+from torchrec.distributed.types import (
+    CacheAlgorithm,
+    CacheParams,
+    CacheStatistics,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.modules.mc_embedding_modules import (
@@ -266,20 +271,31 @@ def test_cache_params(
     )
     assert entry_of(plan).compute_kernel == kernel
     if kernel == "fused_uvm_caching":
-        assert entry_of(plan).cache_params.load_factor == load_factor
+        found = entry_of(plan).cache_params.load_factor
+        assert found == load_factor if load_factor else 0 < found < 1
+        assert entry_of(plan).cache_params.stats is stats
 
 
-@pytest.mark.skipif(TORCHREC < (1, 7), reason="checked since torchrec 1.7")
-@pytest.mark.parametrize("load_factor", [0.0, 1.0])
-def test_a_cache_of_nothing_or_everything_is_refused(load_factor: float) -> None:
-    planner = user_planner(
-        constraints=only(
-            compute_kernels=["fused_uvm_caching"],
-            cache_params=CacheParams(load_factor=load_factor),
-        )
-    )
-    with pytest.raises(PlannerError, match=r"t0.*cache_load_factor strictly between"):
-        planner.plan(bags(), get_default_sharders())
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"cache_params": CacheParams(load_factor=0.0)}, r"t0.*load_factor is 0\.0; g"),
+        ({"cache_params": CacheParams(load_factor=1.0)}, r"t0.*compute_kernels=\['fus"),
+        ({"enforce_hbm": True}, r"t0.*enforce_hbm is True.*fused_uvm_caching.*allow"),
+        (
+            {
+                "cache_params": CacheParams(
+                    algorithm=CacheAlgorithm.LFU, prefetch_pipeline=True
+                )
+            },
+            r"t0.*LFU and prefetch_pipeline.*leave one",
+        ),
+    ],
+)
+def test_caches_that_cannot_be_are_refused(fields: Any, match: str) -> None:
+    constraints = only(compute_kernels=["fused_uvm_caching"], **fields)
+    with pytest.raises(ConfigError, match=match):
+        user_planner(constraints=constraints)
 
 
 def test_kernel_that_the_device_lacks_is_named() -> None:

@@ -83,7 +83,7 @@ def test_lookups_and_updates_travel_over_the_link() -> None:
 
 def test_a_cache_spares_the_link_the_more_it_holds() -> None:
     host = perf("fused_uvm").fwd_compute
-    times = [perf("fused_uvm_caching", ratio=r).fwd_compute for r in (1.0, 0.3, 0.05)]
+    times = [perf("fused_uvm_caching", ratio=r).fwd_compute for r in (0.99, 0.3, 0.05)]
     assert perf("fused").fwd_compute < times[0] < times[1] < times[2]
     assert times[0] < host
 

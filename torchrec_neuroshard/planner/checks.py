@@ -19,7 +19,10 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.errors import ConfigError, ProfileError
-from torchrec_neuroshard.planner.table_reader import table_configs
+from torchrec_neuroshard.planner.table_reader import (
+    OFFLOADED_KERNELS,
+    table_configs,
+)
 from torchrec_neuroshard.profiles import FeatureProfile
 
 __all__ = [
@@ -37,6 +40,7 @@ _KNOWN = {
 }
 """Field of TorchRec's constraints -> the values that it may list."""
 
+_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _MAX_NAMED = 8
 """Names that a message lists; of more, the first ones."""
 
@@ -88,11 +92,11 @@ def odd_batch_size(batch_size: Any) -> tuple[str, ...]:
 
 
 def check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
-    """Check what constraints say of features.
+    """Check what constraints say of features and of caches of rows.
 
     Raises:
-        ConfigError: A number that is not finite or below 0, or two lists of a table
-            that differ in length.
+        ConfigError: A number that is not finite or below 0, two lists of a table that
+            differ in length, or a cache that FBGEMM cannot run.
     """
     for name, constraint in constraints.items():
         where = f"constraints of table '{name}'"
@@ -115,6 +119,32 @@ def check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
                 f"{where}: min_partition is {constraint.min_partition}; give the "
                 "columns of the narrowest shard, at least 1, or leave it out"
             )
+        _check_cache(where, constraint)
+
+
+def _check_cache(where: str, constraint: ParameterConstraints) -> None:
+    kernels, params = set(constraint.compute_kernels or ()), constraint.cache_params
+    if constraint.enforce_hbm and kernels and kernels <= OFFLOADED_KERNELS:
+        raise ConfigError(
+            f"{where}: enforce_hbm is True, and compute_kernels leaves "
+            f"{', '.join(sorted(kernels))}, whose rows are in the host's memory; allow "
+            "'fused', or leave enforce_hbm out"
+        )
+    if params is None or (kernels and _CACHING not in kernels):
+        return
+    load = params.load_factor
+    if load is not None and not 0 < load < 1:
+        raise ConfigError(
+            f"{where}: cache_params.load_factor is {load}; give the share of the rows "
+            "that the cache holds, above 0 and below 1, or leave it out for the search "
+            "to choose. compute_kernels=['fused'] keeps all rows on the device"
+        )
+    is_lfu = params.algorithm is not None and params.algorithm.name == "LFU"
+    if is_lfu and params.prefetch_pipeline:
+        raise ConfigError(
+            f"{where}: cache_params has algorithm LFU and prefetch_pipeline, which "
+            "FBGEMM runs by LRU alone; leave one of them out"
+        )
 
 
 def odd_constraints(

@@ -44,7 +44,11 @@ from torchrec_neuroshard.planner.find_comms import (
     find_rank_groups,
 )
 from torchrec_neuroshard.planner.groups import sharding_group, synced_bytes
-from torchrec_neuroshard.planner.kernels import is_estimated, kernel_factors
+from torchrec_neuroshard.planner.kernels import (
+    is_estimated,
+    kernel_factors,
+    load_factor,
+)
 from torchrec_neuroshard.planner.plan_conversion import (
     LoweredPlan,
     OptionShards,
@@ -53,13 +57,14 @@ from torchrec_neuroshard.planner.plan_conversion import (
 )
 from torchrec_neuroshard.planner.table_reader import (
     DEFAULT_INPUTS,
+    OFFLOADED_KERNELS,
     TableReader,
     is_dense,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S, PlannedDevices
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import PlanBasis, WeightSync
+from torchrec_neuroshard.report import HostTable, PlanBasis, WeightSync
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
@@ -565,6 +570,40 @@ class PlanCosts:
         )
         return tuple(f"{_some(options)}: {text}" for options, text in texts if options)
 
+    def host_tables(self, plan: Sequence[ShardingOption]) -> dict[str, HostTable]:
+        """Say what tables in the host's memory take, by name.
+
+        Args:
+            plan: Placed options, with estimates of memory.
+        """
+        options = [
+            o
+            for o in plan
+            if o.compute_kernel in OFFLOADED_KERNELS and self.reader.has_cost(o)
+        ]
+        if not options:
+            return {}
+        priced = self.price(options)
+        ms_TW = np.zeros((len(options), self.topology.world_size))
+        where = priced.found.table_N, priced.found.rank_N
+        np.add.at(ms_TW, where, priced.host_ms())
+        found = {}
+        for option, kernel, ms in zip(
+            options, priced.found.task.kernels, ms_TW.max(axis=1).tolist(), strict=True
+        ):
+            assert kernel is not None and kernel.host is not None
+            held: Counter[int] = Counter()
+            for shard in option.shards:
+                held[int(shard.rank)] += shard.storage.ddr if shard.storage else 0
+            missed = kernel.host.missed
+            found[table_name(option)] = HostTable(
+                ms_per_iteration=ms,
+                rank_bytes=tuple(sorted(held.items())),
+                load_factor=None if missed is None else load_factor(option),
+                missed=missed,
+            )
+        return found
+
     def _stock_stage(self, options: Sequence[ShardingOption]) -> StageCosts:
         """Costs that the options' shards carry."""
         phases = np.zeros((self.topology.world_size, len(PHASES) + 1))
@@ -663,6 +702,13 @@ class PricedOptions:
             for stage, cache_W in zip(predicted.stages, cache_WS.T, strict=True)
         )
         return replace(predicted, stages=stages)
+
+    def host_ms(self) -> Floats:
+        """What rows in the host's memory add to each shard's kernels, `N` [ms]."""
+        found = self.found
+        ms_N2 = self.simulator.host_ms(found.table_N, found.width_N, found.rows_N)
+        total_N: Floats = ms_N2.sum(axis=1)
+        return total_N
 
     def _cache_loads(self, simulator: Simulator) -> Floats:
         """What loading caches takes, `W x S` [ms]."""

@@ -127,6 +127,7 @@ def plan_options(
         option = with_shards((same or listed)[0], sharding)
         # What the constraints do not allow may still be at work.
         option.sharding_type, option.compute_kernel = wanted
+        option.cache_params = sharding.cache_params
         options.append(option)
     return options
 

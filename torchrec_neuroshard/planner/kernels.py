@@ -29,6 +29,8 @@ from torchrec_neuroshard.placement import HostRows, KernelFactors
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
+    cache_load,
+    has_cache,
     is_dense,
     is_lfu,
     table_name,
@@ -36,7 +38,7 @@ from torchrec_neuroshard.planner.table_reader import (
 from torchrec_neuroshard.planner.topologies import GB_PER_S
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["is_estimated", "kernel_factors", "miss_curve"]
+__all__ = ["is_estimated", "kernel_factors", "load_factor", "miss_curve"]
 
 _MEASURED_DENSE: Mapping[str, KernelFactors] = {
     "cpu": KernelFactors(forward=0.78, backward=1.17, passes=2.96)
@@ -95,15 +97,18 @@ def _missed(
 
     By the statistics that TorchRec was given, else by how the table is accessed.
     """
-    if option.compute_kernel != EmbeddingComputeKernel.FUSED_UVM_CACHING.value:
+    if not has_cache(option):
         return None
-    params = option.cache_params
-    ratio = params.load_factor if params else None
-    ratio = UVM_CACHING_RATIO if ratio is None else float(ratio)
+    ratio, params = load_factor(option), option.cache_params
     stats = params.stats if params else None
     if stats is not None:
         return float(stats.expected_miss_rate(ratio))
     return float(miss_curve(option, topology, reader).misses([ratio])[0])
+
+
+def load_factor(option: ShardingOption) -> float:
+    """Return the share of a table's rows that its cache holds."""
+    return cache_load(option) or UVM_CACHING_RATIO
 
 
 def miss_curve(

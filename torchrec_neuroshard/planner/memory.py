@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
     Shard,
@@ -43,10 +42,12 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
+from torchrec_neuroshard.planner.kernels import load_factor
 from torchrec_neuroshard.planner.plan_conversion import fusion_key
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
+    has_cache,
     is_dense,
     is_lfu,
 )
@@ -59,7 +60,6 @@ Floats = npt.NDArray[np.float64]
 INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel", "replicas")
 """When memory may be at its peak, in the order of a step."""
 
-_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _BY_NODE = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 _BY_ROWS = (*_BY_NODE, ShardingType.ROW_WISE.value)
 _BY_COLUMNS = (
@@ -96,8 +96,6 @@ _NUM_SENT: Mapping[str, tuple[int, ...]] = {
 
 _STATES: Mapping[str, int] = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
 """Optimizer -> values that it keeps of each weight."""
-_DEFAULT_LOAD = 0.2
-"""Part of a table's rows that TorchRec caches where nobody says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,10 +160,6 @@ class _Shape:
 class MemoryModel:
     """Foretells what shards and ranks allocate on CUDA devices.
 
-    Attributes:
-        cache_loads: Module type -> the part of rows that its sharder caches, where a
-            table does not say.
-
     Args:
         topology: The devices to plan for.
         reader: Describes the tables.
@@ -184,7 +178,6 @@ class MemoryModel:
         *,
         pipeline_type: Any = None,
     ) -> None:
-        self.cache_loads: dict[str, float] = {}
         self._world_size = int(topology.world_size)
         self._node = node_size(topology)
         self._is_cuda = topology.compute_device != "cpu"
@@ -213,7 +206,7 @@ class MemoryModel:
         """
         widest: dict[tuple[Any, ...], int] = defaultdict(int)
         for option in options:
-            if option.compute_kernel == _CACHING:
+            if has_cache(option):
                 key = option.path, self._element_size(option)
                 width = max(int(s.size[1]) for s in option.shards)
                 widest[key] = max(widest[key], width)
@@ -270,6 +263,36 @@ class MemoryModel:
             for r in range(self._world_size)
         )
 
+    def cache_slots(
+        self, cached: Sequence[ShardingOption], plan: Sequence[ShardingOption]
+    ) -> tuple[Floats, Floats]:
+        """Return the slots of each shard's cache, and what one more slot takes [bytes].
+
+        Args:
+            cached: Tables with caches.
+            plan: All placed options: kernels' slots are as wide as their widest table.
+
+        Returns:
+            Both of all shards of `cached`, one table after the other.
+        """
+        widest: dict[tuple[Any, ...], int] = defaultdict(int)
+        shards: list[tuple[tuple[Any, ...], ShardingOption, Shard]] = []
+        for option in plan:
+            if has_cache(option) and self.knows(option):
+                key = fusion_key(option, self._reader, option.sharding_type)
+                for shard in option.shards:
+                    place = (shard.rank, key)
+                    widest[place] = max(widest[place], int(shard.size[1]))
+        for option in cached:
+            key = fusion_key(option, self._reader, option.sharding_type)
+            shards += [((s.rank, key), option, s) for s in option.shards]
+        slots = [_slots(int(s.size[0]), o) for _, o, s in shards]
+        slot_bytes = [
+            widest[place] * self._element_size(o) + (8.0 if is_lfu(o) else 16.0)
+            for place, o, _ in shards
+        ]
+        return np.array(slots, dtype=np.float64), np.array(slot_bytes)
+
     def attribute(self, options: Sequence[ShardingOption]) -> None:
         """Make the storage of each rank's shards add up to what it allocates, in place.
 
@@ -302,7 +325,7 @@ class MemoryModel:
         held = common + (_ALLOCATOR if common.any() else 0)
         passing = np.zeros(len(INSTANTS))
         for shards in kernels.values():
-            cached = [(o, s) for o, s in shards if o.compute_kernel == _CACHING]
+            cached = [(o, s) for o, s in shards if has_cache(o)]
             width = max((int(s.size[1]) for _, s in cached), default=0)
             kernel_passing = np.zeros(len(INSTANTS))
             for option, shard in shards:
@@ -323,7 +346,7 @@ class MemoryModel:
         )
 
     def _bound(self, option: ShardingOption, shard: Shard, cache_width: int) -> float:
-        cached = option.compute_kernel == _CACHING
+        cached = has_cache(option)
         static = self._static(option, shard, max(cache_width, int(shard.size[1])))
         held, passing = self._activations(option, shard, cached)
         return static.total + float((held + passing).max())
@@ -351,23 +374,15 @@ class MemoryModel:
             return StaticMemory(weights=2 * weights, optimizer=state + row_state)
         if option.compute_kernel not in OFFLOADED_KERNELS:
             return StaticMemory(weights=weights, optimizer=state + row_state)
-        if option.compute_kernel != _CACHING:
+        if not has_cache(option):
             return StaticMemory(optimizer=row_state)  # even of tables in the host
-        load = self._cache_load(option)
-        slots = math.ceil(rows * load / ASSOCIATIVITY) * ASSOCIATIVITY
+        slots = _slots(rows, option)
         ages = rows if is_lfu(option) else slots
         return StaticMemory(
             optimizer=row_state,
             cache=float(slots * cache_width * self._element_size(option)),
             index_tables=float(4 * rows + 8 * slots + 8 * ages),
         )
-
-    def _cache_load(self, option: ShardingOption) -> float:
-        params = option.cache_params
-        load = params.load_factor if params is not None else None
-        if load is None:
-            load = self.cache_loads.get(option.module_type_key)
-        return float(load or _DEFAULT_LOAD)
 
     def _shape(self, option: ShardingOption, shard: Shard) -> _Shape:
         table = self._reader.table(option)
@@ -540,3 +555,8 @@ class MemoryModel:
     def _output_bytes(self, option: ShardingOption) -> float:
         bags = self._num_features(option) * float(option.batch_size)
         return _FLOAT * bags * int(option.tensor.shape[1])
+
+
+def _slots(rows: int, option: ShardingOption) -> int:
+    """Rows of a shard that its cache has room for."""
+    return math.ceil(rows * load_factor(option) / ASSOCIATIVITY) * ASSOCIATIVITY

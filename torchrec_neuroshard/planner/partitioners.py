@@ -24,6 +24,7 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.caches import size_caches
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.constraints import (
     PlacementConstraints,
@@ -41,6 +42,8 @@ from torchrec_neuroshard.planner.greedy import (
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
+    has_cache,
+    has_open_cache,
     note_sharders,
     table_name,
 )
@@ -192,7 +195,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         """
         for option in proposal:
             note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
-        rules = self.rules(proposal)
+        rules, room = self.rules(proposal), storage_constraint
         if self._memory is not None:
             common = self._memory.common_bytes(proposal)
             storage_constraint = without(storage_constraint, common)
@@ -213,6 +216,13 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             ways = [() if out else w for w, out in zip(ways, offloaded, strict=True)]
             self.costs.attribute(plan)
             plan = self._place(_without_ranks(again), ways, storage_constraint, rules)
+        if self._memory is not None:
+            sized = [
+                has_cache(chosen)
+                and any(map(has_open_cache, FreeOption.ways_of(option)))
+                for option, chosen in zip(proposal, plan, strict=True)
+            ]
+            plan = size_caches(plan, sized, self.costs, self._memory, room)
         self._attribute(plan)
         return self.log.keep(plan)
 

@@ -34,6 +34,7 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
+    has_cache,
     is_dense,
     table_name,
 )
@@ -91,8 +92,7 @@ def _cache_key(option: ShardingOption) -> tuple[Any, ...]:
     names = ("algorithm", "reserved_memory", "precision", "prefetch_pipeline")
     values = ((name, getattr(params, name)) for name in names)
     key = tuple((name, repr(value)) for name, value in values if value is not None)
-    cached = option.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-    if not (cached and params.prefetch_pipeline):
+    if not (has_cache(option) and params.prefetch_pipeline):
         return key
     return (*key, *sorted({int(s.size[1]) for s in option.shards}))
 

@@ -27,6 +27,7 @@ from torchrec_neuroshard.planner.ways import (
     FreeOption,
     is_placeable,
     narrowest_shard,
+    other_caches,
     other_grids,
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
@@ -76,8 +77,8 @@ class NeuroShardProposer(CostedPart, Proposer):
 
         Args:
             search_space: All options, with estimates.
-            enumerator: Estimates grids in other blocks than TorchRec's (see
-                `ways.other_grids`). None: these are not proposed.
+            enumerator: Estimates grids in other blocks than TorchRec's, and caches of
+                other sizes (see `ways`). None: these are not proposed.
 
         Raises:
             ConfigError: Placement constraints contradict each other or the model, or
@@ -89,14 +90,17 @@ class NeuroShardProposer(CostedPart, Proposer):
         names = [table_name(options[0]) for options in by_table.values()]
         self._rules = self._placement.rules(names, int(self._topology.world_size))
         if enumerator is not None:
-            grids = [
+            others = [
                 other
                 for option in search_space
-                for other in other_grids(option, self._topology, self._constraints)
+                for other in (
+                    *other_grids(option, self._topology, self._constraints),
+                    *other_caches(option, self._topology, self.costs.reader),
+                )
             ]
-            enumerator.populate_estimates(grids)
-            for grid in grids:
-                by_table[grid.fqn].append(grid)
+            enumerator.populate_estimates(others)
+            for other in others:
+                by_table[other.fqn].append(other)
         tables = list(map(self._permitted, by_table.values()))
         self.best_rating = None
         self._queue = [[self._free(options) for options in tables]]

@@ -13,7 +13,11 @@ from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.partitioners import SearchRecord
-from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS, table_name
+from torchrec_neuroshard.planner.table_reader import (
+    OFFLOADED_KERNELS,
+    has_cache,
+    table_name,
+)
 from torchrec_neuroshard.report import OtherTable, PlanBasis, Robustness, WeightSync
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS
@@ -73,6 +77,8 @@ def describe_plan(
     bound = 0.0
     if best is not None:
         bound = min(best.result.lower_bound_ms, path_ms)
+        if bound < best.result.lower_bound_ms and any(map(has_cache, selected)):
+            bound = 0.0  # it is of other sizes of caches
         texts += best.result.warnings if fallback is None else ()
     texts += costs.range_warnings(lowered)
     texts += costs.estimate_warnings(lowered)
@@ -90,11 +96,13 @@ def describe_plan(
         fallback=fallback,
         finalists=next((r.result.finalists for r in records), ()),
     )
+    hosts = costs.host_tables(lowered.others)
     others = tuple(
         OtherTable(
             table=o.fqn,
             sharding_type=o.sharding_type,
             compute_kernel=o.compute_kernel,
+            host=hosts.get(table_name(o)),
         )
         for o in lowered.others
     )

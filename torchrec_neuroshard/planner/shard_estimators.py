@@ -24,7 +24,6 @@ from torchrec.distributed.planner.types import (
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_neuroshard.planner.compat import (
-    sharder_params,
     torchrec_pipeline,
     with_optimizer,
 )
@@ -224,11 +223,6 @@ class StorageEstimator(EmbeddingStorageEstimator):
             kwargs: As in TorchRec.
         """
         _note_sharders(sharding_options, *args, *kwargs.values())
-        for sharders in (*args, *kwargs.values()):
-            if isinstance(sharders, Mapping):
-                for kind, params in sharder_params(sharders).items():
-                    if load := params.get("cache_load_factor"):
-                        self.memory.cache_loads[kind] = load
         known = [o for o in sharding_options if self.memory.knows(o)]
         others = [o for o in sharding_options if not self.memory.knows(o)]
         if others:

@@ -54,8 +54,11 @@ __all__ = [
     "OFFLOADED_KERNELS",
     "SPLITTING_TYPES",
     "TableReader",
+    "cache_load",
     "cannot_run",
     "device_tier",
+    "has_cache",
+    "has_open_cache",
     "has_own_optimizer",
     "is_dense",
     "is_fused",
@@ -112,6 +115,7 @@ DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
 
 _SHARDERS_OPTIMIZER, _WIRE_SIZES = "sharders_optimizer", "wire_sizes"
+_SHARDERS_CACHE_LOAD = "sharders_cache_load"
 """Attributes of an option: see `note_sharders`."""
 
 
@@ -130,11 +134,32 @@ def is_dense(option: ShardingOption) -> bool:
     return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
 
 
+def has_cache(option: ShardingOption) -> bool:
+    """Whether a table in the host's memory has a cache of rows on the device."""
+    return bool(option.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
+
+
+def has_open_cache(option: ShardingOption) -> bool:
+    """Whether nobody said how many rows a table's cache holds."""
+    return has_cache(option) and cache_load(option) is None and not option.enforce_hbm
+
+
 def is_lfu(option: ShardingOption) -> bool:
     """Whether a table's cache of rows lets the least frequently used ones go."""
     params = option.cache_params
     algorithm = params.algorithm if params is not None else None
     return algorithm is not None and algorithm.name == "LFU"
+
+
+def cache_load(option: ShardingOption) -> float | None:
+    """Return the share of a table's rows that its cache is asked to hold.
+
+    None where neither its constraint nor its sharder says: TorchRec's is then
+    `UVM_CACHING_RATIO`.
+    """
+    params = option.cache_params
+    load = params.load_factor if params is not None else None
+    return vars(option).get(_SHARDERS_CACHE_LOAD) if load is None else float(load)
 
 
 def is_fused(option: ShardingOption) -> bool:
@@ -168,26 +193,34 @@ def note_sharders(
 ) -> None:
     """Leave on options what only their sharders know.
 
-    That is the optimizer that fused parameters ask for, and the bytes per value of
-    collectives that are quantised. TorchRec shows sharders to enumerators and
-    estimators alone; the other parts of a planner read it off the option, and copies
-    keep it.
+    That is the optimizer and the size of caches that fused parameters ask for, and the
+    bytes per value of collectives that are quantised. TorchRec shows sharders to
+    enumerators and estimators alone; the other parts of a planner read it off the
+    option, and copies keep it.
 
     Args:
         options: Changed in place.
         sharders: By module type: sharders, or what TorchRec gives estimators of them.
     """
+    params_of = sharder_params(sharders)
     asked = {
         kind: params["optimizer"]
-        for kind, params in sharder_params(sharders).items()
+        for kind, params in params_of.items()
         if params.get("optimizer") is not None
     }
+    loads = {
+        kind: float(load)
+        for kind, params in params_of.items()
+        if (load := params.get("cache_load_factor"))
+    }
     sizes = {kind: found for kind, s in sharders.items() if (found := wire_sizes(s))}
-    for option in options if asked or sizes else ():
+    for option in options if asked or sizes or loads else ():
         chosen = asked.get(option.module_type_key)
         if chosen is not None:
             name = chosen.name if isinstance(chosen, Enum) else str(chosen)
             setattr(option, _SHARDERS_OPTIMIZER, name)
+        if option.module_type_key in loads:
+            setattr(option, _SHARDERS_CACHE_LOAD, loads[option.module_type_key])
         if option.module_type_key in sizes:
             setattr(option, _WIRE_SIZES, sizes[option.module_type_key])
 

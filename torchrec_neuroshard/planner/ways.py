@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -20,17 +21,24 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
+from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.caches import with_load
 from torchrec_neuroshard.planner.constraints import permits
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.kernels import is_estimated, kernel_factors
+from torchrec_neuroshard.planner.kernels import (
+    is_estimated,
+    kernel_factors,
+    miss_curve,
+)
 from torchrec_neuroshard.planner.plan_conversion import OptionShards
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
     device_tier,
+    has_open_cache,
     has_own_optimizer,
     max_columns,
     table_name,
@@ -49,10 +57,16 @@ __all__ = [
     "SearchSpace",
     "is_placeable",
     "narrowest_shard",
+    "other_caches",
     "other_grids",
 ]
 
 _TIERS = ("hbm", "ddr", "ssd")
+CACHED_BATCHES = (1.0, 4.0, 16.0, 64.0, 256.0)
+"""Batches whose rows the caches that a search chooses from hold."""
+MAX_CACHE_LOAD, MIN_CACHE_GROWTH = 0.8, 1.2
+"""Share of a table's rows above which a cache is as good as the table, and how much
+larger the next cache must be."""
 
 
 class FreeOption(ShardingOption):
@@ -145,6 +159,40 @@ def other_grids(
             for column in range(0, width, block)
             for s in option.shards[:size]
         ]
+        found.append(other)
+    return found
+
+
+def other_caches(
+    option: ShardingOption, topology: Topology, reader: TableReader
+) -> list[ShardingOption]:
+    """Return copies of an option with caches of other sizes.
+
+    TorchRec offers one size, `UVM_CACHING_RATIO` of the rows. Tables of one kernel
+    share its cache, where a row stays for so many batches whatever its table: each
+    copy's cache holds the rows that one of `CACHED_BATCHES` has.
+
+    Args:
+        option: Any; where it has no cache, or was given its size, there is no other.
+        topology: The devices to plan for.
+        reader: Knows how tables are accessed.
+
+    Returns:
+        Options without estimates.
+    """
+    if not has_open_cache(option) or not reader.has_cost(option):
+        return []
+    curve = miss_curve(option, topology, reader)
+    loads = curve.load_factors(CACHED_BATCHES)
+    loads = np.maximum(loads, ASSOCIATIVITY / int(option.tensor.shape[0]))
+    kept: list[float] = []
+    for load in loads[loads <= MAX_CACHE_LOAD].tolist():
+        if not kept or load > MIN_CACHE_GROWTH * kept[-1]:
+            kept.append(load)
+    found = []
+    for load in kept:
+        other = with_load(option, load)
+        other.shards = [Shard(size=s.size, offset=s.offset) for s in option.shards]
         found.append(other)
     return found
 

@@ -4,6 +4,7 @@ from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.html import html_report, write_html
 from torchrec_neuroshard.report.plan_report import (
     DeviceFigure,
+    HostTable,
     OtherTable,
     PlanBasis,
     PlanReport,
@@ -22,6 +23,7 @@ from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
     "DeviceFigure",
+    "HostTable",
     "OtherTable",
     "PlanBasis",
     "PlanReport",

@@ -265,9 +265,11 @@ def _others(report: PlanReport) -> Iterator[str]:
     if not report.others:
         return
     yield "<h2>Tables that are not laid out in columns</h2>"
-    yield "<table><tr><th>table</th><th>sharding type</th><th>kernel</th></tr>"
+    names = ("table", "sharding type", "kernel", "in the hosts' memory")
+    yield "<table><tr>" + "".join(f"<th>{n}</th>" for n in names) + "</tr>"
     for other in report.others:
-        cells = (other.table, other.sharding_type, other.compute_kernel)
+        host = "" if other.host is None else str(other.host)
+        cells = (other.table, other.sharding_type, other.compute_kernel, host)
         yield "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>"
     yield "</table>"
 

@@ -19,6 +19,7 @@ from torchrec_neuroshard.simulator import PHASES, PredictedCosts, RankCosts
 
 __all__ = [
     "DeviceFigure",
+    "HostTable",
     "OtherTable",
     "PlanBasis",
     "PlanReport",
@@ -274,12 +275,47 @@ class SplitReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostTable:
+    """What a table in the host's memory takes of it, and in each iteration."""
+
+    ms_per_iteration: float
+    """Moving rows to and from the slowest of its ranks; part of its kernels' time."""
+    rank_bytes: tuple[tuple[int, float], ...]
+    """(rank, bytes of the host's memory)."""
+    load_factor: float | None = None
+    """Share of the rows that its cache on the device holds; None: it has no cache."""
+    missed: float | None = None
+    """Share of a batch's distinct rows that this lacks."""
+
+    def __str__(self) -> str:
+        """Return it as a clause."""
+        cache = "no cache"
+        if self.load_factor is not None and self.missed is not None:
+            cache = (
+                f"cache_load_factor {self.load_factor:.4g}, which lacks "
+                f"{self.missed:.1%} of the rows of a batch"
+            )
+        size = format_bytes(sum(size for _, size in self.rank_bytes))
+        return (
+            f"{size} of the hosts' memory, {cache}: {self.ms_per_iteration:.3f} ms per "
+            "iteration"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OtherTable:
-    """A table that is not laid out in column shards."""
+    """A table that is not laid out in column shards on devices."""
 
     table: str
     sharding_type: str
     compute_kernel: str
+    host: HostTable | None = None
+    """None where its rows are on the devices, or nobody knows what they cost."""
+
+    def __str__(self) -> str:
+        """Return it as a line."""
+        host = f"; {self.host}" if self.host is not None else ""
+        return f"{self.table}: {self.sharding_type}, {self.compute_kernel}{host}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,8 +400,7 @@ def _lines(report: PlanReport) -> Iterator[str]:
     if report.others:
         yield ""
         yield "Tables that are not laid out in columns:"
-        for other in report.others:
-            yield f"{other.table}: {other.sharding_type}, {other.compute_kernel}"
+        yield from map(str, report.others)
     if report.warnings:
         yield ""
         yield "Warnings:"

@@ -51,6 +51,8 @@ FILL = 0.95
 """Part of the memory that a choice may fill on average."""
 MAX_STEPS = 40
 """Switches on a path."""
+PRICE_STEPS = 32
+"""Prices of memory that are tried: rising ones, then between two of them."""
 HOT_SHARE = 0.4
 """Tables that cost more than this share of a rank may hold one up."""
 
@@ -88,6 +90,7 @@ class Choices:
         self._bytes_T: Floats = (
             bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
+        self.has_caches = any(map(_is_cached, task.kernels))
         self.own_ms_T: Floats = (
             bank.total_ms(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
@@ -103,13 +106,30 @@ class Choices:
         self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
         self._shard_bytes_T: Floats = bank.bytes(np.arange(count), np.array(narrow))
         self.fits_T = self._fits()
-        kernels = [_kernel(factors) for factors in task.kernels]
+        kernels = self._kernels()
         numbers = {k: i for i, k in enumerate(dict.fromkeys(kernels))}
         self.kind_T: Ints = bank.stages_T * len(numbers) + np.array(
             [numbers[k] for k in kernels]
         )
         self.estimated_T = np.array([k is not None for k in task.kernels])
         self.room = FILL * float(bank.caps_W.sum())
+
+    def _kernels(self) -> list[tuple[KernelFactors | None, int]]:
+        """Return what all ways of one kind have in common: kernel and size of cache.
+
+        Not what caches miss: of a table's caches, the smallest is of one kind with the
+        smallest ones of others.
+        """
+        task = self.bank.task
+        found = [(_kernel(factors), 0) for factors in task.kernels]
+        for ways in self.ways if self.has_caches else ():
+            sizes: dict[tuple[Any, ...], int] = {}
+            for way in sorted(ways, key=lambda w: self._bytes_T[w]):
+                kernel = found[way][0]
+                key = task.sharding_types[way], self.width_T[way], kernel
+                found[way] = kernel, sizes.setdefault(key, 0)
+                sizes[key] += _is_cached(kernel)
+        return found
 
     def _fits(self) -> Bools:
         """Whether some ranks that may hold a way have room for its smallest shards."""
@@ -168,6 +188,31 @@ class Choices:
                 found.append(chosen)
         return found
 
+    def _at_price(self, ms_per_byte: float) -> Ints:
+        """Return the cheapest way of each table where memory has a price, too."""
+        cost_T = self.own_ms_T + ms_per_byte * self._bytes_T
+        cost_T = np.where(self.fits_T, cost_T, np.inf)
+        return np.array([min(ways, key=cost_T.__getitem__) for ways in self.ways])
+
+    def _within_memory(self) -> list[Ints]:
+        """Return the choice of least time that fits, as if tables were alone.
+
+        What memory is worth is the same for all tables: the least price at which the
+        cheapest ways fit. Empty where there are no caches, whose sizes that decides.
+        """
+        if not self.has_caches:
+            return []
+        low, high = 0.0, float(self.own_ms_T.sum()) / max(self.room, 1.0)
+        found: list[Ints] = []
+        for _ in range(PRICE_STEPS):
+            price = (low + high) / 2 if found else high
+            chosen = self._at_price(price)
+            if self._bytes_T[chosen].sum() <= self.room:
+                found, high = [chosen], price
+            else:
+                low, high = price, high if found else 4.0 * high
+        return found
+
     def best(self, most: int, deadline: float) -> list[Ints]:
         """Return the most promising choices, those at which no switch pays first.
 
@@ -176,7 +221,7 @@ class Choices:
             deadline: `time.monotonic()` after which none is improved.
         """
         first = self.first()
-        starts = np.stack([first, *self._uniform(first)])
+        starts = np.stack([first, *self._within_memory(), *self._uniform(first)])
         order = np.argsort(self.costs(starts), kind="stable")
         cheapest = starts[order[: max(1, most - 1)]]
         found: dict[bytes, tuple[bool, float, Ints]] = {}
@@ -377,9 +422,18 @@ class Choices:
                 yield candidates[fits], MIN_ESTIMATED_GAIN if estimated else MIN_GAIN
 
 
+def _is_cached(factors: KernelFactors | None) -> bool:
+    """Whether rows in the host's memory have a cache on the device."""
+    return (
+        factors is not None
+        and factors.host is not None
+        and (factors.host.missed is not None)
+    )
+
+
 def _kernel(factors: KernelFactors | None) -> KernelFactors | None:
     """Return what all tables in one kernel share: not what their caches miss."""
-    if factors is None or factors.host is None or factors.host.missed is None:
+    if factors is None or factors.host is None or not _is_cached(factors):
         return factors
     return dataclasses.replace(
         factors, host=dataclasses.replace(factors.host, missed=0.0)

@@ -1,0 +1,162 @@
+"""Caches of rows: sizes that the search chooses, what they cost, hosts' memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import CacheParams, ShardingPlan
+
+from tests.builders import (
+    GIB,
+    MIB,
+    bag_config,
+    bags,
+    entries_of,
+    entry_of,
+    gpus,
+    make_planner,
+    only,
+)
+from torchrec_neuroshard import NeuroShardPlanner
+from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS
+
+pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
+
+CACHED = "fused_uvm_caching"
+HBM = 512 * MIB
+SIZES = [(2_000_000, 64), (1_500_000, 64), (3_000_000, 32), (400_000, 128)]
+"""1.45 GiB of tables."""
+
+
+def model() -> nn.Module:
+    return bags(*(bag_config(i, rows=r, dim=d) for i, (r, d) in enumerate(SIZES)))
+
+
+def planner_of(
+    ranks: int = 2, *, constraints: Any = None, **topology: Any
+) -> NeuroShardPlanner:
+    topology = {"hbm_cap": HBM, "ddr_cap": 8 * GIB, **topology}
+    return make_planner(
+        topology=gpus(ranks, **topology),
+        batch_size=512,
+        cost_model=load_cost_model("h100", device_type="cuda"),
+        comms_model=None,
+        constraints=constraints
+        or {
+            f"t{i}": ParameterConstraints(pooling_factors=[10.0])
+            for i in range(len(SIZES))
+        },
+    )
+
+
+def planned(planner: NeuroShardPlanner) -> ShardingPlan:
+    return planner.plan(model(), [EmbeddingBagCollectionSharder()])
+
+
+def cost(planner: NeuroShardPlanner) -> float:
+    assert planner.last_result is not None
+    return planner.last_result.predicted.critical_path_ms
+
+
+def host_bytes(planner: NeuroShardPlanner, ranks: int) -> list[int]:
+    held = [0] * ranks
+    for option in planner.get_selected_options():
+        for shard in option.shards:
+            held[shard.rank] += shard.storage.ddr
+    return held
+
+
+def test_sizes_fill_the_memory_that_is_left() -> None:
+    planner = planner_of()
+    plan = planned(planner)
+    loads = [
+        e.cache_params.load_factor
+        for e in entries_of(plan).values()
+        if e.compute_kernel == CACHED
+    ]
+    assert loads and all(0 < load < 1 for load in loads)
+    used = np.zeros(2)
+    for option in planner.get_selected_options():
+        for shard in option.shards:
+            used[shard.rank] += shard.storage.hbm
+    assert (used <= HBM).all() and used.max() > 0.97 * HBM
+
+
+def test_a_chosen_size_beats_torchrecs() -> None:
+    fixed = {
+        f"t{i}": ParameterConstraints(
+            pooling_factors=[10.0], cache_params=CacheParams(load_factor=0.2)
+        )
+        for i in range(len(SIZES))
+    }
+    free, given = planner_of(), planner_of(constraints=fixed)
+    planned(free)
+    plan = planned(given)
+    assert cost(free) < cost(given)
+    kept = [e for e in entries_of(plan).values() if e.compute_kernel == CACHED]
+    assert all(e.cache_params.load_factor == 0.2 for e in kept)
+
+
+def test_the_size_that_a_sharder_asks_for_stays() -> None:
+    constraints = only(compute_kernels=[CACHED], pooling_factors=[10.0])
+    sharder = EmbeddingBagCollectionSharder(fused_params={"cache_load_factor": 0.07})
+    planner = planner_of(constraints=constraints)
+    plan = planner.plan(model(), [sharder])
+    assert entry_of(plan).cache_params is None  # the sharder's reaches the kernel
+    found = {t.table: t.host for t in planner.report().others}[".t0"]
+    assert found is not None and found.load_factor == 0.07
+
+
+def test_evaluating_a_plan_reads_its_sizes() -> None:
+    planner = planner_of()
+    plan = planned(planner)
+    report = planner.evaluate(plan, model(), [EmbeddingBagCollectionSharder()])
+    assert report.critical_path_ms == pytest.approx(cost(planner))
+    cached = [e for e in entries_of(plan).values() if e.compute_kernel == CACHED]
+    cached[0].cache_params = CacheParams(load_factor=1e-3)
+    slower = planner.evaluate(plan, model(), [EmbeddingBagCollectionSharder()])
+    assert slower.critical_path_ms > report.critical_path_ms
+
+
+def test_the_report_says_what_host_memory_costs() -> None:
+    planner = planner_of()
+    plan = planned(planner)
+    report = planner.report()
+    hosts = {t.table: t.host for t in report.others if t.host is not None}
+    kernels = {n: e.compute_kernel for n, e in entries_of(plan).items()}
+    offloaded = {n for n, kernel in kernels.items() if kernel in OFFLOADED_KERNELS}
+    assert {name.removeprefix(".") for name in hosts} == offloaded
+    for name, host in hosts.items():
+        assert host is not None and host.ms_per_iteration > 0
+        assert host.rank_bytes and all(size > 0 for _, size in host.rank_bytes)
+        line = next(x for x in str(report).splitlines() if x.startswith(f"{name}:"))
+        assert f"{host.ms_per_iteration:.3f} ms per iteration" in line
+        if kernels[name.removeprefix(".")] == CACHED:
+            assert host.load_factor is not None and host.missed is not None
+            assert f"cache_load_factor {host.load_factor:.4g}" in line
+    shown = report.to_json()["others"]
+    assert {t["table"] for t in shown if t["host"]} == set(hosts)
+
+
+def test_no_host_is_filled_beyond_its_memory() -> None:
+    room = planner_of(4, local_world_size=2, hbm_cap=HBM // 2)
+    planned(room)
+    needed = sum(host_bytes(room, 4))
+    cap = int(0.4 * needed)
+    tight = planner_of(4, local_world_size=2, hbm_cap=HBM // 2, ddr_cap=cap)
+    planned(tight)
+    assert max(host_bytes(tight, 4)) <= cap
+
+
+def test_where_tables_fit_nothing_is_cached() -> None:
+    planner = planner_of(hbm_cap=8 * GIB)
+    plan = planned(planner)
+    assert {e.compute_kernel for e in entries_of(plan).values()} <= {"fused", "dense"}
+    listed = planner.enumerator.enumerate(model(), [EmbeddingBagCollectionSharder()])
+    assert not {o.compute_kernel for o in listed} & OFFLOADED_KERNELS
