@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,14 @@ from tests.builders import (
     make_planner,
     only,
 )
-from torchrec_neuroshard import NeuroShardPlanner
+from torchrec_neuroshard import NeuroShardPlanner, rehearse
 from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.planner import (
+    NeuroShardPlanLoader,
+    PlanMismatchError,
+    load_plan,
+    save_plan,
+)
 from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
@@ -122,6 +129,20 @@ def test_evaluating_a_plan_reads_its_sizes() -> None:
     cached[0].cache_params = CacheParams(load_factor=1e-3)
     slower = planner.evaluate(plan, model(), [EmbeddingBagCollectionSharder()])
     assert slower.critical_path_ms > report.critical_path_ms
+
+
+def test_plan_files_keep_the_sizes(tmp_path: Path) -> None:
+    planner, sharders = planner_of(), [EmbeddingBagCollectionSharder()]
+    plan = planned(planner)
+    path = tmp_path / "plan.json"
+    save_plan(plan, path, model=model(), planner=planner)
+    assert load_plan(path, model=model(), planner=planner) == plan
+    rehearsal = rehearse(model(), plan, planner.topology, sharders, batch_size=512)
+    assert sum(r.cache_bytes for r in rehearsal.ranks) > 0
+    # TorchRec would give them the constraints' sizes.
+    planner.plan_loader = NeuroShardPlanLoader(path, planner)
+    with pytest.raises(PlanMismatchError, match=r"load_factor=0\.\d+.*use load_plan"):
+        planned(planner)
 
 
 def test_the_report_says_what_host_memory_costs() -> None:

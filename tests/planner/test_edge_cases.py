@@ -273,7 +273,7 @@ def test_cache_params(
     if kernel == "fused_uvm_caching":
         found = entry_of(plan).cache_params.load_factor
         assert found == load_factor if load_factor else 0 < found < 1
-        assert entry_of(plan).cache_params.stats is stats
+        assert isinstance(entry_of(plan).cache_params.stats, type(stats))
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_row_wise_state_stays_on_the_device_whatever_the_kernel() -> None:
         assert found.static.total in (4 * rows, 0)
     _, cached = planned("fused_uvm_caching")
     static = memory_of(planner).ranks(cached)[0].static
-    slots = 3 * 25_000 * 0.2
+    slots = 25_000 * sum(o.cache_params.load_factor for o in cached)
     assert static.index_tables == pytest.approx(4 * rows + 16 * slots, rel=0.01)
     # The kernel's cache is as wide as its widest table.
     assert static.cache == pytest.approx(4 * 128 * slots, rel=0.01)

@@ -34,6 +34,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.types import (
+    CacheParams,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ParameterSharding,
@@ -61,6 +62,7 @@ from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     device_tier,
+    has_cache,
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S
 from torchrec_neuroshard.schedules import SEQUENTIAL
@@ -495,7 +497,8 @@ class NeuroShardPlanLoader(PlanLoader):
         )
 
     TorchRec takes from the stored plan only shards and ranks; caching and the other
-    settings of a table are those of the planner's constraints.
+    settings of a table are those of the planner's constraints. A plan with caches of
+    other sizes is therefore refused.
 
     Args:
         path: A file that `save_plan` wrote.
@@ -592,13 +595,14 @@ class NeuroShardPlanLoader(PlanLoader):
         offered = []
         for option in space:
             if (option.path, option.name) == (path, name):
-                if (option.sharding_type, option.compute_kernel) == wanted:
+                found = option.sharding_type, option.compute_kernel
+                if found == wanted and _same_cache(option, sharding):
                     return option
-                offered.append(f"{option.sharding_type}/{option.compute_kernel}")
+                offered.append(_way(*found, option.cache_params))
         mismatch = PlanMismatch(
             field=f"sharding of table '{f'{path}.{name}' if path else name}'",
             expected=" or ".join(sorted(set(offered))),
-            found="/".join(wanted),
+            found=_way(*wanted, sharding.cache_params),
         )
         raise PlanMismatchError(
             f"plan file '{self._path}' holds what the planner may not choose: "
@@ -606,6 +610,21 @@ class NeuroShardPlanLoader(PlanLoader):
             "planner",
             [mismatch],
         )
+
+
+def _same_cache(option: ShardingOption, sharding: ParameterSharding) -> bool:
+    """Whether TorchRec, which takes caches from options, gives a plan's its size."""
+    if not has_cache(option):
+        return True
+    sizes = [p and p.load_factor for p in (option.cache_params, sharding.cache_params)]
+    return sizes[0] == sizes[1]
+
+
+def _way(sharding_type: str, compute_kernel: str, params: CacheParams | None) -> str:
+    """Name a way to shard a table, with the size of its cache where that is given."""
+    load = params.load_factor if params is not None else None
+    size = "" if load is None else f", cache_params.load_factor={load:g}"
+    return f"{sharding_type}/{compute_kernel}{size}"
 
 
 def _versions() -> dict[str, str]:

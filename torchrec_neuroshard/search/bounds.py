@@ -1132,15 +1132,21 @@ class _Case:
         bound = self.floor_ms
         for limit in self.limits:
             share = limit.total(price_V) / self.prices.num_ranks
+            if not share > 0:
+                continue  # where all is worth nothing, any set is worth the mean
             enough = worth_L >= share * (1 - TOLERANCE)
             least = float(self.cost_L[enough].min(initial=limit.ms))
             bound = max(bound, least)
         return bound
 
     def _next_limit(self, bound_ms: float) -> _Limit:
-        """The lowest limit that could give a better bound."""
-        above = [n for n in self.limits if n.ms > bound_ms * (1 + 1e-6)]
-        return above[0] if above else self.limits[-1]
+        """The lowest limit that could give a better bound.
+
+        Where all is worth nothing by the prices at hand, a limit gives none.
+        """
+        able = [n for n in self.limits if n.total(self.best_V) > 0]
+        above = [n for n in able if n.ms > bound_ms * (1 + 1e-6)]
+        return above[0] if above else able[-1]
 
     # Rounds.
 
