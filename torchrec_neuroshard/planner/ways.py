@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 _TIERS = ("hbm", "ddr", "ssd")
-CACHED_BATCHES = (1.0, 4.0, 16.0, 64.0, 256.0)
+CACHED_BATCHES = tuple(2.0**n for n in range(9))
 """Batches whose rows the caches that a search chooses from hold."""
 MAX_CACHE_LOAD, MIN_CACHE_GROWTH = 0.8, 1.2
 """Share of a table's rows above which a cache is as good as the table, and how much

@@ -188,29 +188,41 @@ class Choices:
                 found.append(chosen)
         return found
 
-    def _at_price(self, ms_per_byte: float) -> Ints:
+    def _at_price(self, cost_T: Floats, ms_per_byte: float) -> Ints:
         """Return the cheapest way of each table where memory has a price, too."""
-        cost_T = self.own_ms_T + ms_per_byte * self._bytes_T
-        cost_T = np.where(self.fits_T, cost_T, np.inf)
+        cost_T = cost_T + ms_per_byte * self._bytes_T
         return np.array([min(ways, key=cost_T.__getitem__) for ways in self.ways])
 
     def _within_memory(self) -> list[Ints]:
-        """Return the choice of least time that fits, as if tables were alone.
+        """Return the choices of least time that fit, as if tables were alone.
 
+        One takes any way of each table, one for each stage the ways of that stage alone
+        where a table has some: what a stage costs beside its tables they do not tell.
         What memory is worth is the same for all tables: the least price at which the
         cheapest ways fit. Empty where there are no caches, whose sizes that decides.
         """
         if not self.has_caches:
             return []
+        found = []
+        for stage in (None, *np.unique(self.bank.stages_T).tolist()):
+            cost_T = np.where(self.fits_T, self.own_ms_T, np.inf)
+            if stage is not None:
+                away = float(self.own_ms_T.sum()) * len(cost_T)
+                cost_T = cost_T + away * (self.bank.stages_T != stage)
+            chosen = self._cheapest_within_memory(cost_T)
+            found += [] if chosen is None else [chosen]
+        return found
+
+    def _cheapest_within_memory(self, cost_T: Floats) -> Ints | None:
         low, high = 0.0, float(self.own_ms_T.sum()) / max(self.room, 1.0)
-        found: list[Ints] = []
+        found: Ints | None = None
         for _ in range(PRICE_STEPS):
-            price = (low + high) / 2 if found else high
-            chosen = self._at_price(price)
+            price = high if found is None else (low + high) / 2
+            chosen = self._at_price(cost_T, price)
             if self._bytes_T[chosen].sum() <= self.room:
-                found, high = [chosen], price
+                found, high = chosen, price
             else:
-                low, high = price, high if found else 4.0 * high
+                low, high = price, 4.0 * high if found is None else high
         return found
 
     def best(self, most: int, deadline: float) -> list[Ints]:
