@@ -162,7 +162,7 @@ def make_tasks() -> Iterator[Task]:
     )
 
 
-class Misses(CacheStatistics):
+class Misses(CacheStatistics):  # type: ignore[misc]
     """What TorchRec is told of a table's cache: this package's prediction."""
 
     def __init__(self, curve: MissCurve) -> None:

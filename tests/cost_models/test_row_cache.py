@@ -21,8 +21,9 @@ LOADS = np.array([0.02, 0.05, 0.1, 0.2, 0.4])
 
 
 def skewed(exponent: float) -> npt.NDArray[np.float64]:
-    share = np.arange(1.0, ROWS + 1) ** -exponent
-    return share / share.sum()
+    weight = np.arange(1.0, ROWS + 1) ** -exponent
+    share: npt.NDArray[np.float64] = weight / weight.sum()
+    return share
 
 
 def counted(

@@ -42,7 +42,9 @@ SIZES = [(2_000_000, 64), (1_500_000, 64), (3_000_000, 32), (400_000, 128)]
 
 
 def model() -> nn.Module:
-    return bags(*(bag_config(i, rows=r, dim=d) for i, (r, d) in enumerate(SIZES)))
+    tables = [bag_config(i, rows=r, dim=d) for i, (r, d) in enumerate(SIZES)]
+    module: nn.Module = bags(*tables)
+    return module
 
 
 def planner_of(

@@ -119,7 +119,7 @@ class _Caches:
         """Bytes of so many slots of each shard, `W`."""
         bytes_W: Floats = np.bincount(
             self._rank_N, weights=slots_N * self._slot_bytes_N, minlength=num_ranks
-        )
+        ).astype(np.float64)
         return bytes_W
 
     def _full(self, log_batches_T: Floats) -> npt.NDArray[np.bool_]:

@@ -617,7 +617,7 @@ def _same_cache(option: ShardingOption, sharding: ParameterSharding) -> bool:
     if not has_cache(option):
         return True
     sizes = [p and p.load_factor for p in (option.cache_params, sharding.cache_params)]
-    return sizes[0] == sizes[1]
+    return bool(sizes[0] == sizes[1])
 
 
 def _way(sharding_type: str, compute_kernel: str, params: CacheParams | None) -> str:
