@@ -107,8 +107,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     `last_result.lower_bound_ms` holds for all plans of the tables that the search may
     place, whatever sharding types, splits, kernels and ranks the constraints allow
-    them; of grids, those in even blocks, at most one to a node. Other tables add
-    nothing to it.
+    them; of grids, those in even blocks, at most one to a node; of caches, those of the
+    sizes that the search chose from (0, unknown, where the plan's are better). Other
+    tables add nothing to it.
 
     Attributes:
         costs: The cost model at work.
