@@ -351,7 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for task in make_tasks():
         if task.name in known or (wanted and task.name not in wanted):
             continue
-        rows.append(judge(task, options.rival_seconds))
+        row = {"commit": settings["commit"], **judge(task, options.rival_seconds)}
+        rows.append(row)
         print(json.dumps(rows[-1]), flush=True)
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)

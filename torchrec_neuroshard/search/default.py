@@ -42,8 +42,9 @@ __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
 BOUND_SHARE = 0.2
 """Share of the time budget that is left for the bound, and the most it takes."""
-MAX_CHOICES = 4
-"""Choices of ways that are placed, of those found on balanced ranks."""
+MAX_CHOICES, MORE_CHOICES = 4, 4
+"""Choices of ways that are placed, of those found on balanced ranks; and how many more
+where caches of many sizes are among the ways."""
 MAX_TRIED_CHOICES = 3000
 """Placements of tables with several ways that are all tried."""
 MAX_REPAIRS = 8
@@ -247,9 +248,10 @@ class NeuroShardSearcher(Searcher):
         """
         found: list[tuple[float, int, Ints]] = []
         problem: InfeasibleError | None = None
-        promising = choices.best(MAX_CHOICES, deadline)
+        most = MAX_CHOICES + MORE_CHOICES * choices.has_caches
+        promising = choices.best(most, deadline)
         for number, chosen in enumerate((*promising, choices.smallest())):
-            if found and (time.monotonic() > deadline or number >= MAX_CHOICES):
+            if found and (time.monotonic() > deadline or number >= most):
                 break
             for repair in range(MAX_REPAIRS):
                 try:
