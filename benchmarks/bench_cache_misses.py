@@ -198,7 +198,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         "|---" * 7 + "|",
     ]
     for algorithm in ALGORITHMS:
-        for kind in ("power", "t", ""):
+        for kind in ("power", "dlrm", ""):
             own = [
                 r
                 for r in rows
@@ -211,7 +211,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
             counted = np.array([r["counted"] for r in own])
             difference = np.abs([r["predicted"] for r in own] - counted)
             error = difference / counted
-            name = {"power": "power laws", "t": "published counts"}.get(kind, "all")
+            name = {"power": "power laws", "dlrm": "published counts"}.get(kind, "all")
             cells = [algorithm.upper(), name, str(len(own))]
             cells += [f"{100 * np.quantile(error, q):.1f} %" for q in (0.5, 0.9, 1.0)]
             lines.append("| " + " | ".join([*cells, f"{difference.mean():.4f}"]) + " |")

@@ -301,16 +301,17 @@ def _stop(*_: Any) -> None:
 def page(settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """The results as a page."""
     lines = [
-        "| task | ranks | tables | GiB | ours ms | scale-up's best ms | its settings "
-        "| ours / its | bound ms | `plan()` CPU s | our tables by type and kernel |",
-        "|---" * 11 + "|",
+        "| task | commit | ranks | tables | GiB | ours ms | scale-up's best ms "
+        "| its settings | ours / its | bound ms | `plan()` CPU s | our tables by type and kernel |",
+        "|---" * 12 + "|",
     ]
     ratios = []
     for row in rows:
         plans = [(r["ms"], n) for n, r in row["torchrec"].items() if "ms" in r]
         best_ms, name = min(plans, default=(float("inf"), "no plan"))
         ratios.append(row["ms"] / best_ms)
-        cells = [row["name"], row["ranks"], row["tables"], f"{row['gib']:.0f}"]
+        cells = [row["name"], row["commit"], row["ranks"], row["tables"]]
+        cells += [f"{row['gib']:.0f}"]
         cells += [f"{row['ms']:.4g}", f"{best_ms:.4g}", name, f"{ratios[-1]:.3f}"]
         cells += [f"{row['bound_ms']:.4g}", f"{row['seconds']:.1f}"]
         cells += [", ".join(f"{n} {k}" for k, n in row["ways"].items())]
