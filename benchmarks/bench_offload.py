@@ -302,7 +302,8 @@ def page(settings: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """The results as a page."""
     lines = [
         "| task | commit | ranks | tables | GiB | ours ms | scale-up's best ms "
-        "| its settings | ours / its | bound ms | `plan()` CPU s | our tables by type and kernel |",
+        "| its settings | ours / its | bound ms | `plan()` CPU s "
+        "| our tables by type and kernel |",
         "|---" * 12 + "|",
     ]
     ratios = []
