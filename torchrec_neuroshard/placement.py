@@ -392,10 +392,9 @@ class Placement:
                 offsets[table] = offset + width
             row_offset, rows = 0, ALL_ROWS
             if task is not None and task.sharding_type(table).splits_rows:
-                total = task.tables[table].num_embeddings
-                part = task.sharding_type(table).part_rows(total, size)
-                row_offset = min(place * part, total)
-                rows = min(part, total - row_offset)
+                row_offset, rows = task.sharding_type(table).rows_at(
+                    place, task.tables[table].num_embeddings, size
+                )
             shards.append(ColumnShard(table, offset, width, rank, row_offset, rows))
         return cls(world_size, tuple(shards))
 

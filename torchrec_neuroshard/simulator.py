@@ -286,9 +286,16 @@ class Simulator:
                 for k in task.kernels
             ]
         )
-        self._host_T = [None if k is None else k.host for k in task.kernels]
+        hosts = [None if k is None else k.host for k in task.kernels]
+        # Of rows in the host's memory, not a number elsewhere and without a cache.
+        self._host_gb_per_s_T: Floats = np.array(
+            [np.nan if h is None else h.gb_per_s for h in hosts]
+        )
+        self._missed_T: Floats = np.array(
+            [np.nan if h is None or h.missed is None else h.missed for h in hosts]
+        )
         self._estimated_T: npt.NDArray[np.bool_] = np.any(self._kernel_T3, axis=1)
-        self._estimated_T |= np.array([h is not None for h in self._host_T], dtype=bool)
+        self._estimated_T |= ~np.isnan(self._host_gb_per_s_T)
         self._collectives = self._group_stages(kinds)
 
     def _group_stages(
@@ -415,19 +422,16 @@ class Simulator:
     def _host_extra(self, table_N: Ints, part_N: Ints, width_N: Ints) -> Floats:
         """Time beside the fused kernel's of rows in the host's memory."""
         out = np.zeros((len(table_N), 2))
-        hosts = [self._host_T[t] for t in table_N.tolist()]
+        gb_per_s_N, missed_N = self._host_gb_per_s_T[table_N], self._missed_T[table_N]
         for cached in (False, True):
-            held = [
-                (n, host)
-                for n, host in enumerate(hosts)
-                if host is not None and (host.missed is not None) == cached
-            ]
-            if held:
-                numbers = np.array([n for n, _ in held])
-                out[numbers] = self.cost_model.host_memory(
-                    self.encoder.features(part_N[numbers], width_N[numbers]),
-                    np.array([host.gb_per_s for _, host in held]),
-                    np.array([host.missed for _, host in held]) if cached else None,
+            held = np.flatnonzero(
+                ~np.isnan(gb_per_s_N) & (np.isnan(missed_N) != cached)
+            )
+            if len(held):
+                out[held] = self.cost_model.host_memory(
+                    self.encoder.features(part_N[held], width_N[held]),
+                    gb_per_s_N[held],
+                    missed_N[held] if cached else None,
                 )
         return out
 
@@ -446,8 +450,7 @@ class Simulator:
             `W x S` [ms].
         """
         loads = np.zeros((self.task.world_size, self.task.num_stages))
-        cached_T = [h is not None and h.missed is not None for h in self._host_T]
-        held = np.flatnonzero(np.array(cached_T)[table_N])
+        held = np.flatnonzero(~np.isnan(self._missed_T)[table_N])
         if len(held):
             table_N, width_N = table_N[held], width_N[held]
             part_N = self._parts(table_N, rows_N[held])[0]

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -36,6 +37,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType
 
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
@@ -49,6 +51,7 @@ __all__ = [
     "SETTING_TYPES",
     "HookedEnumerator",
     "PlannerProviderBase",
+    "SharingOption",
     "accepted_arguments",
     "all_lookups",
     "can_reshard",
@@ -82,6 +85,8 @@ __all__ = [
     "without_other_ranks",
     "without_provider",
 ]
+
+logger = logging.getLogger(__name__)
 
 SETTING_TYPES: Mapping[str, Any] = {
     name: getattr(torchrec_types, name)
@@ -237,8 +242,78 @@ def report_full(reservation: StorageReservation) -> Iterator[None]:
 class HookedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator, with a say in the options that it lists.
 
-    Nothing public keeps options from being estimated.
+    Nothing public keeps options from being estimated, or shards from being listed: one
+    by one, for each rank, of every row-wise and data-parallel option.
     """
+
+    _true_world_size = 0
+    """While options are listed: TorchRec is told of one rank."""
+    _num_buckets: dict[tuple[int, str], int]
+
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> list[ShardingOption]:
+        """Return the options of every table, with estimates.
+
+        Args:
+            module: The model, or the part of it to shard.
+            sharders: TorchRec's sharders of its embedding modules.
+        """
+        if self._device_memory_sizes is None:  # else rows are cut by what ranks have
+            self._num_buckets = {}
+            self._true_world_size, self._world_size = self._world_size, 1
+            try:
+                return self._enumerated(module, sharders)
+            except ValueError:
+                logger.debug("listing all shards", exc_info=True)
+            finally:
+                self._world_size = self._true_world_size or self._world_size
+                self._true_world_size = 0
+        return self._enumerated(module, sharders)
+
+    def _enumerated(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> list[ShardingOption]:
+        options: list[ShardingOption] = super().enumerate(module, sharders)
+        return options
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Set storage and perf of all shards, in place."""
+        if self._true_world_size:
+            self._world_size, self._true_world_size = self._true_world_size, 0
+            for option in sharding_options:
+                if option.sharding_type in ("row_wise", "data_parallel"):
+                    self._spread(option)
+        super().populate_estimates(sharding_options)
+
+    def _spread(self, option: ShardingOption) -> None:
+        buckets = self._num_buckets.get((id(option.module[1]), option.name))
+        if buckets is None:
+            self.spread(option, self._world_size)
+            return
+        boxes = calculate_shard_sizes_and_offsets(
+            option.tensor,
+            self._world_size,
+            self._local_world_size,
+            option.sharding_type,
+            num_buckets=buckets,
+        )
+        option.shards = [Shard(*box) for box in zip(*boxes, strict=True)]
+
+    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
+        told = self._world_size
+        self._world_size = self._true_world_size or told
+        try:
+            buckets: int | None = super()._get_num_buckets(parameter, module)
+        finally:
+            self._world_size = told
+        if buckets is not None:
+            self._num_buckets[id(module), parameter] = buckets
+        return buckets
+
+    def spread(self, option: ShardingOption, world_size: int) -> None:
+        """Spread an option that is listed for one rank over all of them, in place."""
+        raise NotImplementedError
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
         """Return the sharding types to list of those that TorchRec would."""
@@ -355,6 +430,7 @@ def with_optimizer(
     tensor: Any = torch.empty_like(option.tensor, device="meta")
     tensor._optimizer_classes = [kind]
     named._tensor = tensor
+    named.shards = option.shards
     return named
 
 
@@ -452,22 +528,27 @@ def share_in_copies(options: Sequence[ShardingOption]) -> None:
     """
     for option in options:
         if type(option) is ShardingOption:
-            option.__class__ = _SharingOption
+            option.__class__ = SharingOption
 
 
-class _SharingOption(ShardingOption):
+class SharingOption(ShardingOption):
     """An option whose copies share with it what nobody changes in place."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SharingOption:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharingOption:
         new = copy.copy(self)
         new.__dict__.update(
             {
                 name: copy.deepcopy(value, memo)
                 for name, value in vars(self).items()
-                if name not in ("_tensor", "_module", "shards")
+                if name not in ("_tensor", "_module", "shards", "samples")
             }
         )
-        new.shards = [
+        if "shards" in vars(self):
+            new.shards = self._copied_shards()
+        return new
+
+    def _copied_shards(self) -> list[Shard]:
+        return [
             Shard(
                 size=shard.size,
                 offset=shard.offset,
@@ -477,7 +558,6 @@ class _SharingOption(ShardingOption):
             )
             for shard in self.shards
         ]
-        return new
 
 
 def can_reshard(sharder: ModuleSharder[Any]) -> bool:

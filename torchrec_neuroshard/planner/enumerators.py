@@ -31,6 +31,7 @@ from torchrec_neuroshard.planner.shard_estimators import (
     NeuroShardEstimator,
     StorageEstimator,
 )
+from torchrec_neuroshard.planner.spread_options import SpreadOption
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     SPLITTING_TYPES,
@@ -195,6 +196,10 @@ class NeuroShardEnumerator(HookedEnumerator):
         """
         share_in_copies(sharding_options)
         super().populate_estimates(sharding_options)
+
+    def spread(self, option: ShardingOption, world_size: int) -> None:
+        """List the shards of a row-wise or data-parallel option when they are read."""
+        SpreadOption.spread(option, world_size)
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
         """Return the sharding types to list, in a fixed order; see the class."""

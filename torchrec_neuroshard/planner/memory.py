@@ -43,6 +43,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.plan_conversion import fusion_key
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
@@ -201,7 +202,7 @@ class MemoryModel:
 
     def shard_bytes(
         self, options: Sequence[ShardingOption]
-    ) -> list[list[tuple[float, float]]]:
+    ) -> list[dict[tuple[int, ...], tuple[float, float]]]:
         """Bound the memory of shards, one by one, so that sums bound that of ranks.
 
         Args:
@@ -209,24 +210,25 @@ class MemoryModel:
                 table that may share their cache.
 
         Returns:
-            Of each option, of each shard: bytes of the device and of the host.
+            Of each option, size of a shard -> bytes of the device and of the host.
         """
         widest: dict[tuple[Any, ...], int] = defaultdict(int)
         for option in options:
             if option.compute_kernel == _CACHING:
                 key = option.path, self._element_size(option)
-                width = max(int(s.size[1]) for s in option.shards)
+                width = max(int(s.size[1]) for s in sample_shards(option))
                 widest[key] = max(widest[key], width)
         found = []
         for option in options:
             width = widest.get((option.path, self._element_size(option)), 0)
-            sizes = [tuple(s.size) for s in option.shards]
             # Shards of one size are many, and take the same.
-            known = {
-                size: (self._bound(option, s, width), self._host_bytes(option, s))
-                for size, s in dict(zip(sizes, option.shards, strict=True)).items()
-            }
-            found.append([known[size] for size in sizes])
+            by_size = {tuple(s.size): s for s in sample_shards(option)}
+            found.append(
+                {
+                    size: (self._bound(option, s, width), self._host_bytes(option, s))
+                    for size, s in by_size.items()
+                }
+            )
         return found
 
     def common_bytes(self, options: Sequence[ShardingOption]) -> float:

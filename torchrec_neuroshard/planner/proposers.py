@@ -17,6 +17,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints, permits
 from torchrec_neuroshard.planner.costs import CostedPart
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_reader import (
     cannot_run,
     device_tier,
@@ -151,17 +152,19 @@ class NeuroShardProposer(CostedPart, Proposer):
         room = max(
             getattr(self._topology.devices[r].storage, self._tier) for r in ranks
         )
-        least = _least(ways or options, partial(self._cost_order, room, bool(ways)))
+        least = _least(
+            ways or options, partial(self._cost_order, room, bool(ways)), _cost_ms
+        )
         return FreeOption(least, ways) if ways else least
 
     def _cost_order(
         self, room: int, may_be_split: bool, option: ShardingOption
     ) -> tuple[Any, ...]:
-        """Options that run and fit first; of these, by columns, then the cheapest."""
-        size = max(float(getattr(s.storage, self._tier)) for s in option.shards)
+        """Options that run and fit first; of these, those by columns."""
+        size = max(float(getattr(s.storage, self._tier)) for s in sample_shards(option))
         if may_be_split:
             size *= narrowest_shard(option, self._constraints) / max(
-                int(s.size[1]) for s in option.shards
+                int(s.size[1]) for s in sample_shards(option)
             )
         first, second = (COLUMN_WISE, TABLE_WISE)
         if not option.is_pooled:
@@ -173,21 +176,31 @@ class NeuroShardProposer(CostedPart, Proposer):
             size > room,
             not (fused and kind in (first, second)),
             not (fused and kind == first),
-            max(s.perf.total for s in option.shards),
-            *_name_order(option),
         )
 
 
 def _least(
-    options: Sequence[ShardingOption], order: Callable[[ShardingOption], Any]
+    options: Sequence[ShardingOption],
+    order: Callable[[ShardingOption], Any],
+    then: Callable[[ShardingOption], Any] = lambda option: 0,
 ) -> ShardingOption:
-    return min(options, key=order)
+    """Return the first option by an order; `then` is asked where that is a draw."""
+    orders = [order(option) for option in options]
+    least = min(orders)
+    drawn = [o for o, own in zip(options, orders, strict=True) if own == least]
+    return (
+        min(drawn, key=lambda o: (then(o), *_name_order(o))) if drawn[1:] else drawn[0]
+    )
+
+
+def _cost_ms(option: ShardingOption) -> float:
+    return max(s.perf.total for s in option.shards)
 
 
 def _memory_order(option: ShardingOption) -> tuple[Any, ...]:
-    scarce = max(s.storage.hbm for s in option.shards)
-    other = max(s.storage.ddr for s in option.shards)
-    return (cannot_run(option), scarce, other, *_name_order(option))
+    scarce = max(s.storage.hbm for s in sample_shards(option))
+    other = max(s.storage.ddr for s in sample_shards(option))
+    return cannot_run(option), scarce, other
 
 
 def _name_order(option: ShardingOption) -> tuple[Any, ...]:

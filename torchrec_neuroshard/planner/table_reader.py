@@ -41,6 +41,7 @@ from torchrec_neuroshard.planner.compat import (
     sharder_params,
     wire_sizes,
 )
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
 from torchrec_neuroshard.tables import (
@@ -78,6 +79,7 @@ _COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
+_DENSE = EmbeddingComputeKernel.DENSE.value
 SPLITTING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 """Sharding types that may cut a table's columns."""
 
@@ -126,7 +128,7 @@ def table_name(option: ShardingOption) -> str:
 
 def is_dense(option: ShardingOption) -> bool:
     """Whether the option runs PyTorch's own kernels instead of a fused one."""
-    return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
+    return bool(option.compute_kernel == _DENSE)
 
 
 def is_fused(option: ShardingOption) -> bool:
@@ -138,7 +140,9 @@ def cannot_run(option: ShardingOption) -> bool:
     """Whether a fused kernel would get widths that are no multiples of four."""
     if is_dense(option) or str(option.compute_kernel).startswith("quant"):
         return False
-    return any(width % COLUMN_MULTIPLE for width in {s.size[1] for s in option.shards})
+    return any(
+        width % COLUMN_MULTIPLE for width in {s.size[1] for s in sample_shards(option)}
+    )
 
 
 def max_columns(topology: Topology) -> int:
@@ -299,7 +303,7 @@ class TableReader:
         if self.has_cost(option) or str(option.compute_kernel).startswith("quant"):
             return None
         twin = copy.copy(option)
-        twin.compute_kernel = _FUSED
+        twin.compute_kernel, twin.shards = _FUSED, option.shards
         return twin if self.has_cost(twin) else None
 
     def _is_modelled(self, option: ShardingOption) -> bool:
@@ -310,7 +314,7 @@ class TableReader:
             and option.tensor.dim() == 2
             and all(
                 width > 0 and width % COLUMN_MULTIPLE == 0
-                for width in {s.size[1] for s in option.shards}
+                for width in {s.size[1] for s in sample_shards(option)}
             )
         )
 

@@ -230,7 +230,7 @@ class TorchRecPlan:
     def _timed_options(self, deadline: float) -> EmbeddingEnumerator:
         """TorchRec's enumerator, but it gives up at the deadline."""
         listed = self._enumerator.last_stored_search_space or ()
-        needed = LEAST_SHARD_SECONDS * sum(len(o.shards) for o in listed)
+        needed = LEAST_SHARD_SECONDS * sum(o.num_shards for o in listed)
         if time.monotonic() + needed > deadline:
             raise OutOfTimeError("TorchRec's estimates would take too long")
         return self._every_option(deadline)
