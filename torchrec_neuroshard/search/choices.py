@@ -29,6 +29,7 @@ from torchrec_neuroshard.search.shards import (
     Ints,
     ShardBank,
     split_widths,
+    sum_by,
 )
 
 __all__ = [
@@ -69,22 +70,17 @@ class Choices:
         num_ranks = task.world_size
         self.ways = [w for w in task.ways if len(w) > 1 or bank.leads_T[w[0]]]
         count = len(task.tables)
-        table, rank = np.divmod(np.arange(count * num_ranks), num_ranks)
-        held = rank < bank.block_T[table]
-        table, rank = table[held], rank[held]
+        table, rank, alike = bank.parts(np.arange(count))
         # Of grid shards, the blocks of the columns are on so many nodes.
         self.width_T: Ints = np.where(
             bank.moves_T, bank.dims_T, np.minimum(task.min_widths, bank.dims_T)
         )
         blocks_T = bank.dims_T / self.width_T
         rows = bank.rows(table, self.width_T[table], rank)
-        # Shards of a table are mostly alike: each kind is counted once.
-        rows, number = np.unique(rows, return_inverse=True)
-        share = (blocks_T / num_ranks)[table]
-        counts = sparse.csr_array((share, (table, number)), shape=(count, len(rows)))
-        self._encoding_TE = counts @ bank.encoding(rows)
-        self._extra_T2 = counts @ bank.extra(rows)
-        self._loads_T3 = counts @ bank.loads_of(rows)
+        share_M1 = ((blocks_T / num_ranks)[table] * alike)[:, None]
+        self._encoding_TE = sum_by(table, bank.encoding(rows) * share_M1, count)
+        self._extra_T2 = sum_by(table, bank.extra(rows) * share_M1, count)
+        self._loads_T3 = sum_by(table, bank.loads_of(rows) * share_M1, count)
         self._bytes_T: Floats = (
             bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
@@ -427,7 +423,7 @@ def place_blocks(bank: ShardBank, chosen_N: Ints) -> Ints:
         InfeasibleError: One of them finds no room.
     """
     task = bank.task
-    width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+    width_TW = bank.no_widths()
     free_W = bank.caps_W.copy()
     loads_W = np.zeros(task.world_size)
     own = chosen_N[~bank.moves_T[chosen_N]]

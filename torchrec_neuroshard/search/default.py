@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
 BOUND_SHARE = 0.2
 """Share of the time budget that is left for the bound, and the most it takes."""
+CHOICE_SHARE = 0.25
+"""Share of the time for choices of ways on balanced ranks."""
 MAX_CHOICES = 4
 """Choices of ways that are placed, of those found on balanced ranks."""
 MAX_TRIED_CHOICES = 3000
@@ -57,6 +60,8 @@ QUICK_CAPS = (1.1, float("inf"))
 """Caps with which these are placed."""
 MAX_REFINED_TABLES = 250
 """Tables that, all in column shards, are first improved as such."""
+MAX_CELLS = 2**28
+"""Ways times ranks of all plans that are kept while choices are tried."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
 
@@ -246,8 +251,10 @@ class NeuroShardSearcher(Searcher):
             InfeasibleError: None of the choices tried fits.
         """
         found: list[tuple[float, int, Ints]] = []
+        numbers = itertools.count()  # so that plans are never compared by widths
         problem: InfeasibleError | None = None
-        promising = choices.best(MAX_CHOICES, deadline)
+        now = time.monotonic()
+        promising = choices.best(MAX_CHOICES, now + CHOICE_SHARE * (deadline - now))
         for number, chosen in enumerate((*promising, choices.smallest())):
             if found and (time.monotonic() > deadline or number >= MAX_CHOICES):
                 break
@@ -263,7 +270,8 @@ class NeuroShardSearcher(Searcher):
                     continue
                 for width_TW in plans:
                     cost_ms = Plan(bank, width_TW).critical_ms
-                    found.append((cost_ms, len(found), width_TW))
+                    found.append((cost_ms, next(numbers), width_TW))
+                found = sorted(found)[: max(1, MAX_CELLS // found[0][2].size)]
                 break
         if not found:
             assert problem is not None, "some choice was tried"
@@ -275,7 +283,7 @@ class NeuroShardSearcher(Searcher):
             now_N = choices.of(width_TW)
             if cost_ms <= far_ms:
                 for better in self._relieve(bank, choices, now_N, cost_ms, deadline):
-                    found.append((better[0], len(found), better[1]))
+                    found.append((better[0], next(numbers), better[1]))
         return [width_TW for *_, width_TW in sorted(found)]
 
     def _relieve(

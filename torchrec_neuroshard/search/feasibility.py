@@ -103,6 +103,7 @@ def _check_ways(task: ShardingTask) -> None:
     """Raise where a table fits no rank in any way, or all of them no ranks."""
     caps_W = np.asarray(task.memory_bytes, dtype=np.float64)
     total, least = 0.0, dict[int, float]()
+    freest_of_all = int(caps_W.argmax())
     for ways in task.ways:
         dim = task.tables[ways[0]].embedding_dim
         parts, sums = [], []
@@ -114,15 +115,10 @@ def _check_ways(task: ShardingTask) -> None:
             sums.append(task.shard_bytes(way, dim) * task.block_size(way))
         least[ways[0]] = min(sums)
         total += min(sums)
-        ranks = {
-            r
-            for way in ways
-            for r in (
-                (task.allowed_ranks[way] if task.allowed_ranks else ())
-                or range(task.world_size)
-            )
-        }
-        freest = max(sorted(ranks), key=lambda r: caps_W[r])
+        freest = freest_of_all
+        if task.allowed_ranks and all(task.allowed_ranks[way] for way in ways):
+            ranks = {r for way in ways for r in task.allowed_ranks[way]}
+            freest = max(sorted(ranks), key=lambda r: caps_W[r])
         if min(parts) > caps_W[freest]:
             kinds = ", ".join(dict.fromkeys(task.sharding_types[w] for w in ways))
             raise InfeasibleError(
