@@ -49,6 +49,13 @@ _ROW_WISE = ShardingType.ROW_WISE.value
 _TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
+_MANY_TABLES = 4000
+_NEARLY_ALL = 0.9
+"""Part of the devices' memory that tables fill with the state of an optimizer: if less,
+the small ones of many stay there."""
+_SMALL_SHARE = 1 / 16
+"""Part of a device's memory that a small table fills with that state at most."""
+
 
 class NeuroShardEnumerator(HookedEnumerator):
     """TorchRec's enumerator with learned estimates and a fixed order of options.
@@ -63,7 +70,9 @@ class NeuroShardEnumerator(HookedEnumerator):
     - kernels that read the host's memory, where no constraint asks for them and device
       memory is not scarce: all tables, with the state of an optimizer, fill less than
       half of the devices, and none fills one alone. The same is asked of tables that
-      placement constraints pin to some devices or keep together on one.
+      placement constraints pin to some devices or keep together on one. Of very many
+      tables that fill more than that, but not nearly all, the small ones go without
+      these kernels, too: it is the large ones that make room.
 
     An option that a constraint leaves no alternative to stays, and so does every option
     of other tables.
@@ -132,7 +141,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._max_columns = max_columns(topology)
         self._wide: dict[str, int] = {}
         self._one_node = topology.intra_group_size >= topology.world_size
-        self._is_tight = False
+        self._offloadable: set[str] = set()
         self._placement = placement or PlacementConstraints()
         self.seconds = 0.0
 
@@ -157,13 +166,13 @@ class NeuroShardEnumerator(HookedEnumerator):
             if modelled and config.embedding_dim > self._max_columns:
                 self._wide[config.name] = int(config.embedding_dim)
         self._modelled = {name for name, modelled in known.items() if modelled}
-        self._is_tight = self._fills_half(sizes)
+        self._offloadable = self._short_of_memory(sizes)
         options: list[ShardingOption] = super().enumerate(module, sharders)
         self.seconds = time.monotonic() - start
         return options
 
-    def _fills_half(self, sizes: Sequence[tuple[str, int]]) -> bool:
-        """Whether device memory is scarce for tables of these bytes, by name."""
+    def _short_of_memory(self, sizes: Sequence[tuple[str, int]]) -> set[str]:
+        """Tables of these bytes, by name, for which device memory is scarce."""
         placement = self._placement
         caps = {
             d.rank: d.storage.hbm
@@ -183,10 +192,18 @@ class NeuroShardEnumerator(HookedEnumerator):
             for names in placement.together
         ]
         # Weights and as much again for the state.
-        return any(
+        scarce = [
             4 * sum(own) > sum(room) or 2 * max(own, default=0) > max(room, default=0)
             for own, room in needs
-        )
+        ]
+        if not any(scarce):
+            return set()
+        total, room = (sum(part) for part in needs[0])
+        small = max(caps.values()) * _SMALL_SHARE / 2
+        few = len(sizes) <= _MANY_TABLES
+        if few or any(scarce[1:]) or 2 * total > _NEARLY_ALL * room:
+            small = 0.0
+        return {name for name, size in sizes if size > small}
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set storage and perf of all shards; afterwards options are cheap to copy.
@@ -240,7 +257,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             return kernels
         constraint = enumerator_constraints(self).get(table)
         asked = constraint.compute_kernels if constraint else None
-        if not (asked or self._is_tight):
+        if not (asked or table in self._offloadable):
             return [_FUSED]
         return [k for k in kernels if k == _FUSED or k in OFFLOADED_KERNELS]
 
