@@ -63,6 +63,9 @@ PHASES: tuple[str, ...] = (
 """What a rank does in a stage, in order; the dense part lies between the third and the
 fourth."""
 
+MOST_LOADS = 2**18
+"""Ranks of blocks whose collectives are predicted at a time."""
+
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
 
@@ -635,10 +638,16 @@ class Simulator:
             own = np.flatnonzero(np.isin(stage_N, used))
             if not len(own):
                 continue
-            blocks, line = np.unique(block_N[own], return_inverse=True)
-            loads = np.zeros((len(blocks), self.task.world_size, 3))
-            loads[line, rank_N[own]] = shards.loads_N3[own]
-            out[own] = self._collective(collective, loads)[line, rank_N[own]]
+            blocks, line_N = np.unique(block_N[own], return_inverse=True)
+            step = max(1, MOST_LOADS // self.task.world_size)
+            for start in range(0, len(blocks), step):
+                some = own[(line_N >= start) & (line_N < start + step)]
+                line = np.searchsorted(blocks, block_N[some]) - start
+                rank = rank_N[some]
+                count = min(step, len(blocks) - start)
+                loads = np.zeros((count, self.task.world_size, 3))
+                loads[line, rank] = shards.loads_N3[some]
+                out[some] = self._collective(collective, loads)[line, rank]
         return out
 
     def phases(self, compute_CWS2: Floats, loads_CWS3: Floats) -> Floats:

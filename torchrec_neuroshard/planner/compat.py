@@ -39,6 +39,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
 
@@ -246,6 +247,7 @@ class HookedEnumerator(EmbeddingEnumerator):
     by one, for each rank, of every row-wise and data-parallel option.
     """
 
+    _world_size: int
     _true_world_size = 0
     """While options are listed: TorchRec is told of one rank."""
     _num_buckets: dict[tuple[int, str], int]
@@ -259,6 +261,7 @@ class HookedEnumerator(EmbeddingEnumerator):
             module: The model, or the part of it to shard.
             sharders: TorchRec's sharders of its embedding modules.
         """
+        self._bucketed: dict[int, bool] = {}
         if self._device_memory_sizes is None:  # else rows are cut by what ranks have
             self._num_buckets = {}
             self._true_world_size, self._world_size = self._world_size, 1
@@ -301,6 +304,9 @@ class HookedEnumerator(EmbeddingEnumerator):
         option.shards = [Shard(*box) for box in zip(*boxes, strict=True)]
 
     def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
+        # TorchRec walks over all tables of a module for each of them.
+        if not self._has_buckets(module):
+            return None
         told = self._world_size
         self._world_size = self._true_world_size or told
         try:
@@ -310,6 +316,15 @@ class HookedEnumerator(EmbeddingEnumerator):
         if buckets is not None:
             self._num_buckets[id(module), parameter] = buckets
         return buckets
+
+    def _has_buckets(self, module: nn.Module) -> bool:
+        if not isinstance(module, EmbeddingBagCollection):
+            return True
+        if id(module) not in self._bucketed:
+            self._bucketed[id(module)] = any(
+                c.use_virtual_table for c in module.embedding_bag_configs()
+            )
+        return self._bucketed[id(module)]
 
     def spread(self, option: ShardingOption, world_size: int) -> None:
         """Spread an option that is listed for one rank over all of them, in place."""

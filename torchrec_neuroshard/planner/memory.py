@@ -231,6 +231,13 @@ class MemoryModel:
             )
         return found
 
+    def estimate(self, options: Sequence[ShardingOption]) -> None:
+        """Set the storage of shards by `shard_bytes`, in place."""
+        for option, sizes in zip(options, self.shard_bytes(options), strict=True):
+            for shard in sample_shards(option):
+                device, host = sizes[tuple(shard.size)]
+                shard.storage = Storage(hbm=math.ceil(device), ddr=math.ceil(host))
+
     def common_bytes(self, options: Sequence[ShardingOption]) -> float:
         """Return what every rank takes, whatever its shards.
 
@@ -491,12 +498,11 @@ class MemoryModel:
                     extra += size * np.array([0, 0, 1, 1, 0, 0])
             if len(kinds) > 1:
                 members = [o for several in kinds.values() for o in several]
-                extra += sum(self._beside_others(o, members) for o in members)
+                replicas = any(map(is_dense, members))
+                extra += sum(self._beside_others(o, replicas) for o in members)
         return extra
 
-    def _beside_others(
-        self, option: ShardingOption, module: Sequence[ShardingOption]
-    ) -> Floats:
+    def _beside_others(self, option: ShardingOption, beside_replicas: bool) -> Floats:
         """What a table takes more in a module with several sharding types.
 
         Its gradient is a part of that of all outputs, of which a copy is made. All
@@ -508,7 +514,7 @@ class MemoryModel:
             return size * np.array([0, 0, 0, 0, 0, 1])
         cut = self._is_reduced_at_once(option)
         found = size * np.array([0, 0, 1, cut, 0, 0])
-        if any(map(is_dense, module)):
+        if beside_replicas:
             if self._is_pipelined:
                 found += size * np.array([0, 0, 0, 0, 1, 1])
             table, local = self._reader.table(option), float(option.batch_size)

@@ -100,6 +100,7 @@ class NeuroShardProposer(CostedPart, Proposer):
                 by_table[grid.fqn].append(grid)
         tables = list(map(self._permitted, by_table.values()))
         self.best_rating = None
+        self._room: dict[tuple[int, ...], int] = {}
         self._queue = [[self._free(options) for options in tables]]
         least = [_least(options, _memory_order) for options in tables]
         if any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
@@ -149,9 +150,11 @@ class NeuroShardProposer(CostedPart, Proposer):
         reader = self.costs.reader
         ways = [o for o in options if is_placeable(o, reader, self._topology)]
         ranks = self._rules.ranks(self._rules.index[table_name(options[0])])
-        room = max(
-            getattr(self._topology.devices[r].storage, self._tier) for r in ranks
-        )
+        if ranks not in self._room:
+            self._room[ranks] = max(
+                getattr(self._topology.devices[r].storage, self._tier) for r in ranks
+            )
+        room = self._room[ranks]
         least = _least(
             ways or options, partial(self._cost_order, room, bool(ways)), _cost_ms
         )
@@ -194,7 +197,7 @@ def _least(
 
 
 def _cost_ms(option: ShardingOption) -> float:
-    return max(s.perf.total for s in option.shards)
+    return float(max(s.perf.total for s in option.shards))
 
 
 def _memory_order(option: ShardingOption) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +17,6 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     ShardEstimator,
     ShardingOption,
-    Storage,
     Topology,
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -33,7 +31,6 @@ from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
     price_later,
-    sample_shards,
 )
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
@@ -242,10 +239,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
         if others:
             named = [self._with_optimizer(option) for option in others]
             super().estimate(named, *args, **kwargs)
-        for option, sizes in zip(known, self.memory.shard_bytes(known), strict=True):
-            for shard in sample_shards(option):
-                device, host = sizes[tuple(shard.size)]
-                shard.storage = Storage(hbm=math.ceil(device), ddr=math.ceil(host))
+        self.memory.estimate(known)
 
     def _with_optimizer(self, option: ShardingOption) -> ShardingOption:
         """Name the optimizer where TorchRec looks for it; the shards are the same."""

@@ -33,7 +33,7 @@ class SpreadOption(SharingOption):
 
     samples: tuple[Shard, ...]
     _world_size: int
-    _pricer: _Pricer | None = None
+    _perfs: Callable[[], Sequence[Perf]] | None = None
 
     @staticmethod
     def spread(option: ShardingOption, world_size: int) -> None:
@@ -55,6 +55,12 @@ class SpreadOption(SharingOption):
         new.samples = tuple(map(copy.copy, self.samples))
         return new
 
+    def __hash__(self) -> int:
+        """Hash the option; TorchRec tells proposals apart so, and lists no shards."""
+        if self.is_listed:
+            return int(super().__hash__())
+        return hash((self.fqn, self.sharding_type, self.compute_kernel))
+
     def _rows(self, rank: int) -> tuple[int, int]:
         """First row on a rank, and how many it has."""
         kind, rows = SHARDING_TYPES[self.sharding_type], int(self.tensor.shape[0])
@@ -74,18 +80,18 @@ class SpreadOption(SharingOption):
     def shards(self) -> list[Shard]:
         """The shards, with what estimators know of them."""
         if not self.is_listed:
-            shards, pricer = unpriced_shards(self), self._pricer
+            shards, perfs = unpriced_shards(self), self._perfs
             self.shards = shards
-            if pricer is not None:
-                for shard, perf in zip(shards, pricer([self])[0], strict=True):
+            if perfs is not None:
+                for shard, perf in zip(shards, perfs(), strict=True):
                     shard.perf = copy.copy(perf)
         listed: list[Shard] = vars(self)["shards"]
         return listed
 
     @shards.setter
     def shards(self, shards: list[Shard]) -> None:
-        vars(self)["shards"] = shards
-        self.samples, self._pricer = (), None
+        self.__dict__["shards"] = shards
+        self.samples, self._perfs = (), None
 
 
 def sample_shards(option: ShardingOption) -> Sequence[Shard]:
@@ -121,8 +127,8 @@ def price_later(options: Sequence[SpreadOption], pricer: _Pricer) -> None:
     for start in range(0, len(options), size):
         some = options[start : start + size]
         together = _PricedTogether([copy.copy(option) for option in some], pricer)
-        for option in some:
-            option._pricer = together
+        for number, option in enumerate(some):
+            option._perfs = functools.partial(together.perfs, number)
 
 
 class _PricedTogether:
@@ -134,16 +140,12 @@ class _PricedTogether:
     def __deepcopy__(self, memo: dict[int, object]) -> _PricedTogether:
         return self  # copies of options cost the same
 
-    def __call__(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
-        return [self._perfs[_key(option)] for option in options]
+    def perfs(self, number: int) -> list[Perf]:
+        """What the shards of one of the options cost."""
+        return self._all[number]
 
     @functools.cached_property
-    def _perfs(self) -> dict[tuple[str, str, str], list[Perf]]:
+    def _all(self) -> list[list[Perf]]:
         for option in self._options:
             option.shards = unpriced_shards(option)
-        perfs = self._pricer(self._options)
-        return dict(zip(map(_key, self._options), perfs, strict=True))
-
-
-def _key(option: ShardingOption) -> tuple[str, str, str]:
-    return option.fqn, option.sharding_type, option.compute_kernel
+        return self._pricer(self._options)

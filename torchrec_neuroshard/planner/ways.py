@@ -403,10 +403,12 @@ def _storages(
             probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
             probes.append(probe)
             probed.append(index)
-    if enumerator is not None and probes:
-        enumerator.populate_estimates(probes)
     counts_all = isinstance(enumerator, NeuroShardEnumerator)
     memory = enumerator.memory if isinstance(enumerator, NeuroShardEnumerator) else None
+    if memory is not None and all(map(memory.knows, probes)):
+        memory.estimate(probes)  # what they cost is not asked
+    elif enumerator is not None and probes:
+        enumerator.populate_estimates(probes)
     for index, probe in zip(probed, probes, strict=True):
         option = options[index]
         narrow, wide = probe.shards
