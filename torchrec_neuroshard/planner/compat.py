@@ -117,6 +117,7 @@ PlannerPart = Literal[
     "partitioner",
     "perf_model",
     "callbacks",
+    "stats",
 ]
 
 

@@ -62,6 +62,7 @@ from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.finalists import Finalists
 from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer
 from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.hedging import is_uncertain
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.partitioners import (
@@ -73,6 +74,7 @@ from torchrec_neuroshard.planner.proposers import (
     NeuroShardProposer,
 )
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
+from torchrec_neuroshard.planner.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.planner.topologies import default_topology
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan
@@ -143,7 +145,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             narrowest column shard; without it, 4.
         debug: As in TorchRec.
         callbacks: As in TorchRec; they may change the plan.
-        timeout_seconds: Also limits the search.
+        timeout_seconds: Also limits the search, and cuts off proposers, partitioners,
+            performance models, callbacks and statistics of others that do not return
+            (without it: two seconds after the search's budget). Without such a callback
+            or partitioner there is no plan, without statistics there is one.
         cost_model: "auto", the name of a shipped bundle, a bundle's folder, a model, or
             "measure": what first launches measured on this device, or measure now.
         profiles: Feature name -> its profile, from `profile_inputs`. Features without
@@ -305,6 +310,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 costs=self.costs,
             )
         own = isinstance(partitioner, NeuroShardPartitioner)
+        self._budget_seconds = _searcher(search, timeout_seconds).time_budget_seconds
         if self.placement_constraints != (
             partitioner.placement if own else PlacementConstraints()
         ):
@@ -373,11 +379,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             PlannerError: No plan fits, neither by the search nor by TorchRec's own
-                planner.
+                planner, or a part that was given does not return in time.
             ProfileError: A profile is none, or of a feature that no table reads.
             ConfigError: The cost model predicts something that is not a time; placement
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
+            RuntimeError: TorchRec lists no option for a table that it names.
+            Exception: What a part that was given raises.
         """
         self._known, self._selected = None, []
         unmatched = self._check_inputs(module)
@@ -399,7 +407,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         if run.selected is not None:
             self._selected = run.selected
             chosen = time.monotonic()
-            skipped = filter(None, [run.torchrec.skipped])
+            skipped = filter(None, [run.torchrec.skipped, *run.torchrec.guard.notes])
             notes = [*self._notes, *unmatched, *skipped]
             records = run.log.records
             known = describe_plan(
@@ -432,7 +440,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         proposers = planner_part(self, "proposers")
         partitioner = planner_part(self, "partitioner")
         own = isinstance(partitioner, NeuroShardPartitioner)
+        perf_model = planner_part(self, "perf_model")
         budget = partitioner.searcher.time_budget_seconds if own else math.inf
+        budget = min(budget, self._budget_seconds)
+        guard = Guard(self._arguments["timeout_seconds"] or budget + GRACE_SECONDS)
         torchrec = TorchRecPlan(
             self._torchrec_arguments,
             module=module,
@@ -443,15 +454,17 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             violation=self._violation,
             pipeline_type=self._pipeline_type,
             time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
+            guard=guard,
         )
         # A caller's rating of plans is not overruled.
-        hedged = isinstance(planner_part(self, "perf_model"), NeuroShardPerfModel)
+        hedged = isinstance(perf_model, NeuroShardPerfModel)
         run = PlanRun(
             torchrec,
             proposers,
             self._violation,
             self.costs if hedged and is_uncertain(self.costs) else None,
         )
+        proposers = guard.proposers(proposers)
         if self._considers_torchrec:
             proposers = [*proposers, torchrec.proposer]
         return run, {
@@ -460,8 +473,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 run.log, sharders, self._finalists if self._finalists.count else None
             )
             if own
-            else partitioner,
-            "callbacks": run.callbacks(planner_part(self, "callbacks")),
+            else guard.partitioner(partitioner),
+            "perf_model": guard.perf_model(perf_model),
+            "callbacks": run.callbacks(
+                guard.callbacks(planner_part(self, "callbacks"))
+            ),
+            "stats": guard.stats(planner_part(self, "stats")),
         }
 
     def collective_plan(
@@ -739,7 +756,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _last_resort(self, run: PlanRun, error: PlannerError) -> ShardingPlan:
         """Let TorchRec's own planner try, with what the caller passed."""
-        ours = run.log.infeasible
+        ours, cut = run.log.infeasible, run.torchrec.guard.cut
+        if cut is not None:  # nor would it return to TorchRec's own planner
+            reasons = [f"{cut}, and there is no plan without it", *filter(None, [ours])]
+            raise OutOfTimeError("; ".join(reasons)) from error
         run.fallback = ours or str(error)
         logger.warning(
             "the search found no plan (%s); asking TorchRec's planner", ours or error
@@ -747,9 +767,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         try:
             plan, options = run.torchrec.last_resort()
             run.select(options)
-        except PlannerError:
+        except Exception as failure:
+            # It may fail in other ways, too; why there is no plan is known.
             if ours is None:
-                raise error from None
+                raise error from failure
             # The reason first, TorchRec's general advice after it.
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
