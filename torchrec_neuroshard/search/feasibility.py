@@ -6,12 +6,14 @@ Shapes: `T` tables, `W` ranks.
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, sparse
 
+from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.rules import Rules
@@ -250,12 +252,16 @@ def _solve(task: ShardingTask, seconds: float) -> Ints:
         InfeasibleError: None exists, or none was found in time.
     """
     num_tables, num_ranks = len(task.tables), task.world_size
-    proven = False
+    proven, end = False, time.monotonic() + seconds
     if num_tables * num_ranks <= MAX_PACK_VARIABLES:
         # Solvers keep constraints to a tolerance: where a packing breaks a limit by
         # that much, a slightly smaller limit is tried.
         for shrink in (0.0, 1e-6):
-            outcome = _mixed_integer_program(task, shrink).solve(seconds)
+            program, left = _mixed_integer_program(task, shrink), end - time.monotonic()
+            try:
+                outcome = program.solve(max(left, 0.1))
+            except TimeIsUpError:
+                break
             if outcome is None:
                 break
             if isinstance(outcome, str):
@@ -331,8 +337,15 @@ class _Program:
     shape: tuple[int, int]
 
     def solve(self, seconds: float) -> Ints | str | None:
-        """Return widths, "infeasible", or None when time ran out."""
-        found = optimize.milp(
+        """Return widths, "infeasible", or None when time ran out.
+
+        Raises:
+            TimeIsUpError: It did, and the solver did not say so.
+        """
+        # HiGHS looks at its clock now and then only.
+        found = call_within(
+            seconds + 1.0,
+            optimize.milp,
             c=np.zeros(self.matrix.shape[1]),
             constraints=optimize.LinearConstraint(self.matrix, self.low, self.high),
             bounds=optimize.Bounds(0, self.upper),
