@@ -16,6 +16,12 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
 )
+from torchrec.quant.embedding_modules import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+)
+from torchrec.quant.embedding_modules import (
+    EmbeddingCollection as QuantEmbeddingCollection,
+)
 
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.compat import sharders_by_type
@@ -34,6 +40,7 @@ __all__ = [
     "with_shards",
 ]
 
+_QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
 _TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 
 
@@ -135,7 +142,7 @@ def with_shards(option: ShardingOption, sharding: ParameterSharding) -> Sharding
     """Return a copy of the option with the shards and ranks of a plan."""
     new = copy.copy(option)
     if sharding.sharding_spec is None:  # replicas
-        boxes = [(s.size, s.offset) for s in option.shards]
+        boxes = [(option.tensor.shape, (0, 0))] * len(sharding.ranks)
     else:
         boxes = [
             (m.shard_sizes, m.shard_offsets) for m in sharding.sharding_spec.shards
@@ -161,7 +168,7 @@ def tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]
             path=path,
             name=config.name,
             num_embeddings=int(config.num_embeddings),
-            embedding_dim=int(config.embedding_dim),
+            embedding_dim=_stored_columns(module, config),
             data_type=str(config.data_type.value).lower(),
             pooling=str(
                 config.pooling.value.lower()
@@ -174,6 +181,15 @@ def tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]
         for config in table_configs(module)
     }
     return tuple(sorted(found))
+
+
+def _stored_columns(module: nn.Module, config: Any) -> int:
+    """Columns of a table as it is sharded: quantised rows carry their scale."""
+    if isinstance(module, _QUANTISED):
+        weights = {name.split(".")[-2]: w for name, w in module.state_dict().items()}
+        if config.name in weights:
+            return int(weights[config.name].shape[1])
+    return int(config.embedding_dim)
 
 
 def model_tables(

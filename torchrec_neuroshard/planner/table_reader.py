@@ -256,8 +256,12 @@ class TableReader:
         return self._configs[module].get(option.name)
 
     def _is_weighted(self, option: ShardingOption) -> bool:
-        """Whether lookups carry weights, given or made by a feature processor."""
-        if option.is_weighted or option.has_feature_processor:
+        """Whether lookups carry weights, given or made by a feature processor.
+
+        TorchRec's estimator notes in options of sequences, which have none, what a
+        constraint says.
+        """
+        if option.has_feature_processor:
             return True
         module = option.module[1]
         if module not in self._weighted:
