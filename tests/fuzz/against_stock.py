@@ -159,7 +159,8 @@ def _refused(
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
     if theirs is None:
         names = [t["name"] for m in case["modules"] for t in m["tables"]]
-        named = any(n in text for n in names) or "rank" in text or "storage" in text
+        words = [*names, "rank", "storage", *(m["path"] for m in case["modules"])]
+        named = any(word in text for word in words)
         return f"{'both refuse' if named else 'failure, no reason'}: {text}"
     module = cases.build_module(case)
     try:

@@ -80,8 +80,7 @@ def check_memory(task: ShardingTask) -> None:
                 f"({task.min_widths[table]}) or raise world_size ({task.world_size})."
             )
         if task.uneven:
-            room = np.floor((caps - task.fixed_bytes[table]) / task.column_bytes[table])
-            room = np.clip(room // COLUMN_MULTIPLE * COLUMN_MULTIPLE, 0, None)
+            room = _room_for_columns(task, table, caps)
             room[room < task.min_widths[table]] = 0
             best = np.sort(room)[::-1][: max(1, task.max_shards[table])].sum()
             if best < width:
@@ -233,8 +232,7 @@ def spread_columns(
     left, spread = task.tables[table].embedding_dim, dict[int, int]()
     narrowest = max(COLUMN_MULTIPLE, task.min_widths[table])
     for rank in ranks[: max(1, task.max_shards[table])].tolist():
-        room = (free[rank] - task.fixed_bytes[table]) / task.column_bytes[table]
-        width = int(np.clip(room, 0, left)) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+        width = min(left, int(_room_for_columns(task, table, free[[rank]])[0]))
         if 0 < left - width < narrowest:
             width = left - narrowest
         if width >= narrowest:
@@ -243,6 +241,16 @@ def spread_columns(
         if left == 0:
             return spread
     return None
+
+
+def _room_for_columns(task: ShardingTask, table: int, free_N: Floats) -> Floats:
+    """Return how many columns of a table fit, `N`; all that there are, or a part."""
+    left, column = free_N - task.fixed_bytes[table], task.column_bytes[table]
+    width = task.tables[table].embedding_dim
+    if not column:  # their rows are elsewhere
+        return np.where(left >= 0, width, 0)
+    room: Floats = np.clip(left / column, 0, width) // COLUMN_MULTIPLE
+    return room * COLUMN_MULTIPLE
 
 
 def _solve(task: ShardingTask, seconds: float) -> Ints:
