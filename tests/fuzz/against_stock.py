@@ -85,14 +85,15 @@ def _judge(
     except HangError:
         return "failure, hangs"
     except (NeuroShardError, PlannerError) as error:
-        return _refused(case, theirs, refusal, error)
+        return _refused(case, theirs, error)
     except Exception as error:
         # TorchRec's enumerator names tables that nothing is left for in such errors.
-        names = any(
-            t["name"] in str(error) for m in case["modules"] for t in m["tables"]
-        )
-        if type(error) is type(refusal) and names:
+        tables = [t["name"] for m in case["modules"] for t in m["tables"]]
+        named = any(name in str(error) for name in tables)
+        if named and type(error) is type(refusal):
             return f"both raise {type(error).__name__}: {error}"
+        if named and isinstance(error, RuntimeError):
+            return _refused(case, theirs, error)
         return f"failure, undocumented {type(error).__name__}: {error}"
     seconds = time.process_time() - start
     if not plan.plan:
@@ -150,12 +151,7 @@ def _compare(
     return "planned, no worse"
 
 
-def _refused(
-    case: Case,
-    theirs: ShardingPlan | None,
-    refusal: Exception | None,
-    error: Exception,
-) -> Outcome:
+def _refused(case: Case, theirs: ShardingPlan | None, error: Exception) -> Outcome:
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
     if theirs is None:
         names = [t["name"] for m in case["modules"] for t in m["tables"]]
@@ -167,10 +163,11 @@ def _refused(
         planner = planner_of(case)
         options = options_of(planner, module, theirs)
         obstacle = _obstacle(planner, module, options)
-    except NeuroShardError as unpriced:
+    except (NeuroShardError, RuntimeError) as unpriced:
         # The same error keeps plans from being priced: tables that are too wide.
-        same = str(unpriced) == str(error)
-        obstacle = "cannot run" if same and "too wide" in text else None
+        dims = [t["dim"] for m in case["modules"] for t in m["tables"]]
+        wide = max(dims) > max_columns(cases.topology_of(case))
+        obstacle = "cannot run" if wide and str(unpriced) == str(error) else None
     if obstacle is not None:
         return f"refused, TorchRec's {obstacle}: {text}"
     return f"failure, refused: {text}"

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from tests.fuzz import against_stock, cases
+from torchrec_neuroshard.planner import torchrec_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SEED, NUM_CASES = 7, 40
+SEED, NUM_CASES = 7, 8
 
 
 def table(**fields: Any) -> dict[str, Any]:
@@ -76,7 +77,8 @@ FOUND = {
 
 
 @pytest.fixture(autouse=True)
-def silence() -> Any:
+def quiet_and_patient(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 15.0)
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

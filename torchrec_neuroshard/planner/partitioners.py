@@ -243,8 +243,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Place tables without ways by TorchRec's routine, the others by the search."""
-        given = [o for o, w in zip(proposal, ways, strict=True) if not w]
-        searched = [w for w in ways if w]
+        # By name: the order that a model lists its tables in must not matter.
+        both = sorted(zip(proposal, ways, strict=True), key=lambda p: table_name(p[0]))
+        given = [o for o, w in both if not w]
+        searched = [w for _, w in both if w]
         try:
             others = place_greedily(given, storage_constraint, rules)
         except PlannerError as error:
