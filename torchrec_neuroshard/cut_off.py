@@ -90,8 +90,9 @@ def _thread_state() -> Callable[[], None]:
     kind = torch.accelerator.current_accelerator()
     module = None if kind is None else torch.get_device_module(kind)
     # A device that nothing has used yet must not be set up here.
-    used = module is not None and module.is_initialized()
-    choose = partial(module.set_device, module.current_device()) if used else None
+    choose: Callable[[], None] | None = None
+    if module is not None and module.is_initialized():
+        choose = partial(module.set_device, module.current_device())
 
     def adopt() -> None:
         torch.set_grad_enabled(with_gradients)

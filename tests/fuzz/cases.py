@@ -323,7 +323,7 @@ def build_module(case: Case) -> nn.Module:
     """Return the model of a case; its weights are on no device."""
     root = nn.Module()
     for spec in case["modules"]:
-        module = _build(spec)
+        module: nn.Module = _build(spec)
         _attach(root, spec["path"], module)
         if case.get("tied"):
             _attach(root, f"again.{spec['path']}", module)
@@ -344,7 +344,7 @@ def _attach(root: nn.Module, path: str, module: nn.Module) -> None:
     root.add_module(name, module)
 
 
-def _build(spec: dict[str, Any]) -> nn.Module:
+def _build(spec: dict[str, Any]) -> Any:
     kind, weighted = spec["kind"], bool(spec.get("weighted"))
     if kind == "ec":
         return EmbeddingCollection(
@@ -446,7 +446,7 @@ def _is_less(value: Any, known: Any) -> bool:
 
 def _rounded(value: int) -> int:
     """Two digits of a number."""
-    unit = 10 ** max(0, int(math.log10(max(1, value))) - 1)
+    unit = int(10 ** max(0, int(math.log10(max(1, value))) - 1))
     return value // unit * unit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from tests.fuzz import against_truth
 SEED, NUM_CASES = 5, 8
 
 
-def table(rows: int, dim: int, *ways: list[str | None], module: int = 0) -> Any:
+def table(rows: int, dim: int, *ways: Sequence[str | None], module: int = 0) -> Any:
     return {
         "rows": rows,
         "dim": dim,

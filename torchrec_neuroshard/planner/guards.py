@@ -219,9 +219,10 @@ class _LimitedPerfModel(PerfModel):
             raise OutOfTimeError(str(self._error))
         name = type(self._inner).__name__
         try:
-            return self._guard.call(
+            rating: float = self._guard.call(
                 f"performance model {name}", self._inner.rate, plan=plan
             )
+            return rating
         except OutOfTimeError as error:
             self._error = error
             raise
