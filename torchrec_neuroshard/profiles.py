@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -174,6 +174,40 @@ class FeatureProfile:
             pooling_std=self.pooling_std,
             access_histogram=histogram,
             weighted=self.weighted,
+        )
+
+    def distinct_in_parts(self, num_parts: int, num_embeddings: int) -> FeatureProfile:
+        """Return the profile once each part of the batch asks for an id once.
+
+        Lookups are spread over the parts at random: of `n` parts, an id that occurs `c`
+        times is expected in `n * (1 - (1 - 1 / n)**c)`.
+
+        Args:
+            num_parts: Equal parts of the batch, such as the local batches of ranks.
+            num_embeddings: Rows of the table.
+        """
+        if not self.access_histogram:
+            return self
+        parts = float(num_parts)
+        samples = max(1, round(self.batch_size / parts))
+        local = self.at_batch_size(samples, num_embeddings)
+        lookups = parts * local.num_distinct
+        counts = parts * -np.expm1(
+            self.bin_mean_counts() * np.log1p(-1 / max(parts, 1 + 1e-9))
+        )
+        low = np.floor(counts)
+        upper = counts - low
+        ids = np.asarray(self.access_histogram, dtype=np.float64)
+        histogram = np.zeros(NUM_COUNT_BINS)
+        for count, share in ((low, 1 - upper), (low + 1, upper)):
+            # What occurs at all is in one part at least.
+            bins = np.searchsorted(COUNT_BIN_HIGH, np.maximum(count, 1.0))
+            np.add.at(histogram, bins, ids * share)
+        return replace(
+            self,
+            num_lookups=min(max(lookups, self.num_distinct), self.num_lookups),
+            pooling_std=0.0,
+            access_histogram=tuple(histogram.tolist()),
         )
 
     def to_json(self) -> dict[str, Any]:
