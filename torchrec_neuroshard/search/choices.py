@@ -535,7 +535,7 @@ def column_task(
             "max_shards",
             "sharding_types",
             "pooled",
-            "wire_bytes",
+            "codecs",
             "kernels",
         )
     }
