@@ -57,6 +57,8 @@ class WireCodec:
     bandwidth at which the fused kernel reads rows."""
     decode_bytes: float = 0.0
     """The same of the way back."""
+    launches: float = 0.0
+    """What both take besides, in launches of the fused forward kernel."""
     row_values: int = 1
     """Values that share a scale: what is sent to a rank must be a multiple of them."""
 

@@ -629,7 +629,10 @@ class Simulator:
         there, back = collective.forward, collective.backward
         forward = there.encode_bytes * shards_CW + there.decode_bytes * samples_C1
         backward = back.encode_bytes * samples_C1 + back.decode_bytes * shards_CW
-        return np.stack([forward, backward], axis=2) * self.encoder.byte_ms
+        coding = np.stack([forward, backward], axis=2) * self.encoder.byte_ms
+        launches = np.array([there.launches, back.launches])
+        launches = launches * float(self.encoder.launch_ms[0])
+        return np.where(samples_C1[..., None] > 0, coding + launches, 0.0)
 
     def single_comms(
         self, shards: PricedShards, table_N: Ints, rank_N: Ints, block_N: Ints

@@ -36,6 +36,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
+    ModuleSharder,
     ParameterSharding,
     ShardingPlan,
     ShardMetadata,
@@ -45,7 +46,12 @@ from torchrec_neuroshard import __version__
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.compat import SETTING_TYPES, planner_part
+from torchrec_neuroshard.planner.compat import (
+    SETTING_TYPES,
+    planner_part,
+    removes_repeats,
+    wire_codecs,
+)
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.given_plans import (
@@ -157,6 +163,10 @@ class PlanFingerprint:
     """Bandwidths of the topology; None: not known."""
     pooling_factors: Mapping[str, float] | None = None
     """Full name of a table -> ids that a sample looks up in it; None: not known."""
+    exchanges: Mapping[str, str] | None = None
+    """Class of a module -> what its sharder does to what ranks exchange: codecs of
+    collectives, forward and backward, and whether repeated ids are sent once; None: not
+    known."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
 
@@ -202,6 +212,7 @@ class PlanFingerprint:
                 pipeline_type=data.get("pipeline_type"),
                 gb_per_s=data.get("gb_per_s"),
                 pooling_factors=data.get("pooling_factors"),
+                exchanges=data.get("exchanges"),
                 versions=dict(data["versions"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -232,6 +243,8 @@ class _Job:
     result: SearchResult | None = None
     reader: TableReader | None = None
     """Knows how often tables are read; None: nobody said."""
+    sharders: Sequence[ModuleSharder[Any]] | None = None
+    """Of the model; None: nobody said."""
 
     @classmethod
     def of(
@@ -240,8 +253,22 @@ class _Job:
         topology: Topology | None,
         batch_size: int | None,
         cost_model: str | CostModel | None,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
     ) -> _Job:
         """Take a planner's own, or what the caller says in its place."""
+        found = cls._found(planner, topology, batch_size, cost_model)
+        if sharders is None:
+            return found
+        return dataclasses.replace(found, sharders=sharders)
+
+    @classmethod
+    def _found(
+        cls,
+        planner: EmbeddingPlannerBase | None,
+        topology: Topology | None,
+        batch_size: int | None,
+        cost_model: str | CostModel | None,
+    ) -> _Job:
         given = [topology, batch_size, cost_model]
         if planner is not None:
             if any(g is not None for g in given):
@@ -270,6 +297,7 @@ class _Job:
                 placement=planner.placement_constraints,
                 result=planner.last_result,
                 reader=planner.costs.reader,
+                sharders=planner.last_model[1] if planner.last_model else None,
             )
         if topology is None:
             raise ConfigError(
@@ -315,6 +343,7 @@ class _Job:
                 )
                 for t in tables
             },
+            exchanges=None if self.sharders is None else _exchanges(self.sharders),
             versions=_versions(),
         )
 
@@ -354,6 +383,7 @@ def save_plan(
     batch_size: int | None = None,
     cost_model: str | CostModel | None = None,
     result: SearchResult | None = None,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
 ) -> None:
     """Write a plan and what it was made for; call it on one rank.
 
@@ -369,13 +399,14 @@ def save_plan(
         batch_size: Samples per rank. None: not known.
         cost_model: The cost model or its name. None: not known.
         result: Predicted costs. None: the planner's `last_result`, if it has one.
+        sharders: Of the model. None: those that the planner last planned with.
 
     Raises:
         ConfigError: Neither a planner nor a topology is given, or both are.
         PlanFileError: The plan does not belong to the model, or holds settings that
             cannot be stored.
     """
-    job = _Job.of(planner, topology, batch_size, cost_model)
+    job = _Job.of(planner, topology, batch_size, cost_model, sharders)
     fingerprint = job.fingerprint(*model_tables(plan.plan, model))
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
     result = result or job.result
@@ -404,6 +435,7 @@ def load_plan(
     topology: Topology | None = None,
     batch_size: int | None = None,
     cost_model: str | CostModel | None = None,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
 ) -> ShardingPlan:
     """Read a plan that `save_plan` wrote, if it fits this job.
 
@@ -419,6 +451,8 @@ def load_plan(
         topology: The ranks to run on.
         batch_size: Samples per rank. None: not compared.
         cost_model: The cost model or its name. None: not compared.
+        sharders: Of the model. None: those that the planner last planned with, if any;
+            else codecs and repeated ids are not compared.
 
     Returns:
         The plan, equal to the one stored.
@@ -431,10 +465,11 @@ def load_plan(
 
     Warns:
         StalePlanWarning: Memory, bandwidths, batch size, pooling factors, cost model,
-            placement constraints or package versions are not those of the plan: it
-            works, but a new one may be better.
+            placement constraints, codecs of collectives, the treatment of repeated ids
+            or package versions are not those of the plan: it works, but a new one may
+            be better.
     """
-    job = _Job.of(planner, topology, batch_size, cost_model)
+    job = _Job.of(planner, topology, batch_size, cost_model, sharders)
     stored = read_plan(path)
     current = job.fingerprint(*model_tables(stored.plan.plan, model))
     _check_fits(stored.fingerprint, current, path, stacklevel=3)
@@ -608,6 +643,20 @@ class NeuroShardPlanLoader(PlanLoader):
         )
 
 
+def _exchanges(sharders: Iterable[ModuleSharder[Any]]) -> dict[str, str]:
+    found = {}
+    for sharder in sharders:
+        told = [
+            f"{name} {forward.name}/{backward.name}"
+            for name, (forward, backward) in sorted(wire_codecs(sharder).items())
+        ]
+        if removes_repeats(sharder):
+            told.append("repeated ids once")
+        if told:
+            found[sharder.module_type.__name__] = ", ".join(told)
+    return found
+
+
 def _versions() -> dict[str, str]:
     found = {"torchrec_neuroshard": __version__}
     for package in _PACKAGES:
@@ -685,6 +734,7 @@ def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMi
         "hardware",
         "pipeline_type",
         "placement",
+        "exchanges",
     ):
         a, b = getattr(current, field_name), getattr(stored, field_name)
         if a != b and a is not None and b is not None:
