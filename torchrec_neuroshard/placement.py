@@ -146,6 +146,9 @@ class ShardingTask:
     codecs: tuple[tuple[WireCodec, WireCodec], ...] = ()
     """Per table: how its outputs travel, forward, and their gradients, backward; alike
     in a stage. Empty: as fp32."""
+    repeats: tuple[float, ...] = ()
+    """Per table: how many times as many ids its samples have as are looked up, once
+    repeated ids of a rank's samples were removed. Empty: 1, none are removed."""
     kernels: tuple[KernelFactors | None, ...] = ()
     """Per table: how its kernel differs from the measured fused one. Empty: not."""
     node_size: int = 0
@@ -176,6 +179,7 @@ class ShardingTask:
             "sharding_types": self.sharding_types or (COLUMN_WISE,) * count,
             "pooled": self.pooled or (True,) * count,
             "codecs": self.codecs or (_PLAIN,) * count,
+            "repeats": self.repeats or (1.0,) * count,
             "kernels": self.kernels or (None,) * count,
         }
         for name, value in filled.items():

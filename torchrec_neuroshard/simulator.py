@@ -65,6 +65,9 @@ fourth."""
 
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
+_SORTED_ID_BYTES = 8 * 32 + 48
+"""Memory that finding distinct ids reads and writes for each id: eight passes of a
+radix sort over ids and places, then what marks and numbers the runs. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,8 @@ class _Collective:
     backward: WireCodec
     num_summed: int
     """Ranks whose outputs arrive as one sum."""
+    repeats: float
+    """See `ShardingTask`."""
 
 
 class Simulator:
@@ -304,10 +309,15 @@ class Simulator:
                 continue
             kind = kinds[held[0]]
             pools = bool(self.pooled_T[held[0]])
+            repeats = np.array(self.task.repeats)[held]
+            weights = self.columns_per_table[held]
             collective = _Collective(
                 kind.pooled if pools else kind.sequences,
                 *self.task.codecs[held[0]],
                 num_summed=self.task.block_size(int(held[0])) if pools else 1,
+                repeats=float(np.average(repeats, weights=weights))
+                if weights.any()
+                else 1.0,
             )
             stages.setdefault(collective, []).append(stage)
         return [(collective, np.array(used)) for collective, used in stages.items()]
@@ -616,7 +626,25 @@ class Simulator:
         if forward.encode_bytes or backward.encode_bytes:
             both += self._coding(collective, columns_CW)
         index = model.index_all_to_all(loads_CW3[..., 0])
-        return np.concatenate([index[..., None], both], axis=2)
+        out = np.concatenate([index[..., None], both], axis=2)
+        if collective.repeats > 1:
+            out += self._removal(collective.repeats, loads_CW3)
+        return out
+
+    def _removal(self, repeats: float, loads_CW3: Floats) -> Floats:
+        """Removing repeated ids before the exchange, and repeating outputs after it.
+
+        Returns:
+            `C x 1 x 3` [ms]: each rank does it for its own samples.
+        """
+        own_C13 = loads_CW3.mean(axis=1, keepdims=True)
+        ids_C1 = own_C13[..., 0] / (_ID_BYTES + _LENGTH_BYTES) * repeats
+        sent_C1 = own_C13[..., 1] * self.task.batch_size * OUTPUT_BYTES_PER_VALUE
+        # A gather of rows, and the sum of their gradients.
+        copied_C1 = sent_C1 * (1 + repeats)
+        num_bytes = np.stack([ids_C1 * _SORTED_ID_BYTES, copied_C1, copied_C1], axis=2)
+        ms: Floats = num_bytes * self.encoder.byte_ms
+        return ms
 
     def _coding(self, collective: _Collective, columns_CW: Floats) -> Floats:
         """Coding and decoding around a collective, `C x W x 2` [ms].

@@ -247,7 +247,6 @@ def test_one_part_has_each_id_once() -> None:
 
 
 def test_distinct_ids_are_sent_and_looked_up() -> None:
-    """Twice as many ids of every row change next to nothing."""
     profiles = {
         f"f{i}": zipf_profile(
             batch_size=2 * BATCH, pooling_factor=20.0, num_embeddings=10_000
@@ -265,12 +264,38 @@ def test_distinct_ids_are_sent_and_looked_up() -> None:
     assert table.pooling_factor == pytest.approx(local.num_distinct / BATCH)
     assert table.num_outputs == pytest.approx(table.pooling_factor)
     assert table.pooling_factor < other.pooling_factor == 20.0
-    less = [
-        sum(getattr(r, phase) for r in once.last_result.predicted.ranks)
-        / sum(getattr(r, phase) for r in plain.last_result.predicted.ranks)
-        for phase in ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms")
-    ]
-    assert all(0 < share < 1 for share in less)
+    assert once.last_task.repeats[0] == pytest.approx(20.0 / table.pooling_factor)
+    moved, all_moved = (p.costs.simulator(p.last_task) for p in (once, plain))
+    share = table.pooling_factor / 20.0
+    for name in ("index_bytes_per_table", "columns_per_table"):
+        less, whole = getattr(moved, name), getattr(all_moved, name)
+        np.testing.assert_allclose(less, whole * share)
+    for phase in ("fwd_compute", "bwd_compute"):
+        first, second = (
+            max(getattr(r, phase) for r in p.last_result.predicted.ranks)
+            for p in (once, plain)
+        )
+        assert 0 < first < second
+
+
+def test_removing_repeats_takes_time_of_its_own() -> None:
+    def ranks(repeats: float) -> Any:
+        task = make_task(
+            make_tables([32, 64]), 2, BATCH, pooled=(False,) * 2, repeats=(repeats,) * 2
+        )
+        simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
+        triples = [(0, 32, 0), (1, 64, 1)]
+        costs = simulator.evaluate(Placement.from_widths(2, triples, task))
+        names = ("index_comms", "fwd_comms", "bwd_comms")
+        found = [[getattr(r, name) for name in names] for r in costs.ranks]
+        return np.array(found), simulator.encoder.byte_ms
+
+    (plain, byte_ms), (thrice, _) = ranks(1.0), ranks(3.0)
+    # A rank's own samples: half of those of both tables, one distinct id each.
+    ids = 2 * BATCH / 2 * 3
+    rows = (32 + 64) * BATCH / 2 * 4 * (1 + 3)
+    expected = np.array([ids * 304, rows, rows]) * byte_ms
+    np.testing.assert_allclose(thrice - plain, np.tile(expected, (2, 1)))
 
 
 # --- batches of few samples ---

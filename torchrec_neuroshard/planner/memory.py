@@ -431,10 +431,9 @@ class MemoryModel:
     def _common(self, option: ShardingOption) -> Floats:
         """What every rank holds at each instant of the outputs of its own samples."""
         table, local = self._reader.table(option), float(option.batch_size)
-        lookups, bags = (
-            table.pooling_factor * local,
-            self._reader.bags_per_sample(option) * local,
-        )
+        repeats = self._reader.repeats(option)
+        lookups = table.pooling_factor * repeats * local
+        bags = self._reader.bags_per_sample(option) * local
         outputs = bags if option.is_pooled else lookups
         size = _FLOAT * outputs * int(option.tensor.shape[1])
         batches = np.zeros(len(INSTANTS))
@@ -453,6 +452,9 @@ class MemoryModel:
             parts = [1, 1, 2, 1 + kept, 2 * kept, 2 * kept]
         else:  # gradients, cut by rank, lie beside what they are put together from
             parts = [1, 2, 3 + kept, 2 + kept, 2 * kept, 2 * kept]
+        if repeats > 1:  # where each id is among the distinct ones, and their rows
+            batches += 2 * _INDEX * lookups
+            batches += size / repeats * np.array([0, 1, 1, 1, 0, 0])
         return size * np.array(parts) + batches
 
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:

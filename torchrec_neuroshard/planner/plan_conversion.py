@@ -182,6 +182,7 @@ class OptionShards:
             sharding_types=tuple(o.sharding_type for o in options),
             pooled=tuple(bool(o.is_pooled) for o in options),
             codecs=tuple(priced_codecs(o, topology) for o in options),
+            repeats=tuple(reader.repeats(o) for o in options),
             kernels=tuple(kernels),
         )
         counts = [len(o.shards) for o in options]
@@ -255,6 +256,8 @@ def lower_plan(
         groups=fused.groups,
         stages=fused.stages,
         stage_names=fused.stage_names,
+        codecs=tuple(priced_codecs(o, topology) for o in column_sharded),
+        repeats=tuple(reader.repeats(o) for o in column_sharded),
     )
     placement = Placement(topology.world_size, tuple(sorted(shards)))
     return LoweredPlan(task, placement, tuple(column_sharded), tuple(others))

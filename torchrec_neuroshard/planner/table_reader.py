@@ -433,6 +433,20 @@ class TableReader:
         """Whether repeated ids of a local batch are sent and looked up once."""
         return not option.is_pooled and bool(vars(option).get(_DISTINCT))
 
+    def repeats(self, option: ShardingOption) -> float:
+        """Return how many times as many ids a table's samples have as are looked up.
+
+        Args:
+            option: One that has a cost.
+        """
+        looked_up = self.table(option).pooling_factor
+        if not self.looks_up_distinct(option) or not looked_up > 0:
+            return 1.0
+        config = self.config(option)
+        features = config.feature_names if config is not None else []
+        given = self.pooling_factor(option.name, features, option.batch_size)
+        return max(1.0, given / looked_up)
+
     def _describe(
         self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
     ) -> TableConfig:

@@ -536,6 +536,7 @@ def column_task(
             "sharding_types",
             "pooled",
             "codecs",
+            "repeats",
             "kernels",
         )
     }
