@@ -115,6 +115,23 @@ def test_sums_are_decoded_once() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gb_per_s", "rows", "plain", "coded"),
+    [(0.1, 400, "data_parallel", "column_wise"), (2.0, 200, "column_wise", "data_par")],
+)
+def test_a_codec_changes_the_plan(
+    gb_per_s: float, rows: int, plain: str, coded: str
+) -> None:
+    """Over slow links it makes exchanges cheaper than replicas, over others dearer."""
+    for sharder, expected in (
+        (bag_sharder(), plain),
+        (bag_sharder("fp16", "fp16"), coded),
+    ):
+        comms_model = AnalyticCommsModel(gb_per_s)
+        _, plan = planned(make_ebc([(rows, 128)]), sharder, comms_model=comms_model)
+        assert plan.plan[""]["t0"].sharding_type.startswith(expected)
+
+
+@pytest.mark.parametrize(
     ("sharder", "device", "message"),
     [
         (
