@@ -311,9 +311,11 @@ class Simulator:
             pools = bool(self.pooled_T[held[0]])
             repeats = np.array(self.task.repeats)[held]
             weights = self.columns_per_table[held]
+            forward, backward = self.task.codecs[held[0]]
             collective = _Collective(
                 kind.pooled if pools else kind.sequences,
-                *self.task.codecs[held[0]],
+                forward,
+                backward,
                 num_summed=self.task.block_size(int(held[0])) if pools else 1,
                 repeats=float(np.average(repeats, weights=weights))
                 if weights.any()

@@ -541,8 +541,8 @@ def make_distinct(
 
 
 @functools.cache
-def distinct_ids_on_cpus() -> torch.library.Library:
-    library = torch.library.Library("fbgemm", "IMPL")
+def distinct_ids_on_cpus() -> Any:
+    library: Any = torch.library.Library("fbgemm", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("jagged_unique_indices", make_distinct, "CPU")
     return library
 

@@ -45,13 +45,14 @@ def registry(
     kinds = CommType(forward), CommType(backward)
     config = QCommsConfig(forward_precision=kinds[0], backward_precision=kinds[1])
     found = get_qcomm_codecs_registry(config, ops, device=torch.device("cuda"))
-    assert found is not None
-    return found
+    return dict(found or {})
 
 
-def bag_sharder(*codecs: str, ops: Any = None, **arguments: Any) -> Any:
-    if codecs:
-        arguments["qcomm_codecs_registry"] = registry(*codecs, ops=ops)
+def bag_sharder(
+    forward: str = "", backward: str = "", ops: Any = None, **arguments: Any
+) -> Any:
+    if forward:
+        arguments["qcomm_codecs_registry"] = registry(forward, backward, ops)
     return EmbeddingBagCollectionSharder(**arguments)
 
 
@@ -99,12 +100,13 @@ def test_a_rank_codes_its_shards_and_decodes_its_samples() -> None:
 
 def test_sums_are_decoded_once() -> None:
     coding = WireCodec(encode_bytes=3.0, decode_bytes=5.0)
-    rows = {"sharding_types": ("row_wise",) * 2}
     task = make_task(make_tables([32, 64]), 2, BATCH, codecs=((coding, PLAIN),) * 2)
     triples = [(t, width, rank) for t, width in ((0, 32), (1, 64)) for rank in (0, 1)]
 
     def forward(codec: WireCodec) -> float:
-        whole = dataclasses.replace(task, codecs=((codec, PLAIN),) * 2, **rows)
+        whole = dataclasses.replace(
+            task, codecs=((codec, PLAIN),) * 2, sharding_types=("row_wise",) * 2
+        )
         simulator = Simulator(whole, AnalyticCostModel(), AnalyticCommsModel())
         costs = simulator.evaluate(Placement.from_widths(2, triples, whole))
         return float(costs.ranks[0].fwd_comms / simulator.encoder.byte_ms)
@@ -208,6 +210,25 @@ def test_rows_of_codes_are_filled(batch_size: int, dim: int, runs: bool) -> None
     sharding = planner.plan(module, sharders).plan[""]["t0"]
     for shard in sharding.sharding_spec.shards:
         assert shard.shard_sizes[1] * batch_size % 32 == 0
+
+
+def test_each_of_two_collectives_must_carry_its_part() -> None:
+    """Of grids, sums inside a node; the all-to-all between nodes may have any codec."""
+    grids = {"t0": ParameterConstraints(sharding_types=["table_row_wise"])}
+    nodes = {"world_size": 4, "local_world_size": 2, "compute_device": "cuda"}
+
+    def plan(op: CommOp) -> Any:
+        return planned(
+            make_ebc([(1000, 64)]),
+            bag_sharder("int8", "int8", ops=[op]),
+            constraints=grids,
+            topology=Topology(**nodes),
+        )
+
+    with pytest.raises(ConfigError, match="cannot be added up, as table_row_wise"):
+        plan(CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+    _, found = plan(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL)
+    assert found.plan[""]["t0"].sharding_type == "table_row_wise"
 
 
 def test_sequences_fill_rows_by_themselves() -> None:
@@ -337,6 +358,7 @@ def test_few_samples_make_few_outputs() -> None:
     part, less = costs([BATCH // 4])
     same, equal = costs([BATCH])
     assert (whole.num_outputs, part.num_outputs, same.num_outputs) == (1, 0.25, 1)
+    assert costs([2 * BATCH])[0].num_outputs == 2
     assert part.pooling_factor == whole.pooling_factor / 4
     assert equal == predicted
     for phase in ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms"):

@@ -172,48 +172,55 @@ def run_fault(option: ShardingOption) -> RunFault | None:
 
 def codec_fault(option: ShardingOption) -> RunFault | None:
     """Return why the codecs of an option's collectives cannot carry its outputs."""
-    kind = SHARDING_TYPES.get(option.sharding_type)
-    codecs = option_codecs(option)
-    if kind is None or codecs == _PLAIN:
-        return None
-    for way, codec in zip(("forward", "backward"), codecs, strict=True):
-        if codec.name not in _SUMMABLE and option.is_pooled and kind.splits_rows:
-            return RunFault(
-                f"codec '{codec.name}' ({way}) of {_SCATTER}: its values cannot be "
-                f"added up, as {option.sharding_type} sharding needs",
-                "Quantise that collective to fp16 or bf16 (get_qcomm_codecs_registry "
-                "with comm_ops), or allow sharding types that keep rows together",
-            )
-        # Of sequences any number of ids may be sent to a rank.
-        times = int(option.batch_size) if option.is_pooled else 1
-        for width in sorted({int(s.size[1]) for s in option.shards}):
-            if width * times % codec.row_values:
-                sent = f"{times} samples of {width}" if option.is_pooled else f"{width}"
+    for collective, codecs in _used_codecs(option).items():
+        for way, codec in zip(("forward", "backward"), codecs, strict=True):
+            told = f"codec '{codec.name}' ({way}) of {collective}"
+            if collective == _SCATTER and codec.name not in _SUMMABLE:
                 return RunFault(
-                    f"codec '{codec.name}' ({way}) takes rows of {codec.row_values} "
-                    f"values, which {sent} columns do not fill",
-                    f"Choose fp16, a batch_size that is a multiple of "
-                    f"{codec.row_values // COLUMN_MULTIPLE}, or an embedding_dim that "
-                    f"is one of {codec.row_values}"
-                    if option.is_pooled
-                    else f"Choose fp16, or an embedding_dim that is a multiple of "
-                    f"{codec.row_values}",
+                    f"{told}: its values cannot be added up, as "
+                    f"{option.sharding_type} sharding needs",
+                    "Quantise that collective to fp16 or bf16, leave it out (comm_ops "
+                    "of get_qcomm_codecs_registry), or allow sharding types that keep "
+                    "rows together",
                 )
+            # Of sequences any number of ids may be sent to a rank.
+            times = int(option.batch_size) if option.is_pooled else 1
+            for width in sorted({int(s.size[1]) for s in option.shards}):
+                if width * times % codec.row_values:
+                    return _unfilled(told, codec.row_values, width, times)
     return None
+
+
+def _unfilled(told: str, row_values: int, width: int, num_samples: int) -> RunFault:
+    samples = f"{num_samples} samples of " if num_samples > 1 else ""
+    batch = f"a batch_size that is a multiple of {row_values // COLUMN_MULTIPLE}, "
+    return RunFault(
+        f"{told} takes rows of {row_values} values, which {samples}{width} columns do "
+        "not fill",
+        f"Choose fp16, {batch if num_samples > 1 else ''}or an embedding_dim that is a "
+        f"multiple of {row_values}",
+    )
+
+
+def _used_codecs(
+    option: ShardingOption,
+) -> dict[str, tuple[WireCodec, WireCodec]]:
+    """Collective that an option's outputs take -> its codecs, if any is quantised."""
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    known = vars(option).get(_CODECS, {})
+    if kind is None or kind.is_replicated or not known:
+        return {}
+    name = kind.pooled if option.is_pooled else kind.sequences
+    ops = _COMM_OPS[name][0 if option.is_pooled else 1]
+    return {op: known.get(op, _PLAIN) for op in ops}
 
 
 def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
     """Return how an option's output values travel, and its gradients."""
-    kind = SHARDING_TYPES.get(option.sharding_type)
-    known = vars(option).get(_CODECS, {})
-    if kind is None or kind.is_replicated or not known:
-        return _PLAIN
-    name = kind.pooled if option.is_pooled else kind.sequences
-    ops = _COMM_OPS[name][0 if option.is_pooled else 1]
-    used = [known.get(op, _PLAIN) for op in ops]
+    used = _used_codecs(option).values() or [_PLAIN]
     # Of two collectives one after the other, the larger.
     forward, backward = (
-        max((u[i] for u in used), key=lambda c: c.wire_bytes) for i in (0, 1)
+        max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)
     )
     return forward, backward
 
@@ -479,7 +486,7 @@ class TableReader:
         if not option.is_pooled:
             num_features = max(1, round(total))
             outputs = total if distinct and total > 0 else None
-        elif 0 < sum(shares) < num_features:
+        elif sum(shares) > 0 and sum(shares) != num_features:
             outputs = sum(shares)
         return TableConfig(
             name=table_name(option),
