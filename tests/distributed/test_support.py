@@ -311,7 +311,7 @@ def in_turn(task: ShardingTask) -> Triples:
     return triples
 
 
-def planner_of(names: Sequence[str], kernel: str) -> Any:
+def planner_of(names: Sequence[str], kernel: str, varying: bool = False) -> Any:
     return make_planner(
         WORLD_SIZE,
         # TorchRec knows no such kernels for CPUs.
@@ -323,6 +323,7 @@ def planner_of(names: Sequence[str], kernel: str) -> Any:
                 sharding_types=[table_type(name)],
                 compute_kernels=[kernel],
                 min_partition=16 if table_type(name) in SPLIT else None,
+                batch_sizes=[(1 + LOCAL_BATCH) // 2] if varying else None,
             )
             for name in names
         },
@@ -431,7 +432,7 @@ def train(
             for name, part in parts.items()
         }
 
-    planner = planner_of(names, kernel)
+    planner = planner_of(names, kernel, model == VARIABLE_BATCH)
     plan = on_cpu(planner.collective_plan(original, list(sharders.values())))
     done.append("planned")
     sharded = DistributedModelParallel(

@@ -316,6 +316,32 @@ def test_distinct_ids_are_sent_and_looked_up() -> None:
         assert 0 < first < second
 
 
+def test_distinct_ids_take_less_memory() -> None:
+    """A rank's own outputs are as large as ever, its kernels' are not."""
+    profiles = {
+        f"f{i}": zipf_profile(
+            batch_size=2 * BATCH, pooling_factor=20.0, num_embeddings=10_000
+        )
+        for i in range(2)
+    }
+    plain, plan = planned(sequences(), EmbeddingCollectionSharder(), profiles=profiles)
+    plain_report, report = (
+        rehearse(
+            sequences(),
+            plan,
+            plain.topology,
+            [EmbeddingCollectionSharder(use_index_dedup=once)],
+            batch_size=BATCH,
+            profiles=profiles,
+        )
+        for once in (False, True)
+    )
+    assert report.runs and plain_report.runs
+    outputs = 2 * BATCH * 20 * 64 * 4
+    for less, more in zip(report.ranks, plain_report.ranks, strict=True):
+        assert outputs < less.activation_bytes < more.activation_bytes
+
+
 def test_removing_repeats_takes_time_of_its_own() -> None:
     def ranks(repeats: float) -> Any:
         task = make_task(
