@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from torchrec_neuroshard.report import (
-    OtherTable,
     PlanReport,
     RankReport,
     SplitReport,
+    TableReport,
     html_report,
     write_html,
 )
@@ -92,7 +92,19 @@ REPORT = PlanReport(
     ranks=(rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 1.0, 4.0, 3.0, 4.0, 2.0)),
     num_split=3,
     splits=(SPLIT,),
-    others=(OtherTable(table="big", sharding_type="row_wise", compute_kernel="fused"),),
+    tables=(
+        TableReport(
+            table="big<",
+            sharding_type="row_wise",
+            compute_kernel="fused",
+            num_embeddings=4_000,
+            embedding_dim=8,
+            num_shards=2,
+            ranks=(0, 1),
+            used_bytes=2**29,
+            cost_ms=2.5,
+        ),
+    ),
     fallback=None,
     warnings=("rows < 10 & so on",),
 )
@@ -147,7 +159,7 @@ def test_splits_say_why_and_how_many_are_left_out(page: Page) -> None:
     assert "48 (0), 16 (1)" in page.text
     assert SPLIT.reason(17.0) in page.text
     assert "... and 2 more" in page.text
-    assert "big row_wise fused" in page.text
+    assert "big< row_wise, 2 shards on ranks 0-1 4,000 8 0.50 2.500" in page.text
 
 
 def test_slowest_ranks_stand_out(page: Page) -> None:
@@ -162,7 +174,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
         ranks=ranks,
         splits=(),
         num_split=0,
-        others=(),
+        tables=(),
         warnings=(),
         gap=math.inf,
         lower_bound_ms=0.0,

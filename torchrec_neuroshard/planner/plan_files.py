@@ -415,7 +415,8 @@ def load_plan(
     Args:
         path: The file.
         model: The model, not yet in `DistributedModelParallel`.
-        planner: The planner that would plan; in place of the next three.
+        planner: The planner that would plan; in place of the next three. One of this
+            package reports on the plan afterwards, by the costs that it knows now.
         topology: The ranks to run on.
         batch_size: Samples per rank. None: not compared.
         cost_model: The cost model or its name. None: not compared.
@@ -439,6 +440,8 @@ def load_plan(
     current = job.fingerprint(*model_tables(stored.plan.plan, model))
     _check_fits(stored.fingerprint, current, path, stacklevel=3)
     job.check_placement(stored, path)
+    if isinstance(planner, NeuroShardPlanner):
+        planner.adopt(stored.plan, model)
     return stored.plan
 
 

@@ -285,6 +285,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
         self._selected: list[ShardingOption] = []
+        self._adopted: ShardingPlan | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -379,7 +380,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
         """
-        self._known, self._selected = None, []
+        self._known, self._selected, self._adopted = None, [], None
         unmatched = self._check_inputs(module)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
@@ -392,10 +393,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 raise
             plan = self._last_resort(run, error)
         run.check()
-        try:
-            self.remember(module, sharders)
-        except Exception as error:  # an odd module; the plan is good all the same
-            logger.debug("the model's outline could not be kept: %r", error)
+        self._try_remember(module, sharders)
         if run.selected is not None:
             self._selected = run.selected
             chosen = time.monotonic()
@@ -410,6 +408,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 notes,
                 batch_size_is_default=self._batch_size_is_default,
                 robustness=run.robustness,
+                reserved=self._reserved(module, sharders),
             )
             listed = self.enumerator
             options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
@@ -517,7 +516,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             while isinstance(found[0], Offer):
                 self._finalists.help(found[0], pg.rank())
                 dist.broadcast_object_list(found, root, group=pg)
-            self._selected = []
+            self._selected, self._adopted = [], None
             plan, self._known, error = found[0]
         if error is not None:
             raise error
@@ -563,15 +562,26 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             constraints=planner_part(self, "constraints"),
         )
 
+    def _reserved(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> Topology:
+        """Devices with what is left for shards; as they are, where nothing is."""
+        try:
+            return self.reserve(module, sharders)
+        except PlannerError:  # of a plan that somebody else made
+            return self.topology
+
     @property
     def last_result(self) -> SearchResult | None:
         """What is known of the plan last returned; its placement is of columns."""
-        return self._known.result if self._known else None
+        known = self._last()
+        return known.result if known else None
 
     @property
     def last_task(self) -> ShardingTask | None:
         """The tables that `last_result.placement` counts: the column-sharded ones."""
-        return self._known.task if self._known else None
+        known = self._last()
+        return known.task if known else None
 
     @property
     def last_seconds(self) -> Mapping[str, float]:
@@ -583,6 +593,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         Empty before the first plan, and on ranks that another rank planned for.
         """
+        self._last()
         return self._selected
 
     def report(self) -> PlanReport:
@@ -594,12 +605,40 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         Raises:
             ConfigError: Nothing has been planned yet.
         """
-        known = self._known
+        known = self._last()
         if known is None:
             raise ConfigError(
-                "there is no plan to report on; call plan() or collective_plan() first"
+                "there is no plan to report on; call plan() or collective_plan() "
+                "first, or pass the planner to load_plan"
             )
         return self._explain(known)
+
+    def adopt(
+        self,
+        plan: ShardingPlan,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+    ) -> None:
+        """Take a plan that somebody else made, such as a stored one, for the last.
+
+        What is known of it, `report` and `last_result`, is worked out when asked for:
+        the costs of `evaluate`.
+
+        Args:
+            plan: The plan; it must not change until then.
+            module: The model, before `DistributedModelParallel` took it.
+            sharders: None: TorchRec's defaults.
+        """
+        self._known, self._selected, self._planned = None, [], None
+        self._try_remember(module, sharders)
+        self._adopted = None if self._planned is None else plan
+
+    def _last(self) -> KnownPlan | None:
+        """What is known of the last plan; None where there is none."""
+        if self._known is None and self._adopted is not None:
+            assert self._planned is not None, "adopted with the plan"
+            self._selected, self._known = self._describe(self._adopted, *self._planned)
+        return self._known
 
     @property
     def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:
@@ -621,6 +660,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             sharders: None: TorchRec's defaults.
         """
         self._planned = outline_of(module), list(sharders or get_default_sharders())
+
+    def _try_remember(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None
+    ) -> None:
+        try:
+            self.remember(module, sharders)
+        except Exception as error:  # an odd module; the plan is good all the same
+            logger.debug("the model's outline could not be kept: %r", error)
 
     def relearned(
         self,
@@ -682,18 +729,27 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             ProfileError: A profile is of a feature that no table reads.
             ConfigError: The cost model predicts something that is not a time.
         """
-        notes = (*self._notes, *self._check_inputs(module))
         given = sharders or get_default_sharders()
-        options = PlanOptions(module, given, self.enumerator, self.costs).of(plan)
-        known = describe_plan(
+        return self._explain(self._describe(plan, module, given)[1])
+
+    def _describe(
+        self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> tuple[list[ShardingOption], KnownPlan]:
+        """Say what a plan that is given costs; returns its options as well."""
+        notes = (*self._notes, *self._check_inputs(module))
+        options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
+        self.costs.attribute(options)
+        if isinstance(self.enumerator, NeuroShardEnumerator) and self.enumerator.memory:
+            self.enumerator.memory.attribute(options)
+        return options, describe_plan(
             options,
             self.costs,
             (),
             None,
             notes,
             batch_size_is_default=self._batch_size_is_default,
+            reserved=self._reserved(module, sharders),
         )
-        return self._explain(known)
 
     def _check_inputs(self, module: nn.Module) -> tuple[str, ...]:
         """Hold profiles and constraints against the model; returns notes."""
@@ -708,7 +764,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         return explain(
             known.result,
             simulator,
-            known.others,
+            known.tables,
+            known.holdings,
             basis=known.basis,
             robustness=known.robustness,
             weight_sync=known.weight_sync,

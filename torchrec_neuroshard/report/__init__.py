@@ -4,13 +4,14 @@ from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.html import html_report, write_html
 from torchrec_neuroshard.report.plan_report import (
     DeviceFigure,
-    OtherTable,
     PlanBasis,
     PlanReport,
+    RankHolding,
     RankReport,
     Robustness,
     ScheduleReport,
     SplitReport,
+    TableReport,
     WeightSync,
 )
 from torchrec_neuroshard.report.rehearsal import (
@@ -22,9 +23,9 @@ from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
     "DeviceFigure",
-    "OtherTable",
     "PlanBasis",
     "PlanReport",
+    "RankHolding",
     "RankRehearsal",
     "RankReport",
     "Rehearsal",
@@ -32,6 +33,7 @@ __all__ = [
     "ScheduleReport",
     "SplitReport",
     "TableFault",
+    "TableReport",
     "WeightSync",
     "chrome_trace",
     "explain",

@@ -7,7 +7,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchrec_neuroshard.report.plan_report import PlanBasis, PlanReport, RankReport
+from torchrec_neuroshard.report.plan_report import (
+    PlanBasis,
+    PlanReport,
+    RankReport,
+    TableReport,
+)
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["html_report", "write_html"]
@@ -55,8 +60,8 @@ def html_report(report: PlanReport, title: str = "Sharding plan") -> str:
         *_rank_table(report.ranks),
         "<h2>Memory of each rank</h2>",
         _memory_bars(report.ranks),
+        *_tables(report.tables),
         *_splits(report),
-        *_others(report),
         *_basis(report.basis),
         *_warnings(report),
     ]
@@ -261,15 +266,30 @@ def _splits(report: PlanReport) -> Iterator[str]:
         )
 
 
-def _others(report: PlanReport) -> Iterator[str]:
-    if not report.others:
+def _tables(tables: Sequence[TableReport]) -> Iterator[str]:
+    if not tables:
         return
-    yield "<h2>Tables that are not laid out in columns</h2>"
-    yield "<table><tr><th>table</th><th>sharding type</th><th>kernel</th></tr>"
-    for other in report.others:
-        cells = (other.table, other.sharding_type, other.compute_kernel)
-        yield "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>"
+    yield "<h2>Tables, the costliest first</h2>"
+    titles = ("rows", "columns", "GiB", "ms")
+    yield "<table><tr><th>table</th><th>where</th>" + "".join(
+        f"<th class='number'>{title}</th>" for title in titles
+    )
+    yield "</tr>"
+    for table in tables:
+        cells = (
+            f"{table.num_embeddings:,}",
+            str(table.embedding_dim),
+            f"{table.used_bytes / _GIB:.2f}",
+            f"{table.cost_ms:.3f}",
+        )
+        yield (
+            f"<tr><td>{html.escape(table.table)}</td>"
+            f"<td>{html.escape(table.place)}</td>"
+            + "".join(f"<td class='number'>{cell}</td>" for cell in cells)
+            + "</tr>"
+        )
     yield "</table>"
+    yield "<p class='note'>Milliseconds of all of a table's ranks together.</p>"
 
 
 def _basis(basis: PlanBasis | None) -> Iterator[str]:

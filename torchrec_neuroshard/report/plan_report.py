@@ -19,18 +19,23 @@ from torchrec_neuroshard.simulator import PHASES, PredictedCosts, RankCosts
 
 __all__ = [
     "DeviceFigure",
-    "OtherTable",
     "PlanBasis",
     "PlanReport",
+    "RankHolding",
     "RankReport",
     "Robustness",
     "ScheduleReport",
     "SplitReport",
+    "TableReport",
     "WeightSync",
 ]
 
 MAX_RANKS = 32
 """Ranks shown one by one; of more, those that set a phase and the least loaded."""
+MAX_RUNS = 8
+"""Runs of ranks in a line of text."""
+MAX_TABLES = 50
+"""Tables that the text lists one by one, the costliest; pages and JSON have all."""
 MAX_NAMES = 3
 """Names in a line of text; the rest is counted."""
 _GIB = 2**30
@@ -216,16 +221,22 @@ class ScheduleReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankReport:
-    """What one rank holds and does."""
+class RankHolding:
+    """What one rank holds, of all tables and in the memory that fused ones live in."""
 
-    rank: int
     num_shards: int
     columns: int
     """Widths of its shards together."""
     used_bytes: float
     memory_bytes: int | None
-    """What the rank has for shards; None where the task does not limit it."""
+    """What the rank has for shards; None where it is not limited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport(RankHolding):
+    """What one rank holds and does."""
+
+    rank: int
     costs: RankCosts
     """Over all stages [ms]."""
 
@@ -274,12 +285,43 @@ class SplitReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OtherTable:
-    """A table that is not laid out in column shards."""
+class TableReport:
+    """Where one table lies, what it takes there."""
 
     table: str
     sharding_type: str
     compute_kernel: str
+    num_embeddings: int
+    embedding_dim: int
+    num_shards: int
+    ranks: tuple[int, ...]
+    """That hold some of it, ascending."""
+    used_bytes: float
+    """Of all its shards, in the memory that fused tables live in."""
+    host_bytes: float = 0.0
+    """Of all its shards, in the host's memory beside that."""
+    cost_ms: float = 0.0
+    """Its part of what its ranks take in an iteration, over these; 0: not known."""
+
+    @property
+    def place(self) -> str:
+        """How it is sharded, and where, in words."""
+        kernel = "" if self.compute_kernel == "fused" else f" ({self.compute_kernel})"
+        shards = f"{self.num_shards} shards on " if self.num_shards > 1 else ""
+        return f"{self.sharding_type}{kernel}, {shards}{_listed_ranks(self.ranks)}"
+
+
+def _listed_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, ascending: runs of them by the first and the last."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["-".join(map(str, run)) for run in runs]
+    more = f" and {len(texts) - MAX_RUNS} more" if len(texts) > MAX_RUNS else ""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(texts[:MAX_RUNS])}{more}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,7 +341,8 @@ class PlanReport:
     num_split: int
     splits: tuple[SplitReport, ...]
     """Costliest in one piece first; at most `max_splits`."""
-    others: tuple[OtherTable, ...]
+    tables: tuple[TableReport, ...]
+    """All of them, the costliest first."""
     fallback: str | None
     warnings: tuple[str, ...]
     basis: PlanBasis | None = None
@@ -354,6 +397,10 @@ def _lines(report: PlanReport) -> Iterator[str]:
         yield from (f"    {plan}" for plan in report.finalists)
     yield ""
     yield from _rank_lines(report.ranks)
+    if report.tables:
+        yield ""
+        yield "Tables, the costliest first [ms of all their ranks, GiB]:"
+        yield from _table_lines(report.tables)
     if report.splits:
         yield ""
         yield "Split tables, and why:"
@@ -361,11 +408,6 @@ def _lines(report: PlanReport) -> Iterator[str]:
             yield from _split_lines(split, report.critical_path_ms)
         if report.num_split > len(report.splits):
             yield f"... and {report.num_split - len(report.splits)} more"
-    if report.others:
-        yield ""
-        yield "Tables that are not laid out in columns:"
-        for other in report.others:
-            yield f"{other.table}: {other.sharding_type}, {other.compute_kernel}"
     if report.warnings:
         yield ""
         yield "Warnings:"
@@ -386,6 +428,17 @@ def _basis_lines(basis: PlanBasis) -> Iterator[str]:
     )
     if basis.assumptions:
         yield f"assumed: {'; '.join(basis.assumptions)}"
+
+
+def _table_lines(tables: Sequence[TableReport]) -> Iterator[str]:
+    for table in tables[:MAX_TABLES]:
+        size = f"{table.num_embeddings:,} x {table.embedding_dim}"
+        yield (
+            f"{table.cost_ms:>12.3f}{table.used_bytes / _GIB:>9.2f}  "
+            f"{table.table} ({size}): {table.place}"
+        )
+    if len(tables) > MAX_TABLES:
+        yield f"... and {len(tables) - MAX_TABLES} more"
 
 
 def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
