@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     bag_sharders,
@@ -115,6 +116,45 @@ def test_any_plan_is_evaluated_as_planned() -> None:
     topology = Topology(world_size=2, compute_device="cuda")
     stock = stock_planner(topology).plan(ebc, bag_sharders())
     assert planner.evaluate(stock, ebc).critical_path_ms >= planned.critical_path_ms
+
+
+def only(*types: str) -> dict[str, ParameterConstraints]:
+    """One sharding type for each of the tables t0, t1, ..."""
+    return {
+        f"t{i}": ParameterConstraints(sharding_types=[kind])
+        for i, kind in enumerate(types)
+    }
+
+
+def test_plans_are_compared_by_one_cost() -> None:
+    ebc = make_ebc([(4_000, 32), (3_000, 64), (50, 16)])
+    planner = make_planner(
+        2, "cuda", constraints=only("table_wise", "row_wise", "data_parallel")
+    )
+    with pytest.raises(ConfigError, match="there is no plan to report on"):
+        planner.compare(ShardingPlan({}), ebc)
+    plan = planner.plan(ebc, bag_sharders())
+    same = planner.compare(plan, ebc, bag_sharders())
+    assert not same.moves and same.saved_ms == pytest.approx(0.0)
+    assert "all 3 tables lie alike" in str(same)
+    theirs = only("data_parallel", "table_wise", "table_wise")
+    topology = Topology(world_size=2, compute_device="cuda")
+    stock = stock_planner(topology, constraints=theirs).plan(ebc, bag_sharders())
+    found = planner.compare(stock, ebc, bag_sharders(), "stock")
+    paths = [
+        planner.evaluate(p, ebc, bag_sharders()).critical_path_ms for p in (stock, plan)
+    ]
+    assert found.saved_ms == pytest.approx(paths[0] - paths[1])
+    assert f"this plan takes {paths[1]:.3f} ms of {paths[0]:.3f}" in str(found)
+    # Every rank has a replica of t0 already, one of them half of t1 and all of t2.
+    assert {m.table: m.moved_bytes for m in found.moves} == {
+        "t0": 0,
+        "t1": 3_000 * 64 * 4 / 2,
+        "t2": 50 * 16 * 4,
+    }
+    assert [m.table for m in found.moves] == ["t1", "t2", "t0"]
+    assert found.moves[2].before == "data_parallel (dense), 2 shards on ranks 0-1"
+    assert found.moves[0].after == "row_wise, 2 shards on ranks 0-1"
 
 
 def test_plans_of_other_models_are_not_evaluated() -> None:

@@ -61,7 +61,11 @@ from torchrec_neuroshard.planner.costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.finalists import Finalists
 from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer
-from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.given_plans import (
+    PlanOptions,
+    model_tables,
+    table_moves,
+)
 from torchrec_neuroshard.planner.hedging import is_uncertain
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.partitioners import (
@@ -77,7 +81,7 @@ from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.planner.topologies import default_topology
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import PlanReport, explain
+from torchrec_neuroshard.report import PlanComparison, PlanReport, explain
 from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -285,7 +289,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
         self._selected: list[ShardingOption] = []
-        self._adopted: ShardingPlan | None = None
+        self._plan: ShardingPlan | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -380,7 +384,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
         """
-        self._known, self._selected, self._adopted = None, [], None
+        self._known, self._selected, self._plan = None, [], None
         unmatched = self._check_inputs(module)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
@@ -414,6 +418,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
             seconds = run.seconds(options, chosen)
             self._known = dataclasses.replace(known, seconds=seconds)
+        self._plan = plan
         return plan
 
     def _options(
@@ -516,8 +521,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             while isinstance(found[0], Offer):
                 self._finalists.help(found[0], pg.rank())
                 dist.broadcast_object_list(found, root, group=pg)
-            self._selected, self._adopted = [], None
+            self._selected = []
             plan, self._known, error = found[0]
+            self._plan = plan
         if error is not None:
             raise error
         return plan
@@ -631,13 +637,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """
         self._known, self._selected, self._planned = None, [], None
         self._try_remember(module, sharders)
-        self._adopted = None if self._planned is None else plan
+        self._plan = plan
 
     def _last(self) -> KnownPlan | None:
         """What is known of the last plan; None where there is none."""
-        if self._known is None and self._adopted is not None:
-            assert self._planned is not None, "adopted with the plan"
-            self._selected, self._known = self._describe(self._adopted, *self._planned)
+        if self._known is None and self._plan is not None and self._planned is not None:
+            self._selected, self._known = self._describe(self._plan, *self._planned)
         return self._known
 
     @property
@@ -731,6 +736,42 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """
         given = sharders or get_default_sharders()
         return self._explain(self._describe(plan, module, given)[1])
+
+    def compare(
+        self,
+        plan: ShardingPlan,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]] | None = None,
+        name: str = "the other plan",
+    ) -> PlanComparison:
+        """Set another plan of the model beside the last one, by the same costs.
+
+        Args:
+            plan: The other plan, whoever made it.
+            module: The model, before `DistributedModelParallel` took it.
+            sharders: None: TorchRec's defaults.
+            name: What the comparison calls the other plan.
+
+        Returns:
+            What `print` shows as text and `write_html` as a page: what the last plan
+            saves against the other one, and which tables lie otherwise.
+
+        Raises:
+            ConfigError: Nothing has been planned yet.
+            PlanFileError: A plan is not one of this model on these ranks.
+        """
+        ours = self.report()
+        assert self._plan is not None, "there is one that is reported on"
+        theirs = self.evaluate(plan, module, sharders)
+        tables, _ = model_tables(plan.plan, module)
+        world_size = int(self.topology.world_size)
+        return PlanComparison(
+            first_name=name,
+            first=theirs,
+            second_name="this plan",
+            second=ours,
+            moves=table_moves(plan, self._plan, tables, (world_size, world_size)),
+        )
 
     def _describe(
         self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]

@@ -1,5 +1,6 @@
 """What was planned, for people to look at."""
 
+from torchrec_neuroshard.report.comparison import PlanComparison, TableMove
 from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.html import html_report, write_html
 from torchrec_neuroshard.report.plan_report import (
@@ -24,6 +25,7 @@ from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 __all__ = [
     "DeviceFigure",
     "PlanBasis",
+    "PlanComparison",
     "PlanReport",
     "RankHolding",
     "RankRehearsal",
@@ -33,6 +35,7 @@ __all__ = [
     "ScheduleReport",
     "SplitReport",
     "TableFault",
+    "TableMove",
     "TableReport",
     "WeightSync",
     "chrome_trace",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ __all__ = [
     "SplitReport",
     "TableReport",
     "WeightSync",
+    "head_lines",
+    "shown_ranks",
+    "tail_lines",
 ]
 
 MAX_RANKS = 32
@@ -358,7 +362,10 @@ class PlanReport:
 
     def __str__(self) -> str:
         """Return the report as text."""
-        return "\n".join(_lines(self))
+        lines = [*head_lines(self), "", *_rank_lines(self.ranks)]
+        if tail := [*tail_lines(self)]:
+            lines += ["", *tail]
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -370,15 +377,24 @@ class PlanReport:
         return data
 
 
-def _lines(report: PlanReport) -> Iterator[str]:
+def head_lines(report: PlanReport) -> Iterator[str]:
+    """What the text says before it comes to the ranks."""
+    searched = (
+        f"; {report.num_evaluated:,} rank sets evaluated in "
+        f"{report.search_seconds:.1f} s"
+        if report.num_evaluated
+        else ""
+    )
     yield (
         f"{report.num_tables} tables on {len(report.ranks)} ranks, "
-        f"{report.num_split} split; {report.num_evaluated:,} rank sets evaluated in "
-        f"{report.search_seconds:.1f} s"
+        f"{report.num_split} split{searched}"
     )
     known = "lower bound unknown"
     if report.lower_bound_ms > 0:
         known = f"lower bound {report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
+    if math.isnan(report.critical_path_ms):
+        yield "critical path not known"
+        return
     yield f"critical path {report.critical_path_ms:.3f} ms, {known}"
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
     if report.weight_sync is not None:
@@ -395,10 +411,11 @@ def _lines(report: PlanReport) -> Iterator[str]:
     if report.finalists:
         yield f"{len(report.finalists)} plans were measured where they are decided:"
         yield from (f"    {plan}" for plan in report.finalists)
-    yield ""
-    yield from _rank_lines(report.ranks)
+
+
+def tail_lines(report: PlanReport) -> Iterator[str]:
+    """What the text says after the ranks."""
     if report.tables:
-        yield ""
         yield "Tables, the costliest first [ms of all their ranks, GiB]:"
         yield from _table_lines(report.tables)
     if report.splits:
@@ -431,10 +448,12 @@ def _basis_lines(basis: PlanBasis) -> Iterator[str]:
 
 
 def _table_lines(tables: Sequence[TableReport]) -> Iterator[str]:
+    known = any(table.cost_ms for table in tables)
     for table in tables[:MAX_TABLES]:
+        cost = f"{table.cost_ms:.3f}" if known else "?"
         size = f"{table.num_embeddings:,} x {table.embedding_dim}"
         yield (
-            f"{table.cost_ms:>12.3f}{table.used_bytes / _GIB:>9.2f}  "
+            f"{cost:>12}{table.used_bytes / _GIB:>9.2f}  "
             f"{table.table} ({size}): {table.place}"
         )
     if len(tables) > MAX_TABLES:
@@ -443,7 +462,7 @@ def _table_lines(tables: Sequence[TableReport]) -> Iterator[str]:
 
 def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
     """Phases of each rank; a star marks the slowest of a column."""
-    worst = {p: max(getattr(r.costs, p) for r in ranks) for p in PHASES}
+    worst = _worst(ranks)
     limited = any(r.memory_bytes is not None for r in ranks)
     title = f"{'rank':>5}{'shards':>8}{'columns':>9}{'GiB':>9}"
     yield (
@@ -452,7 +471,7 @@ def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
         + "".join(f"{p:>13}" for p in PHASES)
         + "   [ms]"
     )
-    for rank in _shown(ranks, worst):
+    for rank in shown_ranks(ranks):
         cells = [
             f"{getattr(rank.costs, p):>12.3f}"
             + ("*" if 0 < worst[p] == getattr(rank.costs, p) else " ")
@@ -470,15 +489,22 @@ def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
         yield f"  ... of {len(ranks)} ranks, those that are slowest and least loaded"
 
 
-def _shown(ranks: Sequence[RankReport], worst: dict[str, float]) -> list[RankReport]:
+def shown_ranks(ranks: Sequence[RankReport]) -> list[RankReport]:
+    """Return the ranks to show one by one: see `MAX_RANKS`."""
     if len(ranks) <= MAX_RANKS:
         return list(ranks)
+    worst = _worst(ranks)
     slowest = {
         next(r.rank for r in ranks if getattr(r.costs, p) == worst[p]) for p in PHASES
     }
     by_load = sorted(ranks, key=lambda r: sum(r.costs.to_json().values()))
     few = slowest | {r.rank for r in (*by_load[:2], *by_load[-6:])}
     return [r for r in ranks if r.rank in few]
+
+
+def _worst(ranks: Sequence[RankReport]) -> dict[str, float]:
+    """Phase -> what it takes on its slowest rank [ms]."""
+    return {p: max(getattr(r.costs, p) for r in ranks) for p in PHASES}
 
 
 def _split_lines(split: SplitReport, planned_ms: float) -> Iterator[str]:
