@@ -73,6 +73,11 @@ COMMANDS = (
         "torchrec_neuroshard.planner.diff_cli",
     ),
     Command(
+        "sweep",
+        "foretell a model's cost on many cards, ranks and batches",
+        "torchrec_neuroshard.planner.sweep_cli",
+    ),
+    Command(
         "rehearse",
         "build every rank of a stored plan without its devices",
         "torchrec_neuroshard.planner.rehearse_cli",

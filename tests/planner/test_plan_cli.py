@@ -294,7 +294,7 @@ def test_the_page_runs(
     (folder / "c.json").write_text(constraints)
     read = read_constraints("c.json", read_model("t.csv"))
     assert read["user"].sharding_types == ["row_wise"]
-    [commands] = re.findall(r"```\n(neuroshard plan.*?)```", text, flags=re.DOTALL)
+    commands = "".join(re.findall(r"```\n(neuroshard.*?)```", text, flags=re.DOTALL))
     for name in re.findall(r"^neuroshard (\w+)", commands, flags=re.MULTILINE):
         with pytest.raises(SystemExit):
             main([name, "--help"])

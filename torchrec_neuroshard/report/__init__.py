@@ -20,6 +20,7 @@ from torchrec_neuroshard.report.rehearsal import (
     Rehearsal,
     TableFault,
 )
+from torchrec_neuroshard.report.sweep import Sweep, SweepCell
 from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "Robustness",
     "ScheduleReport",
     "SplitReport",
+    "Sweep",
+    "SweepCell",
     "TableFault",
     "TableMove",
     "TableReport",
