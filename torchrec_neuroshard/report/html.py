@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 import os
@@ -124,7 +125,15 @@ def _comparison(found: PlanComparison) -> Iterator[str]:
             yield f"<tr>{cells}<td class='number'>{size}</td></tr>"
         yield "</table>"
     yield from (f"<p class='note'>{html.escape(note)}</p>" for note in found.notes)
-    for name, report in zip(names, (found.first, found.second), strict=True):
+    # What both have in common is said of the second alone.
+    first = dataclasses.replace(
+        found.first,
+        basis=None if found.first.basis == found.second.basis else found.first.basis,
+        warnings=tuple(
+            w for w in found.first.warnings if w not in found.second.warnings
+        ),
+    )
+    for name, report in zip(names, (first, found.second), strict=True):
         yield f"<h1>{name[0].upper()}{name[1:]}</h1>"
         yield from _plan(report)
 
