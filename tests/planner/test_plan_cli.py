@@ -263,7 +263,8 @@ def test_other_plans_are_not_compared(
     data["predicted"] = None
     (folder / "a.json").write_text(json.dumps(data))
     assert main(["show", "a.json"]) == 0
-    assert "critical path not known" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "critical path not known" in out and "largest first [GiB]" in out
 
 
 def test_profiles_are_taken_from_a_file(

@@ -340,7 +340,7 @@ def _splits(report: PlanReport) -> Iterator[str]:
 def _tables(tables: Sequence[TableReport]) -> Iterator[str]:
     if not tables:
         return
-    yield "<h2>Tables, the costliest first</h2>"
+    yield "<h2>Tables</h2>"
     titles = ("rows", "columns", "GiB", "ms")
     yield "<table><tr><th>table</th><th>where</th>" + "".join(
         f"<th class='number'>{title}</th>" for title in titles
