@@ -197,6 +197,13 @@ class FeatureProfile:
         Raises:
             ProfileError: A key is missing or unknown, or a value is out of range.
         """
+        if isinstance(data, Mapping):
+            for field in ("batch_size", "num_lookups", "pooling_std"):
+                if isinstance(value := data.get(field, 0), str | Mapping | list):
+                    raise ProfileError(
+                        f"not a feature profile: {field} must be a number, got "
+                        f"{value!r:.40}"
+                    )
         try:
             return cls(
                 **{

@@ -211,6 +211,7 @@ def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
         ("placement", '{"apart": 3}', "take lists"),
         ("placement", '{"pin": {"user": [7]}}', "rank 7, which is not in 0 to 1"),
         ("profiles", '{"user": 3}', "'f.json', feature 'user': not a feature profile"),
+        ("profiles", '{"user": {"batch_size": "x"}}', "batch_size must be a number"),
         ("profiles", '{"usr": {"batch_size": 1, "num_lookups": 1}}', "mean 'user'"),
     ],
 )
@@ -224,6 +225,14 @@ def test_bad_files_are_named(
     (folder / "f.json").write_text(text)
     said = refused(capsys, "plan", "t.csv", *QUICK, f"--{option}", "f.json")
     assert re.search(message, said), said
+
+
+def test_tables_that_cannot_be_built_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, rows in (("training", 10), ("huge", 10**30), ("a.b", 10)):
+        (folder / "t.csv").write_text(f"{TABLES}{name},{rows},8,1\n")
+        assert f"table '{name}'" in refused(capsys, "plan", "t.csv", *QUICK)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +272,8 @@ def test_other_plans_are_not_compared(
     data["predicted"] = None
     (folder / "a.json").write_text(json.dumps(data))
     assert main(["show", "a.json"]) == 0
-    assert "critical path not known" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "critical path not known" in out and "largest first [GiB]" in out
 
 
 def test_profiles_are_taken_from_a_file(

@@ -127,6 +127,8 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--price", "b200=1"], "--price must be CARD=USD"),
         (["--svg", "no/s.svg"], "cannot write 'no/s.svg'"),
         (["--group-sizes", "2", "--sync-interval", "0"], "sync_interval must be"),
+        (["--group-sizes", "3"], "--group-sizes has 3, which is no part of any"),
+        (["--jobs", "-1"], "--jobs must be above 0, got -1"),
         (["--seconds", "0"], "time_budget_seconds must be above 0"),
     ],
 )

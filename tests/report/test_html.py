@@ -220,6 +220,7 @@ def test_two_plans_are_shown_side_by_side() -> None:
     assert "big< row_wise, ranks 0-1 1.00 GiB" in page.text
     assert "batch <differs>" in page.text
     assert page.text.count("Memory of each rank") == 2
+    assert page.text.count("rows < 10 & so on") == 1
     text = str(found)
     assert "big<: row_wise, ranks 0-1 -> not there, 1.00 GiB" in text
     assert "- batch <differs>" in text

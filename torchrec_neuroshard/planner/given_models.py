@@ -146,7 +146,7 @@ def build_model(tables: Sequence[TableConfig]) -> GivenModel:
     Tables whose lookups carry weights are in a collection of their own.
 
     Raises:
-        TableError: A module cannot hold a table of such a name.
+        TableError: TorchRec cannot hold a table of such a name or size.
     """
     for table in tables:
         if "." in table.name or not table.name:
@@ -157,7 +157,7 @@ def build_model(tables: Sequence[TableConfig]) -> GivenModel:
         name: [t for t in tables if t.weighted == (name == "weighted")]
         for name in ("plain", "weighted")
     }
-    found = {name: _collection(held) for name, held in kinds.items() if held}
+    found = {name: _checked(held) for name, held in kinds.items() if held}
     module = nn.ModuleDict(found) if len(found) > 1 else next(iter(found.values()))
     profiles, constraints = {}, {}
     for table in tables:
@@ -180,6 +180,24 @@ def build_model(tables: Sequence[TableConfig]) -> GivenModel:
         constraints=constraints,
         profiles=profiles,
     )
+
+
+def _checked(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
+    """Build tables; name the one that cannot be."""
+    try:
+        return _collection(tables)
+    except Exception:  # names that modules have themselves, rows beyond 64 bits, ...
+        for table in tables:
+            try:
+                _collection([table])
+            except Exception as error:
+                reason = str(error).splitlines()[0]
+                raise TableError(
+                    f"table '{table.name}' ({table.num_embeddings} x "
+                    f"{table.embedding_dim}) cannot be built: {reason}. Give it "
+                    "another name or size"
+                ) from error
+        raise
 
 
 def _collection(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:

@@ -220,9 +220,8 @@ def planning(name: str) -> Iterator[None]:
     Raises:
         ConfigError: No plan fits.
     """
-    logger = logging.getLogger("torchrec")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -238,7 +237,7 @@ def planning(name: str) -> Iterator[None]:
             "compute kernels"
         ) from error
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
 
 
 def check_outputs(*paths: Path | None) -> list[Path]:

@@ -339,7 +339,6 @@ class _Job:
     hardware: str | None = None
     pipeline_type: str | None = None
     placement: PlacementConstraints | None = None
-    result: SearchResult | None = None
     reader: TableReader | None = None
     """Knows how often tables are read; None: nobody said."""
 
@@ -378,7 +377,6 @@ class _Job:
                 if planner.costs.schedule is SEQUENTIAL
                 else planner.costs.schedule.name,
                 placement=planner.placement_constraints,
-                result=planner.last_result,
                 reader=planner.costs.reader,
             )
         if topology is None:
@@ -488,7 +486,8 @@ def save_plan(
     job = _Job.of(planner, topology, batch_size, cost_model)
     fingerprint = job.fingerprint(*model_tables(plan.plan, model))
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
-    result = result or job.result
+    if result is None and isinstance(planner, NeuroShardPlanner):
+        result = planner.last_result
     data = {
         "format": _FORMAT,
         "schema": PLAN_SCHEMA_VERSION,

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.costs import PlanCosts
@@ -136,14 +136,17 @@ def _table_reports(
                 embedding_dim=int(option.tensor.shape[1]),
                 num_shards=len(held),
                 ranks=shared.setdefault(ranks, ranks),
-                used_bytes=sum(getattr(s.storage, tier) for s in held),
-                host_bytes=0.0
-                if tier == "ddr"
-                else sum(float(s.storage.ddr) for s in held),
-                cost_ms=sum(float(s.perf.total) for s in held),
+                used_bytes=sum(_bytes(s, tier) for s in held),
+                host_bytes=sum(_bytes(s, "ddr") for s in held) if tier == "hbm" else 0,
+                cost_ms=sum(float(s.perf.total) for s in held if s.perf),
             )
         )
     return tuple(reports)
+
+
+def _bytes(shard: Shard, tier: str) -> float:
+    """What a shard takes; 0 where an enumerator that was given has not estimated it."""
+    return float(getattr(shard.storage, tier)) if shard.storage else 0.0
 
 
 def _holdings(
@@ -158,7 +161,7 @@ def _holdings(
             if shard.size[0]:
                 shards[shard.rank] += 1
                 columns[shard.rank] += int(shard.size[1])
-                used[shard.rank] += getattr(shard.storage, tier)
+                used[shard.rank] += _bytes(shard, tier)
     return tuple(
         RankHolding(
             num_shards=shards[rank],

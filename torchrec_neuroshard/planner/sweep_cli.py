@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -106,12 +107,9 @@ def run(args: argparse.Namespace) -> int:
     given = _model(args.model)
     prices = dict(_price(text, args.cards) for text in args.price)
     cells = list(_cells(args))
-    for cell in cells:
-        _devices(cell, args)
-        if cell.batch_size < 1:
-            raise ConfigError(f"--batch-sizes must be above 0, got {cell.batch_size}")
-    planner_arguments(args, given)
-    jobs = args.jobs or min(len(os.sched_getaffinity(0)), _MOST_JOBS)
+    _check(args, cells)
+    planner_arguments(args, given)  # before any process starts: are the files good?
+    jobs = args.jobs or min(os.cpu_count() or 1, _MOST_JOBS)
     console = Console(stderr=True)
     shown = functools.partial(
         track,
@@ -124,14 +122,20 @@ def run(args: argparse.Namespace) -> int:
     if min(jobs, len(cells)) == 1:
         found = [_plan(cell, args, prices) for cell in shown(cells)]
     else:
-        with ProcessPoolExecutor(
-            min(jobs, len(cells)),
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=torch.set_num_threads,
-            initargs=(1,),
-        ) as pool:
-            work = functools.partial(_plan, args=args, prices=prices)
-            found = list(shown(pool.map(work, cells)))
+        work = functools.partial(_plan, args=args, prices=prices)
+        try:
+            with ProcessPoolExecutor(
+                min(jobs, len(cells)),
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=torch.set_num_threads,
+                initargs=(1,),
+            ) as pool:
+                found = list(shown(pool.map(work, cells)))
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"one of {jobs} processes died, most likely for want of memory: each "
+                "holds torch and the model. Use --jobs 1"
+            ) from error
     swept = Sweep(cells=tuple(found))
     print(swept)
     if args.csv:
@@ -157,6 +161,26 @@ def _cells(args: argparse.Namespace) -> Iterator[_Where]:
         for size in args.group_sizes:
             if size < ranks and size > 0 and ranks % size == 0:
                 yield _Where(card, ranks, batch_size, size)
+
+
+def _check(args: argparse.Namespace, cells: list[_Where]) -> None:
+    """Check what the cells are for before any is planned.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    for cell in cells:
+        _devices(cell, args)
+        if cell.batch_size < 1:
+            raise ConfigError(f"--batch-sizes must be above 0, got {cell.batch_size}")
+    for size in args.group_sizes:
+        if size not in {cell.group_size for cell in cells}:
+            raise ConfigError(
+                f"--group-sizes has {size}, which is no part of any of the --ranks "
+                f"{', '.join(map(str, args.ranks))}: take a divisor of one"
+            )
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs must be above 0, got {args.jobs}")
 
 
 def _devices(cell: _Where, args: argparse.Namespace) -> Topology:

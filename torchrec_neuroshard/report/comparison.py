@@ -14,6 +14,7 @@ from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanComparison", "TableMove"]
 
+_GIB = 2**30
 MAX_MOVES = 50
 """Tables that the text lists one by one; the JSON and the page have all."""
 
@@ -77,14 +78,18 @@ class PlanComparison:
     @property
     def rows(self) -> tuple[tuple[str, float, float], ...]:
         """What is set side by side: name and unit, of the first, of the second."""
-        both = self.first, self.second
-        found = [("critical path [ms]", *(r.critical_path_ms for r in both))]
+        first, second = self.first, self.second
+        found: list[tuple[str, float, float]] = [
+            ("critical path [ms]", first.critical_path_ms, second.critical_path_ms)
+        ]
         for phase in PHASES:
-            worst = (max(getattr(k.costs, phase) for k in r.ranks) for r in both)
-            found.append((f"{phase}, slowest rank [ms]", *worst))
-        fullest = (max(k.used_bytes for k in r.ranks) / 2**30 for r in both)
-        found.append(("memory, fullest rank [GiB]", *fullest))
-        found.append(("tables in several columns", *(r.num_split for r in both)))
+            a, b = (
+                max(getattr(k.costs, phase) for k in r.ranks) for r in (first, second)
+            )
+            found.append((f"{phase}, slowest rank [ms]", a, b))
+        a, b = (max(k.used_bytes for k in r.ranks) / _GIB for r in (first, second))
+        found.append(("memory, fullest rank [GiB]", a, b))
+        found.append(("tables in several columns", first.num_split, second.num_split))
         return tuple(found)
 
     def __str__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 import os
@@ -124,7 +125,15 @@ def _comparison(found: PlanComparison) -> Iterator[str]:
             yield f"<tr>{cells}<td class='number'>{size}</td></tr>"
         yield "</table>"
     yield from (f"<p class='note'>{html.escape(note)}</p>" for note in found.notes)
-    for name, report in zip(names, (found.first, found.second), strict=True):
+    # What both have in common is said of the second alone.
+    first = dataclasses.replace(
+        found.first,
+        basis=None if found.first.basis == found.second.basis else found.first.basis,
+        warnings=tuple(
+            w for w in found.first.warnings if w not in found.second.warnings
+        ),
+    )
+    for name, report in zip(names, (first, found.second), strict=True):
         yield f"<h1>{name[0].upper()}{name[1:]}</h1>"
         yield from _plan(report)
 
@@ -331,7 +340,7 @@ def _splits(report: PlanReport) -> Iterator[str]:
 def _tables(tables: Sequence[TableReport]) -> Iterator[str]:
     if not tables:
         return
-    yield "<h2>Tables, the costliest first</h2>"
+    yield "<h2>Tables</h2>"
     titles = ("rows", "columns", "GiB", "ms")
     yield "<table><tr><th>table</th><th>where</th>" + "".join(
         f"<th class='number'>{title}</th>" for title in titles

@@ -416,7 +416,10 @@ def head_lines(report: PlanReport) -> Iterator[str]:
 def tail_lines(report: PlanReport) -> Iterator[str]:
     """What the text says after the ranks."""
     if report.tables:
-        yield "Tables, the costliest first [ms of all their ranks, GiB]:"
+        first = "costliest first [ms of all their ranks, GiB]"
+        if not _are_costs_known(report.tables):
+            first = "largest first [GiB]"
+        yield f"Tables, the {first}:"
         yield from _table_lines(report.tables)
     if report.splits:
         yield ""
@@ -447,10 +450,14 @@ def _basis_lines(basis: PlanBasis) -> Iterator[str]:
         yield f"assumed: {'; '.join(basis.assumptions)}"
 
 
+def _are_costs_known(tables: Sequence[TableReport]) -> bool:
+    return any(table.cost_ms for table in tables)
+
+
 def _table_lines(tables: Sequence[TableReport]) -> Iterator[str]:
-    known = any(table.cost_ms for table in tables)
+    known = _are_costs_known(tables)
     for table in tables[:MAX_TABLES]:
-        cost = f"{table.cost_ms:.3f}" if known else "?"
+        cost = f"{table.cost_ms:.3f}" if known else ""
         size = f"{table.num_embeddings:,} x {table.embedding_dim}"
         yield (
             f"{cost:>12}{table.used_bytes / _GIB:>9.2f}  "

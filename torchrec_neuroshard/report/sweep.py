@@ -248,15 +248,14 @@ def _picture(cells: Sequence[SweepCell]) -> Iterator[str]:
         group = 0 if cell.group_size == cell.num_ranks else cell.group_size
         kinds.setdefault((cell.batch_size, group))
         lines.setdefault((cell.card, cell.batch_size, group), []).append(cell)
+    for held in lines.values():
+        held.sort(key=lambda cell: cell.num_ranks)
     lowest = -math.inf
     ends = sorted(lines.items(), key=lambda item: -item[1][-1].samples_per_s)
     for (card, batch_size, group), held in ends:
         color = _COLORS[cards.index(card) % len(_COLORS)]
         dash = _DASHES[list(kinds).index((batch_size, group)) % len(_DASHES)]
-        points = [
-            (x_of(cell.num_ranks), y_of(cell.samples_per_s))
-            for cell in sorted(held, key=lambda cell: cell.num_ranks)
-        ]
+        points = [(x_of(cell.num_ranks), y_of(cell.samples_per_s)) for cell in held]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         yield (
             f"<polyline points='{path}' fill='none' stroke='{color}' stroke-width='2' "

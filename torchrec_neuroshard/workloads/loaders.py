@@ -112,7 +112,7 @@ def _chosen(
 ) -> tuple[TableConfig, ...]:
     if workload is None and len(workloads) == 1:
         return next(iter(workloads.values()))
-    if workload not in workloads:
+    if workload is None or workload not in workloads:
         asked = "say which" if workload is None else f"none is named '{workload}'"
         raise ConfigError(
             f"'{path}' holds {len(workloads)} workloads, {asked}, as in "
@@ -123,7 +123,7 @@ def _chosen(
 
 def _csv_tables(path: Path) -> Iterator[TableConfig]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from error
     rows = csv.DictReader(lines)
