@@ -21,6 +21,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.builders import ATTACHES_OPTIMIZERS
 from torchrec_neuroshard import NeuroShardPlanner, SearchConfig
+from torchrec_neuroshard.cost_models import CostModel
+from torchrec_neuroshard.testing import CostModelContract
 
 pytestmark = [*ATTACHES_OPTIMIZERS, pytest.mark.distributed]
 
@@ -116,3 +118,16 @@ def test_every_page_is_in_the_site() -> None:
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = set(re.findall(r": (\w+\.md)$", site, re.MULTILINE))
     assert listed == {p.name for p in PAGES}
+
+
+class TestModelFromNothing(CostModelContract):
+    """The cost model that docs/extending.md writes from nothing."""
+
+    def make_cost_model(self) -> CostModel:
+        names: dict[str, Any] = {}
+        page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+        [code] = [c for c in _BLOCK.findall(page) if "BytesAlone" in c]
+        exec(code, names)
+        made = names["BytesAlone"]()
+        assert isinstance(made, CostModel)
+        return made
