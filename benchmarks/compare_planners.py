@@ -5,8 +5,8 @@
 
 For each task (tables, ranks, batch, memory) and each cluster that it is judged on,
 every planner makes a plan. The kernels of each rank of all plans are timed one rank
-after another on this machine; the plans' collectives are what others measured on the cluster.
-`<out>.json` (everything), `.md`, `.html`, a figure of each family and
+after another on this machine; the plans' collectives are what others measured on the
+cluster. `<out>.json` (everything), `.md`, `.html`, a figure of each family and
 `<out>_passes.parquet` (every timed pass) are written after each task; the same command
 goes on where a run was cut off, or where it ended because the machine was too slow.
 `--every 10` takes a tenth of the tasks, `--quick` is a dry run of a few minutes;
