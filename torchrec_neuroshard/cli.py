@@ -63,6 +63,11 @@ COMMANDS = (
         "torchrec_neuroshard.planner.plan_cli",
     ),
     Command(
+        "profile",
+        "profile the ids of a data set",
+        "torchrec_neuroshard.workloads.profile_cli",
+    ),
+    Command(
         "show",
         "show a stored plan",
         "torchrec_neuroshard.planner.show_cli",
