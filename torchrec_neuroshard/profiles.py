@@ -9,9 +9,11 @@ Shapes: `B` samples, `C` = 17 count bins.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,9 +31,11 @@ __all__ = [
     "bin_mean_counts",
     "count_histogram",
     "expected_histogram",
+    "load_profiles",
     "merge_profiles",
     "profile_ids",
     "profile_inputs",
+    "save_profiles",
     "uniform_profile",
     "zipf_groups",
     "zipf_profile",
@@ -227,6 +231,13 @@ class FeatureProfile:
         Raises:
             ProfileError: A key is missing or unknown, or a value is out of range.
         """
+        if isinstance(data, Mapping):
+            for field in ("batch_size", "num_lookups", "pooling_std"):
+                if isinstance(value := data.get(field, 0), str | Mapping | list):
+                    raise ProfileError(
+                        f"not a feature profile: {field} must be a number, got "
+                        f"{value!r:.40}"
+                    )
         try:
             return cls(
                 **{
@@ -236,6 +247,40 @@ class FeatureProfile:
             )
         except (AttributeError, TypeError) as error:
             raise ProfileError(f"not a feature profile: {error}") from error
+
+
+def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:
+    """Write profiles as JSON, by feature name."""
+    data = {name: profile.to_json() for name, profile in profiles.items()}
+    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
+    """Read what `save_profiles` wrote.
+
+    Raises:
+        ProfileError: There is no such file, or an entry is not a profile.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(
+            f"cannot read the profiles '{path}': {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ProfileError(f"'{path}' holds no profiles: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ProfileError(
+            f"'{path}' holds no profiles: expected an object of features, as "
+            "save_profiles writes it"
+        )
+    found = {}
+    for name, entry in data.items():
+        try:
+            found[name] = FeatureProfile.from_json(entry)
+        except ProfileError as error:
+            raise ProfileError(f"'{path}', feature '{name}': {error}") from error
+    return found
 
 
 def bin_mean_counts(
