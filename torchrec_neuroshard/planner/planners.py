@@ -61,7 +61,11 @@ from torchrec_neuroshard.planner.costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.finalists import Finalists
 from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer
-from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.given_plans import (
+    PlanOptions,
+    model_tables,
+    table_moves,
+)
 from torchrec_neuroshard.planner.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.hedging import is_uncertain
 from torchrec_neuroshard.planner.outline import outline_of
@@ -79,7 +83,7 @@ from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.planner.topologies import default_topology
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import PlanReport, explain
+from torchrec_neuroshard.report import PlanComparison, PlanReport, explain
 from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -290,6 +294,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
         self._selected: list[ShardingOption] = []
+        self._plan: ShardingPlan | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -387,7 +392,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             RuntimeError: TorchRec lists no option for a table that it names.
             Exception: What a part that was given raises.
         """
-        self._known, self._selected = None, []
+        self._known, self._selected, self._plan = None, [], None
         unmatched = self._check_inputs(module)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
@@ -400,10 +405,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 raise
             plan = self._last_resort(run, error)
         run.check()
-        try:
-            self.remember(module, sharders)
-        except Exception as error:  # an odd module; the plan is good all the same
-            logger.debug("the model's outline could not be kept: %r", error)
+        self._try_remember(module, sharders)
         if run.selected is not None:
             self._selected = run.selected
             chosen = time.monotonic()
@@ -418,11 +420,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 notes,
                 batch_size_is_default=self._batch_size_is_default,
                 robustness=run.robustness,
+                reserved=self._reserved(module, sharders),
             )
             listed = self.enumerator
             options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
             seconds = run.seconds(options, chosen)
             self._known = dataclasses.replace(known, seconds=seconds)
+        self._plan = plan
         return plan
 
     def _options(
@@ -536,6 +540,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 dist.broadcast_object_list(found, root, group=pg)
             self._selected = []
             plan, self._known, error = found[0]
+            self._plan = plan
         if error is not None:
             raise error
         return plan
@@ -580,15 +585,26 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             constraints=planner_part(self, "constraints"),
         )
 
+    def _reserved(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> Topology:
+        """Devices with what is left for shards; as they are, where nothing is."""
+        try:
+            return self.reserve(module, sharders)
+        except PlannerError:  # of a plan that somebody else made
+            return self.topology
+
     @property
     def last_result(self) -> SearchResult | None:
         """What is known of the plan last returned; its placement is of columns."""
-        return self._known.result if self._known else None
+        known = self._last()
+        return known.result if known else None
 
     @property
     def last_task(self) -> ShardingTask | None:
         """The tables that `last_result.placement` counts: the column-sharded ones."""
-        return self._known.task if self._known else None
+        known = self._last()
+        return known.task if known else None
 
     @property
     def last_seconds(self) -> Mapping[str, float]:
@@ -600,6 +616,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         Empty before the first plan, and on ranks that another rank planned for.
         """
+        self._last()
         return self._selected
 
     def report(self) -> PlanReport:
@@ -611,12 +628,39 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         Raises:
             ConfigError: Nothing has been planned yet.
         """
-        known = self._known
+        known = self._last()
         if known is None:
             raise ConfigError(
-                "there is no plan to report on; call plan() or collective_plan() first"
+                "there is no plan to report on; call plan() or collective_plan() "
+                "first, or pass the planner to load_plan"
             )
         return self._explain(known)
+
+    def adopt(
+        self,
+        plan: ShardingPlan,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+    ) -> None:
+        """Take a plan that somebody else made, such as a stored one, for the last.
+
+        What is known of it, `report` and `last_result`, is worked out when asked for:
+        the costs of `evaluate`.
+
+        Args:
+            plan: The plan; it must not change until then.
+            module: The model, before `DistributedModelParallel` took it.
+            sharders: None: TorchRec's defaults.
+        """
+        self._known, self._selected, self._planned = None, [], None
+        self._try_remember(module, sharders)
+        self._plan = plan
+
+    def _last(self) -> KnownPlan | None:
+        """What is known of the last plan; None where there is none."""
+        if self._known is None and self._plan is not None and self._planned is not None:
+            self._selected, self._known = self._describe(self._plan, *self._planned)
+        return self._known
 
     @property
     def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:
@@ -638,6 +682,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             sharders: None: TorchRec's defaults.
         """
         self._planned = outline_of(module), list(sharders or get_default_sharders())
+
+    def _try_remember(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None
+    ) -> None:
+        try:
+            self.remember(module, sharders)
+        except Exception as error:  # an odd module; the plan is good all the same
+            logger.debug("the model's outline could not be kept: %r", error)
 
     def relearned(
         self,
@@ -699,18 +751,63 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             ProfileError: A profile is of a feature that no table reads.
             ConfigError: The cost model predicts something that is not a time.
         """
-        notes = (*self._notes, *self._check_inputs(module))
         given = sharders or get_default_sharders()
-        options = PlanOptions(module, given, self.enumerator, self.costs).of(plan)
-        known = describe_plan(
+        return self._explain(self._describe(plan, module, given)[1])
+
+    def compare(
+        self,
+        plan: ShardingPlan,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]] | None = None,
+        name: str = "the other plan",
+    ) -> PlanComparison:
+        """Set another plan of the model beside the last one, by the same costs.
+
+        Args:
+            plan: The other plan, whoever made it.
+            module: The model, before `DistributedModelParallel` took it.
+            sharders: None: TorchRec's defaults.
+            name: What the comparison calls the other plan.
+
+        Returns:
+            What `print` shows as text and `write_html` as a page: what the last plan
+            saves against the other one, and which tables lie otherwise.
+
+        Raises:
+            ConfigError: Nothing has been planned yet.
+            PlanFileError: A plan is not one of this model on these ranks.
+        """
+        ours = self.report()
+        assert self._plan is not None, "there is one that is reported on"
+        theirs = self.evaluate(plan, module, sharders)
+        tables, _ = model_tables(plan.plan, module)
+        world_size = int(self.topology.world_size)
+        return PlanComparison(
+            first_name=name,
+            first=theirs,
+            second_name="this plan",
+            second=ours,
+            moves=table_moves(plan, self._plan, tables, (world_size, world_size)),
+        )
+
+    def _describe(
+        self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> tuple[list[ShardingOption], KnownPlan]:
+        """Say what a plan that is given costs; returns its options as well."""
+        notes = (*self._notes, *self._check_inputs(module))
+        options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
+        self.costs.attribute(options)
+        if isinstance(self.enumerator, NeuroShardEnumerator) and self.enumerator.memory:
+            self.enumerator.memory.attribute(options)
+        return options, describe_plan(
             options,
             self.costs,
             (),
             None,
             notes,
             batch_size_is_default=self._batch_size_is_default,
+            reserved=self._reserved(module, sharders),
         )
-        return self._explain(known)
 
     def _check_inputs(self, module: nn.Module) -> tuple[str, ...]:
         """Hold profiles and constraints against the model; returns notes."""
@@ -725,7 +822,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         return explain(
             known.result,
             simulator,
-            known.others,
+            known.tables,
+            known.holdings,
             basis=known.basis,
             robustness=known.robustness,
             weight_sync=known.weight_sync,

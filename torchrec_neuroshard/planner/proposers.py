@@ -18,8 +18,8 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints, permits
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.table_reader import (
-    cannot_run,
     device_tier,
+    run_fault,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size
@@ -169,7 +169,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         kind = option.sharding_type
         fused = option.compute_kernel == "fused"
         return (
-            cannot_run(option),
+            run_fault(option) is not None,
             size > room,
             not (fused and kind in (first, second)),
             not (fused and kind == first),
@@ -187,7 +187,7 @@ def _least(
 def _memory_order(option: ShardingOption) -> tuple[Any, ...]:
     scarce = max(s.storage.hbm for s in option.shards)
     other = max(s.storage.ddr for s in option.shards)
-    return (cannot_run(option), scarce, other, *_name_order(option))
+    return (run_fault(option) is not None, scarce, other, *_name_order(option))
 
 
 def _name_order(option: ShardingOption) -> tuple[Any, ...]:

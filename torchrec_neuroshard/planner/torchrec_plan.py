@@ -37,13 +37,12 @@ from torchrec_neuroshard.planner.shard_estimators import (
 from torchrec_neuroshard.planner.table_reader import (
     SPLITTING_TYPES,
     TableReader,
-    cannot_run,
     max_columns,
+    run_fault,
     table_configs,
     table_name,
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan", "is_even"]
 
@@ -231,13 +230,12 @@ class TorchRecPlan:
                 "TorchRec's own plan splits sequences of one module to unlike widths, "
                 "which its all-to-all cannot run"
             )
-        for option in filter(cannot_run, options):
-            return (
-                f"TorchRec's own plan gives table '{table_name(option)}' the kernel "
-                f"'{option.compute_kernel}', which takes widths that are multiples of "
-                f"{COLUMN_MULTIPLE}"
-            )
         for option in options:
+            if fault := run_fault(option):
+                return (
+                    f"TorchRec's own plan cannot run table '{table_name(option)}': "
+                    f"{fault.cause}"
+                )
             width = max(int(s.size[1]) for s in option.shards)
             if width > max_columns(self._arguments["topology"]):
                 return (

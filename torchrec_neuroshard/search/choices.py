@@ -542,7 +542,8 @@ def column_task(
             "max_shards",
             "sharding_types",
             "pooled",
-            "wire_bytes",
+            "codecs",
+            "repeats",
             "kernels",
         )
     }
