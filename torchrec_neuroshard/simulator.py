@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import Placement, ShardingTask, WireCodec
 from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED, DenseMs, Schedule
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.sharding_types import ShardingType
@@ -68,6 +68,9 @@ MOST_LOADS = 2**18
 
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
+_SORTED_ID_BYTES = 8 * 32 + 48
+"""Memory that finding distinct ids reads and writes for each id: eight passes of a
+radix sort over ids and places, then what marks and numbers the runs. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +210,15 @@ class RankLoads:
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """How outputs travel: a method of `CommsModel`, and bytes of each value."""
+    """How outputs travel: a method of `CommsModel`, and codecs of both ways."""
 
     name: str
-    forward_bytes: float
-    backward_bytes: float
+    forward: WireCodec
+    backward: WireCodec
+    num_summed: int
+    """Ranks whose outputs arrive as one sum."""
+    repeats: float
+    """See `ShardingTask`."""
 
 
 class Simulator:
@@ -261,7 +268,7 @@ class Simulator:
             [float(DATA_TYPE_BYTES[t.data_type]) for t in task.tables]
         )
         self._gradient_bytes_T = self._value_bytes_T * replicated_T
-        self.features_per_table = np.array([t.num_features for t in task.tables])
+        self.features_per_table = np.array([t.num_outputs for t in task.tables])
         """Output columns of a whole table's shard are its width times this."""
         self._columns_T: Floats = self.features_per_table * ~replicated_T
         self.columns_per_table: Floats = self._dims_T * self._columns_T
@@ -312,9 +319,17 @@ class Simulator:
                 continue
             kind = kinds[held[0]]
             pools = bool(self.pooled_T[held[0]])
+            repeats = np.array(self.task.repeats)[held]
+            weights = self.columns_per_table[held]
+            forward, backward = self.task.codecs[held[0]]
             collective = _Collective(
                 kind.pooled if pools else kind.sequences,
-                *self.task.wire_bytes[held[0]],
+                forward,
+                backward,
+                num_summed=self.task.block_size(int(held[0])) if pools else 1,
+                repeats=float(np.average(repeats, weights=weights))
+                if weights.any()
+                else 1.0,
             )
             stages.setdefault(collective, []).append(stage)
         return [(collective, np.array(used)) for collective, used in stages.items()]
@@ -610,13 +625,50 @@ class Simulator:
         predict = getattr(model, collective.name)
         columns_CW = loads_CW3[..., 1]
         # Fewer bytes per value are as fewer columns, each way for itself.
-        fewer = collective.forward_bytes / OUTPUT_BYTES_PER_VALUE
+        forward, backward = collective.forward, collective.backward
+        fewer = forward.wire_bytes / OUTPUT_BYTES_PER_VALUE
         both = predict(columns_CW * fewer, batch_size)
-        if collective.backward_bytes != collective.forward_bytes:
-            fewer = collective.backward_bytes / OUTPUT_BYTES_PER_VALUE
+        if backward.wire_bytes != forward.wire_bytes:
+            fewer = backward.wire_bytes / OUTPUT_BYTES_PER_VALUE
             both[..., 1] = predict(columns_CW * fewer, batch_size)[..., 1]
+        if forward.encode_bytes or backward.encode_bytes:
+            both += self._coding(collective, columns_CW)
         index = model.index_all_to_all(loads_CW3[..., 0])
-        return np.concatenate([index[..., None], both], axis=2)
+        out = np.concatenate([index[..., None], both], axis=2)
+        if collective.repeats > 1:
+            out += self._removal(collective.repeats, loads_CW3)
+        return out
+
+    def _removal(self, repeats: float, loads_CW3: Floats) -> Floats:
+        """Removing repeated ids before the exchange, and repeating outputs after it.
+
+        Returns:
+            `C x 1 x 3` [ms]: each rank does it for its own samples.
+        """
+        own_C13 = loads_CW3.mean(axis=1, keepdims=True)
+        ids_C1 = own_C13[..., 0] / (_ID_BYTES + _LENGTH_BYTES) * repeats
+        sent_C1 = own_C13[..., 1] * self.task.batch_size * OUTPUT_BYTES_PER_VALUE
+        # A gather of rows, and the sum of their gradients.
+        copied_C1 = sent_C1 * (1 + repeats)
+        num_bytes = np.stack([ids_C1 * _SORTED_ID_BYTES, copied_C1, copied_C1], axis=2)
+        ms: Floats = num_bytes * self.encoder.byte_ms
+        return ms
+
+    def _coding(self, collective: _Collective, columns_CW: Floats) -> Floats:
+        """Coding and decoding around a collective, `C x W x 2` [ms].
+
+        Forward a rank codes the outputs of its shards for all samples, and decodes
+        those of all shards for its own samples; backward the other way round.
+        """
+        shards_CW = columns_CW * self.task.batch_size
+        samples_C1 = shards_CW.mean(axis=1, keepdims=True) / collective.num_summed
+        there, back = collective.forward, collective.backward
+        forward = there.encode_bytes * shards_CW + there.decode_bytes * samples_C1
+        backward = back.encode_bytes * samples_C1 + back.decode_bytes * shards_CW
+        coding = np.stack([forward, backward], axis=2) * self.encoder.byte_ms
+        launches = np.array([there.launches, back.launches])
+        launches = launches * float(self.encoder.launch_ms[0])
+        return np.where(samples_C1[..., None] > 0, coding + launches, 0.0)
 
     def single_comms(
         self, shards: PricedShards, table_N: Ints, rank_N: Ints, block_N: Ints

@@ -23,7 +23,11 @@ from torch import nn
 from torchrec.distributed import DistributedModelParallel, collective_utils
 from torchrec.distributed import comm as torchrec_comm
 from torchrec.distributed import types as torchrec_types
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+    get_ec_index_dedup,
+)
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import (
@@ -41,6 +45,7 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from torchrec_neuroshard.placement import WireCodec
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
 
 try:
@@ -55,8 +60,12 @@ __all__ = [
     "SharingOption",
     "accepted_arguments",
     "all_lookups",
+    "can_remove_repeats",
     "can_reshard",
+    "codec_registry",
     "enumerator_constraints",
+    "is_codec",
+    "is_sharder",
     "is_wrapped_by_ddp",
     "kernel_settings",
     "lookups",
@@ -69,6 +78,7 @@ __all__ = [
     "pipeline_name",
     "pipeline_of",
     "planner_part",
+    "removes_repeats",
     "replaced_parts",
     "report_full",
     "requested_parts",
@@ -77,7 +87,8 @@ __all__ = [
     "share_in_copies",
     "torchrec_pipeline",
     "wait_through",
-    "wire_sizes",
+    "wire_codec",
+    "wire_codecs",
     "with_bandwidths",
     "with_devices",
     "with_optimizer",
@@ -123,6 +134,7 @@ PlannerPart = Literal[
     "partitioner",
     "perf_model",
     "callbacks",
+    "stats",
 ]
 
 
@@ -474,31 +486,88 @@ def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-_CODEC_VALUES = 2**20
+_CODEC_ROWS = 2**10
 
 
-def _wire_bytes(codec: Any) -> float:
-    """Bytes per value after a codec, scales of rows included."""
+def wire_codec(codec: Any) -> WireCodec:
+    """Describe a codec; which one it is only a private attribute says."""
+    context = codec.create_context()
+    try:
+        codec.calc_quantized_size(1, context)
+        row_values = 1
+    except (AssertionError, RuntimeError):  # not a whole row
+        row_values = int(context.row_dim)
     dtype = codec.quantized_dtype
     size = torch.empty(0, dtype=dtype() if callable(dtype) else dtype).element_size()
-    length = codec.calc_quantized_size(_CODEC_VALUES, codec.create_context())
-    return float(length * size) / _CODEC_VALUES
+    values = _CODEC_ROWS * row_values
+    precision = getattr(codec, "_comm_precision", None)
+    return WireCodec(
+        name=str(getattr(precision, "value", type(codec).__name__)).lower(),
+        wire_bytes=float(codec.calc_quantized_size(values, context) * size) / values,
+        row_values=row_values,
+    )
 
 
-def wire_sizes(sharder: Any) -> Mapping[str, tuple[float, float]]:
-    """Collective -> bytes per value, forward and backward, where it is quantised.
+def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
+    """Collective -> its codecs, forward and backward, where it is quantised.
 
     Args:
-        sharder: A sharder, or what TorchRec gives estimators of it, which knows no
-            scales of rows.
+        sharder: A sharder, or what TorchRec gives estimators of it, which knows
+            neither names nor scales of rows.
     """
-    registry = getattr(sharder, "qcomm_codecs_registry", None)
-    if registry is None:
-        return getattr(sharder, "qcomm_dtype_sizes", None) or {}
+    registry = codec_registry(sharder)
+    if not registry:
+        sizes = getattr(sharder, "qcomm_dtype_sizes", None) or {}
+        return {
+            name: (WireCodec(name="", wire_bytes=f), WireCodec(name="", wire_bytes=b))
+            for name, (f, b) in sizes.items()
+        }
     return {
-        name: (_wire_bytes(codecs.forward), _wire_bytes(codecs.backward))
+        name: (wire_codec(forward), wire_codec(backward))
+        for name, (forward, backward) in registry.items()
+    }
+
+
+def codec_registry(sharder: Any) -> Mapping[str, tuple[Any, Any]]:
+    """Collective -> TorchRec's codecs of a sharder, forward and backward.
+
+    In place of what codes nothing both are whatever is given.
+    """
+    registry = getattr(sharder, "qcomm_codecs_registry", None) or {}
+    return {
+        name: tuple(getattr(codecs, way, codecs) for way in ("forward", "backward"))
         for name, codecs in registry.items()
     }
+
+
+def is_codec(given: Any) -> bool:
+    """Whether it codes values of collectives."""
+    return all(hasattr(given, n) for n in ("encode", "decode", "calc_quantized_size"))
+
+
+def is_sharder(given: Any) -> bool:
+    """Whether it is a sharder, not what TorchRec gives estimators of one."""
+    return hasattr(given, "module_type")
+
+
+def can_remove_repeats(device_type: str) -> bool:
+    """Whether FBGEMM has the kernel that finds the distinct ids of a batch.
+
+    Of what there is to run on a device only the dispatcher's private table knows.
+    """
+    key = device_type.upper()
+    name = "fbgemm::jagged_unique_indices"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def removes_repeats(sharder: Any) -> bool:
+    """Whether a sharder has repeated ids of a local batch looked up once.
+
+    Sharders of managed collisions ask the one that they hold. Nothing public says it.
+    """
+    inner = getattr(sharder, "_e_sharder", sharder)
+    everywhere = isinstance(inner, EmbeddingCollectionSharder) and get_ec_index_dedup()
+    return bool(getattr(inner, "_use_index_dedup", False) or everywhere)
 
 
 @contextlib.contextmanager

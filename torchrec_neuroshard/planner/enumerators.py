@@ -19,9 +19,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.checks import check_sharders
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     enumerator_constraints,
+    sharders_by_type,
     share_in_copies,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
@@ -35,9 +37,13 @@ from torchrec_neuroshard.planner.spread_options import SpreadOption
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     SPLITTING_TYPES,
+    RunFault,
+    codec_fault,
     is_modelled_config,
     max_columns,
+    note_sharders,
     table_configs,
+    table_name,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
@@ -137,6 +143,8 @@ class NeuroShardEnumerator(HookedEnumerator):
             **kwargs,
         )
         self._modelled: set[str] = set()
+        self._sharders: Mapping[str, ModuleSharder[Any]] = {}
+        self._compute_device = str(topology.compute_device)
         self._devices = topology.devices
         self._max_columns = max_columns(topology)
         self._wide: dict[str, int] = {}
@@ -153,8 +161,15 @@ class NeuroShardEnumerator(HookedEnumerator):
         Args:
             module: The model, or the part of it to shard.
             sharders: TorchRec's sharders of its embedding modules.
+
+        Raises:
+            ConfigError: A table has no way to be sharded that a GPU's kernels or the
+                codecs of quantised collectives can carry, or a sharder asks for what
+                there is not.
         """
         start = time.monotonic()
+        check_sharders(sharders, self._compute_device)
+        self._sharders = sharders_by_type(sharders)
         known: dict[str, bool] = {}
         self._wide = {}
         sizes: list[tuple[str, int]] = []
@@ -168,6 +183,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._offloadable = self._short_of_memory(sizes)
         options: list[ShardingOption] = super().enumerate(module, sharders)
+        self._check_codecs(options)
         self.seconds = time.monotonic() - start
         return options
 
@@ -212,6 +228,8 @@ class NeuroShardEnumerator(HookedEnumerator):
             sharding_options: Changed in place.
         """
         share_in_copies(sharding_options)
+        # Estimators are told less of sharders.
+        note_sharders(sharding_options, self._sharders)
         super().populate_estimates(sharding_options)
 
     def spread(self, option: ShardingOption, world_size: int) -> None:
@@ -230,6 +248,21 @@ class NeuroShardEnumerator(HookedEnumerator):
         if _ROW_WISE in types and self._one_node:
             types = [t for t in types if t not in _NODE_TYPES]
         return types
+
+    def _check_codecs(self, options: Sequence[ShardingOption]) -> None:
+        """Refuse tables that no option can carry over quantised collectives.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        faults: dict[str, RunFault | None] = {}
+        for option in options:
+            name = table_name(option)
+            if faults.get(name, True):
+                faults[name] = codec_fault(option)
+        for name, fault in faults.items():
+            if fault:
+                raise ConfigError(f"table '{name}': {fault.cause}. {fault.way_out}")
 
     def _splitting(self, table: str, types: Sequence[str]) -> list[str]:
         """Of sharding types those that cut a table's columns as far as kernels need.

@@ -388,7 +388,7 @@ class MemoryModel:
         parts = 1
         if option.sharding_type in _BY_ROWS:
             parts = self._node if option.sharding_type in _BY_NODE else world
-        features = self._num_features(option)
+        features = self._reader.bags_per_sample(option)
         return _Shape(
             rows=int(shard.size[0]),
             width=int(shard.size[1]),
@@ -397,10 +397,6 @@ class MemoryModel:
             samples=local * world,
             parts=parts,
         )
-
-    def _num_features(self, option: ShardingOption) -> int:
-        config = self._reader.config(option)
-        return max(1, len(config.feature_names if config is not None else ()))
 
     def _activations(
         self, option: ShardingOption, shard: Shard, is_cached: bool
@@ -444,7 +440,9 @@ class MemoryModel:
     def _common(self, option: ShardingOption) -> Floats:
         """What every rank holds at each instant of the outputs of its own samples."""
         table, local = self._reader.table(option), float(option.batch_size)
-        lookups, bags = table.pooling_factor * local, self._num_features(option) * local
+        repeats = self._reader.repeats(option)
+        lookups = table.pooling_factor * repeats * local
+        bags = self._reader.bags_per_sample(option) * local
         outputs = bags if option.is_pooled else lookups
         size = _FLOAT * outputs * int(option.tensor.shape[1])
         batches = np.zeros(len(INSTANTS))
@@ -463,6 +461,9 @@ class MemoryModel:
             parts = [1, 1, 2, 1 + kept, 2 * kept, 2 * kept]
         else:  # gradients, cut by rank, lie beside what they are put together from
             parts = [1, 2, 3 + kept, 2 + kept, 2 * kept, 2 * kept]
+        if repeats > 1:  # where each id is among the distinct ones, and their rows
+            batches += 2 * _INDEX * lookups
+            batches += size / repeats * np.array([0, 1, 1, 1, 0, 0])
         return size * np.array(parts) + batches
 
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:
@@ -520,7 +521,9 @@ class MemoryModel:
             table, local = self._reader.table(option), float(option.batch_size)
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
             copies, _ = self._num_pieces(option)
-            one = copies * local * (ids + _LENGTH * self._num_features(option))
+            one = (
+                copies * local * (ids + _LENGTH * self._reader.bags_per_sample(option))
+            )
             there = 2 if self._is_pipelined else 1
             is_sent = option.sharding_type in _BY_COLUMNS
             found += one * (there - self._num_sent * is_sent)
@@ -549,5 +552,5 @@ class MemoryModel:
         return any(a > b for a, b in itertools.pairwise(order))
 
     def _output_bytes(self, option: ShardingOption) -> float:
-        bags = self._num_features(option) * float(option.batch_size)
+        bags = self._reader.bags_per_sample(option) * float(option.batch_size)
         return _FLOAT * bags * int(option.tensor.shape[1])

@@ -32,6 +32,7 @@ from torchrec_neuroshard.planner.compat import (
     optimizer_arguments,
     optimizer_classes,
 )
+from torchrec_neuroshard.planner.kernels import priced_codecs
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     is_dense,
@@ -161,7 +162,8 @@ def task_of(
         alternatives=tuple(tuple(w) for w in ways.values()),
         sharding_types=tuple(o.sharding_type for o in options),
         pooled=tuple(bool(o.is_pooled) for o in options),
-        wire_bytes=tuple(reader.wire_bytes(o) for o in options),
+        codecs=tuple(priced_codecs(o, topology) for o in options),
+        repeats=tuple(reader.repeats(o) for o in options),
         kernels=tuple(kernels),
     )
 
@@ -264,6 +266,8 @@ def lower_plan(
         groups=fused.groups,
         stages=fused.stages,
         stage_names=fused.stage_names,
+        codecs=tuple(priced_codecs(o, topology) for o in column_sharded),
+        repeats=tuple(reader.repeats(o) for o in column_sharded),
     )
     placement = Placement(topology.world_size, tuple(sorted(shards)))
     return LoweredPlan(task, placement, tuple(column_sharded), tuple(others))

@@ -19,8 +19,8 @@ from torchrec_neuroshard.planner.constraints import PlacementConstraints, permit
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_reader import (
-    cannot_run,
     device_tier,
+    run_fault,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size
@@ -175,7 +175,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         kind = option.sharding_type
         fused = option.compute_kernel == "fused"
         return (
-            cannot_run(option),
+            run_fault(option) is not None,
             size > room,
             not (fused and kind in (first, second)),
             not (fused and kind == first),
@@ -203,7 +203,7 @@ def _cost_ms(option: ShardingOption) -> float:
 def _memory_order(option: ShardingOption) -> tuple[Any, ...]:
     scarce = max(s.storage.hbm for s in sample_shards(option))
     other = max(s.storage.ddr for s in sample_shards(option))
-    return cannot_run(option), scarce, other
+    return (run_fault(option) is not None, scarce, other, *_name_order(option))
 
 
 def _name_order(option: ShardingOption) -> tuple[Any, ...]:

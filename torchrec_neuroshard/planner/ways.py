@@ -34,9 +34,11 @@ from torchrec_neuroshard.planner.spread_options import (
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
+    codec_fault,
     device_tier,
     has_own_optimizer,
     max_columns,
+    option_codecs,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size
@@ -93,6 +95,8 @@ def is_placeable(
     """
     kind = SHARDING_TYPES.get(option.sharding_type)
     if kind is None or option.dependency is not None or not reader.has_cost(option):
+        return False
+    if codec_fault(option):
         return False
     if kind.in_columns:  # a search may leave them whole
         whole = int(option.tensor.shape[1])
@@ -173,6 +177,9 @@ def narrowest_shard(
     if option.sharding_type not in COLUMN_SHARDED_TYPES:
         return int(sample_shards(option)[0].size[1])
     if option.sharding_type != COLUMN_WISE or not option.is_pooled:
+        return int(option.tensor.shape[1])
+    least = COLUMN_MULTIPLE * int(option.batch_size)
+    if any(least % codec.row_values for codec in option_codecs(option)):
         return int(option.tensor.shape[1])
     return min(int(option.tensor.shape[1]), _min_partition(option, constraints))
 

@@ -64,6 +64,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
+from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.placement_rules import joined_sets
 from torchrec_neuroshard.search.greedy_grid import place_lanes
 from torchrec_neuroshard.search.shards import (
@@ -135,6 +136,8 @@ LEAST_ADDED = 1e-6
 """Share of the costliest table's price that every table has at the start."""
 MAX_LIMITS = 24
 """Limits of a rank's cost that are looked at."""
+_OUT_OF_TIME = 1
+"""SciPy's status of a program that its solver did not end in time."""
 CHUNK = 2_000_000
 """Ranks of sets whose collectives are predicted at a time."""
 TOLERANCE = 1e-9
@@ -1197,7 +1200,12 @@ class _Case:
         for number in range(1, num_rounds * MAX_CHECKS + 1):
             if time.monotonic() > deadline or best_ms >= self.cutoff_ms * (1 - MIN_GAP):
                 break
-            trial_V, worth, target_ms = self._solve(best_ms, target_ms, reach)
+            left = deadline - time.monotonic()
+            try:
+                solved = self._solve(best_ms, target_ms, reach, left)
+            except TimeIsUpError:
+                break
+            trial_V, worth, target_ms = solved
             self._search(trial_V, target_ms * worth, best_ms, NUM_STEPS)
             target_ms *= worth
             tried.append(trial_V)
@@ -1224,7 +1232,7 @@ class _Case:
         return bounds[best]
 
     def _solve(
-        self, bound_ms: float, target_ms: float, reach: float
+        self, bound_ms: float, target_ms: float, reach: float, seconds: float
     ) -> tuple[Floats, float, float]:
         """Find the prices near the best ones at which everything is worth most.
 
@@ -1232,6 +1240,9 @@ class _Case:
 
         Returns:
             The prices, what everything is worth per rank, and the target used [ms].
+
+        Raises:
+            TimeIsUpError: That takes longer than `seconds`.
         """
         prices, limit = self.prices, self._next_limit(bound_ms)
         target_ms = min(max(target_ms, bound_ms), limit.ms)
@@ -1278,9 +1289,19 @@ class _Case:
         ends = np.full((len(gain_V), 2), [0.0, np.inf])
         ends[: prices.num_prices, 0] = np.maximum(price_V - step, 0.0) / scale
         ends[: prices.num_prices, 1] = price_V + step
-        solved = optimize.linprog(
-            gain_V, A_ub=rules_AV, b_ub=most_A, bounds=ends, method="highs-ds"
+        # HiGHS looks at its clock now and then only.
+        solved = call_within(
+            seconds + 1.0,
+            optimize.linprog,
+            gain_V,
+            A_ub=rules_AV,
+            b_ub=most_A,
+            bounds=ends,
+            method="highs-ds",
+            options={"time_limit": max(seconds, 0.0)},
         )
+        if solved.status == _OUT_OF_TIME:
+            raise TimeIsUpError
         if solved.x is None:
             raise AssertionError(f"prices within limits exist: {solved.message}")
         worth = -float(solved.fun) / prices.num_ranks

@@ -105,7 +105,8 @@ class Choices:
             [numbers[k] for k in kernels]
         )
         self.estimated_T = np.array([k is not None for k in task.kernels])
-        self.room = FILL * float(bank.caps_W.sum())
+        # On one rank whatever fits in all can be placed.
+        self.room = (FILL if num_ranks > 1 else 1.0) * float(bank.caps_W.sum())
 
     def _fits(self) -> Bools:
         """Whether some ranks that may hold a way have room for its smallest shards."""
@@ -119,7 +120,10 @@ class Choices:
         for size in np.unique(bank.block_T).tolist():
             own = bank.block_T == size
             least = caps_TW[own].reshape(int(own.sum()), -1, size).min(axis=2)
-            fits[own] = size_T[own] <= least.max(axis=1)
+            # A grid that needs more blocks than there are fits nowhere.
+            room = (size_T[own, None] <= least).sum(axis=1)
+            blocks_T = -(-bank.dims_T[own] // self.width_T[own])
+            fits[own] = room >= np.where(bank.moves_T[own], 1, blocks_T)
         return fits
 
     def first(self) -> Ints:
@@ -517,6 +521,9 @@ def column_task(
         tables: Those tables, of each name one.
         free_W: Memory that the others leave.
         width_TW: Where the others are.
+
+    Raises:
+        InfeasibleError: The others leave one of them no rank.
     """
     place = {t: i for i, t in enumerate(tables)}
     groups = sorted({task.groups[t] for t in tables})
@@ -531,7 +538,8 @@ def column_task(
             "max_shards",
             "sharding_types",
             "pooled",
-            "wire_bytes",
+            "codecs",
+            "repeats",
             "kernels",
         )
     }
@@ -553,6 +561,13 @@ def column_task(
             tuple(r for r in ranks if r not in shut)
             for ranks, shut in zip(allowed, closed, strict=True)
         )
+        for table, ranks in zip(fields["tables"], fields["allowed_ranks"], strict=True):
+            if not ranks:  # which would mean any
+                raise InfeasibleError(
+                    f"table '{table.name}' finds no rank: tables that it must lie "
+                    "apart from, split by rows or replicated, are on all that it may "
+                    "be on. Allow these column-wise sharding, or drop the rule"
+                )
     for name in ("together", "apart"):
         sets = [tuple(place[t] for t in s if t in place) for s in getattr(task, name)]
         fields[name] = tuple(s for s in sets if len(s) > 1)

@@ -31,7 +31,7 @@ from torchrec_neuroshard.search.choices import (
     place_blocks,
 )
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
-from torchrec_neuroshard.search.feasibility import check_memory, pack
+from torchrec_neuroshard.search.feasibility import PACK_SECONDS, check_memory, pack
 from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.rules import check_constraints, follow, merged
@@ -45,6 +45,8 @@ BOUND_SHARE = 0.2
 """Share of the time budget that is left for the bound, and the most it takes."""
 CHOICE_SHARE = 0.25
 """Share of the time for choices of ways on balanced ranks."""
+LEAST_PACK_SECONDS = 0.5
+"""What exact packing gets where greedy placing found no room in all of the time."""
 MAX_CHOICES = 4
 """Choices of ways that are placed, of those found on balanced ranks."""
 MAX_TRIED_CHOICES = 3000
@@ -219,7 +221,8 @@ class NeuroShardSearcher(Searcher):
     ) -> list[Ints]:
         """Place tables that all lie in column shards: widths, the best first."""
         plans = [p.widths for p in beam_search(bank, config, deadline, reporter)]
-        return plans or [pack(bank.task)]
+        left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
+        return plans or [pack(bank.task, min(left, PACK_SECONDS))]
 
     def _whole(
         self, bank: ShardBank, deadline: float, reporter: ProgressReporter
