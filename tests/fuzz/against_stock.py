@@ -31,7 +31,7 @@ from torchrec_neuroshard.planner import (
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.greedy import memory_left, without
 from torchrec_neuroshard.planner.hedging import is_uncertain
-from torchrec_neuroshard.planner.table_reader import cannot_run, max_columns
+from torchrec_neuroshard.planner.table_reader import max_columns, run_fault
 from torchrec_neuroshard.planner.torchrec_plan import LEAST_STOCK_SECONDS, is_even
 from torchrec_neuroshard.search import SearchConfig
 
@@ -183,7 +183,7 @@ def _obstacle(
 ) -> str | None:
     """Say why a plan of TorchRec's is none, if so."""
     widest = max(int(s.size[1]) for o in options for s in o.shards)
-    if any(map(cannot_run, options)) or widest > max_columns(planner.topology):
+    if any(map(run_fault, options)) or widest > max_columns(planner.topology):
         return "cannot run"
     if not is_even(options):
         return "cannot run"

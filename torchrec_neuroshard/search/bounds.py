@@ -89,8 +89,8 @@ MAX_ENUMERATED = 20_000
 """All sets of a part are looked at where there are no more."""
 NUM_STARTS = 16
 """Random placements whose ranks start the pool; a quarter of that for many tables."""
-VERY_MANY_TABLES, MAX_SINGLES = 4000, 4000
-"""Of more tables than this, so many shards alone start the pool."""
+MAX_TABLES = 4000
+"""Of more tables too few sets could be looked at to say anything."""
 MAX_START_SHARDS, SHARDS_AT_ONCE = 400_000, 400_000
 """Shards in the sets of placements that start the pool: of more, some ranks are left
 out; and those of sets that are added up at a time."""
@@ -169,9 +169,11 @@ def lower_bound(
 
     Returns:
         Milliseconds, at most `critical_ms`; see the module's docstring for what the
-        bound rests on.
+        bound rests on. 0 where nothing is known: of more than MAX_TABLES tables.
     """
     task = bank.task
+    if len(task.ways) > MAX_TABLES:
+        return 0.0
     joined = joined_sets({int(bank.stages_T[w]) for w in ways} for ways in task.ways)
     parts = [_Part(bank, stages, frozenset()) for stages in joined]
     known = [part.least_ms for part in parts]
@@ -588,14 +590,8 @@ class _Part:
         shards = np.stack(picks, axis=1)[1:]
         return _Sets(shards[..., 0].copy(), shards[..., 1].copy())
 
-    def singles(self, cost_T: Floats) -> _Sets:
-        """Every table alone: whole, about half of it, and as narrow as it may be.
-
-        Of very many the costliest ones: others alone are worth far less than a rank.
-
-        Args:
-            cost_T: What each costs alone.
-        """
+    def singles(self) -> _Sets:
+        """Every table alone: whole, about half of it, and as narrow as it may be."""
         table = np.arange(len(self.tables))
         narrow, whole = np.zeros_like(table), self.num_widths_T - 1
         shards = np.concatenate(
@@ -605,9 +601,6 @@ class _Part:
             ]
         )
         shards = np.unique(shards, axis=0)
-        if self.num_own > VERY_MANY_TABLES:
-            dearest = np.argsort(-cost_T[shards[:, 0]], kind="stable")[:MAX_SINGLES]
-            shards = shards[np.sort(dearest)]
         return _Sets.alone(shards[:, 0], shards[:, 1])
 
 
@@ -657,8 +650,7 @@ class _Prices:
         self.alone_T3: Floats = self._alone_costs(every, part.dims_T)
         self._lay_out(cutoff_ms)
         everything = part.enumerate()
-        cost_T = self.alone_T3.sum(axis=1)
-        singles = part.singles(np.where(np.isfinite(cost_T), cost_T, 0.0))
+        singles = part.singles()
         self.holds_all = everything is not None
         if everything is None and isinstance(placed, _Prices):
             self.pool = _Sets.join([self._inherited(placed), singles])
