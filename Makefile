@@ -7,6 +7,9 @@
 #               (GATE_ARGS=--write renews the file)
 # make demo     set up what is missing, train TorchRec's plan and ours in turn
 #               (DEMO_ARGS=...)
+# make docs     build the documentation in site/; warnings are errors
+# make reproduce    every planner on every task, in hours
+#               (TABLES=real_tables.json REPRODUCE_ARGS='--every 10': a tenth of it)
 # make lint     formatting, lint rules, types
 # make format   apply formatting and the safe lint fixes
 # make check    lint + test
@@ -19,6 +22,8 @@ TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 GATE_ARGS ?=
+REPRODUCE_ARGS ?=
+TABLES ?=
 # Releases of torchrec that are supported.
 VERSIONS ?= $(shell $(BIN)/python -c "from torchrec_neuroshard.doctor import \
 	SUPPORTED_RELEASES as found; print(*found.values())")
@@ -33,7 +38,7 @@ INSTALL := $(PIP) install --constraint requirements/constraints.txt
 # One thread per process: results repeat, and several ranks share a few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup test test-versions support-table gate demo lint format check clean
+.PHONY: setup test test-versions support-table gate demo docs reproduce lint format check clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -76,6 +81,14 @@ gate: $(STAMP)
 demo: $(STAMP)
 	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 \
 	benchmarks/race_plans.py $(DEMO_ARGS)
+
+docs: $(STAMP)
+	$(INSTALL) -r requirements/docs.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+reproduce: $(STAMP)
+	PYTHONHASHSEED=0 $(ONE_THREAD) $(BIN)/python benchmarks/compare_planners.py \
+	--out reproduced/planners $(if $(TABLES),--tables "$(TABLES)") $(REPRODUCE_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -54,7 +54,7 @@ from harness.planning import count_types
 from harness.provenance import describe_run, kept_rows
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, topology_for
 from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
-from torchrec_neuroshard.planner.table_reader import cannot_run
+from torchrec_neuroshard.planner.table_reader import run_fault
 from torchrec_neuroshard.workloads import load_json, mlperf_dlrm_v2
 
 GIB = 2**30
@@ -290,7 +290,7 @@ def _rival(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     seconds = time.perf_counter() - start
-    if any(map(cannot_run, options)):
+    if any(map(run_fault, options)):
         return {"failed": "its kernels cannot run such widths", "seconds": seconds}
     planner.enumerator.populate_estimates(options)
     predicted = planner.costs.evaluate(planner.costs.lower(options))

@@ -1,16 +1,17 @@
-"""Compare planners on tasks whose plans are run for real.
+"""Compare planners on kernels that are run for real.
 
     python benchmarks/compare_planners.py --tables real_tables.json \
-        --out benchmarks/results/planners_cpu_epyc_zen5_202611
+        --out benchmarks/results/planners_202611
 
-For each task (tables, ranks, batch, memory) every planner makes a plan. The fused
-kernels of each rank are timed one rank after another; the plans' collectives are timed
-among as many processes as there are ranks. Both are added up to the critical path of
-one iteration. `<out>.json` (everything), `.md`, `.html` and a figure of each family are
-written after each task; the same command goes on where a run was cut off. `--quick` is
-a dry run of a few minutes; `--device cuda` times kernels on a GPU and predicts
-collectives. Without --tables the DLRM dataset's tables come from the package's
-generator and EMBark is left out.
+For each task (tables, ranks, batch, memory) and each cluster that it is judged on,
+every planner makes a plan. The kernels of each rank of all plans are timed one rank
+after another on this machine; the plans' collectives are what others measured on the
+cluster. `<out>.json` (everything), `.md`, `.html`, a figure of each family and
+`<out>_passes.parquet` (every timed pass) are written after each task; the same command
+goes on where a run was cut off, or where it ended because the machine was too slow.
+`--every 10` takes a tenth of the tasks, `--quick` is a dry run of a few minutes;
+`--device cuda` times kernels on a GPU. Without --tables the DLRM dataset's tables come
+from the package's generator and EMBark is left out.
 """
 
 from __future__ import annotations

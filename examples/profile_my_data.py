@@ -9,16 +9,15 @@ Replace `my_batches` by your own data: anything that yields KeyedJaggedTensors.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_neuroshard import FeatureProfile, NeuroShardError, profile_inputs
+from torchrec_neuroshard.profiles import load_profiles, save_profiles
 from torchrec_neuroshard.workloads.inputs import draw_batch
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 
@@ -35,23 +34,6 @@ def my_batches(
             values=torch.cat([torch.as_tensor(drawn[t.name][0]) for t in tables]),
             lengths=torch.cat([torch.as_tensor(drawn[t.name][1]) for t in tables]),
         )
-
-
-def save_profiles(profiles: Mapping[str, FeatureProfile], path: str) -> None:
-    """Write profiles as JSON, by feature name."""
-    data = {name: profile.to_json() for name, profile in profiles.items()}
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-def load_profiles(path: str) -> dict[str, FeatureProfile]:
-    """Read what `save_profiles` wrote.
-
-    Raises:
-        OSError: There is no such file.
-        ProfileError: An entry is not a profile.
-    """
-    data = json.loads(Path(path).read_text(encoding="utf-8"))
-    return {name: FeatureProfile.from_json(entry) for name, entry in data.items()}
 
 
 def profile_lines(profiles: Mapping[str, FeatureProfile]) -> list[str]:
@@ -108,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 name: profile.at_batch_size(options.at_batch_size)
                 for name, profile in profiles.items()
             }
-    except (NeuroShardError, OSError, json.JSONDecodeError) as error:
+    except (NeuroShardError, OSError) as error:
         print(f"profile_my_data: {error}", file=sys.stderr)
         return 2
     print("\n".join(profile_lines(profiles)))

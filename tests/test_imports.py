@@ -19,11 +19,12 @@ _VALUES = {"errors", "profiles", "tables"}
 _TASKS = _VALUES | {"sharding_types", "placement_rules", "placement"}
 _DATA = _TASKS | {"access", "records", "workloads", "devices"}
 _MODELS = _TASKS | {"records", "devices", "gpu_cards", "features", "cost_models"}
-_COSTS = _MODELS | {"schedules", "shard_encoder", "simulator"}
+_COSTS = _MODELS | {"cut_off", "schedules", "shard_encoder", "simulator"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     # The way from a table to a plan: each imports only what stands above it.
     "errors": set(),
+    "cut_off": set(),
     "profiles": {"errors"},
     "access": {"errors", "profiles"},
     "tables": {"errors", "profiles"},

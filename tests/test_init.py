@@ -49,6 +49,7 @@ def test_public_names_are_those_promised() -> None:
         "NeuroShardError",
         "NeuroShardPlanner",
         "NeuroShardPlannerProvider",
+        "PaperSearcher",
         "PhaseTimer",
         "Placement",
         "PlacementConstraints",
@@ -57,12 +58,17 @@ def test_public_names_are_those_promised() -> None:
         "SearchResult",
         "TableConfig",
         "__version__",
+        "apply_moves",
         "group_topology",
         "load_cost_model",
+        "load_plan",
         "profile_inputs",
         "recommend_group_size",
         "rehearse",
+        "replan",
+        "save_plan",
         "topology_for",
+        "write_html",
     ]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torchrec_neuroshard.errors import NeuroShardError
 
 if TYPE_CHECKING:
+    from torchrec_neuroshard.baselines.neuroshard import PaperSearcher
     from torchrec_neuroshard.cost_models import load_cost_model
     from torchrec_neuroshard.monitor import PlanMonitor
     from torchrec_neuroshard.phase_timer import PhaseTimer
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.planner.constraints import PlacementConstraints
     from torchrec_neuroshard.planner.group_sizes import recommend_group_size
     from torchrec_neuroshard.planner.groups import group_topology
+    from torchrec_neuroshard.planner.plan_files import load_plan, save_plan
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
     from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
     from torchrec_neuroshard.planner.rehearse import rehearse
+    from torchrec_neuroshard.planner.replan import apply_moves, replan
     from torchrec_neuroshard.planner.topologies import topology_for
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
+    from torchrec_neuroshard.report.html import write_html
     from torchrec_neuroshard.schedules import DenseMs
     from torchrec_neuroshard.search.base import SearchConfig, SearchResult
     from torchrec_neuroshard.tables import TableConfig
@@ -36,6 +40,7 @@ __all__ = [
     "NeuroShardError",
     "NeuroShardPlanner",
     "NeuroShardPlannerProvider",
+    "PaperSearcher",
     "PhaseTimer",
     "Placement",
     "PlacementConstraints",
@@ -44,12 +49,17 @@ __all__ = [
     "SearchResult",
     "TableConfig",
     "__version__",
+    "apply_moves",
     "group_topology",
     "load_cost_model",
+    "load_plan",
     "profile_inputs",
     "recommend_group_size",
     "rehearse",
+    "replan",
+    "save_plan",
     "topology_for",
+    "write_html",
 ]
 
 _LOCATIONS = {
@@ -57,6 +67,7 @@ _LOCATIONS = {
     "FeatureProfile": "torchrec_neuroshard.profiles",
     "NeuroShardPlanner": "torchrec_neuroshard.planner.planners",
     "NeuroShardPlannerProvider": "torchrec_neuroshard.planner.provider",
+    "PaperSearcher": "torchrec_neuroshard.baselines.neuroshard",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.placement",
     "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
@@ -64,12 +75,17 @@ _LOCATIONS = {
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables",
+    "apply_moves": "torchrec_neuroshard.planner.replan",
     "group_topology": "torchrec_neuroshard.planner.groups",
     "load_cost_model": "torchrec_neuroshard.cost_models",
+    "load_plan": "torchrec_neuroshard.planner.plan_files",
     "profile_inputs": "torchrec_neuroshard.profiles",
     "recommend_group_size": "torchrec_neuroshard.planner.group_sizes",
     "rehearse": "torchrec_neuroshard.planner.rehearse",
+    "replan": "torchrec_neuroshard.planner.replan",
+    "save_plan": "torchrec_neuroshard.planner.plan_files",
     "topology_for": "torchrec_neuroshard.planner.topologies",
+    "write_html": "torchrec_neuroshard.report.html",
 }
 
 

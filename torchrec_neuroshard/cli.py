@@ -58,6 +58,31 @@ COMMANDS = (
         "torchrec_neuroshard.cost_models.cache_cli",
     ),
     Command(
+        "plan",
+        "plan a model or a file of tables for any devices",
+        "torchrec_neuroshard.planner.plan_cli",
+    ),
+    Command(
+        "profile",
+        "profile the ids of a data set",
+        "torchrec_neuroshard.workloads.profile_cli",
+    ),
+    Command(
+        "show",
+        "show a stored plan",
+        "torchrec_neuroshard.planner.show_cli",
+    ),
+    Command(
+        "diff",
+        "say what moved between two stored plans",
+        "torchrec_neuroshard.planner.diff_cli",
+    ),
+    Command(
+        "sweep",
+        "foretell a model's cost on many cards, ranks and batches",
+        "torchrec_neuroshard.planner.sweep_cli",
+    ),
+    Command(
         "rehearse",
         "build every rank of a stored plan without its devices",
         "torchrec_neuroshard.planner.rehearse_cli",

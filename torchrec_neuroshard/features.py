@@ -97,13 +97,13 @@ class ShardFeaturizer:
         for row, table, batch_size in zip(base_TF, tables, batch_sizes, strict=True):
             profile = table.profile_at(batch_size)
             lookups, distinct = profile.num_lookups, profile.num_distinct
-            per_bag = lookups / (batch_size * table.num_features)
+            per_bag = lookups / (batch_size * table.num_outputs)
             shares = np.asarray(profile.access_histogram) / max(distinct, 1e-9)
             values = {
                 "num_tables": 1.0,
                 "num_lookups": lookups,
                 "num_distinct": distinct,
-                "num_bags": batch_size * table.num_features,
+                "num_bags": batch_size * table.num_outputs,
                 "weighted_lookups": lookups if table.weighted else 0.0,
                 "log2_rows": np.log2(table.num_embeddings),
                 "log2_pooling": np.log2(max(per_bag, 2.0**-10)),

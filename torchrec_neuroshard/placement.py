@@ -24,6 +24,7 @@ __all__ = [
     "KernelFactors",
     "Placement",
     "ShardingTask",
+    "WireCodec",
     "format_bytes",
 ]
 
@@ -42,7 +43,27 @@ def format_bytes(num_bytes: float) -> str:
 
 
 _MAX_LISTED = 8
-_FP32_BYTES = (4.0, 4.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WireCodec:
+    """How a collective's values are coded on their way; by default not at all."""
+
+    name: str = "fp32"
+    wire_bytes: float = 4.0
+    """That are sent for each value, scales of rows included."""
+    encode_bytes: float = 0.0
+    """Memory that coding a value reads and writes; as long as that would take at the
+    bandwidth at which the fused kernel reads rows."""
+    decode_bytes: float = 0.0
+    """The same of the way back."""
+    launches: float = 0.0
+    """What both take besides, in launches of the fused forward kernel."""
+    row_values: int = 1
+    """Values that share a scale: what is sent to a rank must be a multiple of them."""
+
+
+_PLAIN = (WireCodec(), WireCodec())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +143,12 @@ class ShardingTask:
     and the fields above let it. Empty: column-wise."""
     pooled: tuple[bool, ...] = ()
     """Per table: whether its module pools. Empty: all do."""
-    wire_bytes: tuple[tuple[float, float], ...] = ()
-    """Per table: bytes that collectives move for each output value, forward, and for
-    each of its gradients, backward; alike in a stage. Empty: 4, as fp32."""
+    codecs: tuple[tuple[WireCodec, WireCodec], ...] = ()
+    """Per table: how its outputs travel, forward, and their gradients, backward; alike
+    in a stage. Empty: as fp32."""
+    repeats: tuple[float, ...] = ()
+    """Per table: how many times as many ids its samples have as are looked up, once
+    repeated ids of a rank's samples were removed. Empty: 1, none are removed."""
     kernels: tuple[KernelFactors | None, ...] = ()
     """Per table: how its kernel differs from the measured fused one. Empty: not."""
     node_size: int = 0
@@ -154,7 +178,8 @@ class ShardingTask:
             "groups": self.groups or (0,) * count,
             "sharding_types": self.sharding_types or (COLUMN_WISE,) * count,
             "pooled": self.pooled or (True,) * count,
-            "wire_bytes": self.wire_bytes or (_FP32_BYTES,) * count,
+            "codecs": self.codecs or (_PLAIN,) * count,
+            "repeats": self.repeats or (1.0,) * count,
             "kernels": self.kernels or (None,) * count,
         }
         for name, value in filled.items():
@@ -392,10 +417,9 @@ class Placement:
                 offsets[table] = offset + width
             row_offset, rows = 0, ALL_ROWS
             if task is not None and task.sharding_type(table).splits_rows:
-                total = task.tables[table].num_embeddings
-                part = task.sharding_type(table).part_rows(total, size)
-                row_offset = min(place * part, total)
-                rows = min(part, total - row_offset)
+                row_offset, rows = task.sharding_type(table).rows_at(
+                    place, task.tables[table].num_embeddings, size
+                )
             shards.append(ColumnShard(table, offset, width, rank, row_offset, rows))
         return cls(world_size, tuple(shards))
 

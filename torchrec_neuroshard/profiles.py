@@ -9,9 +9,11 @@ Shapes: `B` samples, `C` = 17 count bins.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,9 +31,11 @@ __all__ = [
     "bin_mean_counts",
     "count_histogram",
     "expected_histogram",
+    "load_profiles",
     "merge_profiles",
     "profile_ids",
     "profile_inputs",
+    "save_profiles",
     "uniform_profile",
     "zipf_groups",
     "zipf_profile",
@@ -211,6 +215,40 @@ class FeatureProfile:
             weighted=self.weighted,
         )
 
+    def distinct_in_parts(self, num_parts: int, num_embeddings: int) -> FeatureProfile:
+        """Return the profile once each part of the batch asks for an id once.
+
+        Lookups are spread over the parts at random: of `n` parts, an id that occurs `c`
+        times is expected in `n * (1 - (1 - 1 / n)**c)`.
+
+        Args:
+            num_parts: Equal parts of the batch, such as the local batches of ranks.
+            num_embeddings: Rows of the table.
+        """
+        if not self.access_histogram:
+            return self
+        parts = float(num_parts)
+        samples = max(1, round(self.batch_size / parts))
+        local = self.at_batch_size(samples, num_embeddings)
+        lookups = parts * local.num_distinct
+        counts = parts * -np.expm1(
+            self.bin_mean_counts() * np.log1p(-1 / max(parts, 1 + 1e-9))
+        )
+        low = np.floor(counts)
+        upper = counts - low
+        ids = np.asarray(self.access_histogram, dtype=np.float64)
+        histogram = np.zeros(NUM_COUNT_BINS)
+        for count, share in ((low, 1 - upper), (low + 1, upper)):
+            # What occurs at all is in one part at least.
+            bins = np.searchsorted(COUNT_BIN_HIGH, np.maximum(count, 1.0))
+            np.add.at(histogram, bins, ids * share)
+        return replace(
+            self,
+            num_lookups=min(max(lookups, self.num_distinct), self.num_lookups),
+            pooling_std=0.0,
+            access_histogram=tuple(histogram.tolist()),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
         return {
@@ -228,6 +266,13 @@ class FeatureProfile:
         Raises:
             ProfileError: A key is missing or unknown, or a value is out of range.
         """
+        if isinstance(data, Mapping):
+            for field in ("batch_size", "num_lookups", "pooling_std"):
+                if isinstance(value := data.get(field, 0), str | Mapping | list):
+                    raise ProfileError(
+                        f"not a feature profile: {field} must be a number, got "
+                        f"{value!r:.40}"
+                    )
         try:
             return cls(
                 **{
@@ -237,6 +282,40 @@ class FeatureProfile:
             )
         except (AttributeError, TypeError) as error:
             raise ProfileError(f"not a feature profile: {error}") from error
+
+
+def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:
+    """Write profiles as JSON, by feature name."""
+    data = {name: profile.to_json() for name, profile in profiles.items()}
+    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
+    """Read what `save_profiles` wrote.
+
+    Raises:
+        ProfileError: There is no such file, or an entry is not a profile.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileError(
+            f"cannot read the profiles '{path}': {error.strerror}"
+        ) from error
+    except ValueError as error:
+        raise ProfileError(f"'{path}' holds no profiles: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ProfileError(
+            f"'{path}' holds no profiles: expected an object of features, as "
+            "save_profiles writes it"
+        )
+    found = {}
+    for name, entry in data.items():
+        try:
+            found[name] = FeatureProfile.from_json(entry)
+        except ProfileError as error:
+            raise ProfileError(f"'{path}', feature '{name}': {error}") from error
+    return found
 
 
 def bin_mean_counts(

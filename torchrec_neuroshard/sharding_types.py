@@ -58,6 +58,16 @@ class ShardingType:
         """Rows that every rank of a block holds; the last ones less, or none."""
         return -(-num_embeddings // block_size) if self.splits_rows else num_embeddings
 
+    def rows_at(
+        self, place: int, num_embeddings: int, block_size: int
+    ) -> tuple[int, int]:
+        """First row that a rank of a block holds, by its place there, and how many."""
+        if not self.splits_rows:
+            return 0, num_embeddings
+        part = self.part_rows(num_embeddings, block_size)
+        first = min(place * part, num_embeddings)
+        return first, min(part, num_embeddings - first)
+
 
 TABLE_WISE, COLUMN_WISE = "table_wise", "column_wise"
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import Placement, ShardingTask, WireCodec
 from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED, DenseMs, Schedule
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.sharding_types import ShardingType
@@ -63,8 +63,14 @@ PHASES: tuple[str, ...] = (
 """What a rank does in a stage, in order; the dense part lies between the third and the
 fourth."""
 
+MOST_LOADS = 2**18
+"""Ranks of blocks whose collectives are predicted at a time."""
+
 _ID_BYTES, _LENGTH_BYTES, _LOOKUP_WEIGHT_BYTES = 8, 8, 4
 """Ids and lengths of a KeyedJaggedTensor are int64, its weights fp32."""
+_SORTED_ID_BYTES = 8 * 32 + 48
+"""Memory that finding distinct ids reads and writes for each id: eight passes of a
+radix sort over ids and places, then what marks and numbers the runs. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +210,15 @@ class RankLoads:
 
 @dataclass(frozen=True, slots=True)
 class _Collective:
-    """How outputs travel: a method of `CommsModel`, and bytes of each value."""
+    """How outputs travel: a method of `CommsModel`, and codecs of both ways."""
 
     name: str
-    forward_bytes: float
-    backward_bytes: float
+    forward: WireCodec
+    backward: WireCodec
+    num_summed: int
+    """Ranks whose outputs arrive as one sum."""
+    repeats: float
+    """See `ShardingTask`."""
 
 
 class Simulator:
@@ -258,7 +268,7 @@ class Simulator:
             [float(DATA_TYPE_BYTES[t.data_type]) for t in task.tables]
         )
         self._gradient_bytes_T = self._value_bytes_T * replicated_T
-        self.features_per_table = np.array([t.num_features for t in task.tables])
+        self.features_per_table = np.array([t.num_outputs for t in task.tables])
         """Output columns of a whole table's shard are its width times this."""
         self._columns_T: Floats = self.features_per_table * ~replicated_T
         self.columns_per_table: Floats = self._dims_T * self._columns_T
@@ -286,9 +296,16 @@ class Simulator:
                 for k in task.kernels
             ]
         )
-        self._host_T = [None if k is None else k.host for k in task.kernels]
+        hosts = [None if k is None else k.host for k in task.kernels]
+        # Of rows in the host's memory, not a number elsewhere and without a cache.
+        self._host_gb_per_s_T: Floats = np.array(
+            [np.nan if h is None else h.gb_per_s for h in hosts]
+        )
+        self._missed_T: Floats = np.array(
+            [np.nan if h is None or h.missed is None else h.missed for h in hosts]
+        )
         self._estimated_T: npt.NDArray[np.bool_] = np.any(self._kernel_T3, axis=1)
-        self._estimated_T |= np.array([h is not None for h in self._host_T], dtype=bool)
+        self._estimated_T |= ~np.isnan(self._host_gb_per_s_T)
         self._collectives = self._group_stages(kinds)
 
     def _group_stages(
@@ -302,9 +319,17 @@ class Simulator:
                 continue
             kind = kinds[held[0]]
             pools = bool(self.pooled_T[held[0]])
+            repeats = np.array(self.task.repeats)[held]
+            weights = self.columns_per_table[held]
+            forward, backward = self.task.codecs[held[0]]
             collective = _Collective(
                 kind.pooled if pools else kind.sequences,
-                *self.task.wire_bytes[held[0]],
+                forward,
+                backward,
+                num_summed=self.task.block_size(int(held[0])) if pools else 1,
+                repeats=float(np.average(repeats, weights=weights))
+                if weights.any()
+                else 1.0,
             )
             stages.setdefault(collective, []).append(stage)
         return [(collective, np.array(used)) for collective, used in stages.items()]
@@ -415,19 +440,16 @@ class Simulator:
     def _host_extra(self, table_N: Ints, part_N: Ints, width_N: Ints) -> Floats:
         """Time beside the fused kernel's of rows in the host's memory."""
         out = np.zeros((len(table_N), 2))
-        hosts = [self._host_T[t] for t in table_N.tolist()]
+        gb_per_s_N, missed_N = self._host_gb_per_s_T[table_N], self._missed_T[table_N]
         for cached in (False, True):
-            held = [
-                (n, host)
-                for n, host in enumerate(hosts)
-                if host is not None and (host.missed is not None) == cached
-            ]
-            if held:
-                numbers = np.array([n for n, _ in held])
-                out[numbers] = self.cost_model.host_memory(
-                    self.encoder.features(part_N[numbers], width_N[numbers]),
-                    np.array([host.gb_per_s for _, host in held]),
-                    np.array([host.missed for _, host in held]) if cached else None,
+            held = np.flatnonzero(
+                ~np.isnan(gb_per_s_N) & (np.isnan(missed_N) != cached)
+            )
+            if len(held):
+                out[held] = self.cost_model.host_memory(
+                    self.encoder.features(part_N[held], width_N[held]),
+                    gb_per_s_N[held],
+                    missed_N[held] if cached else None,
                 )
         return out
 
@@ -459,8 +481,7 @@ class Simulator:
             `W x S` [ms].
         """
         loads = np.zeros((self.task.world_size, self.task.num_stages))
-        cached_T = [h is not None and h.missed is not None for h in self._host_T]
-        held = np.flatnonzero(np.array(cached_T)[table_N])
+        held = np.flatnonzero(~np.isnan(self._missed_T)[table_N])
         if len(held):
             table_N = table_N[held]
             ms_N = self.host_ms(table_N, width_N[held], rows_N[held])[:, 0]
@@ -616,13 +637,50 @@ class Simulator:
         predict = getattr(model, collective.name)
         columns_CW = loads_CW3[..., 1]
         # Fewer bytes per value are as fewer columns, each way for itself.
-        fewer = collective.forward_bytes / OUTPUT_BYTES_PER_VALUE
+        forward, backward = collective.forward, collective.backward
+        fewer = forward.wire_bytes / OUTPUT_BYTES_PER_VALUE
         both = predict(columns_CW * fewer, batch_size)
-        if collective.backward_bytes != collective.forward_bytes:
-            fewer = collective.backward_bytes / OUTPUT_BYTES_PER_VALUE
+        if backward.wire_bytes != forward.wire_bytes:
+            fewer = backward.wire_bytes / OUTPUT_BYTES_PER_VALUE
             both[..., 1] = predict(columns_CW * fewer, batch_size)[..., 1]
+        if forward.encode_bytes or backward.encode_bytes:
+            both += self._coding(collective, columns_CW)
         index = model.index_all_to_all(loads_CW3[..., 0])
-        return np.concatenate([index[..., None], both], axis=2)
+        out = np.concatenate([index[..., None], both], axis=2)
+        if collective.repeats > 1:
+            out += self._removal(collective.repeats, loads_CW3)
+        return out
+
+    def _removal(self, repeats: float, loads_CW3: Floats) -> Floats:
+        """Removing repeated ids before the exchange, and repeating outputs after it.
+
+        Returns:
+            `C x 1 x 3` [ms]: each rank does it for its own samples.
+        """
+        own_C13 = loads_CW3.mean(axis=1, keepdims=True)
+        ids_C1 = own_C13[..., 0] / (_ID_BYTES + _LENGTH_BYTES) * repeats
+        sent_C1 = own_C13[..., 1] * self.task.batch_size * OUTPUT_BYTES_PER_VALUE
+        # A gather of rows, and the sum of their gradients.
+        copied_C1 = sent_C1 * (1 + repeats)
+        num_bytes = np.stack([ids_C1 * _SORTED_ID_BYTES, copied_C1, copied_C1], axis=2)
+        ms: Floats = num_bytes * self.encoder.byte_ms
+        return ms
+
+    def _coding(self, collective: _Collective, columns_CW: Floats) -> Floats:
+        """Coding and decoding around a collective, `C x W x 2` [ms].
+
+        Forward a rank codes the outputs of its shards for all samples, and decodes
+        those of all shards for its own samples; backward the other way round.
+        """
+        shards_CW = columns_CW * self.task.batch_size
+        samples_C1 = shards_CW.mean(axis=1, keepdims=True) / collective.num_summed
+        there, back = collective.forward, collective.backward
+        forward = there.encode_bytes * shards_CW + there.decode_bytes * samples_C1
+        backward = back.encode_bytes * samples_C1 + back.decode_bytes * shards_CW
+        coding = np.stack([forward, backward], axis=2) * self.encoder.byte_ms
+        launches = np.array([there.launches, back.launches])
+        launches = launches * float(self.encoder.launch_ms[0])
+        return np.where(samples_C1[..., None] > 0, coding + launches, 0.0)
 
     def single_comms(
         self, shards: PricedShards, table_N: Ints, rank_N: Ints, block_N: Ints
@@ -644,10 +702,16 @@ class Simulator:
             own = np.flatnonzero(np.isin(stage_N, used))
             if not len(own):
                 continue
-            blocks, line = np.unique(block_N[own], return_inverse=True)
-            loads = np.zeros((len(blocks), self.task.world_size, 3))
-            loads[line, rank_N[own]] = shards.loads_N3[own]
-            out[own] = self._collective(collective, loads)[line, rank_N[own]]
+            blocks, line_N = np.unique(block_N[own], return_inverse=True)
+            step = max(1, MOST_LOADS // self.task.world_size)
+            for start in range(0, len(blocks), step):
+                some = own[(line_N >= start) & (line_N < start + step)]
+                line = np.searchsorted(blocks, block_N[some]) - start
+                rank = rank_N[some]
+                count = min(step, len(blocks) - start)
+                loads = np.zeros((count, self.task.world_size, 3))
+                loads[line, rank] = shards.loads_N3[some]
+                out[some] = self._collective(collective, loads)[line, rank]
         return out
 
     def phases(self, compute_CWS2: Floats, loads_CWS3: Floats) -> Floats:

@@ -48,6 +48,9 @@ class TableConfig:
     """Mean ids per sample, over all features of the table together."""
     num_features: int = 1
     """Features (bags per sample) that read the table; each has its own output."""
+    outputs_per_sample: float | None = None
+    """Rows that the kernel returns per sample, where that is not `num_features`: some
+    features have fewer bags than there are samples, or sequences were made distinct."""
     profile: FeatureProfile | None = None
     """Measured access, over all features together. None: a power law is assumed."""
     weighted: bool = False
@@ -78,6 +81,11 @@ class TableConfig:
             raise TableError(
                 f"{where}: num_features must be at least 1, got {self.num_features}"
             )
+        if not (math.isfinite(self.num_outputs) and self.num_outputs > 0):
+            raise TableError(
+                f"{where}: outputs_per_sample must be finite and above 0, got "
+                f"{self.outputs_per_sample}"
+            )
         if self.data_type not in DATA_TYPE_BYTES:
             raise TableError(
                 f"{where}: unknown data_type '{self.data_type}'; one of "
@@ -88,6 +96,12 @@ class TableConfig:
                 f"{where}: unknown optimizer '{self.optimizer}'; one of "
                 f"{', '.join(OPTIMIZERS)}"
             )
+
+    @property
+    def num_outputs(self) -> float:
+        """Rows that the kernel returns per sample."""
+        given = self.outputs_per_sample
+        return float(self.num_features) if given is None else given
 
     @property
     def weight_bytes(self) -> int:
@@ -111,6 +125,8 @@ class TableConfig:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         data["profile"] = None if self.profile is None else self.profile.to_json()
+        if self.outputs_per_sample is None:
+            del data["outputs_per_sample"]
         return data
 
     @classmethod
@@ -166,15 +182,16 @@ def row_shard(
         return table
     share = rows / table.num_embeddings
     whole = table.profile_at(batch_size)
-    per_bag = whole.num_lookups / (batch_size * table.num_features)
+    per_bag = whole.num_lookups / (batch_size * table.num_outputs)
     # Each id of a bag falls into the shard with probability `share`.
     variance = (share * whole.pooling_std) ** 2 + share * (1 - share) * per_bag
-    features = table.num_features
+    features, outputs = table.num_features, table.outputs_per_sample
     return dataclasses.replace(
         table,
         num_embeddings=max(1, rows),
         pooling_factor=table.pooling_factor * share,
         num_features=features if pooled else max(1, round(features * share)),
+        outputs_per_sample=outputs if pooled or outputs is None else outputs * share,
         profile=FeatureProfile(
             batch_size=batch_size,
             num_lookups=whole.num_lookups * share,

@@ -1,6 +1,6 @@
-"""Collectives of plans, measured among processes that stay for all tasks.
+"""Collectives of plans, measured among processes of this machine.
 
-Each number of ranks has one group of processes. A visit to a collective makes its
+The processes stay for all tasks. A visit to a collective makes its
 buffers, runs it once untimed and then a few times: from the last rank's start until the
 last rank is through. Visits go round all collectives of a task, so that the machine's
 drift meets all plans alike.
@@ -15,16 +15,15 @@ import random
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
 
-from planner_comparison.plans import COLUMN_ORDER, Collective
+from planner_comparison.plans import Collective
 from torchrec_neuroshard.collect.collectives import CollectiveRunner
 from torchrec_neuroshard.collect.ranks import Ranks
-from torchrec_neuroshard.collect.tbe import column_permutation
 from torchrec_neuroshard.collect.timing import keep_freed_memory
 
 _START_MARGIN_S = 1e-3
@@ -54,22 +53,19 @@ class RankGroup:
 
     def measure(
         self, collectives: Sequence[Collective], rounds: int, passes: int
-    ) -> dict[Collective, tuple[float, float]]:
-        """Time collectives; medians by the clock, forward and backward [ms].
-
-        Of collectives that run in one direction only, both figures are the same.
-        """
+    ) -> dict[Collective, float]:
+        """Time collectives; medians by the clock [ms]."""
         job = (list(collectives), rounds, passes)
         for pipe in self._pipes:
             pipe.send(job)
         answers = [self._receive(pipe) for pipe in self._pipes]
         return answers[0]
 
-    def _receive(self, pipe: Connection) -> dict[Collective, tuple[float, float]]:
+    def _receive(self, pipe: Connection) -> dict[Collective, float]:
         while not pipe.poll(1.0):
             if not all(p.is_alive() for p in self._processes):
                 raise RuntimeError("a process that measures collectives has died")
-        answer: dict[Collective, tuple[float, float]] | str = pipe.recv()
+        answer: dict[Collective, float] | str = pipe.recv()
         if isinstance(answer, str):
             raise RuntimeError(f"measuring collectives failed: {answer}")
         return answer
@@ -115,52 +111,35 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
 
 def _measure(
     ranks: Ranks, collectives: Sequence[Collective], rounds: int, passes: int
-) -> dict[Collective, tuple[float, float]]:
-    taken: dict[Collective, list[list[float]]] = {c: [] for c in collectives}
+) -> dict[Collective, float]:
+    taken: dict[Collective, list[float]] = {c: [] for c in collectives}
     order = list(collectives)
     shuffle = random.Random(_SEED)  # the same on all ranks
     for _ in range(rounds):
         shuffle.shuffle(order)
         for collective in order:
-            runs = _runs(collective, ranks)
-            for run in runs:
-                run()
+            runner = CollectiveRunner(
+                collective.kind,
+                collective.bytes_per_peer,
+                collective.batch_size,
+                collective.lengths_share,
+                process_group=None,
+                rank=ranks.rank,
+                device=ranks.device,
+            )
+            runner.run()
             for _ in range(passes):
-                taken[collective].append([_time(ranks, run) for run in runs])
-    medians = {}
-    for collective, rows in taken.items():
-        columns = [statistics.median(column) for column in zip(*rows, strict=True)]
-        medians[collective] = (columns[0], columns[-1])
-    return medians
+                taken[collective].append(_time(ranks, runner))
+    return {c: statistics.median(ms) for c, ms in taken.items()}
 
 
-def _runs(collective: Collective, ranks: Ranks) -> list[Callable[[], object]]:
-    """Return what is timed: one run, or one of each direction."""
-    if collective.kind == COLUMN_ORDER:
-        values = torch.ones(collective.batch_size, sum(collective.widths))
-        forward = column_permutation(collective.widths, ranks.device)
-        # FBGEMM's backward is the same kernel with the parts in the other order.
-        backward = column_permutation(collective.widths[::-1], ranks.device)
-        return [lambda: forward(values), lambda: backward(values)]
-    runner = CollectiveRunner(
-        collective.kind,
-        collective.bytes_per_peer,
-        collective.batch_size,
-        collective.lengths_share,
-        process_group=None,
-        rank=ranks.rank,
-        device=ranks.device,
-    )
-    return [runner.run]
-
-
-def _time(ranks: Ranks, run: Callable[[], object]) -> float:
+def _time(ranks: Ranks, runner: CollectiveRunner) -> float:
     """Start together; from the last start to the last end [ms], on every rank."""
     (now,) = ranks.agree([ranks.clock()])
     begin = now + _START_MARGIN_S
     time.sleep(max(0.0, begin - ranks.clock()))
     arrival = ranks.clock()
-    run()
+    runner.run()
     done = ranks.clock()
     arrival_W, done_W = ranks.gather(np.array([arrival, done]))
     return float(done_W.max() - arrival_W.max()) * 1e3

@@ -1,38 +1,55 @@
-"""Fused kernels of plans, timed rank after rank in one process.
+"""Kernels of plans, timed rank after rank in one process.
 
-A set of shards that several plans share is timed once. Every set is timed in the first
-round; later rounds, in changing order, go on with those that may be the slowest of a
-plan: what is far below has no part in the plan's times.
+What several plans share is timed once. Every kernel is timed in the first round; later
+rounds, in changing order, go on with those that may be the slowest of a plan: what is
+far below has no part in the plan's times.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from planner_comparison.plans import KernelSet, RunPlan, with_profiles
+from planner_comparison.plans import (
+    ColumnOrder,
+    Kernel,
+    KernelSet,
+    RunPlan,
+    Times,
+    with_profiles,
+)
 from torchrec_neuroshard.access import AccessDistribution
-from torchrec_neuroshard.collect.timing import SetTimer
+from torchrec_neuroshard.collect.tbe import column_permutation
+from torchrec_neuroshard.collect.timing import Measurement, SetTimer
 
 _SEED = 0
 
-Times = dict[KernelSet, tuple[float, float]]
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One timed pass of a kernel."""
+
+    round: int
+    fwd_ms: float
+    bwd_ms: float
+    reference_ms: float
+    """Of the reference set, timed beside it; 0 where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelSettings:
     """How long kernels are timed."""
 
-    rounds: int = 3
+    rounds: int = 5
     passes: int = 2
-    """Timed passes of a set in a round, each on a new input."""
+    """Timed passes of a kernel in a round, each on a new input."""
     contends: float = 0.8
-    """Share of a plan's slowest forward, backward or total from which on a set is timed
-    in the later rounds, too."""
+    """Share of a plan's slowest forward, backward or total from which on a kernel is
+    timed in the later rounds, too."""
 
 
 class KernelTimer:
@@ -62,45 +79,50 @@ class KernelTimer:
             min_passes=settings.passes,
             max_passes=settings.passes,
         )
+        self._device = device
         self.reference_ms = self._timer.reference_ms
-        self._seen_reference_ms: list[float] = []
 
-    @property
-    def machine_speed(self) -> float:
-        """How fast the machine was, in units of the cost model's milliseconds."""
-        if not self._seen_reference_ms:
-            return 1.0
-        return self.reference_ms / statistics.median(self._seen_reference_ms)
-
-    def measure(self, plans: Sequence[RunPlan]) -> tuple[Times, dict[KernelSet, int]]:
-        """Time every kernel of the plans.
-
-        Returns:
-            Forward and backward of each set, medians [ms], and the passes of each.
-        """
-        self._seen_reference_ms.clear()
+    def measure(self, plans: Sequence[RunPlan]) -> dict[Kernel, list[Pass]]:
+        """Time every kernel of the plans."""
         kernels = list(dict.fromkeys(k for plan in plans for k in plan.kernels))
-        raw: dict[KernelSet, tuple[list[float], list[float]]] = {
-            k: ([], []) for k in kernels
-        }
+        raw: dict[Kernel, list[Pass]] = {k: [] for k in kernels}
         order = random.Random(_SEED)
         for number in range(self._settings.rounds):
             if number:
-                kernels = list(dict.fromkeys(self._contenders(plans, medians(raw))))
+                known = self.medians(raw)
+                kernels = list(dict.fromkeys(self._contenders(plans, known)))
             order.shuffle(kernels)
             for kernel in kernels:
-                for kept, new in zip(
-                    raw[kernel], self._visit(kernel, number), strict=True
-                ):
-                    kept.extend(new)
-        return medians(raw), {k: len(fwd) for k, (fwd, _) in raw.items()}
+                raw[kernel] += self._visit(kernel, number)
+        return raw
 
-    def _contenders(
-        self, plans: Sequence[RunPlan], known: Times
-    ) -> Iterable[KernelSet]:
+    def medians(self, raw: Mapping[Kernel, Sequence[Pass]]) -> Times:
+        """Return forward and backward of each kernel [ms].
+
+        Each pass counts in units of the reference timed beside it.
+        """
+        unit = self.reference_ms or 1.0
+        return {
+            kernel: (
+                unit * statistics.median(p.fwd_ms / (p.reference_ms or 1) for p in own),
+                unit * statistics.median(p.bwd_ms / (p.reference_ms or 1) for p in own),
+            )
+            for kernel, own in raw.items()
+        }
+
+    def machine_speed(self, raw: Mapping[Kernel, Sequence[Pass]]) -> float:
+        """Return how fast the machine was, over where the cost model was measured."""
+        if not self.reference_ms:
+            return 1.0
+        seen = [p.reference_ms for passes in raw.values() for p in passes]
+        return self.reference_ms / statistics.median(seen)
+
+    def _contenders(self, plans: Sequence[RunPlan], known: Times) -> Iterable[Kernel]:
         share = self._settings.contends
         for plan in plans:
             for stage in plan.stages:
+                if stage.column_order is not None:
+                    yield stage.column_order
                 held = [k for k in stage.kernels if k is not None]
                 times = {k: (*known[k], sum(known[k])) for k in held}
                 most = [max(column) for column in zip(*times.values(), strict=True)]
@@ -108,8 +130,17 @@ class KernelTimer:
                     if any(v >= share * m for v, m in zip(values, most, strict=True)):
                         yield kernel
 
-    def _visit(self, kernel: KernelSet, number: int) -> tuple[list[float], list[float]]:
-        """Time one set; each pass in units of the reference timed beside it."""
+    def _visit(self, kernel: Kernel, number: int) -> list[Pass]:
+        """Time one kernel in one round."""
+        if isinstance(kernel, ColumnOrder):
+            found = self._time_order(kernel)
+        else:
+            found = self._time_set(kernel, number)
+        beside = found.ref_raw_ms or (0.0,) * len(found.fwd_raw_ms)
+        raw = (found.fwd_raw_ms, found.bwd_raw_ms, beside)
+        return [Pass(number, *times) for times in zip(*raw, strict=True)]
+
+    def _time_set(self, kernel: KernelSet, number: int) -> Measurement:
         access = [
             AccessDistribution.from_profile(
                 shard.profile or shard.profile_at(kernel.batch_size),
@@ -117,21 +148,18 @@ class KernelTimer:
             )
             for shard in kernel.shards
         ]
-        found = self._timer.measure(
-            with_profiles(kernel), access, kernel.batch_size, (_SEED, number)
-        )
-        self._seen_reference_ms.extend(found.ref_raw_ms)
-        unit = self.reference_ms or 1.0
-        beside = found.ref_raw_ms or (unit,) * len(found.fwd_raw_ms)
-        return (
-            [f / r * unit for f, r in zip(found.fwd_raw_ms, beside, strict=True)],
-            [b / r * unit for b, r in zip(found.bwd_raw_ms, beside, strict=True)],
+        seed = (_SEED, number)
+        return self._timer.measure(
+            with_profiles(kernel), access, kernel.batch_size, seed
         )
 
+    def _time_order(self, kernel: ColumnOrder) -> Measurement:
+        values = torch.ones(kernel.batch_size, sum(kernel.widths), device=self._device)
+        forward = column_permutation(kernel.widths, self._device)
+        # FBGEMM's backward is the same kernel with the parts in the other order.
+        backward = column_permutation(kernel.widths[::-1], self._device)
 
-def medians(raw: dict[KernelSet, tuple[list[float], list[float]]]) -> Times:
-    """Return the median forward and backward of each set."""
-    return {
-        kernel: (statistics.median(fwd), statistics.median(bwd))
-        for kernel, (fwd, bwd) in raw.items()
-    }
+        def run_backward(output: torch.Tensor) -> None:
+            backward(output)
+
+        return self._timer.measure_calls(lambda: forward(values), run_backward)

@@ -15,16 +15,21 @@ from planner_comparison.tasks import SEED_FAMILY
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 
 OURS, PAPER, BEST_PRACTICE = "default", "neuroshard", "torchrec, best practice"
+FITTED = "torchrec, best practice, fitted"
+AGAIN = "default, again"
+"""The same plan, timed as if it were another planner's: what chance makes of it."""
 PAPER_NETS, POLICIES = "neuroshard, paper's nets", ("autoshard", "dreamshard")
 GREEDIES = tuple(f"greedy-{key}" for key in GREEDY_KEYS)
 """The papers' own rules."""
 
-PATH, WORST_RANK = "critical_path_ms", "worst_rank_ms"
-WANTED_RATIO = 0.95
-"""Of faithful NeuroShard's measured critical path: what was expected of `default`."""
-GPU_RATIO, GPU_WORST = 0.80, 1.03
-"""Of the worst rank of TorchRec's best practice on a GPU: on average, on any task."""
-_NAMES = {PATH: "critical path", WORST_RANK: "worst rank's kernels"}
+PATH, KERNELS, COLLECTIVES = "critical_path_ms", "kernel_path_ms", "collectives_ms"
+WORST_RANK = "worst_rank_ms"
+WANTED = {BEST_PRACTICE: 0.80, FITTED: 0.90, PAPER: 0.97, PAPER_NETS: 0.97}
+"""What was expected of `default` over these, of kernels and collectives together."""
+WORST_OVER_STOCK = 1.03
+"""On any task, of the shortest of TorchRec's plans."""
+POWER = 2.8
+"""Standard errors between nothing and what is found four times in five at 95 %."""
 SAME = 0.01
 """Ratios this close to 1 are neither won nor lost."""
 RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 0
@@ -121,12 +126,16 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 def outcomes(tasks: Iterable[Task], planner: str) -> Counter[str]:
     """Count how a planner's tasks ended."""
-    return Counter(t["planners"][planner]["status"] for t in tasks)
+    return Counter(
+        t["planners"][planner]["status"] for t in tasks if planner in t["planners"]
+    )
 
 
 def violations(tasks: Iterable[Task], planner: str) -> int:
     """Count plans that put more on a rank than its memory."""
-    return sum(bool(t["planners"][planner].get("ranks_over_memory")) for t in tasks)
+    return sum(
+        bool(t["planners"].get(planner, {}).get("ranks_over_memory")) for t in tasks
+    )
 
 
 def prediction_ratios(tasks: Iterable[Task], planner: str, metric: str) -> list[float]:
@@ -139,23 +148,39 @@ def prediction_ratios(tasks: Iterable[Task], planner: str, metric: str) -> list[
     return found
 
 
-def expectations(tasks: Sequence[Task], device_type: str) -> list[Expectation]:
+def noise(tasks: Iterable[Task], metric: str = PATH) -> tuple[float, int]:
+    """Return by how much a plan differs from itself: the deviation, and the tasks.
+
+    The standard deviation over tasks of the ratio's logarithm, of a plan whose kernels
+    were timed twice, as if they were two planners'.
+    """
+    logs = [math.log(r) for r in ratios(tasks, AGAIN, OURS, metric).values()]
+    if len(logs) < 2:
+        return math.nan, len(logs)
+    return math.sqrt(statistics.fmean(v * v for v in logs)), len(logs)
+
+
+def detectable(tasks: Iterable[Task], metric: str = PATH) -> float:
+    """Return the smallest difference of means that measuring alone would not hide."""
+    deviation, count = noise(tasks, metric)
+    return POWER * deviation / math.sqrt(max(count, 1))
+
+
+def expectations(tasks: Sequence[Task]) -> list[Expectation]:
     """Say of each line that was expected whether these tasks bear it out.
 
     Args:
-        tasks: What is known of the run.
-        device_type: Of the kernels; more was expected of GPUs.
+        tasks: Of one cluster.
     """
     names = set(tasks[0]["planners"]) if tasks else set()
     found = []
     if OURS in names:
-        papers = [name for name in (PAPER, PAPER_NETS) if name in names]
-        found += [_is_quicker(tasks, paper, PATH, WANTED_RATIO) for paper in papers]
-        found.append(_always_plans(tasks))
-        if device_type == "cuda":
-            found += [_is_quicker(tasks, p, WORST_RANK, WANTED_RATIO) for p in papers]
-            found.append(_is_quicker(tasks, BEST_PRACTICE, WORST_RANK, GPU_RATIO))
-            found.append(_is_never_slower(tasks))
+        found += [_is_quicker(tasks, o, w) for o, w in WANTED.items() if o in names]
+        found += [
+            _is_never_behind(tasks, names),
+            _is_never_slower(tasks, names),
+            _always_plans(tasks),
+        ]
     own = [t for t in tasks if t["family"] == SEED_FAMILY]
     for method in (PAPER, PAPER_NETS, *POLICIES):
         if method in names:
@@ -163,44 +188,68 @@ def expectations(tasks: Sequence[Task], device_type: str) -> list[Expectation]:
     return found
 
 
-def _is_quicker(
-    tasks: Sequence[Task], other: str, metric: str, wanted: float
-) -> Expectation:
-    found = compare(tasks, OURS, other, metric)
+def _is_quicker(tasks: Sequence[Task], other: str, wanted: float) -> Expectation:
+    found = compare(tasks, OURS, other)
     return Expectation(
-        expected=f"`{OURS}` takes at most {wanted} of the measured {_NAMES[metric]} of "
-        f"`{other}` (geometric mean)",
+        expected=f"`{OURS}` takes at most {wanted:g} of `{other}` (geometric mean)",
         found="no task with both plans"
         if found is None
-        else f"{found.text()} on {found.num_tasks} tasks{_room(tasks, other, metric)}",
+        else f"{found.text()} on {found.num_tasks} tasks{_room(tasks, other)}",
         met=None if found is None else found.mean <= wanted,
     )
 
 
-def _room(tasks: Sequence[Task], other: str, metric: str) -> str:
+def _room(tasks: Sequence[Task], other: str) -> str:
     """Say what was predicted of the same ratio, and the least it could have been."""
     both = [
-        (t["planners"][OURS], t["planners"][other]["predicted"][metric])
+        (t["planners"][OURS], t["planners"][other]["predicted"][PATH])
         for t in tasks
-        if measured(t, OURS, metric) and measured(t, other, metric)
+        if measured(t, OURS, PATH) and measured(t, other, PATH)
     ]
-    predicted = geometric_mean([o["predicted"][metric] / p for o, p in both])
+    predicted = geometric_mean([o["predicted"][PATH] / p for o, p in both])
     text = f"; predicted {predicted:.3f}"
     bounds = [o["lower_bound_ms"] / p for o, p in both if o.get("lower_bound_ms")]
-    if metric != PATH or len(bounds) < len(both):
+    if len(bounds) < len(both):
         return text
     return f"{text}, and by `{OURS}`'s bounds at least {geometric_mean(bounds):.3f}"
 
 
-def _is_never_slower(tasks: Sequence[Task]) -> Expectation:
-    found = compare(tasks, OURS, BEST_PRACTICE, WORST_RANK)
+def _is_never_behind(tasks: Sequence[Task], names: set[str]) -> Expectation:
+    least = detectable(tasks)
+    rivals = sorted(n for n in names if not n.startswith(OURS))
+    paired = {n: compare(tasks, OURS, n) for n in rivals}
+    means = {n: p.mean for n, p in paired.items() if p is not None}
+    nearest = max(means, key=lambda n: means[n], default=None)
     return Expectation(
-        expected=f"no task's worst rank takes more than {GPU_WORST} of that of "
-        f"`{BEST_PRACTICE}` under `{OURS}`",
-        found="no task with both plans"
-        if found is None
-        else f"{found.worst:.3f} on {found.worst_task}",
-        met=None if found is None else found.worst <= GPU_WORST,
+        expected=f"`{OURS}` is behind no rival's geometric mean by more than can be "
+        f"detected ({least:.1%})",
+        found="no rival"
+        if nearest is None
+        else f"nearest: `{nearest}`, {means[nearest]:.3f}",
+        met=None
+        if nearest is None or math.isnan(least)
+        else means[nearest] <= 1 + least,
+    )
+
+
+def _is_never_slower(tasks: Sequence[Task], names: set[str]) -> Expectation:
+    """Compare with whichever of TorchRec's plans is the shortest on a task."""
+    stock = [n for n in names if n.startswith("torchrec")]
+    over = {}
+    for task in tasks:
+        ours = measured(task, OURS, PATH)
+        theirs = [m for n in stock if (m := measured(task, n, PATH)) is not None]
+        if ours is not None and theirs:
+            over[task["name"]] = ours / min(theirs)
+    worst = max(over, key=lambda name: over[name], default=None)
+    above = sum(ratio > WORST_OVER_STOCK for ratio in over.values())
+    return Expectation(
+        expected=f"`{OURS}` takes on no task more than {WORST_OVER_STOCK} of the "
+        "shortest of TorchRec's plans",
+        found="no task with both"
+        if worst is None
+        else f"{over[worst]:.3f} on {worst}; above on {above} of {len(over)}",
+        met=None if worst is None else not above,
     )
 
 
@@ -223,7 +272,7 @@ def _beats_greedies(tasks: Sequence[Task], method: str) -> Expectation:
     known = {g: p for g, p in all_paired.items() if p is not None}
     return Expectation(
         expected=f"`{method}` beats each of the papers' greedies on the papers' own "
-        f"tasks (`{SEED_FAMILY}`; geometric mean of measured critical paths below 1)",
+        f"tasks (`{SEED_FAMILY}`; geometric mean below 1)",
         found="; ".join(f"{g} {p.text()}" for g, p in known.items()) or "no task",
         met=all(p.mean < 1 for p in known.values()) if known else None,
     )

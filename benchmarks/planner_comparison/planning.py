@@ -27,6 +27,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError
 
 from harness.models import build_collection
+from planner_comparison.clusters import CLUSTERS
 from planner_comparison.paired import OURS
 from planner_comparison.plans import NotRunError, RunPlan, read_plan
 from planner_comparison.rivals import Costs, Rival, load_costs, make_rivals
@@ -125,7 +126,8 @@ class _Worker:
 
     settings: PlanningSettings
     rivals: dict[str, Rival]
-    costs: dict[int, Costs]
+    costs: dict[tuple[str, int], Costs]
+    """By cluster and ranks."""
 
 
 def _prepare(settings: PlanningSettings) -> None:
@@ -139,13 +141,13 @@ def _prepare(settings: PlanningSettings) -> None:
 
 
 def _plan(name: str, task: Task) -> Outcome:
-    settings = _Worker.settings
-    world_size = task.world_size
-    if world_size not in _Worker.costs:
-        _Worker.costs[world_size] = load_costs(
-            settings.cost_model, settings.device, world_size
+    settings, key = _Worker.settings, (task.cluster, task.world_size)
+    if key not in _Worker.costs:
+        cluster = CLUSTERS[task.cluster]
+        _Worker.costs[key] = load_costs(
+            settings.cost_model, settings.device, cluster, task.world_size
         )
-    costs, rival = _Worker.costs[world_size], _Worker.rivals[name]
+    costs, rival = _Worker.costs[key], _Worker.rivals[name]
     outcome = ask(rival, task, costs, settings.device, settings.plan_seconds)
     gc.collect()
     return outcome

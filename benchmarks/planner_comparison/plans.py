@@ -10,7 +10,7 @@ Shapes: `W` ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,9 @@ ROW_TYPES = ("row_wise", "table_row_wise")
 """On one node both spread a table's rows over all ranks."""
 REPLICAS = "data_parallel"
 
+_COMMS = ("index_comms", "fwd_comms", "bwd_comms")
 _ID_BYTES, _LENGTH_BYTES = 8, 8
 """Ids and lengths of a KeyedJaggedTensor are int64."""
-
-COLUMN_ORDER = "column_order"
 
 
 class NotRunError(Exception):
@@ -45,22 +44,39 @@ class KernelSet:
     """In one order: equal sets are measured once."""
     batch_size: int
     """Samples that the kernel sees."""
+    copy: int = 0
+    """Sets that differ in it alone are timed apart, as if they were different ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnOrder:
+    """The kernel that puts split tables' columns in order, the same on all ranks."""
+
+    widths: tuple[int, ...]
+    """Columns of each part, as they come."""
+    batch_size: int
+    """Samples of a rank."""
+    copy: int = 0
+    """As in `KernelSet`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective, or the reordering of columns, of all ranks."""
+    """One collective of all ranks."""
 
     kind: str
-    """One of `records.COLLECTIVES`, or COLUMN_ORDER."""
+    """One of `records.COLLECTIVES`."""
     bytes_per_peer: tuple[int, ...]
-    """As in `CommsRecord`; empty for COLUMN_ORDER."""
+    """As in `CommsRecord`."""
     batch_size: int
     """Samples of a rank."""
     lengths_share: float = 0.5
     """Of `index`: share of the bytes that are lengths."""
-    widths: tuple[int, ...] = ()
-    """Of COLUMN_ORDER: columns of each part."""
+
+
+Kernel = KernelSet | ColumnOrder
+Times = Mapping[Kernel, tuple[float, float]]
+"""Forward and backward of each kernel [ms]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +86,8 @@ class Stage:
     sharding_type: str
     kernels: tuple[KernelSet | None, ...]
     """Of each rank; None where it holds nothing."""
+    column_order: ColumnOrder | None = None
+    """None: no table is split."""
     index_comms: tuple[Collective, ...] = ()
     fwd_comms: tuple[Collective, ...] = ()
     bwd_comms: tuple[Collective, ...] = ()
@@ -92,10 +110,26 @@ class RunPlan:
     """Tables in several column shards."""
 
     @property
-    def kernels(self) -> list[KernelSet]:
+    def kernels(self) -> list[Kernel]:
         """All kernels of all ranks, each once."""
-        sets = (k for stage in self.stages for k in stage.kernels if k is not None)
-        return list(dict.fromkeys(sets))
+        ran = (k for s in self.stages for k in (*s.kernels, s.column_order))
+        return list(dict.fromkeys(k for k in ran if k is not None))
+
+    def again(self) -> RunPlan:
+        """Return the same plan, to be timed as if it were another."""
+
+        def copied(kernel: Any) -> Any:
+            return None if kernel is None else dataclasses.replace(kernel, copy=1)
+
+        stages = (
+            dataclasses.replace(
+                stage,
+                kernels=tuple(map(copied, stage.kernels)),
+                column_order=copied(stage.column_order),
+            )
+            for stage in self.stages
+        )
+        return dataclasses.replace(self, stages=tuple(stages))
 
     @property
     def collectives(self) -> list[Collective]:
@@ -182,12 +216,12 @@ def _stage(kind: str, shards: Sequence[_Shard], task: Task) -> Stage:
         backward = (_even("all_gather", each, local, task),)
     else:
         sent = tuple(OUTPUT_BYTES_PER_VALUE * local * c for c in columns)
-        order = _column_order(by_rank, local)
-        forward = (Collective("pooled_forward", sent, local), *order)
-        backward = (*order, Collective("pooled_backward", sent, local))
+        forward = (Collective("pooled_forward", sent, local),)
+        backward = (Collective("pooled_backward", sent, local),)
     return Stage(
         sharding_type=kind,
         kernels=kernels,
+        column_order=None if kind in ROW_TYPES else _column_order(by_rank, local),
         index_comms=(_index(by_rank, task),),
         fwd_comms=forward,
         bwd_comms=backward,
@@ -226,38 +260,38 @@ def _index(by_rank: Sequence[Sequence[_Shard]], task: Task) -> Collective:
 
 def _column_order(
     by_rank: Sequence[Sequence[_Shard]], local: int
-) -> tuple[Collective, ...]:
+) -> ColumnOrder | None:
     """Return the reordering of outputs, if TorchRec does one: some table is split."""
     parts = [s for held in by_rank for s in sorted(held, key=_order)]
     if len({s.number for s in parts}) == len(parts):
-        return ()
-    return (Collective(COLUMN_ORDER, (), local, 0.0, tuple(map(_columns, parts))),)
+        return None
+    return ColumnOrder(tuple(map(_columns, parts)), local)
 
 
 def predict_kernels(
-    kernels: Sequence[KernelSet], cost_model: CostModel
-) -> dict[KernelSet, tuple[float, float]]:
-    """Predict forward and backward of each kernel set [ms]."""
+    kernels: Sequence[Kernel],
+    cost_model: CostModel,
+    comms_model: CommsModel,
+    ranks: int,
+) -> Times:
+    """Predict forward and backward of each kernel [ms]."""
     predicted = {}
     for kernel in kernels:
-        sums = cost_model.encode(table_features(kernel.shards, kernel.batch_size))
-        forward, backward = cost_model.predict_sums(sums.sum(axis=0, keepdims=True))[0]
-        predicted[kernel] = (float(forward), float(backward))
+        if isinstance(kernel, ColumnOrder):
+            columns = np.array([float(sum(kernel.widths))])
+            found = comms_model.column_order(columns, kernel.batch_size * ranks)
+        else:
+            sums = cost_model.encode(table_features(kernel.shards, kernel.batch_size))
+            found = cost_model.predict_sums(sums.sum(axis=0, keepdims=True))
+        predicted[kernel] = (float(found[0, 0]), float(found[0, 1]))
     return predicted
 
 
 def predict_collective(
     collective: Collective, comms_model: CommsModel, world_size: int
-) -> tuple[float, float]:
-    """Predict a collective in the forward and in the backward pass [ms].
-
-    Of collectives that run in one of them only, both figures are the same.
-    """
+) -> float:
+    """Predict a collective [ms]."""
     batch = collective.batch_size * world_size
-    if collective.kind == COLUMN_ORDER:
-        columns = np.array([float(sum(collective.widths))])
-        forward, backward = comms_model.column_order(columns, batch)[0]
-        return float(forward), float(backward)
     bytes_1W = np.array([collective.bytes_per_peer], dtype=np.float64)
     columns_1W = bytes_1W / (OUTPUT_BYTES_PER_VALUE * collective.batch_size)
     if collective.kind == "index":
@@ -270,13 +304,11 @@ def predict_collective(
     else:
         both = comms_model.all_to_all(columns_1W, batch)
         ms = both[..., int(collective.kind == "pooled_backward")].max()
-    return float(ms), float(ms)
+    return float(ms)
 
 
 def add_up(
-    plan: RunPlan,
-    kernels: dict[KernelSet, tuple[float, float]],
-    collectives: dict[Collective, tuple[float, float]],
+    plan: RunPlan, kernels: Times, collectives: Mapping[Collective, float]
 ) -> dict[str, Any]:
     """Put times together as `simulator.critical_path` does.
 
@@ -285,29 +317,28 @@ def add_up(
 
     Args:
         plan: What runs.
-        kernels: Forward and backward of each set [ms].
-        collectives: Forward and backward of each [ms]; empty leaves them out.
+        kernels: Forward and backward of each kernel [ms].
+        collectives: Each one's time [ms]; empty leaves them out.
     """
-    path = dict.fromkeys(
-        ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute"), 0.0
-    )
+    path = dict.fromkeys(("fwd_compute", "bwd_compute", *_COMMS), 0.0)
     ranks = np.zeros((len(plan.rank_bytes), 2))
     for stage in plan.stages:
         both = np.array([kernels[k] if k else (0.0, 0.0) for k in stage.kernels])
+        order = kernels[stage.column_order] if stage.column_order else (0.0, 0.0)
+        both += order
         ranks += both
         path["fwd_compute"] += float(both[:, 0].max())
         path["bwd_compute"] += float(both[:, 1].max())
-        for name, direction in (("index_comms", 0), ("fwd_comms", 0), ("bwd_comms", 1)):
+        for name in _COMMS:
             path[name] += sum(
-                collectives[c][direction] for c in getattr(stage, name) if collectives
+                collectives[c] for c in getattr(stage, name) if collectives
             )
     totals = ranks.sum(axis=1)
     return {
         "critical_path_ms": sum(path.values()),
         "kernel_path_ms": path["fwd_compute"] + path["bwd_compute"],
+        "collectives_ms": sum(path[name] for name in _COMMS),
         "worst_rank_ms": float(totals.max()),
-        "worst_fwd_ms": float(ranks[:, 0].max()),
-        "worst_bwd_ms": float(ranks[:, 1].max()),
         "worst_over_mean": float(totals.max() / totals.mean()),
         "phases_ms": path,
         "ranks_ms": [[round(float(v), 4) for v in row] for row in ranks],

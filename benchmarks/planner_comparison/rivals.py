@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -22,8 +24,11 @@ from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
 
+from planner_comparison.clusters import CLUSTERS, GLOO, Cluster
+from planner_comparison.embark import HottestSplitSearcher
 from planner_comparison.paired import (
     BEST_PRACTICE,
+    FITTED,
     OURS,
     PAPER,
     PAPER_NETS,
@@ -37,29 +42,35 @@ from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSear
 from torchrec_neuroshard.baselines.neuroshard_models import load_models, shipped_models
 from torchrec_neuroshard.baselines.policies import PolicySearcher
 from torchrec_neuroshard.cost_models import (
-    BandwidthCommsModel,
     CommsModel,
     CostModel,
+    PhysicalCostModel,
+    StockCostModel,
     load_comms_model,
     load_cost_model,
 )
+from torchrec_neuroshard.cost_models.comms_published import (
+    CollectiveConstants,
+    PublishedCommsModel,
+)
+from torchrec_neuroshard.cost_models.loading import physical_estimate
+from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.search import Searcher, make_searcher
+from torchrec_neuroshard.workloads import generate_dlrm_tables
 
 MIN_PARTITION = 32
-_GB_PER_S = 600.0
-"""Where no collectives are known: TorchRec's default, of no particular machine."""
+_FITTED_SETS, _FITTED_TABLES = 64, 8
+"""Sets of so many tables, to which TorchRec's bandwidth is fitted."""
+_BYTES_PER_MS = 1e6
+"""Of a GB/s, in TorchRec's units."""
 _CPU_FUSED_SHARE = 0.5
 """Of the memory's bandwidth, what TorchRec expects a fused kernel on a CPU to reach."""
 _COLUMN_AND_TABLE = ["table_wise", "column_wise"]
-_NO_GRID = [
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "table_column_wise",
-    "row_wise",
-    "table_row_wise",
-]
+_ALL_TYPES = ["data_parallel", *_COLUMN_AND_TABLE, "table_column_wise", "row_wise"]
+_IN_NODE = "table_row_wise"
+"""Run as `row_wise` is, where all ranks are of one node; not offered elsewhere, as is
+no grid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +79,7 @@ class Costs:
 
     compute: CostModel
     comms: CommsModel
-    """Of the task's ranks."""
+    """Of the task's ranks and cluster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,8 +131,15 @@ def make_rivals(
 def _ours() -> Iterator[Rival]:
     yield Rival(
         name=OURS,
-        about="this planner as a user gets it",
+        about="this planner as a user gets it, all sharding types",
         make=lambda task, costs, device: _neuroshard(task, costs, device),
+    )
+    yield Rival(
+        name="default, columns only",
+        about="the same, table- and column-wise",
+        make=lambda task, costs, device: _neuroshard(
+            task, costs, device, types=_COLUMN_AND_TABLE
+        ),
     )
     yield Rival(
         name="default, tables whole",
@@ -130,6 +148,18 @@ def _ours() -> Iterator[Rival]:
             task, costs, device, make_searcher("default"), types=["table_wise"]
         ),
     )
+    yield Rival(
+        name="default, nothing measured",
+        about="this planner on the physical estimate of kernels, all sharding types",
+        make=lambda task, costs, device: _neuroshard(
+            task, dataclasses.replace(costs, compute=_estimate(device)), device
+        ),
+    )
+
+
+@functools.cache
+def _estimate(device: str) -> PhysicalCostModel:
+    return physical_estimate(device)
 
 
 def _learned(paper_nets: Path | None, hardware: str) -> Iterator[Rival]:
@@ -180,6 +210,11 @@ def _greedies() -> Iterator[Rival]:
 
 def _solvers(seconds: float) -> Iterator[Rival]:
     yield _search_rival(
+        "embark",
+        "EMBark's published loop (split the hottest shard, place, repeat) on our costs",
+        HottestSplitSearcher,
+    )
+    yield _search_rival(
         "milp",
         f"mixed-integer program on costs of single shards, {seconds:g} s",
         lambda: MilpSearcher(MilpConfig(time_budget_seconds=seconds)),
@@ -200,13 +235,19 @@ def _stock() -> Iterator[Rival]:
             }
             best = parts.pop("best_practice", False)
             in_hbm = parts.pop("in_hbm", False)
+            fitted = parts.pop("fitted", False)
             return EmbeddingShardingPlanner(
-                topology=_topology(task, "cuda" if in_hbm else device, device),
+                topology=_topology(
+                    task,
+                    "cuda" if in_hbm else device,
+                    device,
+                    fitted_gb_per_s(costs.compute, device) if fitted else None,
+                ),
                 batch_size=task.batch_size // task.world_size,
                 storage_reservation=FixedPercentageStorageReservation(0.0),
                 constraints=_constraints(
                     task,
-                    _COLUMN_AND_TABLE if best else _NO_GRID,
+                    _COLUMN_AND_TABLE if best else (),
                     MIN_PARTITION if best else None,
                 ),
                 debug=False,
@@ -216,12 +257,25 @@ def _stock() -> Iterator[Rival]:
         return planner
 
     yield Rival(
-        name="torchrec", about="TorchRec's planner, pooling factors", make=make()
+        name="torchrec",
+        about="TorchRec's planner, pooling factors, all sharding types",
+        make=make(),
     )
     yield Rival(
         name=BEST_PRACTICE,
         about=f"the same, table- and column-wise, min_partition={MIN_PARTITION}",
         make=make(best_practice=True),
+    )
+    fitted = "its memory bandwidth fitted to our cost model"
+    yield Rival(
+        name=FITTED,
+        about=f"best practice, {fitted}",
+        make=make(best_practice=True, fitted=True),
+    )
+    yield Rival(
+        name="torchrec, all types, fitted",
+        about=f"all sharding types, {fitted}",
+        make=make(fitted=True),
     )
     counted = "memory counted as HBM, which alone it looks at"
     yield Rival(
@@ -264,7 +318,7 @@ def _neuroshard(
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         constraints=_constraints(
-            task, types or (_NO_GRID if searcher is None else _COLUMN_AND_TABLE), None
+            task, types or (() if searcher is None else _COLUMN_AND_TABLE), None
         ),
         cost_model=costs.compute,
         comms_model=costs.comms,
@@ -274,22 +328,66 @@ def _neuroshard(
     )
 
 
-def _topology(task: Task, planned_for: str, device: str) -> Topology:
-    memory = {f"{'hbm' if planned_for == 'cuda' else 'ddr'}_cap": task.memory_bytes}
+def _topology(
+    task: Task, planned_for: str, device: str, gb_per_s: float | None = None
+) -> Topology:
+    """Describe the cluster to TorchRec: memory, and what is published of its links.
+
+    Args:
+        task: Says the cluster.
+        planned_for: Device type that TorchRec is told.
+        device: The true one.
+        gb_per_s: Of the memory, where TorchRec's default is not to be taken.
+    """
+    memory = "hbm" if planned_for == "cuda" else "ddr"
+    cluster = CLUSTERS[task.cluster]
+    given: dict[str, Any] = {
+        f"{memory}_cap": task.memory_bytes,
+        "intra_host_bw": cluster.intra_gb_per_s * _BYTES_PER_MS,
+        "inter_host_bw": cluster.inter_gb_per_s * _BYTES_PER_MS,
+    }
+    if gb_per_s is not None:
+        given[f"{memory}_mem_bw"] = gb_per_s * _BYTES_PER_MS
     if planned_for != device:
         # The same kernels in memory of the same speed, by another name.
-        memory["hbm_mem_bw"] = _CPU_FUSED_SHARE * DDR_MEM_BW
+        given["hbm_mem_bw"] = _CPU_FUSED_SHARE * DDR_MEM_BW
     return Topology(
         world_size=task.world_size,
-        local_world_size=task.world_size,
+        local_world_size=cluster.local_world_size(task.world_size),
         compute_device=planned_for,
-        **memory,
+        **given,
     )
+
+
+@functools.cache
+def fitted_gb_per_s(compute: CostModel, device: str, batch_size: int = 4_096) -> float:
+    """Return the bandwidth with which TorchRec's formula comes nearest to a cost model.
+
+    Fitted to sets of generated tables: the median of the ratios of whole sets.
+    """
+    rng = np.random.default_rng(0)
+    tables = [t for t in generate_dlrm_tables(seed=1) if t.pooling_factor > 0]
+    ratios = []
+    for _ in range(_FITTED_SETS):
+        chosen = [
+            tables[i].with_width(int(rng.choice((16, 32, 64, 128))))
+            for i in rng.choice(len(tables), _FITTED_TABLES, replace=False)
+        ]
+        features = table_features(chosen, batch_size)
+        ids = np.zeros(len(chosen), dtype=np.int64)
+        stock, ours = (
+            m.predict_sets(features, ids, 1).sum()
+            for m in (StockCostModel(1.0), compute)
+        )
+        ratios.append(stock / ours)
+    return float(np.median(ratios)) / (_CPU_FUSED_SHARE if device == "cpu" else 1.0)
 
 
 def _constraints(
     task: Task, types: Sequence[str], min_partition: int | None
 ) -> dict[str, ParameterConstraints]:
+    one_node = task.world_size <= CLUSTERS[task.cluster].ranks_per_node
+    types = types or [*_ALL_TYPES, *([_IN_NODE] if one_node else [])]
     return {
         t.name: ParameterConstraints(
             pooling_factors=[t.pooling_factor],
@@ -301,7 +399,34 @@ def _constraints(
     }
 
 
-def load_costs(cost_model: str, device: str, world_size: int) -> Costs:
+class _ClusterComms(PublishedCommsModel):
+    """Our estimate of a cluster's collectives, with this device's own column order."""
+
+    def __init__(
+        self, cluster: Cluster, world_size: int, device: CommsModel | None
+    ) -> None:
+        super().__init__(
+            CollectiveConstants(
+                intra_gb_per_s=cluster.intra_gb_per_s,
+                inter_gb_per_s=cluster.inter_gb_per_s,
+            ),
+            world_size=world_size,
+            local_world_size=cluster.local_world_size(world_size),
+        )
+        self._device = device
+
+    def column_order(
+        self, columns_C: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """See `CommsModel.column_order`."""
+        if self._device is None:
+            return super().column_order(columns_C, batch_size)
+        return self._device.column_order(columns_C, batch_size)
+
+
+def load_costs(
+    cost_model: str, device: str, cluster: Cluster, world_size: int
+) -> Costs:
     """Return the costs that planners are given, and that plans are predicted by.
 
     Ranks' kernels do not slow each other down in them: kernels are timed one rank after
@@ -310,22 +435,19 @@ def load_costs(cost_model: str, device: str, world_size: int) -> Costs:
     Args:
         cost_model: A bundle's name or folder, or "auto".
         device: `cpu` or `cuda`.
+        cluster: Whose links count.
         world_size: Ranks.
     """
-    known = load_comms_model(
+    measured = load_comms_model(
         cost_model,
         device_type=device,
         world_size=world_size,
-        local_world_size=world_size,
+        local_world_size=cluster.local_world_size(world_size),
     )
-    comms = copy.copy(
-        known
-        or BandwidthCommsModel(
-            world_size=world_size,
-            local_world_size=world_size,
-            intra_gb_per_s=_GB_PER_S,
-            inter_gb_per_s=_GB_PER_S,
-        )
-    )
+    comms = copy.copy(measured)
+    if cluster.name != GLOO or comms is None:
+        # Where nothing was measured, the order of columns costs nothing.
+        comms = _ClusterComms(cluster, world_size, measured)
     comms.compute_slowdown = (1.0, 1.0)
-    return Costs(compute=load_cost_model(cost_model, device_type=device), comms=comms)
+    compute = load_cost_model(cost_model, device_type=device)
+    return Costs(compute=compute, comms=comms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -12,32 +13,51 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import torch
+from pyarrow import compute, parquet
 
 from harness.provenance import commit, now
+from planner_comparison.clusters import CLUSTERS, GLOO, Cluster, clusters_of
 from planner_comparison.collectives import RankGroup
-from planner_comparison.kernels import KernelSettings, KernelTimer
+from planner_comparison.kernels import KernelSettings, KernelTimer, Pass
 from planner_comparison.page import short_table, write_pages
+from planner_comparison.paired import AGAIN, OURS
 from planner_comparison.planning import Outcome, Planners, PlanningSettings
 from planner_comparison.plans import (
     Collective,
-    RunPlan,
+    Kernel,
+    Times,
     add_up,
     predict_collective,
     predict_kernels,
 )
-from planner_comparison.rivals import Costs, load_costs
+from planner_comparison.rivals import load_costs
 from planner_comparison.tasks import FAMILIES, Task, TaskSettings, make_tasks
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
-from torchrec_neuroshard.cost_models import CommsModel
+from torchrec_neuroshard.cost_models import load_cost_model
 
-SCHEMA_VERSION = 1
-_FREE_OPTIONS = ("out", "stop_after", "pages_only")
+SCHEMA_VERSION = 2
+_AGAIN = (
+    {
+        "name": AGAIN,
+        "about": f"the plan of `{OURS}`, its kernels timed as if they were others",
+        "training": {},
+    },
+)
+_FREE_OPTIONS = (
+    "out",
+    "stop_after",
+    "pages_only",
+    "least_speed",
+    "num_tasks",
+    "every",
+)
 """Options that may differ when a run goes on."""
 
 
@@ -57,40 +77,34 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--planners", nargs="*", help="only these")
     parser.add_argument("--families", nargs="*", choices=sorted(FAMILIES))
-    parser.add_argument("--collectives", choices=("measured", "predicted", "none"))
-    parser.add_argument(
-        "--most-measured-ranks",
-        type=int,
-        default=8,
-        help="collectives of more ranks are predicted",
-    )
-    parser.add_argument("--batch-size", type=int, default=2_048, help="over all ranks")
+    parser.add_argument("--clusters", nargs="*", choices=sorted(CLUSTERS))
+    parser.add_argument("--batch-size", type=int, help="over all ranks, of every task")
     parser.add_argument("--max-rows", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plan-seconds", type=float, default=60.0)
     parser.add_argument("--solver-seconds", type=float, default=4.0)
     parser.add_argument("--planning-processes", type=int, default=2)
-    parser.add_argument("--kernel-rounds", type=int, default=3)
-    parser.add_argument("--kernel-passes", type=int, default=2, help="of a round")
+    parser.add_argument("--kernel-rounds", type=int, default=5)
+    parser.add_argument("--kernel-passes", type=int, default=1, help="of a round")
     parser.add_argument("--comms-rounds", type=int, default=3)
     parser.add_argument("--comms-passes", type=int, default=3, help="of a round")
+    parser.add_argument(
+        "--least-speed",
+        type=float,
+        default=0.9,
+        help="end where the machine is slower than this share of its nominal speed",
+    )
     parser.add_argument("--num-tasks", type=int, help="only the first")
+    parser.add_argument("--every", type=int, default=1, help="only every so many task")
     parser.add_argument("--stop-after", type=float, help="seconds; go on another time")
     parser.add_argument("--quick", action="store_true", help="a dry run: few, small")
     parser.add_argument(
         "--pages-only", action="store_true", help="write the pages of <out>.json again"
     )
     options = parser.parse_args(arguments)
-    on_cpu = torch.device(options.device).type == "cpu"
-    if options.collectives is None:
-        options.collectives = "measured" if on_cpu else "predicted"
-    if options.collectives == "measured" and not on_cpu:
-        parser.error(
-            "collectives are measured among processes on CPUs; with --device "
-            f"{options.device} give --collectives predicted or none"
-        )
     if options.quick:
         options.max_rows = min(options.max_rows, 20_000)
+        options.batch_size = options.batch_size or 2_048
         options.plan_seconds = min(options.plan_seconds, 10.0)
         options.solver_seconds = min(options.solver_seconds, 1.0)
         for name in ("kernel_rounds", "comms_rounds"):
@@ -113,7 +127,11 @@ class Comparison:
         )
         tasks = make_tasks(options.tables, settings)
         wanted = options.families or list(FAMILIES)
-        self.tasks = [t for t in tasks if t.family in wanted][: options.num_tasks]
+        self._clusters = set(options.clusters or CLUSTERS)
+        if self._device.type != "cpu":
+            self._clusters.discard(GLOO)
+        chosen = [t for t in tasks if t.family in wanted and self._clusters_of(t)]
+        self.tasks = chosen[:: options.every][: options.num_tasks]
         planning = PlanningSettings(
             names=None if options.planners is None else tuple(options.planners),
             paper_nets=options.neuroshard_nets,
@@ -124,15 +142,21 @@ class Comparison:
         )
         self._rivals = planning.rivals()
         self._planners = Planners(planning, options.planning_processes)
-        self._cost_model = self._costs(1).compute
+        self._cost_model = load_cost_model(
+            options.cost_model, device_type=self._device.type
+        )
         self._timer = KernelTimer(
             self._device,
             max(t.memory_bytes for t in self.tasks),
             getattr(self._cost_model, "reference_ms", 0.0),
             KernelSettings(rounds=options.kernel_rounds, passes=options.kernel_passes),
         )
-        self._groups: dict[int, RankGroup] = {}
+        self._group: RankGroup | None = None
         self.data = self._open()
+
+    def _clusters_of(self, task: Task) -> list[Cluster]:
+        known = clusters_of(task.world_size)
+        return [c for c in known if c.name in self._clusters]
 
     def _open(self) -> dict[str, Any]:
         """Return what the file holds, or a new beginning."""
@@ -170,13 +194,16 @@ class Comparison:
                 "hardware": self._cost_model.hardware,
                 "source": self._cost_model.source,
                 "reference_ms": self._timer.reference_ms,
-                "comms_source": self._costs(4).comms.source,
             },
+            "clusters": {n: CLUSTERS[n].about for n in CLUSTERS if n in self._clusters},
             "options": options,
             "families": FAMILIES,
             "rivals": [
-                {"name": r.name, "about": r.about, "training": r.training()}
-                for r in self._rivals
+                *(
+                    {"name": r.name, "about": r.about, "training": r.training()}
+                    for r in self._rivals
+                ),
+                *_AGAIN[: any(r.name == OURS for r in self._rivals)],
             ],
             "num_tasks": len(self.tasks),
             "tasks": [],
@@ -185,14 +212,25 @@ class Comparison:
     def run(self) -> None:
         """Do the tasks that are left, writing after each."""
         start = time.monotonic()
-        done = {t["name"] for t in self.data["tasks"]}
+        done = {t["task"] for t in self.data["tasks"]}
         for number, task in enumerate(self.tasks):
             if task.name in done:
                 continue
-            self.data["tasks"].append(self._run_task(task))
+            found = self._run_task(task)
+            speed = found[0]["machine_speed"]
+            if speed < self._options.least_speed:
+                print(
+                    f"ended: the machine ran at {speed:.2f} of its usual speed during "
+                    f"{task.name}, below {self._options.least_speed:g}; it is not "
+                    "kept, and the same command goes on with it",
+                    flush=True,
+                )
+                break
+            self.data["tasks"] += found
             self.data["updated"] = now()
             write_pages(self.data, self._options.out)
-            self._say(number, self.data["tasks"][-1], time.monotonic() - start)
+            for entry in found:
+                self._say(number, entry, time.monotonic() - start)
             limit = self._options.stop_after
             if limit is not None and time.monotonic() - start > limit:
                 print("stopped; the same command goes on", flush=True)
@@ -201,83 +239,106 @@ class Comparison:
     def close(self) -> None:
         """End what was started."""
         self._planners.close()
-        for group in self._groups.values():
-            group.close()
+        if self._group is not None:
+            self._group.close()
 
-    def _run_task(self, task: Task) -> dict[str, Any]:
-        costs = self._costs(task.world_size)
+    def _run_task(self, task: Task) -> list[dict[str, Any]]:
+        """Plan a task for each cluster and time the kernels of all plans together."""
         clock = [time.monotonic()]
-        outcomes = self._planners.plan(task)
-        plans = {n: o.plan for n, o in outcomes.items() if o.plan is not None}
+        judged: list[tuple[Task, Cluster, dict[str, Outcome]]] = []
+        for cluster in self._clusters_of(task):
+            own = dataclasses.replace(task, cluster=cluster.name)
+            outcomes = self._planners.plan(own)
+            ours = outcomes.get(OURS)
+            if ours is not None and ours.plan is not None:
+                again = dataclasses.replace(ours, plan=ours.plan.again())
+                outcomes[AGAIN] = again
+            judged.append((own, cluster, outcomes))
         clock.append(time.monotonic())
-        kernels, passes = self._timer.measure(list(plans.values()))
-        speed = self._timer.machine_speed
+        plans = [o.plan for _, _, some in judged for o in some.values() if o.plan]
+        raw = self._timer.measure(plans)
+        speed = self._timer.machine_speed(raw)
         clock.append(time.monotonic())
-        how, collectives = self._run_collectives(task, plans, costs.comms, speed)
-        clock.append(time.monotonic())
-        everything = RunPlan(
-            stages=tuple(s for p in plans.values() for s in p.stages),
-            rank_bytes=(),
-            num_shards=0,
-            num_split=0,
+        self._keep_passes(task, raw)
+        times = self._timer.medians(raw)
+        numbers = {kernel: number for number, kernel in enumerate(raw)}
+        shared = {
+            "commit": commit(),
+            "created": now(),
+            "machine_speed": round(speed, 4),
+            "seconds": {
+                "planning": round(clock[1] - clock[0], 2),
+                "kernels": round(clock[2] - clock[1], 2),
+            },
+        }
+        return [
+            {**own.to_json(), **shared, "planners": entries}
+            for own, cluster, outcomes in judged
+            for entries in [self._judge(own, cluster, outcomes, times, numbers)]
+        ]
+
+    def _judge(
+        self,
+        task: Task,
+        cluster: Cluster,
+        outcomes: dict[str, Outcome],
+        times: Times,
+        numbers: dict[Kernel, int],
+    ) -> dict[str, Any]:
+        """Say what the plans for a cluster take, and what was predicted."""
+        options = self._options
+        costs = load_costs(
+            options.cost_model, self._device.type, cluster, task.world_size
         )
-        predicted_kernels = predict_kernels(everything.kernels, self._cost_model)
-        predicted_collectives = _predict(everything.collectives, costs.comms, task)
+        plans = [o.plan for o in outcomes.values() if o.plan is not None]
+        collectives = list(dict.fromkeys(c for p in plans for c in p.collectives))
+        kernels = list(dict.fromkeys(k for p in plans for k in p.kernels))
+        expected_kernels = predict_kernels(
+            kernels, costs.compute, costs.comms, task.world_size
+        )
+        expected = {
+            c: predict_collective(c, costs.comms, task.world_size) for c in collectives
+        }
+        taken = self._collectives(cluster, collectives)
         entries = {}
         for name, outcome in outcomes.items():
             entry = entries[name] = _entry(outcome, task)
             if outcome.plan is None:
                 continue
-            entry["predicted"] = add_up(
-                outcome.plan,
-                predicted_kernels,
-                predicted_collectives if how != "none" else {},
-            )
-            entry["measured"] = add_up(outcome.plan, kernels, collectives)
-            entry["passes"] = min(passes[k] for k in outcome.plan.kernels)
-        return {
-            **task.to_json(),
-            "commit": commit(),
-            "created": now(),
-            "collectives": how,
-            "machine_speed": speed,
-            "seconds": {
-                name: round(end - begin, 2)
-                for name, begin, end in zip(
-                    ("planning", "kernels", "collectives"),
-                    clock,
-                    clock[1:],
-                    strict=False,
-                )
-            },
-            "planners": entries,
-        }
+            entry["predicted"] = add_up(outcome.plan, expected_kernels, expected)
+            entry["measured"] = add_up(outcome.plan, times, taken)
+            entry["kernels"] = [
+                [-1 if k is None else numbers[k] for k in stage.kernels]
+                for stage in outcome.plan.stages
+            ]
+        return entries
 
-    def _run_collectives(
-        self,
-        task: Task,
-        plans: dict[str, RunPlan],
-        comms_model: CommsModel,
-        speed: float,
-    ) -> tuple[str, dict[Collective, tuple[float, float]]]:
-        """Return how the collectives' times were had, and the times."""
-        how = self._options.collectives
-        wanted = list(dict.fromkeys(c for p in plans.values() for c in p.collectives))
-        if how == "none":
-            return how, {}
-        if how == "predicted" or task.world_size > self._options.most_measured_ranks:
-            return "predicted", _predict(wanted, comms_model, task)
-        group = self._groups.get(task.world_size)
-        if group is None:
-            group = self._groups[task.world_size] = RankGroup(task.world_size)
-        taken = group.measure(
-            wanted, self._options.comms_rounds, self._options.comms_passes
-        )
-        return how, {c: (f * speed, b * speed) for c, (f, b) in taken.items()}
+    def _collectives(
+        self, cluster: Cluster, collectives: Sequence[Collective]
+    ) -> dict[Collective, float]:
+        """Return what collectives take on a cluster [ms]."""
+        if cluster.name != GLOO:
+            return {c: cluster.collective_ms(c) for c in collectives}
+        if self._group is None:
+            self._group = RankGroup(2)
+        rounds, passes = self._options.comms_rounds, self._options.comms_passes
+        return self._group.measure(collectives, rounds, passes)
 
-    def _costs(self, world_size: int) -> Costs:
-        options = self._options
-        return load_costs(options.cost_model, self._device.type, world_size)
+    def _keep_passes(self, task: Task, raw: Mapping[Kernel, Sequence[Pass]]) -> None:
+        """Add every pass of a task's kernels to `<out>_passes.parquet`."""
+        rows = [
+            {"task": task.name, "kernel": number, **asdict(one)}
+            for number, passes in enumerate(raw.values())
+            for one in passes
+        ]
+        path = self._options.out.with_name(f"{self._options.out.name}_passes.parquet")
+        table = pyarrow.Table.from_pylist(rows)
+        if path.exists():
+            known = parquet.read_table(path)
+            others = known.filter(compute.field("task") != task.name)
+            table = pyarrow.concat_tables([others, table])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, path)
 
     def _say(self, number: int, entry: dict[str, Any], seconds: float) -> None:
         shown = []
@@ -293,12 +354,6 @@ class Comparison:
             f"{entry['name']} {entry['seconds']}: {', '.join(shown)}",
             flush=True,
         )
-
-
-def _predict(
-    collectives: Sequence[Collective], comms_model: CommsModel, task: Task
-) -> dict[Collective, tuple[float, float]]:
-    return {c: predict_collective(c, comms_model, task.world_size) for c in collectives}
 
 
 def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""The tasks that planners are compared on: four families of table sets."""
+"""The tasks that planners are compared on: four families of table sets.
+
+Tables of the DLRM dataset and of EMBark are those that no cost model was trained on;
+MLPerf's are 26 in all, most of which were.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from torchrec_neuroshard.collect.sampling import SamplingConfig, is_held_out_table
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.tables import TableConfig
@@ -26,13 +31,18 @@ from torchrec_neuroshard.workloads import (
 FAMILIES: dict[str, str] = {
     "dlrm": "DLRM dataset, widths from 4 up to 4, 8, ... or 128 (the seed papers')",
     "mlperf": "MLPerf DLRM-v2, 26 tables of one width",
-    "embark": "EMBark T180 and T200, parts of them",
+    "embark": "EMBark T180 and T200, 30 tables of either",
     "production": "DLRM dataset, widths of published production configurations",
 }
 SEED_FAMILY = "dlrm"
 """What the learned methods' papers drew their tasks from."""
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd")
+BATCH_SIZES = (2_048, 4_096, 2_048, 8_192, 2_048, 4_096, 2_048, 16_384)
+"""Samples over all ranks, of tasks in turn."""
+WORLDS = (8, 4, 16)
+CHECKS = 4
+"""Tasks of two ranks, whose collectives are measured here."""
 TIGHT, ROOMY = 1.08, 1.6
 """Memory of a rank over an even share of all tables: every third task is tight."""
 ROOM_BYTES, ROOM_SHARES = 2**23, 2
@@ -61,6 +71,8 @@ class Task:
     """Samples over all ranks."""
     memory_bytes: int
     """Of each rank, for tables, optimizer state and what TorchRec counts beside."""
+    cluster: str = ""
+    """One of `clusters`, that it is planned for and judged on."""
 
     @property
     def optimizer(self) -> str:
@@ -68,10 +80,17 @@ class Task:
         return self.tables[0].optimizer
 
     def to_json(self) -> dict[str, Any]:
-        """What tells the task from others."""
-        tables = json.dumps([t.to_json() for t in self.tables], sort_keys=True)
+        """What tells the task from others; the hash is of what was drawn."""
+        tables = json.dumps(
+            [
+                (t.num_embeddings, t.embedding_dim, round(t.pooling_factor, 3))
+                for t in self.tables
+            ]
+        )
         return {
-            "name": self.name,
+            "name": f"{self.name}@{self.cluster}",
+            "task": self.name,
+            "cluster": self.cluster,
             "family": self.family,
             "num_tables": len(self.tables),
             "world_size": self.world_size,
@@ -93,8 +112,8 @@ def held_bytes(shard: TableConfig) -> int:
 class TaskSettings:
     """Size of the tasks."""
 
-    batch_size: int = 2_048
-    """Over all ranks: what the shipped policies were trained with."""
+    batch_size: int | None = None
+    """Over all ranks; None: as in BATCH_SIZES."""
     max_rows: int = 1_000_000
     """Longer tables are cut to this many rows."""
     seed: int = 0
@@ -111,13 +130,12 @@ def make_tasks(path: Path | None, settings: TaskSettings) -> list[Task]:
         settings: Their size.
     """
     sets = {} if path is None else load_json(path)
-    dlrm = sets.get(_DLRM) or generate_dlrm_tables(seed=settings.seed)
-    read = [t for t in dlrm if t.pooling_factor > 0]
+    dlrm = _unseen(sets.get(_DLRM) or generate_dlrm_tables(seed=settings.seed))
     families = {
-        "dlrm": list(_dlrm_tasks(read, settings)),
+        "dlrm": list(_dlrm_tasks(dlrm, settings)),
         "mlperf": list(_mlperf_tasks(settings)),
         "embark": list(_embark_tasks(sets, settings)),
-        "production": list(_production_tasks(read, settings)),
+        "production": list(_production_tasks(dlrm, settings)),
     }
     if settings.quick:
         return [tasks[0] for tasks in families.values() if tasks]
@@ -129,18 +147,25 @@ def make_tasks(path: Path | None, settings: TaskSettings) -> list[Task]:
     return [task for _, task in sorted(placed, key=lambda pair: pair[0])]
 
 
+def _unseen(tables: Sequence[TableConfig]) -> list[TableConfig]:
+    share = SamplingConfig().held_out_share
+    return [
+        t for t in tables if t.pooling_factor > 0 and is_held_out_table(t.name, share)
+    ]
+
+
 def _dlrm_tasks(
     tables: Sequence[TableConfig], settings: TaskSettings
 ) -> Iterator[Task]:
-    """Ten tasks each of 4 and 8 ranks, four of 16, over all widths of the papers."""
+    """Twelve tasks each of 4, 8 and 16 ranks, over all widths of the papers; checks."""
     rng = np.random.default_rng([settings.seed, 1])
-    worlds = (4, 8, 4, 8, 16, 4, 8, 4, 8, 4, 8, 16) * 2
+    worlds = [WORLDS[i % 3] for i in range(36)] + [2] * CHECKS
     widest = (128, 32, 64, 16, 8, 4)
     for number, world_size in enumerate(worlds):
         low, high = _SEED_TABLES
         # At 16 ranks, as in the papers, tasks of few tables make no sense.
         count = int(rng.integers(max(low, 2 * world_size), high + 1))
-        widths = power_of_two_widths(widest[number // 4 % len(widest)])
+        widths = power_of_two_widths(widest[number // 3 % len(widest)])
         if settings.quick:
             count, widths = _QUICK_TABLES, power_of_two_widths(64)
         chosen = _draw(rng, tables, count, widths)
@@ -151,34 +176,34 @@ def _production_tasks(
     tables: Sequence[TableConfig], settings: TaskSettings
 ) -> Iterator[Task]:
     rng = np.random.default_rng([settings.seed, 2])
-    for number in range(10):
-        world_size = (4, 8)[number % 2]
-        count = _QUICK_TABLES if settings.quick else int(rng.integers(20, 61))
+    for number in range(27):
+        world_size = WORLDS[number % 3]
+        low = max(20, 2 * world_size)
+        count = _QUICK_TABLES if settings.quick else int(rng.integers(low, 61))
         chosen = _draw(rng, tables, count, PRODUCTION_WIDTHS)
         yield _task("production", number, chosen, world_size, settings)
 
 
 def _mlperf_tasks(settings: TaskSettings) -> Iterator[Task]:
-    for number, (world_size, width) in enumerate(
-        ((4, 128), (8, 128), (4, 64), (8, 64), (4, 128), (8, 128))
-    ):
-        # The last two with fewer rows: other optimizer, other hit rates.
-        rows = settings.max_rows // (10 if number > 3 else 1)
+    for number in range(12):
+        # Every second one with fewer rows: other hit rates.
+        rows = settings.max_rows // (1, 10)[number % 2]
+        width = (128, 64)[number // 6]
         tables = list(mlperf_dlrm_v2(max_rows=rows, embedding_dim=width))
         chosen = tables[: _QUICK_TABLES if settings.quick else None]
-        yield _task("mlperf", number, chosen, world_size, settings)
+        yield _task("mlperf", number, chosen, WORLDS[number % 3], settings)
 
 
 def _embark_tasks(
     sets: dict[str, tuple[TableConfig, ...]], settings: TaskSettings
 ) -> Iterator[Task]:
     rng = np.random.default_rng([settings.seed, 3])
-    known = [list(t) for name, t in sets.items() if name.startswith(_EMBARK)]
-    for number in range(4 if known else 0):
-        tables = known[number // 2 % len(known)]
+    known = [_unseen(t) for name, t in sets.items() if name.startswith(_EMBARK)]
+    for number in range(12 if known else 0):
+        tables = known[number // 3 % len(known)]
         count = _QUICK_TABLES if settings.quick else _EMBARK_TABLES
         chosen = _draw(rng, tables, min(count, len(tables)), None)
-        yield _task("embark", number, chosen, (4, 8)[number % 2], settings)
+        yield _task("embark", number, chosen, WORLDS[number % 3], settings)
 
 
 def _cut(table: TableConfig, max_rows: int) -> dict[str, Any]:
@@ -214,7 +239,8 @@ def _task(
     world_size: int,
     settings: TaskSettings,
 ) -> Task:
-    optimizer = OPTIMIZERS[number // 2 % 2]
+    optimizer = OPTIMIZERS[number // 3 % 2]
+    batch_size = settings.batch_size or BATCH_SIZES[number % len(BATCH_SIZES)]
     own = tuple(
         dataclasses.replace(
             table,
@@ -225,20 +251,20 @@ def _task(
         for i, table in enumerate(tables)
     )
     world_size = 4 if settings.quick else world_size
-    tight = number % 3 == 2
+    tight = number // 3 % 3 == 2
     held = [held_bytes(t) for t in own]
     per_sample = sum(
         t.embedding_dim * t.num_features * OUTPUT_BYTES_PER_VALUE
         + t.pooling_factor * _ID_BYTES
         for t in own
     )
-    buffers = ROOM_SHARES * per_sample * settings.batch_size / world_size
+    buffers = ROOM_SHARES * per_sample * batch_size / world_size
     share = (TIGHT if tight else ROOMY) * sum(held) / world_size
     return Task(
         name=f"{family}-{number}-{len(own)}x{world_size}{'-tight' if tight else ''}",
         family=family,
         tables=own,
         world_size=world_size,
-        batch_size=settings.batch_size,
+        batch_size=batch_size,
         memory_bytes=int(max(share, 1.02 * max(held)) + ROOM_BYTES + buffers),
     )

@@ -118,7 +118,7 @@ def test_the_size_that_a_sharder_asks_for_stays() -> None:
     planner = planner_of(constraints=constraints)
     plan = planner.plan(model(), [sharder])
     assert entry_of(plan).cache_params is None  # the sharder's reaches the kernel
-    found = {t.table: t.host for t in planner.report().others}[".t0"]
+    found = {t.table: t.host for t in planner.report().tables}[".t0"]
     assert found is not None and found.load_factor == 0.07
 
 
@@ -151,14 +151,14 @@ def test_the_report_says_what_host_memory_costs() -> None:
     planner = planner_of()
     plan = planned(planner)
     report = planner.report()
-    hosts = {t.table: t.host for t in report.others if t.host is not None}
+    hosts = {t.table: t.host for t in report.tables if t.host is not None}
     kernels = {n: e.compute_kernel for n, e in entries_of(plan).items()}
     offloaded = {n for n, kernel in kernels.items() if kernel in OFFLOADED_KERNELS}
     assert {name.removeprefix(".") for name in hosts} == offloaded
     for name, host in hosts.items():
         assert host is not None and host.ms_per_iteration > 0
         assert host.rank_bytes and all(size > 0 for _, size in host.rank_bytes)
-        line = next(x for x in str(report).splitlines() if x.startswith(f"{name}:"))
+        line = next(x for x in str(report).splitlines() if f" {name} (" in x)
         assert f"{host.ms_per_iteration:.3f} ms per iteration" in line
         if kernels[name.removeprefix(".")] == CACHED:
             assert host.load_factor is not None and host.missed is not None

@@ -96,8 +96,8 @@ def test_what_the_search_counts_bounds_ranks_from_above(kind: str) -> None:
     common = memory.common_bytes(options)
     used = [common] * 4
     for option, sizes in zip(options, memory.shard_bytes(options), strict=True):
-        for shard, (device, _) in zip(option.shards, sizes, strict=True):
-            used[shard.rank] += device
+        for shard in option.shards:
+            used[shard.rank] += sizes[tuple(shard.size)][0]
     for bound, found in zip(used, memory.ranks(options), strict=True):
         assert bound >= found.peak
 

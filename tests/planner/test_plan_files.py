@@ -184,9 +184,9 @@ def test_planner_and_its_parts_say_the_same(stored: Stored) -> None:
         batch_size=64,
         cost_model=planner.costs.cost_model,
     )
-    # How often tables are read, only planners know.
+    # How often tables are read, and what sharders ask, only planners know.
     assert read_plan(path).fingerprint == dataclasses.replace(
-        first.fingerprint, pooling_factors=None
+        first.fingerprint, pooling_factors=None, exchanges=None
     )
     assert first.fingerprint.cost_model == planner.costs.cost_model.name
     assert first.fingerprint.versions["torch"] == torch.__version__

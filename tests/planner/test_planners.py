@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -31,7 +32,9 @@ from tests.builders import (
     Chosen,
     FixedSearcher,
     Triples,
+    bag_config,
     bag_sharders,
+    bags,
     check_result,
     columns_only,
     cost_of,
@@ -578,13 +581,15 @@ print(planner.hash_planner_context_inputs_str())
 """
 
 
-def test_plan_does_not_depend_on_the_hash_seed() -> None:
+def test_plan_does_not_depend_on_the_hash_seed_or_threads() -> None:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     processes = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", SAME_EVERYWHERE],
-            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            env=os.environ
+            | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
+            | {"OMP_NUM_THREADS": seed, "OPENBLAS_NUM_THREADS": seed},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -598,6 +603,31 @@ def test_plan_does_not_depend_on_the_hash_seed() -> None:
             process.wait()
     assert "row_wise" in outputs[0]
     assert outputs[0] == outputs[1]
+
+
+def test_plan_does_not_depend_on_the_order_of_tables() -> None:
+    rng = np.random.default_rng(0)
+    tables = [
+        bag_config(i, int(10 ** rng.uniform(2, 6)), int(rng.choice([16, 64, 128])))
+        for i in range(7)
+    ]
+    constraints = {
+        f"t{i}": ParameterConstraints(pooling_factors=[float(rng.lognormal(1, 1))])
+        for i in range(0, 7, 2)
+    }
+
+    def planned(order: list[int]) -> tuple[dict[str, Any], float]:
+        names = [f"t{i}" for i in order]
+        given = {n: constraints[n] for n in names if n in constraints}
+        planner = make_planner(
+            3,
+            constraints=given,
+            search=SearchConfig(restarts=1, time_budget_seconds=60.0),
+        )
+        plan = planner.plan(bags(*(tables[i] for i in order)), bag_sharders())
+        return {n: str(plan.plan[""][n]) for n in sorted(names)}, cost_of(planner)
+
+    assert planned([0, 1, 2, 3, 4, 5, 6]) == planned([6, 2, 4, 1, 0, 5, 3])
 
 
 def test_cost_model_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:

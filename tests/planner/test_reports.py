@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     bag_sharders,
@@ -15,7 +17,7 @@ from tests.builders import (
     stock_planner,
 )
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import PlanFileError
+from torchrec_neuroshard.planner import PlanFileError, load_plan, save_plan
 
 
 def test_the_report_shows_the_plan_that_is_returned() -> None:
@@ -49,11 +51,49 @@ def test_tables_in_rows_are_told_apart() -> None:
     )
     planner.plan(make_ebc([(4000, 32), (3000, 64)]), bag_sharders())
     report = planner.report()
-    [other] = report.others
-    assert other.table.endswith("t0")
-    assert (other.sharding_type, other.compute_kernel) == ("row_wise", "fused")
+    where = {t.table: (t.sharding_type, t.ranks) for t in report.tables}
+    (whole,) = where["t1"][1]
+    assert where == {"t0": ("row_wise", (0, 1)), "t1": ("table_wise", (whole,))}
     assert report.num_tables == 2
-    assert f"{other.table}: row_wise, fused" in str(report)
+    assert "t0 (4,000 x 32): row_wise, 2 shards on ranks 0-1" in str(report)
+
+
+def test_memory_counts_every_table() -> None:
+    """Of a plan that is all row-wise, beside what the reservation leaves."""
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(2)
+    }
+    planner = make_planner(4, "cuda", constraints=constraints)
+    ebc = make_ebc([(4_000, 32), (3_000, 64)])
+    plan = planner.plan(ebc, bag_sharders())
+    for report in (planner.report(), planner.evaluate(plan, ebc, bag_sharders())):
+        weights = 4 * (4_000 * 32 + 3_000 * 64)
+        for rank in report.ranks:
+            assert rank.num_shards == 2 and rank.columns == 96
+            assert rank.memory_bytes is not None
+            assert weights / 4 < rank.used_bytes < rank.memory_bytes
+        used = sum(r.used_bytes for r in report.ranks)
+        assert sum(t.used_bytes for t in report.tables) == pytest.approx(used)
+        total = sum(sum(r.costs.to_json().values()) for r in report.ranks)
+        assert sum(t.cost_ms for t in report.tables) == pytest.approx(total, rel=1e-3)
+
+
+def test_loaded_plans_are_reported_on(tmp_path: Path) -> None:
+    ebc, path = make_ebc([(4_000, 32), (3_000, 64), (50, 16)]), tmp_path / "p.json"
+    planner = make_planner(2, "cuda")
+    planned = planner.plan(ebc, bag_sharders())
+    save_plan(planned, path, model=ebc, planner=planner)
+    fresh = make_planner(2, "cuda")
+    assert load_plan(path, model=ebc, planner=fresh).plan == planned.plan
+    report, before = fresh.report(), planner.report()
+    assert report.tables == before.tables
+    assert [r.costs for r in report.ranks] == [r.costs for r in before.ranks]
+    assert fresh.last_result is not None and fresh.last_model is not None
+    assert fresh.last_result.lower_bound_ms == 0.0  # nothing was searched
+    assert len(fresh.get_selected_options()) == 3
+    # The next plan takes its place.
+    fresh.plan(make_ebc([(100, 16)]), bag_sharders())
+    assert fresh.report().num_tables == 1
 
 
 def test_without_a_plan_there_is_nothing_to_report() -> None:
@@ -76,6 +116,45 @@ def test_any_plan_is_evaluated_as_planned() -> None:
     topology = Topology(world_size=2, compute_device="cuda")
     stock = stock_planner(topology).plan(ebc, bag_sharders())
     assert planner.evaluate(stock, ebc).critical_path_ms >= planned.critical_path_ms
+
+
+def only(*types: str) -> dict[str, ParameterConstraints]:
+    """One sharding type for each of the tables t0, t1, ..."""
+    return {
+        f"t{i}": ParameterConstraints(sharding_types=[kind])
+        for i, kind in enumerate(types)
+    }
+
+
+def test_plans_are_compared_by_one_cost() -> None:
+    ebc = make_ebc([(4_000, 32), (3_000, 64), (50, 16)])
+    planner = make_planner(
+        2, "cuda", constraints=only("table_wise", "row_wise", "data_parallel")
+    )
+    with pytest.raises(ConfigError, match="there is no plan to report on"):
+        planner.compare(ShardingPlan({}), ebc)
+    plan = planner.plan(ebc, bag_sharders())
+    same = planner.compare(plan, ebc, bag_sharders())
+    assert not same.moves and same.saved_ms == pytest.approx(0.0)
+    assert "all 3 tables lie alike" in str(same)
+    theirs = only("data_parallel", "table_wise", "table_wise")
+    topology = Topology(world_size=2, compute_device="cuda")
+    stock = stock_planner(topology, constraints=theirs).plan(ebc, bag_sharders())
+    found = planner.compare(stock, ebc, bag_sharders(), "stock")
+    paths = [
+        planner.evaluate(p, ebc, bag_sharders()).critical_path_ms for p in (stock, plan)
+    ]
+    assert found.saved_ms == pytest.approx(paths[0] - paths[1])
+    assert f"this plan takes {paths[1]:.3f} ms of {paths[0]:.3f}" in str(found)
+    # Every rank has a replica of t0 already, one of them half of t1 and all of t2.
+    assert {m.table: m.moved_bytes for m in found.moves} == {
+        "t0": 0,
+        "t1": 3_000 * 64 * 4 / 2,
+        "t2": 50 * 16 * 4,
+    }
+    assert [m.table for m in found.moves] == ["t1", "t2", "t0"]
+    assert found.moves[2].before == "data_parallel (dense), 2 shards on ranks 0-1"
+    assert found.moves[0].after == "row_wise, 2 shards on ranks 0-1"
 
 
 def test_plans_of_other_models_are_not_evaluated() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from tests.builders import bag_sharders, make_ebc, make_planner
@@ -16,6 +17,7 @@ from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     PlanCosts,
 )
+from torchrec_neuroshard.planner.spread_options import SpreadOption, sample_shards
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
@@ -59,6 +61,38 @@ def test_shards_that_are_alike_are_asked_about_once(topology: Topology) -> None:
         for s in o.shards
     }
     assert len(distinct) <= model.encoded <= len(distinct) + 2  # launch, bandwidth
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 65, 1001, 6400])
+def test_shards_are_listed_as_torchrec_would_when_they_are_read(
+    topology: Topology, rows: int
+) -> None:
+    costs = PlanCosts(
+        topology, cost_model=AnalyticCostModel(), comms_model=AnalyticCommsModel()
+    )
+    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    ebc = make_ebc([(rows, 64), (500, 32)])
+    options = enumerator.enumerate(ebc, bag_sharders())
+    later = [o for o in options if isinstance(o, SpreadOption)]
+    assert {o.sharding_type for o in later} == {"row_wise", "data_parallel"}
+    assert not any(o.is_listed for o in later)
+    stock = EmbeddingEnumerator(topology, 64).enumerate(ebc, bag_sharders())
+    theirs = {
+        (o.name, o.sharding_type): [(s.size, s.offset) for s in o.shards] for o in stock
+    }
+    for option in later:
+        samples = [(tuple(s.size), s.storage) for s in sample_shards(option)]
+        assert option.num_shards == 64
+        boxes = [(s.size, s.offset) for s in option.shards]
+        assert boxes == theirs[option.name, option.sharding_type]
+        listed = [(tuple(s.size), s.storage) for s in option.shards]
+        assert list(dict.fromkeys(listed)) == samples
+        assert option.is_listed and option.num_shards == 64
+    # Priced together or alone, they cost the same.
+    alone = costs.single_perfs(later[:1])[0]
+    for shard, perf in zip(later[0].shards, alone, strict=True):
+        assert shard.perf.total == pytest.approx(perf.total, rel=1e-9)
+        assert shard.perf.total > 0
 
 
 def test_copies_of_options_can_be_changed(topology: Topology) -> None:

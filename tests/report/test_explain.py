@@ -10,7 +10,7 @@ import pytest
 from tests.builders import make_tables, make_task, search
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.report import OtherTable, explain
+from torchrec_neuroshard.report import RankHolding, TableReport, explain
 from torchrec_neuroshard.search import SearchConfig, SearchResult
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -131,15 +131,16 @@ def test_a_table_stays_off_ranks_without_memory(
 def test_text_and_json_hold_the_figures() -> None:
     simulator = make_simulator(staged_task())
     result = dataclasses.replace(searched(simulator), warnings=("one thing",))
-    others = [OtherTable(table="m.r", sharding_type="row_wise", compute_kernel="fused")]
-    report = explain(result, simulator, others)
+    report = explain(result, simulator)
     text = str(report)
     assert f"critical path {result.predicted.critical_path_ms:.3f} ms" in text
     assert f"lower bound {result.lower_bound_ms:.3f} ms, gap {result.gap:.1%}" in text
     unknown = dataclasses.replace(report, lower_bound_ms=0.0, gap=math.inf)
     assert "ms, lower bound unknown\n" in str(unknown)
-    assert "7 tables on 3 ranks" in text
-    assert "m.r: row_wise, fused" in text
+    assert "6 tables on 3 ranks" in text
+    assert {t.table for t in report.tables} == {f"t{i}" for i in range(6)}
+    for table in report.tables:
+        assert f"{table.table} (1,000 x 64): {table.place}\n" in text
     assert "- one thing" in text
     for split in report.splits:
         assert f"{split.table}: {split.shards[0][0]} on rank" in text
@@ -186,10 +187,41 @@ def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
     placement = Placement.from_widths(3, [(t, 64, t % 3) for t in range(6)])
     result = as_result(simulator, placement)
     alone = dataclasses.replace(result, placement=Placement(3, ()))
-    report = explain(
-        alone,
-        None,
-        [OtherTable(table="a", sharding_type="row_wise", compute_kernel="fused")],
+    table = TableReport(
+        table="a",
+        sharding_type="row_wise",
+        compute_kernel="fused_uvm",
+        num_embeddings=6_000_000,
+        embedding_dim=64,
+        num_shards=3,
+        ranks=(0, 1, 2),
+        used_bytes=3 * 2**30,
+        cost_ms=1.5,
     )
+    held = RankHolding(
+        num_shards=1, columns=64, used_bytes=2**30, memory_bytes=2 * 2**30
+    )
+    report = explain(alone, None, [table], [held] * 3)
     assert report.num_tables == 1 and report.num_split == 0
-    assert [r.num_shards for r in report.ranks] == [0, 0, 0]
+    assert [(r.num_shards, r.used_bytes) for r in report.ranks] == [(1, 2**30)] * 3
+    assert (
+        "       1.500     3.00  a (6,000,000 x 64): "
+        "row_wise (fused_uvm), 3 shards on ranks 0-2"
+    ) in str(report)
+
+
+def test_ranks_are_named_in_runs() -> None:
+    [table] = explain(
+        as_result(
+            (simulator := make_simulator(staged_task(num_ranks=8))),
+            Placement.from_widths(
+                8,
+                [
+                    *((0, 16, r) for r in (7, 2, 3, 4)),
+                    *((t, 64, 0) for t in range(1, 6)),
+                ],
+            ),
+        ),
+        simulator,
+    ).tables[:1]
+    assert table.place == "column_wise, 4 shards on ranks 2-4, 7"

@@ -1,21 +1,26 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from torchrec_neuroshard.report import (
-    OtherTable,
+    PlanComparison,
     PlanReport,
     RankReport,
     SplitReport,
+    TableMove,
+    TableReport,
     html_report,
     write_html,
 )
+from torchrec_neuroshard.report.terminal import print_report
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 VOID = {"meta", "br"}
@@ -92,7 +97,19 @@ REPORT = PlanReport(
     ranks=(rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 1.0, 4.0, 3.0, 4.0, 2.0)),
     num_split=3,
     splits=(SPLIT,),
-    others=(OtherTable(table="big", sharding_type="row_wise", compute_kernel="fused"),),
+    tables=(
+        TableReport(
+            table="big<",
+            sharding_type="row_wise",
+            compute_kernel="fused",
+            num_embeddings=4_000,
+            embedding_dim=8,
+            num_shards=2,
+            ranks=(0, 1),
+            used_bytes=2**29,
+            cost_ms=2.5,
+        ),
+    ),
     fallback=None,
     warnings=("rows < 10 & so on",),
 )
@@ -147,7 +164,7 @@ def test_splits_say_why_and_how_many_are_left_out(page: Page) -> None:
     assert "48 (0), 16 (1)" in page.text
     assert SPLIT.reason(17.0) in page.text
     assert "... and 2 more" in page.text
-    assert "big row_wise fused" in page.text
+    assert "big< row_wise, 2 shards on ranks 0-1 4,000 8 0.50 2.500" in page.text
 
 
 def test_slowest_ranks_stand_out(page: Page) -> None:
@@ -162,7 +179,7 @@ def test_plan_without_splits_limits_or_bound() -> None:
         ranks=ranks,
         splits=(),
         num_split=0,
-        others=(),
+        tables=(),
         warnings=(),
         gap=math.inf,
         lower_bound_ms=0.0,
@@ -178,6 +195,59 @@ def test_plan_without_splits_limits_or_bound() -> None:
     assert not page.bars("#ddd")
     empty = dataclasses.replace(plain, ranks=(rank(0, *[0.0] * 5),), critical_path_ms=0)
     assert "0.000 ms" in Page(html_report(empty)).text
+
+
+def test_two_plans_are_shown_side_by_side() -> None:
+    other = dataclasses.replace(REPORT, critical_path_ms=20.0, num_split=1)
+    move = TableMove(
+        table="big<", before="row_wise, ranks 0-1", after="", moved_bytes=2**30
+    )
+    found = PlanComparison(
+        first_name="theirs <1>",
+        first=other,
+        second_name="ours",
+        second=REPORT,
+        moves=(move,),
+        notes=("batch <differs>",),
+    )
+    page = Page(html_report(found))
+    assert not page.open
+    assert "Ours takes 17.000 ms of 20.000 (-15.0%): it saves 3.000 ms" in page.text
+    assert "theirs <1> ours critical path [ms] 20.000 17.000" in page.text
+    assert "fwd_compute, slowest rank [ms] 4.000 4.000" in page.text
+    assert "memory, fullest rank [GiB] 2.000 2.000" in page.text
+    assert "1 of 7; ranks would fetch 1.00 GiB of weights." in page.text
+    assert "big< row_wise, ranks 0-1 1.00 GiB" in page.text
+    assert "batch <differs>" in page.text
+    assert page.text.count("Memory of each rank") == 2
+    assert page.text.count("rows < 10 & so on") == 1
+    text = str(found)
+    assert "big<: row_wise, ranks 0-1 -> not there, 1.00 GiB" in text
+    assert "- batch <differs>" in text
+    data = found.to_json()
+    assert (data["saved_ms"], data["moved_bytes"]) == (3.0, 2**30)
+    unknown = dataclasses.replace(
+        found, first=dataclasses.replace(other, critical_path_ms=math.nan)
+    )
+    assert "is not known" in unknown.verdict and unknown.to_json()["saved_ms"] is None
+
+
+def test_bars_are_as_long_as_phases_on_a_terminal() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    print_report(REPORT, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    first, second = (line for line in lines if line.startswith("rank "))
+    # 40 cells for the 15 ms of rank 0; 14 ms of rank 1.
+    assert first.split()[2] == "i" * 3 + "F" * 5 + "f" * 8 + "b" * 11 + "B" * 13
+    assert len(second.split()[2]) == round(40 * 14 / 15)
+    assert first.endswith("15.000 ms     1.00 of 4.00 GiB, 25%")
+    assert "- rows < 10 & so on" in lines
+    colored = Console(
+        file=io.StringIO(), width=200, force_terminal=True, color_system="standard"
+    )
+    print_report(REPORT, colored)
+    shown = colored.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[36m█████\x1b[0m" in shown
 
 
 def test_file_is_written_whole(tmp_path: Path) -> None:

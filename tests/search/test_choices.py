@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from torchrec_neuroshard.cost_models import BandwidthCommsModel, load_comms_model
+from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import KernelFactors, Placement, ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, bounds
@@ -223,3 +225,57 @@ def test_more_choices_are_no_worse_than_columns_alone() -> None:
 
     columns_ms = best_ms("column_wise")
     assert best_ms("column_wise", "row_wise") <= columns_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])
+def test_parts_of_tables_stand_for_all_ranks(kind: str) -> None:
+    rows = [1, 2, 5, 6, 8, 9]  # equal parts, a smaller last one, ranks without any
+    tables = tuple(
+        TableConfig(name=f"t{n}", num_embeddings=n, embedding_dim=8, pooling_factor=2.0)
+        for n in rows
+    )
+    task = ShardingTask(
+        tables=tables,
+        world_size=8,
+        local_world_size=4,
+        batch_size=64,
+        sharding_types=(kind,) * len(rows),
+    )
+    bank = ShardBank(Simulator(task, *models(0)))
+    place, rank, alike = bank.parts(np.arange(len(rows)))
+    found = bank.rows(place, bank.dims_T[place], rank)
+    for table in range(len(rows)):
+        size = int(bank.block_T[table])
+        same = np.full(size, table)
+        every = bank.rows(same, bank.dims_T[same], np.arange(size))
+        own = place == table
+        assert sorted(np.repeat(found[own], alike[own])) == sorted(every)
+        assert len(set(found[own].tolist())) == len(set(every.tolist()))
+
+
+def test_ranks_alike_take_as_long() -> None:
+    """A bound looks at one rank of each kind."""
+    num_ranks, node = 16, 4
+    rng = np.random.default_rng(3)
+    learned = load_comms_model(
+        "cpu_epyc",
+        device_type="cpu",
+        world_size=num_ranks,
+        local_world_size=node,
+        intra_gb_per_s=5.0,
+        inter_gb_per_s=1.0,
+    )
+    assert learned is not None
+    of_node = BandwidthCommsModel(
+        world_size=node, local_world_size=node, intra_gb_per_s=5.0, inter_gb_per_s=1.0
+    )
+    groups = RankGroups(learned, node=of_node, cross=of_node, node_size=node)
+    for alike in (1, node):
+        loads = np.repeat(rng.uniform(0, 1e4, (50, 1)), num_ranks, axis=1)
+        loads[:, :alike] += rng.uniform(0, 1e5, (50, 1))
+        for name in ("all_to_all", "row_wise", "node_row_wise"):
+            ms = getattr(groups, name)(loads, 512)
+            kinds = ms[:, [0, min(alike, num_ranks - 1), num_ranks - 1]]
+            assert (kinds.max(axis=1) == ms.max(axis=1)).all()
+        ms_CW = groups.index_all_to_all(loads)
+        assert (ms_CW[:, [0, alike, -1]].max(axis=1) == ms_CW.max(axis=1)).all()

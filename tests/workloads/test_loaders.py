@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from torchrec_neuroshard.errors import TableError
+from torchrec_neuroshard.errors import ConfigError, TableError
 from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.workloads.loaders import load_json
+from torchrec_neuroshard.workloads.loaders import load_json, load_tables
 
 
 def write(path: Path, *workloads: object) -> Path:
@@ -98,3 +100,87 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TableError, match="UnicodeDecodeError"):
         load_json(tmp_path / "b.json")
+
+
+FILES = {
+    "t.csv": "name,num_embeddings,embedding_dim,weighted\na,10,8,true\nb,20,4,\n",
+    "list.json": '[{"name": "a", "num_embeddings": 10, "embedding_dim": 8, '
+    '"weighted": true}, {"name": "b", "num_embeddings": "20", "embedding_dim": 4.0}]',
+}
+FILES["tables.json"] = f'{{"tables": {FILES["list.json"]}}}'
+FILES["t.yaml"] = FILES["tables.json"]  # which is YAML, too
+FILES["w.json"] = f'{{"workloads": [{{"name": "w", "tables": {FILES["list.json"]}}}]}}'
+FILES["w.json"] = FILES["w.json"].replace('"20"', "20").replace("4.0", "4")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tables_of_every_kind_of_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yaml = ModuleType("yaml")
+    vars(yaml)["safe_load"] = json.loads
+    monkeypatch.setitem(sys.modules, "yaml", yaml)
+    (tmp_path / name).write_text(FILES[name])
+    assert load_tables(tmp_path / name) == (
+        TableConfig(name="a", num_embeddings=10, embedding_dim=8, weighted=True),
+        TableConfig(name="b", num_embeddings=20, embedding_dim=4),
+    )
+
+
+def test_one_of_several_workloads_is_named(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.json",
+        {"name": "one", "rows": [100]},
+        {"name": "two", "rows": [100, 200]},
+    )
+    assert len(load_tables(path, "two")) == 2
+    for name, message in ((None, "say which"), ("three", "none is named 'three'")):
+        with pytest.raises(ConfigError, match=f"{message}.*they are one, two"):
+            load_tables(path, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "t.csv",
+            "name,num_embeddings\na,10\n",
+            "line 2: field 'embedding_dim' is mis",
+        ),
+        ("t.csv", "name,rows\na,10\n", "line 2: unknown field 'rows'; The fields are"),
+        ("t.csv", "name,num_embedings\na,10\n", "did you mean 'num_embeddings'"),
+        (
+            "t.csv",
+            "name,num_embeddings,embedding_dim\na,1x,8\n",
+            "line 2: num_embeddings must be a whole number, got '1x'",
+        ),
+        ("t.csv", "name,num_embeddings,embedding_dim\na,1,2,3\n", "more values than"),
+        ("t.csv", "name,num_embeddings,embedding_dim\na,1,6\n", "pad the table to 8"),
+        ("t.csv", "", "no tables given"),
+        ("t.json", '{"a": 1}', "holds no tables: expected a list of objects"),
+        ("t.json", "[3]", "table 0: expected an object, got 3"),
+        ("t.json", "{", "is damaged"),
+        (
+            "t.json",
+            '[{"name": "a", "num_embeddings": 1, "embedding_dim": 4, "profile": {}}]',
+            "table 0: not a feature profile",
+        ),
+        ("t.yaml", "[]", "PyYAML is not installed"),
+        ("none.csv", None, "cannot read"),
+        ("none.json", None, "cannot read"),
+    ],
+)
+def test_bad_files_say_where_and_the_way_out(
+    name: str,
+    text: str | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_tables(tmp_path / name)
+    with pytest.raises(ConfigError, match=name):
+        load_tables(tmp_path / name)

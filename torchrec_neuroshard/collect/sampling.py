@@ -27,6 +27,7 @@ __all__ = [
     "SamplingConfig",
     "draw_lengths",
     "is_held_out_set",
+    "is_held_out_table",
     "repeated_index",
     "sample_set",
 ]
@@ -204,7 +205,7 @@ def sample_set(
         if t.profile is not None
         and t.profile.num_lookups > 0
         and t.num_embeddings <= config.rows[1]
-        and _is_held_out(t.name, config) == held_out
+        and is_held_out_table(t.name, config.held_out_share) == held_out
     ]
 
     tables: list[TableConfig] = []
@@ -273,9 +274,12 @@ def _log_uniform_int(rng: np.random.Generator, low: int, high: int) -> int:
     return min(high, max(low, int(value)))
 
 
-def _is_held_out(name: str, config: SamplingConfig) -> bool:
-    """Split tables by name, the same in every run and process."""
-    return _draw_by_name(name) < config.held_out_share
+def is_held_out_table(name: str, share: float) -> bool:
+    """Whether a table is among the share that no cost model was trained on.
+
+    Tables are split by name, the same in every run and process.
+    """
+    return _draw_by_name(name) < share
 
 
 @functools.cache

@@ -374,19 +374,43 @@ class SetTimer:
             batch_size: Samples of a pass.
             seed: Makes the inputs.
         """
-        counts = self._counts
         passes = _Passes(
             tables,
             access,
             batch_size,
-            counts.num_batches,
+            self._counts.num_batches,
             seed,
             self._device,
             self._arena,
             self._clock,
         )
+        return self._repeat(passes.draw, passes.run)
+
+    def measure_calls(
+        self,
+        forward: Callable[[], torch.Tensor],
+        backward: Callable[[torch.Tensor], None],
+    ) -> Measurement:
+        """Time anything else that has two directions, as `measure` times a kernel.
+
+        Args:
+            forward: Returns an output.
+            backward: Takes it.
+        """
+        return self._repeat(lambda: None, lambda: self._clock.time(forward, backward))
+
+    def _repeat(
+        self, draw: Callable[[], None], run: Callable[[], tuple[float, float]]
+    ) -> Measurement:
+        """Run often enough, each time beside the reference.
+
+        Args:
+            draw: Makes the next input, so that `run` finds it ready.
+            run: Forward and backward [ms].
+        """
+        counts = self._counts
         for _ in range(counts.warm_up):
-            passes.run()
+            run()
         fwd: list[float] = []
         bwd: list[float] = []
         ref: list[float] = []
@@ -394,13 +418,13 @@ class SetTimer:
         while len(fwd) < counts.max_passes:
             if len(fwd) >= counts.min_passes and time.perf_counter() > deadline:
                 break
-            passes.draw()
+            draw()
             if self._reference is not None:
                 # Once untimed: the sample has pushed the reference out of the caches,
                 # and a large sample would look cheap beside a reference it slowed down.
                 self._reference.run()
                 ref.append(self._reference.run())
-            forward, backward = passes.run()
+            forward, backward = run()
             fwd.append(forward)
             bwd.append(backward)
         return Measurement(

@@ -61,7 +61,8 @@ def _exchanged(
     total_C1 = bytes_CW.sum(axis=1, keepdims=True)
     spread = bytes_CW * (local_world_size - 1 + ratio * outside)
     if outside:
-        by_node = bytes_CW.reshape(num_samples, -1, local_world_size)
+        num_nodes = world_size // local_world_size
+        by_node = bytes_CW.reshape(num_samples, num_nodes, local_world_size)
         node = np.repeat(by_node.sum(axis=2), local_world_size, axis=1)
         joined = node - bytes_CW + ratio * (total_C1 - node)
     else:

@@ -9,16 +9,25 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import CommOp, ModuleSharder, ShardingType
 
 from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.planner.compat import (
+    can_remove_repeats,
+    codec_registry,
+    is_codec,
+    removes_repeats,
+    sharder_params,
+    wire_codec,
+)
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     table_configs,
@@ -28,6 +37,7 @@ from torchrec_neuroshard.profiles import FeatureProfile
 __all__ = [
     "check_constraints",
     "check_profiles",
+    "check_sharders",
     "odd_batch_size",
     "odd_constraints",
     "suggestion",
@@ -41,6 +51,8 @@ _KNOWN = {
 """Field of TorchRec's constraints -> the values that it may list."""
 
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+_TRIED_VALUES = 2**9
+"""Of a codec; whole rows of any."""
 _MAX_NAMED = 8
 """Names that a message lists; of more, the first ones."""
 
@@ -203,6 +215,67 @@ def unmatched_constraints(
                 "taken to have their mean. Give one value per feature"
             )
     return tuple(notes)
+
+
+def check_sharders(sharders: Iterable[ModuleSharder[Any]], compute_device: str) -> None:
+    """Check what sharders ask of collectives and ids.
+
+    Args:
+        sharders: Of the model's modules.
+        compute_device: Of the topology; on CPUs every codec is tried.
+
+    Raises:
+        ConfigError: Repeated ids are to be removed where TorchRec does not, or a codec
+            is none, of no collective, or does not run.
+    """
+    for sharder in sharders:
+        where, module = type(sharder).__name__, sharder.module_type.__name__
+        params = sharder_params({module: sharder})[module]
+        if "use_index_dedup" in params or (
+            removes_repeats(sharder) and "EmbeddingBag" in module
+        ):
+            raise ConfigError(
+                f"{where}: use_index_dedup is not for {module}s; TorchRec looks "
+                "repeated ids up once in EmbeddingCollections alone. Leave it out, or "
+                "pass EmbeddingCollectionSharder(use_index_dedup=True) for those"
+            )
+        on_cpus = compute_device == "cpu"
+        if on_cpus and removes_repeats(sharder) and not can_remove_repeats("cpu"):
+            raise ConfigError(
+                f"{where}(use_index_dedup=True): FBGEMM finds the distinct ids of a "
+                "batch on GPUs alone; leave it out, or plan for GPUs"
+            )
+        for name, codecs in codec_registry(sharder).items():
+            if name not in CommOp.__members__:
+                raise ConfigError(
+                    f"{where}: qcomm_codecs_registry quantises '{name}', which is no "
+                    "collective; "
+                    + suggestion(str(name), CommOp.__members__, "collectives")
+                )
+            for way, codec in zip(("forward", "backward"), codecs, strict=True):
+                at = f"{where}: qcomm_codecs_registry['{name}'].{way}"
+                _check_codec(codec, at, compute_device)
+
+
+def _check_codec(codec: Any, where: str, compute_device: str) -> None:
+    if not is_codec(codec):
+        raise ConfigError(
+            f"{where} is {codec!r}, which codes nothing; get_qcomm_codecs_registry("
+            "QCommsConfig(...)) makes codecs"
+        )
+    if compute_device != "cpu":
+        return
+    precision = wire_codec(codec).name
+    try:
+        context = codec.create_context()
+        values = torch.zeros(_TRIED_VALUES)
+        codec.decode(codec.encode(values, context), context)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            f"{where}: codec '{precision}' does not run on CPUs ({reason}). Choose "
+            "CommType.FP16 or INT8, or plan for GPUs"
+        ) from error
 
 
 def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import gc
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +23,11 @@ from torch import nn
 from torchrec.distributed import DistributedModelParallel, collective_utils
 from torchrec.distributed import comm as torchrec_comm
 from torchrec.distributed import types as torchrec_types
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+    get_ec_index_dedup,
+)
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import (
@@ -36,8 +41,11 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from torchrec_neuroshard.placement import WireCodec
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
 
 try:
@@ -49,10 +57,15 @@ __all__ = [
     "SETTING_TYPES",
     "HookedEnumerator",
     "PlannerProviderBase",
+    "SharingOption",
     "accepted_arguments",
     "all_lookups",
+    "can_remove_repeats",
     "can_reshard",
+    "codec_registry",
     "enumerator_constraints",
+    "is_codec",
+    "is_sharder",
     "is_wrapped_by_ddp",
     "kernel_settings",
     "lookups",
@@ -65,6 +78,7 @@ __all__ = [
     "pipeline_name",
     "pipeline_of",
     "planner_part",
+    "removes_repeats",
     "replaced_parts",
     "report_full",
     "requested_parts",
@@ -73,7 +87,8 @@ __all__ = [
     "share_in_copies",
     "torchrec_pipeline",
     "wait_through",
-    "wire_sizes",
+    "wire_codec",
+    "wire_codecs",
     "with_bandwidths",
     "with_devices",
     "with_optimizer",
@@ -82,6 +97,8 @@ __all__ = [
     "without_other_ranks",
     "without_provider",
 ]
+
+logger = logging.getLogger(__name__)
 
 SETTING_TYPES: Mapping[str, Any] = {
     name: getattr(torchrec_types, name)
@@ -117,6 +134,7 @@ PlannerPart = Literal[
     "partitioner",
     "perf_model",
     "callbacks",
+    "stats",
 ]
 
 
@@ -237,8 +255,92 @@ def report_full(reservation: StorageReservation) -> Iterator[None]:
 class HookedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator, with a say in the options that it lists.
 
-    Nothing public keeps options from being estimated.
+    Nothing public keeps options from being estimated, or shards from being listed: one
+    by one, for each rank, of every row-wise and data-parallel option.
     """
+
+    _world_size: int
+    _true_world_size = 0
+    """While options are listed: TorchRec is told of one rank."""
+    _num_buckets: dict[tuple[int, str], int]
+
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> list[ShardingOption]:
+        """Return the options of every table, with estimates.
+
+        Args:
+            module: The model, or the part of it to shard.
+            sharders: TorchRec's sharders of its embedding modules.
+        """
+        self._bucketed: dict[int, bool] = {}
+        if self._device_memory_sizes is None:  # else rows are cut by what ranks have
+            self._num_buckets = {}
+            self._true_world_size, self._world_size = self._world_size, 1
+            try:
+                return self._enumerated(module, sharders)
+            except ValueError:
+                logger.debug("listing all shards", exc_info=True)
+            finally:
+                self._world_size = self._true_world_size or self._world_size
+                self._true_world_size = 0
+        return self._enumerated(module, sharders)
+
+    def _enumerated(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> list[ShardingOption]:
+        options: list[ShardingOption] = super().enumerate(module, sharders)
+        return options
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Set storage and perf of all shards, in place."""
+        if self._true_world_size:
+            self._world_size, self._true_world_size = self._true_world_size, 0
+            for option in sharding_options:
+                if option.sharding_type in ("row_wise", "data_parallel"):
+                    self._spread(option)
+        super().populate_estimates(sharding_options)
+
+    def _spread(self, option: ShardingOption) -> None:
+        buckets = self._num_buckets.get((id(option.module[1]), option.name))
+        if buckets is None:
+            self.spread(option, self._world_size)
+            return
+        boxes = calculate_shard_sizes_and_offsets(
+            option.tensor,
+            self._world_size,
+            self._local_world_size,
+            option.sharding_type,
+            num_buckets=buckets,
+        )
+        option.shards = [Shard(*box) for box in zip(*boxes, strict=True)]
+
+    def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
+        # TorchRec walks over all tables of a module for each of them.
+        if not self._has_buckets(module):
+            return None
+        told = self._world_size
+        self._world_size = self._true_world_size or told
+        try:
+            buckets: int | None = super()._get_num_buckets(parameter, module)
+        finally:
+            self._world_size = told
+        if buckets is not None:
+            self._num_buckets[id(module), parameter] = buckets
+        return buckets
+
+    def _has_buckets(self, module: nn.Module) -> bool:
+        if not isinstance(module, EmbeddingBagCollection):
+            return True
+        if id(module) not in self._bucketed:
+            self._bucketed[id(module)] = any(
+                c.use_virtual_table for c in module.embedding_bag_configs()
+            )
+        return self._bucketed[id(module)]
+
+    def spread(self, option: ShardingOption, world_size: int) -> None:
+        """Spread an option that is listed for one rank over all of them, in place."""
+        raise NotImplementedError
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
         """Return the sharding types to list of those that TorchRec would."""
@@ -355,6 +457,7 @@ def with_optimizer(
     tensor: Any = torch.empty_like(option.tensor, device="meta")
     tensor._optimizer_classes = [kind]
     named._tensor = tensor
+    named.shards = option.shards
     return named
 
 
@@ -383,31 +486,88 @@ def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-_CODEC_VALUES = 2**20
+_CODEC_ROWS = 2**10
 
 
-def _wire_bytes(codec: Any) -> float:
-    """Bytes per value after a codec, scales of rows included."""
+def wire_codec(codec: Any) -> WireCodec:
+    """Describe a codec; which one it is only a private attribute says."""
+    context = codec.create_context()
+    try:
+        codec.calc_quantized_size(1, context)
+        row_values = 1
+    except (AssertionError, RuntimeError):  # not a whole row
+        row_values = int(context.row_dim)
     dtype = codec.quantized_dtype
     size = torch.empty(0, dtype=dtype() if callable(dtype) else dtype).element_size()
-    length = codec.calc_quantized_size(_CODEC_VALUES, codec.create_context())
-    return float(length * size) / _CODEC_VALUES
+    values = _CODEC_ROWS * row_values
+    precision = getattr(codec, "_comm_precision", None)
+    return WireCodec(
+        name=str(getattr(precision, "value", type(codec).__name__)).lower(),
+        wire_bytes=float(codec.calc_quantized_size(values, context) * size) / values,
+        row_values=row_values,
+    )
 
 
-def wire_sizes(sharder: Any) -> Mapping[str, tuple[float, float]]:
-    """Collective -> bytes per value, forward and backward, where it is quantised.
+def wire_codecs(sharder: Any) -> Mapping[str, tuple[WireCodec, WireCodec]]:
+    """Collective -> its codecs, forward and backward, where it is quantised.
 
     Args:
-        sharder: A sharder, or what TorchRec gives estimators of it, which knows no
-            scales of rows.
+        sharder: A sharder, or what TorchRec gives estimators of it, which knows
+            neither names nor scales of rows.
     """
-    registry = getattr(sharder, "qcomm_codecs_registry", None)
-    if registry is None:
-        return getattr(sharder, "qcomm_dtype_sizes", None) or {}
+    registry = codec_registry(sharder)
+    if not registry:
+        sizes = getattr(sharder, "qcomm_dtype_sizes", None) or {}
+        return {
+            name: (WireCodec(name="", wire_bytes=f), WireCodec(name="", wire_bytes=b))
+            for name, (f, b) in sizes.items()
+        }
     return {
-        name: (_wire_bytes(codecs.forward), _wire_bytes(codecs.backward))
+        name: (wire_codec(forward), wire_codec(backward))
+        for name, (forward, backward) in registry.items()
+    }
+
+
+def codec_registry(sharder: Any) -> Mapping[str, tuple[Any, Any]]:
+    """Collective -> TorchRec's codecs of a sharder, forward and backward.
+
+    In place of what codes nothing both are whatever is given.
+    """
+    registry = getattr(sharder, "qcomm_codecs_registry", None) or {}
+    return {
+        name: tuple(getattr(codecs, way, codecs) for way in ("forward", "backward"))
         for name, codecs in registry.items()
     }
+
+
+def is_codec(given: Any) -> bool:
+    """Whether it codes values of collectives."""
+    return all(hasattr(given, n) for n in ("encode", "decode", "calc_quantized_size"))
+
+
+def is_sharder(given: Any) -> bool:
+    """Whether it is a sharder, not what TorchRec gives estimators of one."""
+    return hasattr(given, "module_type")
+
+
+def can_remove_repeats(device_type: str) -> bool:
+    """Whether FBGEMM has the kernel that finds the distinct ids of a batch.
+
+    Of what there is to run on a device only the dispatcher's private table knows.
+    """
+    key = device_type.upper()
+    name = "fbgemm::jagged_unique_indices"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def removes_repeats(sharder: Any) -> bool:
+    """Whether a sharder has repeated ids of a local batch looked up once.
+
+    Sharders of managed collisions ask the one that they hold. Nothing public says it.
+    """
+    inner = getattr(sharder, "_e_sharder", sharder)
+    everywhere = isinstance(inner, EmbeddingCollectionSharder) and get_ec_index_dedup()
+    return bool(getattr(inner, "_use_index_dedup", False) or everywhere)
 
 
 @contextlib.contextmanager
@@ -452,22 +612,27 @@ def share_in_copies(options: Sequence[ShardingOption]) -> None:
     """
     for option in options:
         if type(option) is ShardingOption:
-            option.__class__ = _SharingOption
+            option.__class__ = SharingOption
 
 
-class _SharingOption(ShardingOption):
+class SharingOption(ShardingOption):
     """An option whose copies share with it what nobody changes in place."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SharingOption:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharingOption:
         new = copy.copy(self)
         new.__dict__.update(
             {
                 name: copy.deepcopy(value, memo)
                 for name, value in vars(self).items()
-                if name not in ("_tensor", "_module", "shards")
+                if name not in ("_tensor", "_module", "shards", "samples")
             }
         )
-        new.shards = [
+        if "shards" in vars(self):
+            new.shards = self._copied_shards()
+        return new
+
+    def _copied_shards(self) -> list[Shard]:
+        return [
             Shard(
                 size=shard.size,
                 offset=shard.offset,
@@ -477,7 +642,6 @@ class _SharingOption(ShardingOption):
             )
             for shard in self.shards
         ]
-        return new
 
 
 def can_reshard(sharder: ModuleSharder[Any]) -> bool:

@@ -18,6 +18,7 @@ from torchrec_neuroshard.placement_rules import (
     quoted,
 )
 from torchrec_neuroshard.planner.checks import suggestion
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
@@ -184,7 +185,7 @@ def permits(rules: PlacementRules, option: ShardingOption, node_size: int) -> bo
     """
     table = rules.index[table_name(option)]
     if any(table in tables for tables in rules.together):
-        whole = option.tensor.shape[0] == option.shards[0].size[0]
+        whole = option.tensor.shape[0] == sample_shards(option)[0].size[0]
         if not whole or option.sharding_type in _EVERY_RANK:
             return False
     if option.sharding_type in _EVERY_RANK:
@@ -195,7 +196,7 @@ def permits(rules: PlacementRules, option: ShardingOption, node_size: int) -> bo
         ranks = set(rules.ranks(table))
         starts = range(0, rules.world_size, node_size)
         free = sum(ranks.issuperset(range(s, s + node_size)) for s in starts)
-        return free * node_size >= len(option.shards)
+        return bool(free * node_size >= option.num_shards)
     return True
 
 

@@ -19,9 +19,11 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.checks import check_sharders
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     enumerator_constraints,
+    sharders_by_type,
     share_in_copies,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
@@ -31,12 +33,17 @@ from torchrec_neuroshard.planner.shard_estimators import (
     NeuroShardEstimator,
     StorageEstimator,
 )
+from torchrec_neuroshard.planner.spread_options import SpreadOption
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     SPLITTING_TYPES,
+    RunFault,
+    codec_fault,
     is_modelled_config,
     max_columns,
+    note_sharders,
     table_configs,
+    table_name,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
@@ -47,6 +54,13 @@ _FUSED = EmbeddingComputeKernel.FUSED.value
 _ROW_WISE = ShardingType.ROW_WISE.value
 _TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+
+_MANY_TABLES = 4000
+_NEARLY_ALL = 0.9
+"""Part of the devices' memory that tables fill with the state of an optimizer: if less,
+the small ones of many stay there."""
+_SMALL_SHARE = 1 / 16
+"""Part of a device's memory that a small table fills with that state at most."""
 
 
 class NeuroShardEnumerator(HookedEnumerator):
@@ -62,7 +76,9 @@ class NeuroShardEnumerator(HookedEnumerator):
     - kernels that read the host's memory, where no constraint asks for them and device
       memory is not scarce: all tables, with the state of an optimizer, fill less than
       half of the devices, and none fills one alone. The same is asked of tables that
-      placement constraints pin to some devices or keep together on one.
+      placement constraints pin to some devices or keep together on one. Of very many
+      tables that fill more than that, but not nearly all, the small ones go without
+      these kernels, too: it is the large ones that make room.
 
     An option that a constraint leaves no alternative to stays, and so does every option
     of other tables.
@@ -127,11 +143,13 @@ class NeuroShardEnumerator(HookedEnumerator):
             **kwargs,
         )
         self._modelled: set[str] = set()
+        self._sharders: Mapping[str, ModuleSharder[Any]] = {}
+        self._compute_device = str(topology.compute_device)
         self._devices = topology.devices
         self._max_columns = max_columns(topology)
         self._wide: dict[str, int] = {}
         self._one_node = topology.intra_group_size >= topology.world_size
-        self._is_tight = False
+        self._offloadable: set[str] = set()
         self._placement = placement or PlacementConstraints()
         self.seconds = 0.0
 
@@ -143,8 +161,15 @@ class NeuroShardEnumerator(HookedEnumerator):
         Args:
             module: The model, or the part of it to shard.
             sharders: TorchRec's sharders of its embedding modules.
+
+        Raises:
+            ConfigError: A table has no way to be sharded that a GPU's kernels or the
+                codecs of quantised collectives can carry, or a sharder asks for what
+                there is not.
         """
         start = time.monotonic()
+        check_sharders(sharders, self._compute_device)
+        self._sharders = sharders_by_type(sharders)
         known: dict[str, bool] = {}
         self._wide = {}
         sizes: list[tuple[str, int]] = []
@@ -156,13 +181,14 @@ class NeuroShardEnumerator(HookedEnumerator):
             if modelled and config.embedding_dim > self._max_columns:
                 self._wide[config.name] = int(config.embedding_dim)
         self._modelled = {name for name, modelled in known.items() if modelled}
-        self._is_tight = self._fills_half(sizes)
+        self._offloadable = self._short_of_memory(sizes)
         options: list[ShardingOption] = super().enumerate(module, sharders)
+        self._check_codecs(options)
         self.seconds = time.monotonic() - start
         return options
 
-    def _fills_half(self, sizes: Sequence[tuple[str, int]]) -> bool:
-        """Whether device memory is scarce for tables of these bytes, by name."""
+    def _short_of_memory(self, sizes: Sequence[tuple[str, int]]) -> set[str]:
+        """Tables of these bytes, by name, for which device memory is scarce."""
         placement = self._placement
         caps = {
             d.rank: d.storage.hbm
@@ -182,10 +208,18 @@ class NeuroShardEnumerator(HookedEnumerator):
             for names in placement.together
         ]
         # Weights and as much again for the state.
-        return any(
+        scarce = [
             4 * sum(own) > sum(room) or 2 * max(own, default=0) > max(room, default=0)
             for own, room in needs
-        )
+        ]
+        if not any(scarce):
+            return set()
+        total, room = (sum(part) for part in needs[0])
+        small = max(caps.values()) * _SMALL_SHARE / 2
+        few = len(sizes) <= _MANY_TABLES
+        if few or any(scarce[1:]) or 2 * total > _NEARLY_ALL * room:
+            small = 0.0
+        return {name for name, size in sizes if size > small}
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
         """Set storage and perf of all shards; afterwards options are cheap to copy.
@@ -194,7 +228,13 @@ class NeuroShardEnumerator(HookedEnumerator):
             sharding_options: Changed in place.
         """
         share_in_copies(sharding_options)
+        # Estimators are told less of sharders.
+        note_sharders(sharding_options, self._sharders)
         super().populate_estimates(sharding_options)
+
+    def spread(self, option: ShardingOption, world_size: int) -> None:
+        """List the shards of a row-wise or data-parallel option when they are read."""
+        SpreadOption.spread(option, world_size)
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
         """Return the sharding types to list, in a fixed order; see the class."""
@@ -208,6 +248,21 @@ class NeuroShardEnumerator(HookedEnumerator):
         if _ROW_WISE in types and self._one_node:
             types = [t for t in types if t not in _NODE_TYPES]
         return types
+
+    def _check_codecs(self, options: Sequence[ShardingOption]) -> None:
+        """Refuse tables that no option can carry over quantised collectives.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        faults: dict[str, RunFault | None] = {}
+        for option in options:
+            name = table_name(option)
+            if faults.get(name, True):
+                faults[name] = codec_fault(option)
+        for name, fault in faults.items():
+            if fault:
+                raise ConfigError(f"table '{name}': {fault.cause}. {fault.way_out}")
 
     def _splitting(self, table: str, types: Sequence[str]) -> list[str]:
         """Of sharding types those that cut a table's columns as far as kernels need.
@@ -235,7 +290,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             return kernels
         constraint = enumerator_constraints(self).get(table)
         asked = constraint.compute_kernels if constraint else None
-        if not (asked or self._is_tight):
+        if not (asked or table in self._offloadable):
             return [_FUSED]
         return [k for k in kernels if k == _FUSED or k in OFFLOADED_KERNELS]
 

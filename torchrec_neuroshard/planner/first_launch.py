@@ -33,6 +33,7 @@ from torchrec_neuroshard.errors import (
     RankFailureError,
 )
 from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_reader import is_dense, table_name
 from torchrec_neuroshard.planner.topologies import GB_PER_S, whole_nodes
 from torchrec_neuroshard.planner.ways import is_placeable, narrowest_shard
@@ -258,7 +259,7 @@ class FirstLaunch:
             table = reader.table(option)
             if not is_measurable(table, on_cpu):
                 continue
-            rows = int(option.shards[0].size[0])
+            rows = int(sample_shards(option)[0].size[0])
             whole = rows >= table.num_embeddings
             part = row_shard(table, rows, batch, pooled=bool(option.is_pooled))
             key = (option.path, whole, table.optimizer, table.data_type, table.weighted)
@@ -266,7 +267,11 @@ class FirstLaunch:
                 kernels.setdefault(key, len(kernels)),
                 names.setdefault(table_name(option), len(names)),
             )
-            widest = int(option.shards[0].size[1]) if not whole else part.embedding_dim
+            widest = (
+                int(sample_shards(option)[0].size[1])
+                if not whole
+                else part.embedding_dim
+            )
             narrowest = narrowest_shard(option, self._constraints)
             for parts in range(1, _MOST_PARTS + 1):
                 width = widest // parts // COLUMN_MULTIPLE * COLUMN_MULTIPLE

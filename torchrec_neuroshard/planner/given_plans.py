@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
@@ -16,11 +16,19 @@ from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
 )
+from torchrec.quant.embedding_modules import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+)
+from torchrec.quant.embedding_modules import (
+    EmbeddingCollection as QuantEmbeddingCollection,
+)
 
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.table_reader import note_sharders, table_configs
+from torchrec_neuroshard.report import RankHolding, TableMove, TableReport
+from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 
 __all__ = [
     "PlanFileError",
@@ -29,11 +37,15 @@ __all__ = [
     "check_plan",
     "model_tables",
     "plan_entries",
+    "plan_holdings",
     "plan_options",
+    "plan_tables",
+    "table_moves",
     "tables_of",
     "with_shards",
 ]
 
+_QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
 _TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 
 
@@ -59,6 +71,11 @@ class PlanTable:
     def full_name(self) -> str:
         """Path and name, unique in a model."""
         return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of one weight."""
+        return DATA_TYPE_BYTES.get(self.data_type, 4)
 
 
 class PlanOptions:
@@ -136,7 +153,7 @@ def with_shards(option: ShardingOption, sharding: ParameterSharding) -> Sharding
     """Return a copy of the option with the shards and ranks of a plan."""
     new = copy.copy(option)
     if sharding.sharding_spec is None:  # replicas
-        boxes = [(s.size, s.offset) for s in option.shards]
+        boxes = [(list(option.tensor.shape), [0, 0])] * len(sharding.ranks)
     else:
         boxes = [
             (m.shard_sizes, m.shard_offsets) for m in sharding.sharding_spec.shards
@@ -155,6 +172,138 @@ def plan_entries(plan: ShardingPlan) -> Iterator[tuple[str, str, ParameterShardi
             yield path, name, sharding
 
 
+def plan_tables(
+    plan: ShardingPlan, tables: Iterable[PlanTable], world_size: int
+) -> tuple[TableReport, ...]:
+    """Describe every table of a plan: where it lies; of its memory, the weights."""
+    known = {(t.path, t.name): t for t in tables}
+    reports = []
+    for path, name, sharding in plan_entries(plan):
+        table = known[path, name]
+        held = _boxes(table, sharding, world_size)
+        reports.append(_table_report(table, sharding, held))
+    return tuple(reports)
+
+
+def _table_report(
+    table: PlanTable, sharding: ParameterSharding, held: Sequence[tuple[int, _Box]]
+) -> TableReport:
+    return TableReport(
+        table=table.full_name,
+        sharding_type=sharding.sharding_type,
+        compute_kernel=sharding.compute_kernel,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        num_shards=len(held),
+        ranks=tuple(sorted({rank for rank, _ in held})),
+        used_bytes=float(sum(box.size for _, box in held) * table.value_bytes),
+    )
+
+
+def plan_holdings(
+    plan: ShardingPlan, tables: Iterable[PlanTable], memory_bytes: Sequence[int]
+) -> tuple[RankHolding, ...]:
+    """Say what each rank holds of a plan: of its memory, the weights."""
+    known = {(t.path, t.name): t for t in tables}
+    held: list[list[tuple[PlanTable, _Box]]] = [[] for _ in memory_bytes]
+    for path, name, sharding in plan_entries(plan):
+        table = known[path, name]
+        for rank, box in _boxes(table, sharding, len(memory_bytes)):
+            held[rank].append((table, box))
+    return tuple(
+        RankHolding(
+            num_shards=len(shards),
+            columns=sum(box.right - box.left for _, box in shards),
+            used_bytes=float(sum(box.size * t.value_bytes for t, box in shards)),
+            memory_bytes=memory,
+        )
+        for shards, memory in zip(held, memory_bytes, strict=True)
+    )
+
+
+def table_moves(
+    first: ShardingPlan,
+    second: ShardingPlan,
+    tables: Iterable[PlanTable],
+    world_sizes: tuple[int, int],
+) -> tuple[TableMove, ...]:
+    """Say which tables lie otherwise in a second plan, those of most bytes first.
+
+    Args:
+        first: A plan.
+        second: Another one of the same model.
+        tables: Of both.
+        world_sizes: Ranks of each.
+    """
+    known = {(t.path, t.name): t for t in tables}
+    lain = [{(p, n): s for p, n, s in plan_entries(plan)} for plan in (first, second)]
+    moves = []
+    for key, table in sorted(known.items()):
+        entries = [found.get(key) for found in lain]
+        boxes = [
+            [] if entry is None else _boxes(table, entry, size)
+            for entry, size in zip(entries, world_sizes, strict=True)
+        ]
+        texts = [
+            "" if entry is None else _table_report(table, entry, held).place
+            for entry, held in zip(entries, boxes, strict=True)
+        ]
+        if texts[0] == texts[1] and set(boxes[0]) == set(boxes[1]):
+            continue
+        before: dict[int, list[_Box]] = {}
+        for rank, box in boxes[0]:
+            before.setdefault(rank, []).append(box)
+        fetched = sum(
+            box.size - sum(map(box.common, before.get(rank, ())))
+            for rank, box in boxes[1]
+        )
+        moves.append(
+            TableMove(
+                table=table.full_name,
+                before=texts[0],
+                after=texts[1],
+                moved_bytes=float(fetched * table.value_bytes),
+            )
+        )
+    return tuple(sorted(moves, key=lambda move: -move.moved_bytes))
+
+
+class _Box(NamedTuple):
+    """Rows and columns of a shard."""
+
+    top: int
+    left: int
+    bottom: int
+    right: int
+
+    @property
+    def size(self) -> int:
+        """Values in it."""
+        return (self.bottom - self.top) * (self.right - self.left)
+
+    def common(self, other: _Box) -> int:
+        """Values in both."""
+        rows = min(self.bottom, other.bottom) - max(self.top, other.top)
+        columns = min(self.right, other.right) - max(self.left, other.left)
+        return max(rows, 0) * max(columns, 0)
+
+
+def _boxes(
+    table: PlanTable, sharding: ParameterSharding, world_size: int
+) -> list[tuple[int, _Box]]:
+    """Shards of a table that hold something, with their ranks."""
+    if sharding.sharding_spec is None:  # replicas
+        whole = _Box(0, 0, table.num_embeddings, table.embedding_dim)
+        return [(rank, whole) for rank in sharding.ranks or range(world_size)]
+    found = []
+    for meta, rank in zip(sharding.sharding_spec.shards, sharding.ranks, strict=True):
+        (top, left), (rows, columns) = meta.shard_offsets, meta.shard_sizes
+        box = _Box(int(top), int(left), int(top + rows), int(left + columns))
+        if box.size:
+            found.append((int(rank), box))
+    return found
+
+
 def tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]:
     """Tables in modules, under the paths given."""
     found = {
@@ -162,7 +311,7 @@ def tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]
             path=path,
             name=config.name,
             num_embeddings=int(config.num_embeddings),
-            embedding_dim=int(config.embedding_dim),
+            embedding_dim=_stored_columns(module, config),
             data_type=str(config.data_type.value).lower(),
             pooling=str(
                 config.pooling.value.lower()
@@ -175,6 +324,15 @@ def tables_of(modules: Iterable[tuple[str, nn.Module]]) -> tuple[PlanTable, ...]
         for config in table_configs(module)
     }
     return tuple(sorted(found))
+
+
+def _stored_columns(module: nn.Module, config: Any) -> int:
+    """Columns of a table as it is sharded: quantised rows carry their scale."""
+    if isinstance(module, _QUANTISED):
+        weights = {name.split(".")[-2]: w for name, w in module.state_dict().items()}
+        if config.name in weights:
+            return int(weights[config.name].shape[1])
+    return int(config.embedding_dim)
 
 
 def model_tables(

@@ -16,7 +16,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.groups import divisors, group_topology
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.table_reader import device_tier
 from torchrec_neuroshard.report import WeightSync
 
 __all__ = ["GroupSize", "GroupSizes", "recommend_group_size"]
@@ -150,17 +149,7 @@ def recommend_group_size(
                 plan=plan,
                 critical_path_ms=report.critical_path_ms,
                 weight_sync=report.weight_sync,
-                memory_bytes=_fullest(planner),
+                memory_bytes=max(rank.used_bytes for rank in report.ranks),
             )
         )
     return GroupSizes(rows=tuple(rows), sync_interval=sync_interval)
-
-
-def _fullest(planner: NeuroShardPlanner) -> float:
-    """Memory of the fullest rank of the last plan [bytes]."""
-    tier = device_tier(planner.topology)
-    used = [0.0] * int(planner.topology.world_size)
-    for option in planner.get_selected_options():
-        for shard in option.shards:
-            used[shard.rank] += getattr(shard.storage, tier)
-    return max(used)

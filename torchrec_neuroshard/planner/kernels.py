@@ -5,11 +5,15 @@ their rows, takes what the fused kernel takes above its launch, times a factor: 
 on CPUs, else what TorchRec's estimate takes it to be slower. Kernels that read the
 host's memory take what the fused one takes and, beside it, what their rows take over
 the link (`cost_models.physical.host_memory_ms`).
+
+Codecs of quantised collectives are kernels of their own: they take what the memory that
+they read and write takes at the fused kernel's bandwidth; on CPUs, what was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -25,7 +29,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.cost_models.row_cache import MissCurve
-from torchrec_neuroshard.placement import HostRows, KernelFactors
+from torchrec_neuroshard.placement import HostRows, KernelFactors, WireCodec
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
@@ -33,18 +37,40 @@ from torchrec_neuroshard.planner.table_reader import (
     has_cache,
     is_dense,
     is_lfu,
+    option_codecs,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["is_estimated", "kernel_factors", "load_factor", "miss_curve"]
+__all__ = [
+    "is_estimated",
+    "kernel_factors",
+    "load_factor",
+    "miss_curve",
+    "priced_codecs",
+]
 
 _MEASURED_DENSE: Mapping[str, KernelFactors] = {
     "cpu": KernelFactors(forward=0.78, backward=1.17, passes=2.96)
 }
 """By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core, and held
 to others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
+_FLOAT = 4.0
+_CLAMPED = ("fp16", "bf16")
+"""Codecs that limit the values in a pass of its own before they cast them."""
+_MEASURED_CODING: Mapping[tuple[str, str], tuple[float, float]] = {
+    ("cpu", "fp16"): (9.1, 3.7),
+    ("cpu", "bf16"): (9.4, 3.4),
+    ("cpu", "int8"): (8.1, 6.1),
+    ("cpu", "mx4"): (430.0, 84.0),
+}
+"""Device type and codec -> bytes of memory that coding and decoding a value is worth.
+Measured on one AMD EPYC (Zen 5) core; another run, which is kept, found 0.66 to 1.04
+times these (`benchmarks/results/qcomms_gloo2_202611.md`)."""
+_CODING_LAUNCHES = 0.5
+"""Of the fused forward kernel: what coding and decoding take of few values; measured
+with them, 0.56 to 0.69 in the run that is kept."""
 MAX_KNOWN_CURVES = 2**14
 """Tables whose misses are kept: worked out once, asked for many times."""
 
@@ -88,6 +114,39 @@ def kernel_factors(
             )
         )
     return None
+
+
+def priced_codecs(
+    option: ShardingOption, topology: Topology
+) -> tuple[WireCodec, WireCodec]:
+    """Return an option's codecs, forward and backward, with what their kernels take.
+
+    Args:
+        option: Noted by its sharder (`note_sharders`).
+        topology: The devices.
+    """
+    forward, backward = option_codecs(option)
+    device = str(topology.compute_device)
+    return _priced(forward, device), _priced(backward, device)
+
+
+def _priced(codec: WireCodec, device_type: str) -> WireCodec:
+    known = _MEASURED_CODING.get((device_type, codec.name))
+    if known is None:
+        sent = codec.wire_bytes
+        if sent == _FLOAT:
+            return codec
+        # Clamping reads and writes a float, rows are read twice: once for their scale.
+        first = 2 * _FLOAT if codec.name in _CLAMPED else 0.0
+        first += _FLOAT if codec.row_values > 1 else 0.0
+        known = first + _FLOAT + sent, sent + _FLOAT
+    encode, decode = known
+    return replace(
+        codec,
+        encode_bytes=encode,
+        decode_bytes=decode,
+        launches=_CODING_LAUNCHES,
+    )
 
 
 def _missed(

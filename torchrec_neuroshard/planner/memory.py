@@ -44,6 +44,7 @@ from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.kernels import load_factor
 from torchrec_neuroshard.planner.plan_conversion import fusion_key
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
@@ -194,7 +195,7 @@ class MemoryModel:
 
     def shard_bytes(
         self, options: Sequence[ShardingOption]
-    ) -> list[list[tuple[float, float]]]:
+    ) -> list[dict[tuple[int, ...], tuple[float, float]]]:
         """Bound the memory of shards, one by one, so that sums bound that of ranks.
 
         Args:
@@ -202,25 +203,33 @@ class MemoryModel:
                 table that may share their cache.
 
         Returns:
-            Of each option, of each shard: bytes of the device and of the host.
+            Of each option, size of a shard -> bytes of the device and of the host.
         """
         widest: dict[tuple[Any, ...], int] = defaultdict(int)
         for option in options:
             if has_cache(option):
                 key = option.path, self._element_size(option)
-                width = max(int(s.size[1]) for s in option.shards)
+                width = max(int(s.size[1]) for s in sample_shards(option))
                 widest[key] = max(widest[key], width)
         found = []
         for option in options:
             width = widest.get((option.path, self._element_size(option)), 0)
-            sizes = [tuple(s.size) for s in option.shards]
             # Shards of one size are many, and take the same.
-            known = {
-                size: (self._bound(option, s, width), self._host_bytes(option, s))
-                for size, s in dict(zip(sizes, option.shards, strict=True)).items()
-            }
-            found.append([known[size] for size in sizes])
+            by_size = {tuple(s.size): s for s in sample_shards(option)}
+            found.append(
+                {
+                    size: (self._bound(option, s, width), self._host_bytes(option, s))
+                    for size, s in by_size.items()
+                }
+            )
         return found
+
+    def estimate(self, options: Sequence[ShardingOption]) -> None:
+        """Set the storage of shards by `shard_bytes`, in place."""
+        for option, sizes in zip(options, self.shard_bytes(options), strict=True):
+            for shard in sample_shards(option):
+                device, host = sizes[tuple(shard.size)]
+                shard.storage = Storage(hbm=math.ceil(device), ddr=math.ceil(host))
 
     def common_bytes(self, options: Sequence[ShardingOption]) -> float:
         """Return what every rank takes, whatever its shards.
@@ -391,7 +400,7 @@ class MemoryModel:
         parts = 1
         if option.sharding_type in _BY_ROWS:
             parts = self._node if option.sharding_type in _BY_NODE else world
-        features = self._num_features(option)
+        features = self._reader.bags_per_sample(option)
         return _Shape(
             rows=int(shard.size[0]),
             width=int(shard.size[1]),
@@ -400,10 +409,6 @@ class MemoryModel:
             samples=local * world,
             parts=parts,
         )
-
-    def _num_features(self, option: ShardingOption) -> int:
-        config = self._reader.config(option)
-        return max(1, len(config.feature_names if config is not None else ()))
 
     def _activations(
         self, option: ShardingOption, shard: Shard, is_cached: bool
@@ -447,7 +452,9 @@ class MemoryModel:
     def _common(self, option: ShardingOption) -> Floats:
         """What every rank holds at each instant of the outputs of its own samples."""
         table, local = self._reader.table(option), float(option.batch_size)
-        lookups, bags = table.pooling_factor * local, self._num_features(option) * local
+        repeats = self._reader.repeats(option)
+        lookups = table.pooling_factor * repeats * local
+        bags = self._reader.bags_per_sample(option) * local
         outputs = bags if option.is_pooled else lookups
         size = _FLOAT * outputs * int(option.tensor.shape[1])
         batches = np.zeros(len(INSTANTS))
@@ -466,6 +473,9 @@ class MemoryModel:
             parts = [1, 1, 2, 1 + kept, 2 * kept, 2 * kept]
         else:  # gradients, cut by rank, lie beside what they are put together from
             parts = [1, 2, 3 + kept, 2 + kept, 2 * kept, 2 * kept]
+        if repeats > 1:  # where each id is among the distinct ones, and their rows
+            batches += 2 * _INDEX * lookups
+            batches += size / repeats * np.array([0, 1, 1, 1, 0, 0])
         return size * np.array(parts) + batches
 
     def _is_reduced_at_once(self, option: ShardingOption) -> bool:
@@ -501,12 +511,11 @@ class MemoryModel:
                     extra += size * np.array([0, 0, 1, 1, 0, 0])
             if len(kinds) > 1:
                 members = [o for several in kinds.values() for o in several]
-                extra += sum(self._beside_others(o, members) for o in members)
+                replicas = any(map(is_dense, members))
+                extra += sum(self._beside_others(o, replicas) for o in members)
         return extra
 
-    def _beside_others(
-        self, option: ShardingOption, module: Sequence[ShardingOption]
-    ) -> Floats:
+    def _beside_others(self, option: ShardingOption, beside_replicas: bool) -> Floats:
         """What a table takes more in a module with several sharding types.
 
         Its gradient is a part of that of all outputs, of which a copy is made. All
@@ -518,13 +527,15 @@ class MemoryModel:
             return size * np.array([0, 0, 0, 0, 0, 1])
         cut = self._is_reduced_at_once(option)
         found = size * np.array([0, 0, 1, cut, 0, 0])
-        if any(map(is_dense, module)):
+        if beside_replicas:
             if self._is_pipelined:
                 found += size * np.array([0, 0, 0, 0, 1, 1])
             table, local = self._reader.table(option), float(option.batch_size)
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
             copies, _ = self._num_pieces(option)
-            one = copies * local * (ids + _LENGTH * self._num_features(option))
+            one = (
+                copies * local * (ids + _LENGTH * self._reader.bags_per_sample(option))
+            )
             there = 2 if self._is_pipelined else 1
             is_sent = option.sharding_type in _BY_COLUMNS
             found += one * (there - self._num_sent * is_sent)
@@ -553,7 +564,7 @@ class MemoryModel:
         return any(a > b for a, b in itertools.pairwise(order))
 
     def _output_bytes(self, option: ShardingOption) -> float:
-        bags = self._num_features(option) * float(option.batch_size)
+        bags = self._reader.bags_per_sample(option) * float(option.batch_size)
         return _FLOAT * bags * int(option.tensor.shape[1])
 
 

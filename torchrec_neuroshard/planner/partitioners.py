@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
+from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.placement_rules import PlacementRules
@@ -39,7 +41,9 @@ from torchrec_neuroshard.planner.greedy import (
     place_greedily,
     without,
 )
+from torchrec_neuroshard.planner.guards import GRACE_SECONDS, is_own
 from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     has_cache,
@@ -249,8 +253,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Place tables without ways by TorchRec's routine, the others by the search."""
-        given = [o for o, w in zip(proposal, ways, strict=True) if not w]
-        searched = [w for w in ways if w]
+        # By name: the order that a model lists its tables in must not matter.
+        both = sorted(zip(proposal, ways, strict=True), key=lambda p: table_name(p[0]))
+        given = [o for o, w in both if not w]
+        searched = [w for _, w in both if w]
         try:
             others = place_greedily(given, storage_constraint, rules)
         except PlannerError as error:
@@ -318,6 +324,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         )
         log, start = self.log, time.monotonic()
         searcher = log.next(self.searcher)
+        # Searches of this package keep to their budget by themselves.
+        budget = math.inf if is_own(searcher) else searcher.time_budget_seconds
+        seconds = budget + GRACE_SECONDS
         if space.task.has_choices and not searcher.takes_choices:
             searcher = ChoosingSearcher(searcher)
         try:
@@ -325,7 +334,14 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             if self._finalists is not None and not log.records:
                 result = self._finalists.choose(searcher, space.task, self.costs)
             else:
-                result = searcher.search(space.task, cost_model, comms_model)
+                result = call_within(
+                    seconds, searcher.search, space.task, cost_model, comms_model
+                )
+        except TimeIsUpError:
+            log.infeasible = (
+                f"search '{searcher.name}' did not return within {seconds:.1f} s"
+            )
+            raise OutOfTimeError(log.infeasible) from None
         except InfeasibleError as error:
             log.infeasible = log.infeasible or str(error)
             raise PlannerError(

@@ -32,6 +32,7 @@ from torchrec_neuroshard.planner.compat import (
     optimizer_arguments,
     optimizer_classes,
 )
+from torchrec_neuroshard.planner.kernels import priced_codecs
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     has_cache,
@@ -49,6 +50,7 @@ __all__ = [
     "fusion_key",
     "lower_plan",
     "placement_from_plan",
+    "task_of",
 ]
 
 Ints = npt.NDArray[np.int64]
@@ -127,6 +129,45 @@ class FusionGroups:
         )
 
 
+def task_of(
+    options: Sequence[ShardingOption],
+    reader: TableReader,
+    topology: Topology,
+    kernels: Sequence[KernelFactors | None],
+) -> ShardingTask:
+    """Describe options, with or without ranks, as ways to shard their tables.
+
+    Args:
+        options: Costed ones; several may be of one table.
+        reader: Describes their tables.
+        topology: The devices to plan for.
+        kernels: Of each option; see `ShardingTask`.
+    """
+    fused = FusionGroups.from_keys(
+        [fusion_key(o, reader, o.sharding_type) for o in options]
+    )
+    ways: dict[str, list[int]] = {}
+    for index, option in enumerate(options):
+        ways.setdefault(table_name(option), []).append(index)
+    world_size = int(topology.world_size)
+    return ShardingTask(
+        tables=tuple(reader.table(o) for o in options),
+        world_size=world_size,
+        batch_size=int(options[0].batch_size) * world_size,
+        local_world_size=whole_nodes(world_size, topology.local_world_size),
+        node_size=node_size(topology),
+        groups=fused.groups,
+        stages=fused.stages,
+        stage_names=fused.stage_names,
+        alternatives=tuple(tuple(w) for w in ways.values()),
+        sharding_types=tuple(o.sharding_type for o in options),
+        pooled=tuple(bool(o.is_pooled) for o in options),
+        codecs=tuple(priced_codecs(o, topology) for o in options),
+        repeats=tuple(reader.repeats(o) for o in options),
+        kernels=tuple(kernels),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class OptionShards:
     """Shards of options that the cost model has a price for, as arrays."""
@@ -153,42 +194,13 @@ class OptionShards:
         topology: Topology,
         kernels: Sequence[KernelFactors | None],
     ) -> OptionShards:
-        """Describe options, with or without ranks.
-
-        Args:
-            options: Costed ones; several may be of one table.
-            reader: Describes their tables.
-            topology: The devices to plan for.
-            kernels: Of each option; see `ShardingTask`.
-        """
-        fused = FusionGroups.from_keys(
-            [fusion_key(o, reader, o.sharding_type) for o in options]
-        )
-        ways: dict[str, list[int]] = {}
-        for index, option in enumerate(options):
-            ways.setdefault(table_name(option), []).append(index)
-        world_size = int(topology.world_size)
-        task = ShardingTask(
-            tables=tuple(reader.table(o) for o in options),
-            world_size=world_size,
-            batch_size=int(options[0].batch_size) * world_size,
-            local_world_size=whole_nodes(world_size, topology.local_world_size),
-            node_size=node_size(topology),
-            groups=fused.groups,
-            stages=fused.stages,
-            stage_names=fused.stage_names,
-            alternatives=tuple(tuple(w) for w in ways.values()),
-            sharding_types=tuple(o.sharding_type for o in options),
-            pooled=tuple(bool(o.is_pooled) for o in options),
-            wire_bytes=tuple(reader.wire_bytes(o) for o in options),
-            kernels=tuple(kernels),
-        )
+        """Describe options and their shards; see `task_of`."""
         counts = [len(o.shards) for o in options]
         size_N2 = np.array([s.size for o in options for s in o.shards], dtype=np.int64)
         first_row = [s.offset[0] for o in options for s in o.shards]
         return cls(
             options=tuple(options),
-            task=task,
+            task=task_of(options, reader, topology, kernels),
             table_N=np.repeat(np.arange(len(options)), counts),
             place_N=np.concatenate([np.arange(n) for n in counts]),
             width_N=size_N2[:, 1],
@@ -254,6 +266,8 @@ def lower_plan(
         groups=fused.groups,
         stages=fused.stages,
         stage_names=fused.stage_names,
+        codecs=tuple(priced_codecs(o, topology) for o in column_sharded),
+        repeats=tuple(reader.repeats(o) for o in column_sharded),
     )
     placement = Placement(topology.world_size, tuple(sorted(shards)))
     return LoweredPlan(task, placement, tuple(column_sharded), tuple(others))

@@ -37,6 +37,7 @@ from torchrec.distributed.types import (
     CacheParams,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
+    ModuleSharder,
     ParameterSharding,
     ShardingPlan,
     ShardMetadata,
@@ -46,7 +47,12 @@ from torchrec_neuroshard import __version__
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.compat import SETTING_TYPES, planner_part
+from torchrec_neuroshard.planner.compat import (
+    SETTING_TYPES,
+    planner_part,
+    removes_repeats,
+    wire_codecs,
+)
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.given_plans import (
@@ -55,6 +61,9 @@ from torchrec_neuroshard.planner.given_plans import (
     check_plan,
     model_tables,
     plan_entries,
+    plan_holdings,
+    plan_tables,
+    table_moves,
     tables_of,
     with_shards,
 )
@@ -65,8 +74,11 @@ from torchrec_neuroshard.planner.table_reader import (
     has_cache,
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S
+from torchrec_neuroshard.report import PlanComparison, PlanReport, RankReport
 from torchrec_neuroshard.schedules import SEQUENTIAL
 from torchrec_neuroshard.search.base import SearchResult
+from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
+from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = [
     "PLAN_SCHEMA_VERSION",
@@ -159,6 +171,10 @@ class PlanFingerprint:
     """Bandwidths of the topology; None: not known."""
     pooling_factors: Mapping[str, float] | None = None
     """Full name of a table -> ids that a sample looks up in it; None: not known."""
+    exchanges: Mapping[str, str] | None = None
+    """Class of a module -> what its sharder does to what ranks exchange: codecs of
+    collectives, forward and backward, and whether repeated ids are sent once; None: not
+    known."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
 
@@ -204,6 +220,7 @@ class PlanFingerprint:
                 pipeline_type=data.get("pipeline_type"),
                 gb_per_s=data.get("gb_per_s"),
                 pooling_factors=data.get("pooling_factors"),
+                exchanges=data.get("exchanges"),
                 versions=dict(data["versions"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -220,6 +237,110 @@ class StoredPlan:
     """Predicted costs as stored (`PredictedCosts.to_json`, with `lower_bound_ms` and
     `gap` where a search gave them); None: not known when it was stored."""
 
+    @property
+    def made_for(self) -> str:
+        """What the plan was made for, in a sentence without a full stop."""
+        made = self.fingerprint
+        batch = "not said" if made.batch_size is None else f"{made.batch_size:,}"
+        versions = ", ".join(
+            f"{name} {made.versions[name]}"
+            for name in ("torchrec_neuroshard", "torchrec")
+            if name in made.versions
+        )
+        return (
+            f"made for {made.world_size} ranks, {made.local_world_size} per node "
+            f"({made.compute_device}); samples per rank: {batch}; cost model: "
+            f"{made.cost_model or 'not known'} ({made.hardware or 'not known'}); by "
+            f"{versions or 'versions that are not known'}"
+        )
+
+    def report(self) -> PlanReport:
+        """Say what is stored of the plan; nothing is predicted anew.
+
+        Raises:
+            PlanFileError: What was predicted is damaged.
+        """
+        made = self.fingerprint
+        tables = plan_tables(self.plan, made.tables, made.world_size)
+        held = plan_holdings(self.plan, made.tables, made.memory_bytes)
+        notes = ["memory is that of the weights alone: no more of it is stored"]
+        found = self.predicted
+        if found is None:
+            notes.append("what the plan costs was not known when it was stored")
+            found = {"critical_path_ms": math.nan, "ranks": [{}] * made.world_size}
+        try:
+            gap = found.get("gap")
+            return PlanReport(
+                critical_path_ms=float(found["critical_path_ms"]),
+                lower_bound_ms=float(found.get("lower_bound_ms", 0.0)),
+                gap=math.inf if gap is None else float(gap),
+                uncertainty=float(found.get("uncertainty", 0.0)),
+                compute_source=str(found.get("compute_source", "not known")),
+                comms_source=str(found.get("comms_source", "not known")),
+                search_seconds=0.0,
+                num_evaluated=0,
+                num_tables=len(tables),
+                ranks=tuple(
+                    RankReport(
+                        rank=rank,
+                        costs=RankCosts(*(float(ms.get(p, 0.0)) for p in PHASES)),
+                        **dataclasses.asdict(holding),
+                    )
+                    for rank, (holding, ms) in enumerate(
+                        zip(held, found["ranks"], strict=True)
+                    )
+                ),
+                num_split=sum(
+                    t.num_shards > 1 and t.sharding_type in COLUMN_SHARDED_TYPES
+                    for t in tables
+                ),
+                splits=(),
+                tables=tuple(sorted(tables, key=lambda t: -t.used_bytes)),
+                fallback=None,
+                warnings=tuple(notes),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise PlanFileError(
+                f"the costs stored with the plan are damaged: {error!r}"
+            ) from error
+
+    def compared_to(self, other: StoredPlan, names: tuple[str, str]) -> PlanComparison:
+        """Say what lies elsewhere in another stored plan, and what that saves.
+
+        Args:
+            other: The second plan.
+            names: What the comparison calls this one and the other.
+
+        Raises:
+            PlanFileError: The plans are of other tables.
+        """
+        first, second = self.fingerprint, other.fingerprint
+        if first.tables != second.tables:
+            odd = sorted(t.full_name for t in {*first.tables} ^ {*second.tables})
+            raise PlanFileError(
+                f"'{names[0]}' and '{names[1]}' are plans of other tables: '{odd[0]}' "
+                "is not the same in both. Compare plans of one model"
+            )
+        fields = ("world_size", "batch_size", "cost_model", "hardware", "pipeline_type")
+        notes = [
+            f"{field} differs ({_show(a)}, {_show(b)}): the costs are not of one thing"
+            for field in fields
+            if (a := getattr(first, field)) != (b := getattr(second, field))
+        ]
+        return PlanComparison(
+            first_name=names[0],
+            first=self.report(),
+            second_name=names[1],
+            second=other.report(),
+            moves=table_moves(
+                self.plan,
+                other.plan,
+                first.tables,
+                (first.world_size, second.world_size),
+            ),
+            notes=tuple(notes),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
@@ -231,9 +352,10 @@ class _Job:
     hardware: str | None = None
     pipeline_type: str | None = None
     placement: PlacementConstraints | None = None
-    result: SearchResult | None = None
     reader: TableReader | None = None
     """Knows how often tables are read; None: nobody said."""
+    sharders: Sequence[ModuleSharder[Any]] | None = None
+    """Of the model; None: nobody said."""
 
     @classmethod
     def of(
@@ -242,8 +364,22 @@ class _Job:
         topology: Topology | None,
         batch_size: int | None,
         cost_model: str | CostModel | None,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
     ) -> _Job:
         """Take a planner's own, or what the caller says in its place."""
+        found = cls._found(planner, topology, batch_size, cost_model)
+        if sharders is None:
+            return found
+        return dataclasses.replace(found, sharders=sharders)
+
+    @classmethod
+    def _found(
+        cls,
+        planner: EmbeddingPlannerBase | None,
+        topology: Topology | None,
+        batch_size: int | None,
+        cost_model: str | CostModel | None,
+    ) -> _Job:
         given = [topology, batch_size, cost_model]
         if planner is not None:
             if any(g is not None for g in given):
@@ -270,8 +406,8 @@ class _Job:
                 if planner.costs.schedule is SEQUENTIAL
                 else planner.costs.schedule.name,
                 placement=planner.placement_constraints,
-                result=planner.last_result,
                 reader=planner.costs.reader,
+                sharders=planner.last_model[1] if planner.last_model else None,
             )
         if topology is None:
             raise ConfigError(
@@ -317,6 +453,7 @@ class _Job:
                 )
                 for t in tables
             },
+            exchanges=None if self.sharders is None else _exchanges(self.sharders),
             versions=_versions(),
         )
 
@@ -356,6 +493,7 @@ def save_plan(
     batch_size: int | None = None,
     cost_model: str | CostModel | None = None,
     result: SearchResult | None = None,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
 ) -> None:
     """Write a plan and what it was made for; call it on one rank.
 
@@ -371,16 +509,18 @@ def save_plan(
         batch_size: Samples per rank. None: not known.
         cost_model: The cost model or its name. None: not known.
         result: Predicted costs. None: the planner's `last_result`, if it has one.
+        sharders: Of the model. None: those that the planner last planned with.
 
     Raises:
         ConfigError: Neither a planner nor a topology is given, or both are.
         PlanFileError: The plan does not belong to the model, or holds settings that
             cannot be stored.
     """
-    job = _Job.of(planner, topology, batch_size, cost_model)
+    job = _Job.of(planner, topology, batch_size, cost_model, sharders)
     fingerprint = job.fingerprint(*model_tables(plan.plan, model))
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
-    result = result or job.result
+    if result is None and isinstance(planner, NeuroShardPlanner):
+        result = planner.last_result
     data = {
         "format": _FORMAT,
         "schema": PLAN_SCHEMA_VERSION,
@@ -406,6 +546,7 @@ def load_plan(
     topology: Topology | None = None,
     batch_size: int | None = None,
     cost_model: str | CostModel | None = None,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
 ) -> ShardingPlan:
     """Read a plan that `save_plan` wrote, if it fits this job.
 
@@ -417,10 +558,13 @@ def load_plan(
     Args:
         path: The file.
         model: The model, not yet in `DistributedModelParallel`.
-        planner: The planner that would plan; in place of the next three.
+        planner: The planner that would plan; in place of the next three. One of this
+            package reports on the plan afterwards, by the costs that it knows now.
         topology: The ranks to run on.
         batch_size: Samples per rank. None: not compared.
         cost_model: The cost model or its name. None: not compared.
+        sharders: Of the model. None: those that the planner last planned with, if any;
+            else codecs and repeated ids are not compared.
 
     Returns:
         The plan, equal to the one stored.
@@ -433,14 +577,17 @@ def load_plan(
 
     Warns:
         StalePlanWarning: Memory, bandwidths, batch size, pooling factors, cost model,
-            placement constraints or package versions are not those of the plan: it
-            works, but a new one may be better.
+            placement constraints, codecs of collectives, the treatment of repeated ids
+            or package versions are not those of the plan: it works, but a new one may
+            be better.
     """
-    job = _Job.of(planner, topology, batch_size, cost_model)
+    job = _Job.of(planner, topology, batch_size, cost_model, sharders)
     stored = read_plan(path)
     current = job.fingerprint(*model_tables(stored.plan.plan, model))
     _check_fits(stored.fingerprint, current, path, stacklevel=3)
     job.check_placement(stored, path)
+    if isinstance(planner, NeuroShardPlanner):
+        planner.adopt(stored.plan, model)
     return stored.plan
 
 
@@ -627,6 +774,20 @@ def _way(sharding_type: str, compute_kernel: str, params: CacheParams | None) ->
     return f"{sharding_type}/{compute_kernel}{size}"
 
 
+def _exchanges(sharders: Iterable[ModuleSharder[Any]]) -> dict[str, str]:
+    found = {}
+    for sharder in sharders:
+        told = [
+            f"{name} {forward.name}/{backward.name}"
+            for name, (forward, backward) in sorted(wire_codecs(sharder).items())
+        ]
+        if removes_repeats(sharder):
+            told.append("repeated ids once")
+        if told:
+            found[sharder.module_type.__name__] = ", ".join(told)
+    return found
+
+
 def _versions() -> dict[str, str]:
     found = {"torchrec_neuroshard": __version__}
     for package in _PACKAGES:
@@ -704,6 +865,7 @@ def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMi
         "hardware",
         "pipeline_type",
         "placement",
+        "exchanges",
     ):
         a, b = getattr(current, field_name), getattr(stored, field_name)
         if a != b and a is not None and b is not None:

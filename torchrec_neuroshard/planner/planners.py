@@ -61,7 +61,12 @@ from torchrec_neuroshard.planner.costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.finalists import Finalists
 from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer
-from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.given_plans import (
+    PlanOptions,
+    model_tables,
+    table_moves,
+)
+from torchrec_neuroshard.planner.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.hedging import is_uncertain
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.partitioners import (
@@ -73,11 +78,12 @@ from torchrec_neuroshard.planner.proposers import (
     NeuroShardProposer,
 )
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
+from torchrec_neuroshard.planner.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.table_reader import table_name
 from torchrec_neuroshard.planner.topologies import default_topology
 from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import PlanReport, explain
+from torchrec_neuroshard.report import PlanComparison, PlanReport, explain
 from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -144,7 +150,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             narrowest column shard; without it, 4.
         debug: As in TorchRec.
         callbacks: As in TorchRec; they may change the plan.
-        timeout_seconds: Also limits the search.
+        timeout_seconds: Also limits the search, and cuts off proposers, partitioners,
+            performance models, callbacks and statistics of others that do not return
+            (without it: two seconds after the search's budget). Without such a callback
+            or partitioner there is no plan, without statistics there is one.
         cost_model: "auto", the name of a shipped bundle, a bundle's folder, a model, or
             "measure": what first launches measured on this device, or measure now.
         profiles: Feature name -> its profile, from `profile_inputs`. Features without
@@ -286,6 +295,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._batch_size_is_default = not batch_size
         self._known: KnownPlan | None = None
         self._selected: list[ShardingOption] = []
+        self._plan: ShardingPlan | None = None
         self._planned: tuple[nn.Module, list[ModuleSharder[Any]]] | None = None
         if enumerator is None:
             enumerator = NeuroShardEnumerator(
@@ -306,6 +316,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 costs=self.costs,
             )
         own = isinstance(partitioner, NeuroShardPartitioner)
+        self._budget_seconds = _searcher(search, timeout_seconds).time_budget_seconds
         if self.placement_constraints != (
             partitioner.placement if own else PlacementConstraints()
         ):
@@ -374,13 +385,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             PlannerError: No plan fits, neither by the search nor by TorchRec's own
-                planner.
+                planner, or a part that was given does not return in time.
             ProfileError: A profile is none, or of a feature that no table reads.
             ConfigError: The cost model predicts something that is not a time; placement
                 constraints contradict each other or the model, or a callback or a
                 loaded plan breaks them.
+            RuntimeError: TorchRec lists no option for a table that it names.
+            Exception: What a part that was given raises.
         """
-        self._known, self._selected = None, []
+        self._known, self._selected, self._plan = None, [], None
         unmatched = self._check_inputs(module)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
@@ -393,14 +406,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 raise
             plan = self._last_resort(run, error)
         run.check()
-        try:
-            self.remember(module, sharders)
-        except Exception as error:  # an odd module; the plan is good all the same
-            logger.debug("the model's outline could not be kept: %r", error)
+        self._try_remember(module, sharders)
         if run.selected is not None:
             self._selected = run.selected
             chosen = time.monotonic()
-            skipped = filter(None, [run.torchrec.skipped])
+            skipped = filter(None, [run.torchrec.skipped, *run.torchrec.guard.notes])
             notes = [*self._notes, *unmatched, *skipped]
             records = run.log.records
             known = describe_plan(
@@ -411,11 +421,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 notes,
                 batch_size_is_default=self._batch_size_is_default,
                 robustness=run.robustness,
+                reserved=self._reserved(module, sharders),
             )
             listed = self.enumerator
             options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
             seconds = run.seconds(options, chosen)
             self._known = dataclasses.replace(known, seconds=seconds)
+        self._plan = plan
         return plan
 
     def _options(
@@ -433,7 +445,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         proposers = planner_part(self, "proposers")
         partitioner = planner_part(self, "partitioner")
         own = isinstance(partitioner, NeuroShardPartitioner)
+        perf_model = planner_part(self, "perf_model")
         budget = partitioner.searcher.time_budget_seconds if own else math.inf
+        budget = min(budget, self._budget_seconds)
+        guard = Guard(self._arguments["timeout_seconds"] or budget + GRACE_SECONDS)
         torchrec = TorchRecPlan(
             self._torchrec_arguments,
             module=module,
@@ -444,15 +459,17 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             violation=self._violation,
             pipeline_type=self._pipeline_type,
             time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
+            guard=guard,
         )
         # A caller's rating of plans is not overruled.
-        hedged = isinstance(planner_part(self, "perf_model"), NeuroShardPerfModel)
+        hedged = isinstance(perf_model, NeuroShardPerfModel)
         run = PlanRun(
             torchrec,
             proposers,
             self._violation,
             self.costs if hedged and is_uncertain(self.costs) else None,
         )
+        proposers = guard.proposers(proposers)
         if self._considers_torchrec:
             proposers = [*proposers, torchrec.proposer]
         return run, {
@@ -461,8 +478,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 run.log, sharders, self._finalists if self._finalists.count else None
             )
             if own
-            else partitioner,
-            "callbacks": run.callbacks(planner_part(self, "callbacks")),
+            else guard.partitioner(partitioner),
+            "perf_model": guard.perf_model(perf_model),
+            "callbacks": run.callbacks(
+                guard.callbacks(planner_part(self, "callbacks"))
+            ),
+            "stats": guard.stats(planner_part(self, "stats")),
         }
 
     def collective_plan(
@@ -520,6 +541,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 dist.broadcast_object_list(found, root, group=pg)
             self._selected = []
             plan, self._known, error = found[0]
+            self._plan = plan
         if error is not None:
             raise error
         return plan
@@ -564,15 +586,26 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             constraints=planner_part(self, "constraints"),
         )
 
+    def _reserved(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> Topology:
+        """Devices with what is left for shards; as they are, where nothing is."""
+        try:
+            return self.reserve(module, sharders)
+        except PlannerError:  # of a plan that somebody else made
+            return self.topology
+
     @property
     def last_result(self) -> SearchResult | None:
         """What is known of the plan last returned; its placement is of columns."""
-        return self._known.result if self._known else None
+        known = self._last()
+        return known.result if known else None
 
     @property
     def last_task(self) -> ShardingTask | None:
         """The tables that `last_result.placement` counts: the column-sharded ones."""
-        return self._known.task if self._known else None
+        known = self._last()
+        return known.task if known else None
 
     @property
     def last_seconds(self) -> Mapping[str, float]:
@@ -584,6 +617,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         Empty before the first plan, and on ranks that another rank planned for.
         """
+        self._last()
         return self._selected
 
     def report(self) -> PlanReport:
@@ -595,12 +629,39 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         Raises:
             ConfigError: Nothing has been planned yet.
         """
-        known = self._known
+        known = self._last()
         if known is None:
             raise ConfigError(
-                "there is no plan to report on; call plan() or collective_plan() first"
+                "there is no plan to report on; call plan() or collective_plan() "
+                "first, or pass the planner to load_plan"
             )
         return self._explain(known)
+
+    def adopt(
+        self,
+        plan: ShardingPlan,
+        module: nn.Module,
+        sharders: Sequence[ModuleSharder[Any]] | None = None,
+    ) -> None:
+        """Take a plan that somebody else made, such as a stored one, for the last.
+
+        What is known of it, `report` and `last_result`, is worked out when asked for:
+        the costs of `evaluate`.
+
+        Args:
+            plan: The plan; it must not change until then.
+            module: The model, before `DistributedModelParallel` took it.
+            sharders: None: TorchRec's defaults.
+        """
+        self._known, self._selected, self._planned = None, [], None
+        self._try_remember(module, sharders)
+        self._plan = plan
+
+    def _last(self) -> KnownPlan | None:
+        """What is known of the last plan; None where there is none."""
+        if self._known is None and self._plan is not None and self._planned is not None:
+            self._selected, self._known = self._describe(self._plan, *self._planned)
+        return self._known
 
     @property
     def last_model(self) -> tuple[nn.Module, list[ModuleSharder[Any]]] | None:
@@ -622,6 +683,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             sharders: None: TorchRec's defaults.
         """
         self._planned = outline_of(module), list(sharders or get_default_sharders())
+
+    def _try_remember(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]] | None
+    ) -> None:
+        try:
+            self.remember(module, sharders)
+        except Exception as error:  # an odd module; the plan is good all the same
+            logger.debug("the model's outline could not be kept: %r", error)
 
     def relearned(
         self,
@@ -683,18 +752,63 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             ProfileError: A profile is of a feature that no table reads.
             ConfigError: The cost model predicts something that is not a time.
         """
-        notes = (*self._notes, *self._check_inputs(module))
         given = sharders or get_default_sharders()
-        options = PlanOptions(module, given, self.enumerator, self.costs).of(plan)
-        known = describe_plan(
+        return self._explain(self._describe(plan, module, given)[1])
+
+    def compare(
+        self,
+        plan: ShardingPlan,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]] | None = None,
+        name: str = "the other plan",
+    ) -> PlanComparison:
+        """Set another plan of the model beside the last one, by the same costs.
+
+        Args:
+            plan: The other plan, whoever made it.
+            module: The model, before `DistributedModelParallel` took it.
+            sharders: None: TorchRec's defaults.
+            name: What the comparison calls the other plan.
+
+        Returns:
+            What `print` shows as text and `write_html` as a page: what the last plan
+            saves against the other one, and which tables lie otherwise.
+
+        Raises:
+            ConfigError: Nothing has been planned yet.
+            PlanFileError: A plan is not one of this model on these ranks.
+        """
+        ours = self.report()
+        assert self._plan is not None, "there is one that is reported on"
+        theirs = self.evaluate(plan, module, sharders)
+        tables, _ = model_tables(plan.plan, module)
+        world_size = int(self.topology.world_size)
+        return PlanComparison(
+            first_name=name,
+            first=theirs,
+            second_name="this plan",
+            second=ours,
+            moves=table_moves(plan, self._plan, tables, (world_size, world_size)),
+        )
+
+    def _describe(
+        self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> tuple[list[ShardingOption], KnownPlan]:
+        """Say what a plan that is given costs; returns its options as well."""
+        notes = (*self._notes, *self._check_inputs(module))
+        options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
+        self.costs.attribute(options)
+        if isinstance(self.enumerator, NeuroShardEnumerator) and self.enumerator.memory:
+            self.enumerator.memory.attribute(options)
+        return options, describe_plan(
             options,
             self.costs,
             (),
             None,
             notes,
             batch_size_is_default=self._batch_size_is_default,
+            reserved=self._reserved(module, sharders),
         )
-        return self._explain(known)
 
     def _check_inputs(self, module: nn.Module) -> tuple[str, ...]:
         """Hold profiles and constraints against the model; returns notes."""
@@ -709,7 +823,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         return explain(
             known.result,
             simulator,
-            known.others,
+            known.tables,
+            known.holdings,
             basis=known.basis,
             robustness=known.robustness,
             weight_sync=known.weight_sync,
@@ -740,7 +855,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _last_resort(self, run: PlanRun, error: PlannerError) -> ShardingPlan:
         """Let TorchRec's own planner try, with what the caller passed."""
-        ours = run.log.infeasible
+        ours, cut = run.log.infeasible, run.torchrec.guard.cut
+        if cut is not None:  # nor would it return to TorchRec's own planner
+            reasons = [f"{cut}, and there is no plan without it", *filter(None, [ours])]
+            raise OutOfTimeError("; ".join(reasons)) from error
         run.fallback = ours or str(error)
         logger.warning(
             "the search found no plan (%s); asking TorchRec's planner", ours or error
@@ -748,9 +866,10 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         try:
             plan, options = run.torchrec.last_resort()
             run.select(options)
-        except PlannerError:
+        except Exception as failure:
+            # It may fail in other ways, too; why there is no plan is known.
             if ours is None:
-                raise error from None
+                raise error from failure
             # The reason first, TorchRec's general advice after it.
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type

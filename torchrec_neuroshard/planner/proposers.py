@@ -17,9 +17,10 @@ from torchrec.distributed.planner.types import (
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.constraints import PlacementConstraints, permits
 from torchrec_neuroshard.planner.costs import CostedPart
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_reader import (
-    cannot_run,
     device_tier,
+    run_fault,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size
@@ -103,6 +104,7 @@ class NeuroShardProposer(CostedPart, Proposer):
                 by_table[other.fqn].append(other)
         tables = list(map(self._permitted, by_table.values()))
         self.best_rating = None
+        self._room: dict[tuple[int, ...], int] = {}
         self._queue = [[self._free(options) for options in tables]]
         least = [_least(options, _memory_order) for options in tables]
         if any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
@@ -152,20 +154,24 @@ class NeuroShardProposer(CostedPart, Proposer):
         reader = self.costs.reader
         ways = [o for o in options if is_placeable(o, reader, self._topology)]
         ranks = self._rules.ranks(self._rules.index[table_name(options[0])])
-        room = max(
-            getattr(self._topology.devices[r].storage, self._tier) for r in ranks
+        if ranks not in self._room:
+            self._room[ranks] = max(
+                getattr(self._topology.devices[r].storage, self._tier) for r in ranks
+            )
+        room = self._room[ranks]
+        least = _least(
+            ways or options, partial(self._cost_order, room, bool(ways)), _cost_ms
         )
-        least = _least(ways or options, partial(self._cost_order, room, bool(ways)))
         return FreeOption(least, ways) if ways else least
 
     def _cost_order(
         self, room: int, may_be_split: bool, option: ShardingOption
     ) -> tuple[Any, ...]:
-        """Options that run and fit first; of these, by columns, then the cheapest."""
-        size = max(float(getattr(s.storage, self._tier)) for s in option.shards)
+        """Options that run and fit first; of these, those by columns."""
+        size = max(float(getattr(s.storage, self._tier)) for s in sample_shards(option))
         if may_be_split:
             size *= narrowest_shard(option, self._constraints) / max(
-                int(s.size[1]) for s in option.shards
+                int(s.size[1]) for s in sample_shards(option)
             )
         first, second = (COLUMN_WISE, TABLE_WISE)
         if not option.is_pooled:
@@ -173,25 +179,35 @@ class NeuroShardProposer(CostedPart, Proposer):
         kind = option.sharding_type
         fused = option.compute_kernel == "fused"
         return (
-            cannot_run(option),
+            run_fault(option) is not None,
             size > room,
             not (fused and kind in (first, second)),
             not (fused and kind == first),
-            max(s.perf.total for s in option.shards),
-            *_name_order(option),
         )
 
 
 def _least(
-    options: Sequence[ShardingOption], order: Callable[[ShardingOption], Any]
+    options: Sequence[ShardingOption],
+    order: Callable[[ShardingOption], Any],
+    then: Callable[[ShardingOption], Any] = lambda option: 0,
 ) -> ShardingOption:
-    return min(options, key=order)
+    """Return the first option by an order; `then` is asked where that is a draw."""
+    orders = [order(option) for option in options]
+    least = min(orders)
+    drawn = [o for o, own in zip(options, orders, strict=True) if own == least]
+    return (
+        min(drawn, key=lambda o: (then(o), *_name_order(o))) if drawn[1:] else drawn[0]
+    )
+
+
+def _cost_ms(option: ShardingOption) -> float:
+    return float(max(s.perf.total for s in option.shards))
 
 
 def _memory_order(option: ShardingOption) -> tuple[Any, ...]:
-    scarce = max(s.storage.hbm for s in option.shards)
-    other = max(s.storage.ddr for s in option.shards)
-    return (cannot_run(option), scarce, other, *_name_order(option))
+    scarce = max(s.storage.hbm for s in sample_shards(option))
+    other = max(s.storage.ddr for s in sample_shards(option))
+    return (run_fault(option) is not None, scarce, other, *_name_order(option))
 
 
 def _name_order(option: ShardingOption) -> tuple[Any, ...]:

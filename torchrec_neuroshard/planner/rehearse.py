@@ -45,6 +45,7 @@ from torchrec.distributed.types import (
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.planner.checks import check_sharders
 from torchrec_neuroshard.planner.compat import (
     all_lookups,
     pipeline_name,
@@ -56,14 +57,13 @@ from torchrec_neuroshard.planner.memory import RankMemory, StaticMemory
 from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
-    cannot_run,
     max_columns,
     note_sharders,
+    run_fault,
     table_name,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal, TableFault
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = ["rehearse"]
 
@@ -101,7 +101,8 @@ def rehearse(
         the batch come on top.
 
     Raises:
-        ConfigError: This process has a process group, or `batch_size` is below 1.
+        ConfigError: This process has a process group, `batch_size` is below 1, or a
+            sharder asks for what there is not.
         PlanFileError: The plan is not one of this model on these ranks.
     """
     if dist.is_available() and dist.is_initialized():
@@ -114,6 +115,7 @@ def rehearse(
         raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
     start = time.monotonic()
     given = list(sharders or get_default_sharders())
+    check_sharders(given, str(topology.compute_device))
     world_size = int(topology.world_size)
     reader = TableReader(
         world_size=world_size, constraints=constraints, profiles=profiles
@@ -210,13 +212,10 @@ def _own_faults(
         widths = [int(s.size[1]) for s in option.shards if s.rank == rank]
         if not widths:
             continue
-        if cannot_run(option):
+        if fault := run_fault(option):
             found.append(
                 TableFault(
-                    table=table_name(option),
-                    cause=f"kernel '{option.compute_kernel}' takes widths that are "
-                    f"multiples of {COLUMN_MULTIPLE}, got {widths[0]}",
-                    way_out="Choose another embedding_dim or other column shards",
+                    table=table_name(option), cause=fault.cause, way_out=fault.way_out
                 )
             )
         elif max(widths) > widest:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
-import os
-import sys
 from pathlib import Path
 
-from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.given_models import MODEL_HELP, read_model
 from torchrec_neuroshard.planner.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.planner.rehearse import rehearse
 from torchrec_neuroshard.schedules import SCHEDULES
 
-__all__ = ["add_arguments", "load_model", "run"]
+__all__ = ["add_arguments", "run"]
 
 _GIB = 2**30
 
@@ -26,10 +23,7 @@ _GIB = 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("plan", type=Path, help="file that save_plan wrote")
-    parser.add_argument(
-        "model",
-        help="package.module:function that returns the model, best on the meta device",
-    )
+    parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("--batch-size", type=int, help="samples per rank (the plan's)")
     parser.add_argument(
         "--hbm-gib", type=float, help="memory of a device (what the plan was made for)"
@@ -64,10 +58,12 @@ def run(args: argparse.Namespace) -> int:
             f"plan file '{args.plan}' does not say for which batch size it was made; "
             "pass --batch-size"
         )
+    given = read_model(args.model)
     report = rehearse(
-        load_model(args.model),
+        given.module,
         stored.plan,
         _topology(made_for, args.hbm_gib),
+        given.sharders,
         batch_size=batch_size,
         constraints=_constraints(made_for, args.pooling_factor),
         pipeline_type=None if args.pipeline == "none" else args.pipeline,
@@ -76,42 +72,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
     return 0 if report.runs else 1
-
-
-def load_model(name: str) -> nn.Module:
-    """Call the function that a command line names.
-
-    Args:
-        name: `package.module:function`; modules of the working directory count.
-
-    Raises:
-        ConfigError: There is no such function, or it returns no model.
-    """
-    module_name, _, function = name.partition(":")
-    if not (module_name and function):
-        raise ConfigError(
-            f"a model is named by package.module:function, got '{name}': name a "
-            "function without arguments that returns it"
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        make = vars(importlib.import_module(module_name)).get(function)
-    except Exception as error:  # whatever the module does
-        raise ConfigError(
-            f"cannot load '{name}': {error}. Run the command where `import "
-            f"{module_name}` works"
-        ) from error
-    if not callable(make):
-        raise ConfigError(
-            f"cannot load '{name}': '{module_name}' has no function '{function}'"
-        )
-    model = make()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"'{name}' must return a torch.nn.Module, got {type(model).__name__}"
-        )
-    return model
 
 
 def _topology(made_for: PlanFingerprint, hbm_gib: float | None) -> Topology:

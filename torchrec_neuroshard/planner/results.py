@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.costs import PlanCosts
@@ -15,10 +15,18 @@ from torchrec_neuroshard.planner.kernels import is_estimated
 from torchrec_neuroshard.planner.partitioners import SearchRecord
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
+    device_tier,
     has_cache,
     table_name,
 )
-from torchrec_neuroshard.report import OtherTable, PlanBasis, Robustness, WeightSync
+from torchrec_neuroshard.report import (
+    HostTable,
+    PlanBasis,
+    RankHolding,
+    Robustness,
+    TableReport,
+    WeightSync,
+)
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
@@ -33,8 +41,10 @@ class KnownPlan:
     result: SearchResult
     task: ShardingTask | None
     """The tables that the result's placement counts, in its order."""
-    others: tuple[OtherTable, ...]
-    """Tables outside the placement."""
+    tables: tuple[TableReport, ...]
+    """All of them."""
+    holdings: tuple[RankHolding, ...]
+    """What each rank holds of them."""
     basis: PlanBasis | None = None
     """What its costs rest on."""
     robustness: Robustness | None = None
@@ -53,6 +63,7 @@ def describe_plan(
     notes: Sequence[str] = (),
     batch_size_is_default: bool = False,
     robustness: Robustness | None = None,
+    reserved: Topology | None = None,
 ) -> KnownPlan:
     """Describe a plan that was chosen.
 
@@ -64,6 +75,7 @@ def describe_plan(
         notes: More warnings.
         batch_size_is_default: Whether the caller gave no batch size.
         robustness: How the plan does if the costs are off.
+        reserved: Devices with the memory that is left for shards; None: all of it.
     """
     lowered = costs.lower(selected)
     predicted = costs.evaluate(lowered)
@@ -96,26 +108,73 @@ def describe_plan(
         fallback=fallback,
         finalists=next((r.result.finalists for r in records), ()),
     )
-    hosts = costs.host_tables(lowered.others)
-    others = tuple(
-        OtherTable(
-            table=o.fqn,
-            sharding_type=o.sharding_type,
-            compute_kernel=o.compute_kernel,
-            host=hosts.get(table_name(o)),
-        )
-        for o in lowered.others
-    )
+    hosts = costs.host_tables(selected)
     task = lowered.task
     if task is not None and best is not None:
         task = _with_limits(task, best.task)
     return KnownPlan(
         result=result,
         task=task,
-        others=others,
+        tables=_table_reports(selected, device_tier(costs.topology), hosts),
+        holdings=_holdings(selected, reserved or costs.topology),
         basis=costs.basis(selected, batch_size_is_default),
         robustness=robustness,
         weight_sync=costs.weight_sync(selected),
+    )
+
+
+def _table_reports(
+    selected: Sequence[ShardingOption], tier: str, hosts: Mapping[str, HostTable]
+) -> tuple[TableReport, ...]:
+    """Describe every table of a plan, placed and estimated."""
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    reports = []
+    for option in selected:
+        held = [s for s in option.shards if s.size[0]]  # ranks may be more than rows
+        ranks = tuple(sorted({int(s.rank) for s in held}))
+        reports.append(
+            TableReport(
+                table=table_name(option),
+                sharding_type=option.sharding_type,
+                compute_kernel=option.compute_kernel,
+                num_embeddings=int(option.tensor.shape[0]),
+                embedding_dim=int(option.tensor.shape[1]),
+                num_shards=len(held),
+                ranks=shared.setdefault(ranks, ranks),
+                used_bytes=sum(_bytes(s, tier) for s in held),
+                cost_ms=sum(float(s.perf.total) for s in held if s.perf),
+                host=hosts.get(table_name(option)),
+            )
+        )
+    return tuple(reports)
+
+
+def _bytes(shard: Shard, tier: str) -> float:
+    """What a shard takes; 0 where an enumerator that was given has not estimated it."""
+    return float(getattr(shard.storage, tier)) if shard.storage else 0.0
+
+
+def _holdings(
+    selected: Sequence[ShardingOption], devices: Topology
+) -> tuple[RankHolding, ...]:
+    """Say what each rank holds of a plan, and what it has for that."""
+    tier = device_tier(devices)
+    world_size = int(devices.world_size)
+    shards, columns, used = [0] * world_size, [0] * world_size, [0.0] * world_size
+    for option in selected:
+        for shard in option.shards:
+            if shard.size[0]:
+                shards[shard.rank] += 1
+                columns[shard.rank] += int(shard.size[1])
+                used[shard.rank] += _bytes(shard, tier)
+    return tuple(
+        RankHolding(
+            num_shards=shards[rank],
+            columns=columns[rank],
+            used_bytes=used[rank],
+            memory_bytes=int(getattr(device.storage, tier)),
+        )
+        for rank, device in enumerate(devices.devices)
     )
 
 

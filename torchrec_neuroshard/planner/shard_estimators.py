@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +17,6 @@ from torchrec.distributed.planner.types import (
     PlannerError,
     ShardEstimator,
     ShardingOption,
-    Storage,
     Topology,
 )
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -29,6 +27,10 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.costs import CostedPart
 from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.spread_options import (
+    SpreadOption,
+    price_later,
+)
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     has_own_optimizer,
@@ -139,8 +141,11 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         for option in sharding_options:
             known = self.costs.reader.has_cost(option)
             (costed if known else others).append(option)
-        perfs = self.costs.single_perfs(costed)
-        for option, shard_perfs in zip(costed, perfs, strict=True):
+        later = [o for o in costed if isinstance(o, SpreadOption) and not o.is_listed]
+        price_later(later, self.costs.single_perfs)
+        now = [o for o in costed if not isinstance(o, SpreadOption) or o.is_listed]
+        perfs = self.costs.single_perfs(now)
+        for option, shard_perfs in zip(now, perfs, strict=True):
             for shard, perf in zip(option.shards, shard_perfs, strict=True):
                 shard.perf = perf
         if others:
@@ -228,9 +233,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
         if others:
             named = [self._with_optimizer(option) for option in others]
             super().estimate(named, *args, **kwargs)
-        for option, sizes in zip(known, self.memory.shard_bytes(known), strict=True):
-            for shard, (device, host) in zip(option.shards, sizes, strict=True):
-                shard.storage = Storage(hbm=math.ceil(device), ddr=math.ceil(host))
+        self.memory.estimate(known)
 
     def _with_optimizer(self, option: ShardingOption) -> ShardingOption:
         """Name the optimizer where TorchRec looks for it; the shards are the same."""

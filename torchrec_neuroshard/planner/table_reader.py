@@ -10,9 +10,11 @@ TorchRec's own costs. Which of those with a cost a search may place, `ways` says
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -36,11 +38,15 @@ from torchrec.modules.fused_embedding_modules import (
 )
 
 from torchrec_neuroshard.devices import is_accelerator
+from torchrec_neuroshard.placement import WireCodec
 from torchrec_neuroshard.planner.compat import (
+    is_sharder,
     optimizer_classes,
+    removes_repeats,
     sharder_params,
-    wire_sizes,
+    wire_codecs,
 )
+from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
 from torchrec_neuroshard.tables import (
@@ -53,9 +59,10 @@ from torchrec_neuroshard.tables import (
 __all__ = [
     "OFFLOADED_KERNELS",
     "SPLITTING_TYPES",
+    "RunFault",
     "TableReader",
     "cache_load",
-    "cannot_run",
+    "codec_fault",
     "device_tier",
     "has_cache",
     "has_open_cache",
@@ -66,11 +73,15 @@ __all__ = [
     "is_modelled_config",
     "max_columns",
     "note_sharders",
+    "option_codecs",
+    "run_fault",
     "table_configs",
     "table_name",
 ]
 
-_FP32_BYTES = (4.0, 4.0)
+_PLAIN = (WireCodec(), WireCodec())
+_SUMMABLE = ("", "fp32", "fp16", "bf16")
+"""Codecs whose values can be added up; of "" nothing is known."""
 _A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
 _SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
 _SEQUENCES = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name
@@ -78,10 +89,10 @@ _COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "all_to_all": ((_A2A,), (_SEQUENCES,)),
     "row_wise": ((_SCATTER,), (_SEQUENCES,)),
     "node_row_wise": ((_SCATTER, _A2A), (_SEQUENCES,)),
-    "all_reduce": ((), ()),
 }
 """Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
+_DENSE = EmbeddingComputeKernel.DENSE.value
 SPLITTING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 """Sharding types that may cut a table's columns."""
 
@@ -114,7 +125,11 @@ _STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
 
-_SHARDERS_OPTIMIZER, _WIRE_SIZES = "sharders_optimizer", "wire_sizes"
+_SHARDERS_OPTIMIZER, _CODECS, _DISTINCT = (
+    "sharders_optimizer",
+    "wire_codecs",
+    "looks_up_distinct",
+)
 _SHARDERS_CACHE_LOAD = "sharders_cache_load"
 """Attributes of an option: see `note_sharders`."""
 
@@ -131,7 +146,7 @@ def table_name(option: ShardingOption) -> str:
 
 def is_dense(option: ShardingOption) -> bool:
     """Whether the option runs PyTorch's own kernels instead of a fused one."""
-    return bool(option.compute_kernel == EmbeddingComputeKernel.DENSE.value)
+    return bool(option.compute_kernel == _DENSE)
 
 
 def has_cache(option: ShardingOption) -> bool:
@@ -167,11 +182,82 @@ def is_fused(option: ShardingOption) -> bool:
     return option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
 
 
-def cannot_run(option: ShardingOption) -> bool:
-    """Whether a fused kernel would get widths that are no multiples of four."""
-    if is_dense(option) or str(option.compute_kernel).startswith("quant"):
-        return False
-    return any(width % COLUMN_MULTIPLE for width in {s.size[1] for s in option.shards})
+@dataclass(frozen=True, slots=True)
+class RunFault:
+    """Why TorchRec or FBGEMM refuse an option when it runs."""
+
+    cause: str
+    way_out: str
+
+
+def run_fault(option: ShardingOption) -> RunFault | None:
+    """Return what cannot run of an option, whatever its ranks; None: nothing known."""
+    widths = {int(s.size[1]) for s in sample_shards(option)}
+    quantised = str(option.compute_kernel).startswith("quant")
+    if not (is_dense(option) or quantised):
+        odd = sorted(w for w in widths if w % COLUMN_MULTIPLE)
+        if odd:
+            return RunFault(
+                f"kernel '{option.compute_kernel}' takes widths that are multiples of "
+                f"{COLUMN_MULTIPLE}, got {odd[0]}",
+                "Choose another embedding_dim or other column shards",
+            )
+    return codec_fault(option)
+
+
+def codec_fault(option: ShardingOption) -> RunFault | None:
+    """Return why the codecs of an option's collectives cannot carry its outputs."""
+    for collective, codecs in _used_codecs(option).items():
+        for way, codec in zip(("forward", "backward"), codecs, strict=True):
+            told = f"codec '{codec.name}' ({way}) of {collective}"
+            if collective == _SCATTER and codec.name not in _SUMMABLE:
+                return RunFault(
+                    f"{told}: its values cannot be added up, as "
+                    f"{option.sharding_type} sharding needs",
+                    "Quantise that collective to fp16 or bf16, leave it out (comm_ops "
+                    "of get_qcomm_codecs_registry), or allow sharding types that keep "
+                    "rows together",
+                )
+            # Of sequences any number of ids may be sent to a rank.
+            times = int(option.batch_size) if option.is_pooled else 1
+            for width in sorted({int(s.size[1]) for s in sample_shards(option)}):
+                if width * times % codec.row_values:
+                    return _unfilled(told, codec.row_values, width, times)
+    return None
+
+
+def _unfilled(told: str, row_values: int, width: int, num_samples: int) -> RunFault:
+    samples = f"{num_samples} samples of " if num_samples > 1 else ""
+    batch = f"a batch_size that is a multiple of {row_values // COLUMN_MULTIPLE}, "
+    return RunFault(
+        f"{told} takes rows of {row_values} values, which {samples}{width} columns do "
+        "not fill",
+        f"Choose fp16, {batch if num_samples > 1 else ''}or an embedding_dim that is a "
+        f"multiple of {row_values}",
+    )
+
+
+def _used_codecs(
+    option: ShardingOption,
+) -> dict[str, tuple[WireCodec, WireCodec]]:
+    """Collective that an option's outputs take -> its codecs, if any is quantised."""
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    known = vars(option).get(_CODECS, {})
+    if kind is None or kind.is_replicated or not known:
+        return {}
+    name = kind.pooled if option.is_pooled else kind.sequences
+    ops = _COMM_OPS[name][0 if option.is_pooled else 1]
+    return {op: known.get(op, _PLAIN) for op in ops}
+
+
+def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
+    """Return how an option's output values travel, and its gradients."""
+    used = _used_codecs(option).values() or [_PLAIN]
+    # Of two collectives one after the other, the larger.
+    forward, backward = (
+        max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)
+    )
+    return forward, backward
 
 
 def max_columns(topology: Topology) -> int:
@@ -193,14 +279,15 @@ def note_sharders(
 ) -> None:
     """Leave on options what only their sharders know.
 
-    That is the optimizer and the size of caches that fused parameters ask for, and the
-    bytes per value of collectives that are quantised. TorchRec shows sharders to
-    enumerators and estimators alone; the other parts of a planner read it off the
-    option, and copies keep it.
+    That is the optimizer and the size of caches that fused parameters ask for, the
+    codecs of quantised collectives, and whether repeated ids are looked up once.
+    TorchRec shows sharders to enumerators and estimators alone; the other parts of a
+    planner read it off the option, and copies keep it.
 
     Args:
         options: Changed in place.
-        sharders: By module type: sharders, or what TorchRec gives estimators of them.
+        sharders: By module type: sharders, or what TorchRec gives estimators of them;
+            that leaves alone what the sharder itself has said before.
     """
     params_of = sharder_params(sharders)
     asked = {
@@ -213,16 +300,21 @@ def note_sharders(
         for kind, params in params_of.items()
         if (load := params.get("cache_load_factor"))
     }
-    sizes = {kind: found for kind, s in sharders.items() if (found := wire_sizes(s))}
-    for option in options if asked or sizes or loads else ():
-        chosen = asked.get(option.module_type_key)
+    codecs = {kind: found for kind, s in sharders.items() if (found := wire_codecs(s))}
+    known = {kind for kind, s in sharders.items() if is_sharder(s)}
+    distinct = {kind for kind in known if removes_repeats(sharders[kind])}
+    for option in options if asked or loads or codecs or distinct else ():
+        kind, attributes = option.module_type_key, vars(option)
+        chosen = asked.get(kind)
         if chosen is not None:
             name = chosen.name if isinstance(chosen, Enum) else str(chosen)
-            setattr(option, _SHARDERS_OPTIMIZER, name)
-        if option.module_type_key in loads:
-            setattr(option, _SHARDERS_CACHE_LOAD, loads[option.module_type_key])
-        if option.module_type_key in sizes:
-            setattr(option, _WIRE_SIZES, sizes[option.module_type_key])
+            attributes[_SHARDERS_OPTIMIZER] = name
+        if kind in loads:
+            attributes[_SHARDERS_CACHE_LOAD] = loads[kind]
+        if kind in codecs and (kind in known or _CODECS not in attributes):
+            attributes[_CODECS] = codecs[kind]
+        if kind in distinct:
+            attributes[_DISTINCT] = True
 
 
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
@@ -270,25 +362,6 @@ class TableReader:
         )
         self._tables: dict[tuple[Any, ...], TableConfig] = {}
 
-    def wire_bytes(self, option: ShardingOption) -> tuple[float, float]:
-        """Return bytes that collectives move per output value and per gradient."""
-        kind = SHARDING_TYPES.get(option.sharding_type)
-        sizes = vars(option).get(_WIRE_SIZES, {})
-        if kind is None or not sizes:
-            return _FP32_BYTES
-        name = kind.pooled if option.is_pooled else kind.sequences
-        used = (
-            [_FP32_BYTES]
-            if kind.is_replicated
-            else [
-                sizes.get(op, _FP32_BYTES)
-                for op in _COMM_OPS[name][0 if option.is_pooled else 1]
-            ]
-        )
-        # Of two collectives one after the other, the larger.
-        forward, backward = (max(u[i] for u in used) for i in (0, 1))
-        return forward, backward
-
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""
         module = option.module[1]
@@ -297,8 +370,12 @@ class TableReader:
         return self._configs[module].get(option.name)
 
     def _is_weighted(self, option: ShardingOption) -> bool:
-        """Whether lookups carry weights, given or made by a feature processor."""
-        if option.is_weighted or option.has_feature_processor:
+        """Whether lookups carry weights, given or made by a feature processor.
+
+        TorchRec's estimator notes in options of sequences, which have none, what a
+        constraint says.
+        """
+        if option.has_feature_processor:
             return True
         module = option.module[1]
         if module not in self._weighted:
@@ -340,7 +417,7 @@ class TableReader:
         if self.has_cost(option) or str(option.compute_kernel).startswith("quant"):
             return None
         twin = copy.copy(option)
-        twin.compute_kernel = _FUSED
+        twin.compute_kernel, twin.shards = _FUSED, option.shards
         return twin if self.has_cost(twin) else None
 
     def _is_modelled(self, option: ShardingOption) -> bool:
@@ -351,7 +428,7 @@ class TableReader:
             and option.tensor.dim() == 2
             and all(
                 width > 0 and width % COLUMN_MULTIPLE == 0
-                for width in {s.size[1] for s in option.shards}
+                for width in {s.size[1] for s in sample_shards(option)}
             )
         )
 
@@ -398,12 +475,31 @@ class TableReader:
             option.batch_size,
             self._is_weighted(option),
             option.is_pooled,
+            self.looks_up_distinct(option),
             optimizer,
         )
         table = self._tables.get(key)
         if table is None:
             table = self._tables[key] = self._describe(option, config, optimizer)
         return table
+
+    def looks_up_distinct(self, option: ShardingOption) -> bool:
+        """Whether repeated ids of a local batch are sent and looked up once."""
+        return not option.is_pooled and bool(vars(option).get(_DISTINCT))
+
+    def repeats(self, option: ShardingOption) -> float:
+        """Return how many times as many ids a table's samples have as are looked up.
+
+        Args:
+            option: One that has a cost.
+        """
+        looked_up = self.table(option).pooling_factor
+        if not self.looks_up_distinct(option) or not looked_up > 0:
+            return 1.0
+        config = self.config(option)
+        features = config.feature_names if config is not None else []
+        given = self.pooling_factor(option.name, features, option.batch_size)
+        return max(1.0, given / looked_up)
 
     def _describe(
         self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
@@ -414,27 +510,38 @@ class TableReader:
             option.name,
             option.input_lengths,
             len(features),
-            option.batch_size,
             option.num_poolings,
         )
+        # Of each feature, samples over those of the batch.
+        shares = self._batch_shares(option.name, len(features), option.batch_size)
         batch_size = option.batch_size * self._world_size
         weighted = self._is_weighted(option)
+        distinct = self.looks_up_distinct(option)
+        total = sum(p * s for p, s in zip(pooling, shares, strict=True))
         profile: FeatureProfile | None = None
-        total = sum(pooling)
-        if any(f in self._profiles for f in features):
+        if distinct or any(f in self._profiles for f in features):
             profile = merge_profiles(
                 [
-                    self._profile(f, p, batch_size, rows)
-                    for f, p in zip(features, pooling, strict=True)
+                    self._profile(f, p, batch_size, s, rows)
+                    for f, p, s in zip(features, pooling, shares, strict=True)
                 ]
             )
+            if distinct:
+                profile = profile.distinct_in_parts(self._world_size, rows)
             total = profile.pooling_factor
+        num_features, outputs = len(features), None
+        if not option.is_pooled:
+            num_features = max(1, round(total))
+            outputs = total if distinct and total > 0 else None
+        elif sum(shares) > 0 and sum(shares) != num_features:
+            outputs = sum(shares)
         return TableConfig(
             name=table_name(option),
             num_embeddings=rows,
             embedding_dim=width,
             pooling_factor=total,
-            num_features=len(features) if option.is_pooled else max(1, round(total)),
+            num_features=num_features,
+            outputs_per_sample=outputs,
             profile=profile,
             weighted=weighted,
             data_type=config.data_type.value.lower(),
@@ -478,43 +585,61 @@ class TableReader:
         features = features or [name]
         constraint = self._constraints.get(name)
         lengths = constraint.pooling_factors if constraint else [POOLING_FACTOR]
-        pooling = self._pooling_factors(name, lengths, len(features), batch_size)
+        pooling = self._pooling_factors(name, lengths, len(features))
+        shares = self._batch_shares(name, len(features), batch_size)
         return sum(
-            self._profiles[f].pooling_factor if f in self._profiles else p
-            for f, p in zip(features, pooling, strict=True)
+            s * (self._profiles[f].pooling_factor if f in self._profiles else p)
+            for f, p, s in zip(features, pooling, shares, strict=True)
         )
+
+    def bags_per_sample(self, option: ShardingOption) -> float:
+        """Return the bags of an option's table per sample, over its features."""
+        config = self.config(option)
+        count = max(1, len(config.feature_names if config is not None else ()))
+        return sum(self._batch_shares(option.name, count, option.batch_size))
+
+    def _batch_shares(
+        self, name: str, count: int, batch_size: int | None
+    ) -> list[float]:
+        """Samples of each feature over those of the batch: less where it varies."""
+        constraint = self._constraints.get(name)
+        sizes = constraint.batch_sizes if constraint else None
+        if not (batch_size and sizes):
+            return [1.0] * count
+        shares = [float(size) / batch_size for size in sizes]
+        return shares if len(shares) == count else [sum(shares) / len(shares)] * count
 
     def _pooling_factors(
         self,
         name: str,
         input_lengths: Sequence[float],
         count: int,
-        batch_size: int | None,
         num_poolings: Sequence[float] | None = None,
     ) -> list[float]:
-        """Ids per sample of each feature, by the constraints."""
+        """Ids in each feature's samples, by the constraints."""
         lengths = [float(v) for v in input_lengths]
         constraint = self._constraints.get(name)
         repeats = num_poolings or (constraint.num_poolings if constraint else None)
         if repeats and len(repeats) == len(lengths):
             lengths = [a * b for a, b in zip(lengths, repeats, strict=True)]
-        sizes = constraint.batch_sizes if constraint else None
-        if batch_size and sizes and len(sizes) == len(lengths):
-            lengths = [a * b / batch_size for a, b in zip(lengths, sizes, strict=True)]
         if len(lengths) == count:
             return lengths
         # To TorchRec, no pooling factors are no lookups.
         return [sum(lengths) / max(1, len(lengths))] * count
 
     def _profile(
-        self, feature: str, pooling: float, batch_size: int, rows: int
+        self, feature: str, pooling: float, batch_size: int, share: float, rows: int
     ) -> FeatureProfile:
+        """A feature over the batch, of which it may have only a share of samples."""
         known = self._profiles.get(feature)
+        samples = max(1, round(batch_size * share))
         if known is not None and known.access_histogram:
-            return known.at_batch_size(batch_size, rows)
-        return zipf_profile(
-            batch_size=batch_size,
-            pooling_factor=pooling if known is None else known.pooling_factor,
-            num_embeddings=rows,
-            pooling_std=0.0 if known is None else known.pooling_std,
-        )
+            found = known.at_batch_size(samples, rows)
+        else:
+            found = zipf_profile(
+                batch_size=samples,
+                pooling_factor=pooling if known is None else known.pooling_factor,
+                num_embeddings=rows,
+                pooling_std=0.0 if known is None else known.pooling_std,
+            )
+        return dataclasses.replace(found, batch_size=batch_size)

@@ -26,7 +26,9 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
+from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.planner.compat import report_full
+from torchrec_neuroshard.planner.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.shard_estimators import (
     OutOfTimeError,
     StorageEstimator,
@@ -35,15 +37,14 @@ from torchrec_neuroshard.planner.shard_estimators import (
 from torchrec_neuroshard.planner.table_reader import (
     SPLITTING_TYPES,
     TableReader,
-    cannot_run,
     max_columns,
+    run_fault,
     table_configs,
     table_name,
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan"]
+__all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan", "is_even"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class TorchRecPlan:
     Attributes:
         proposer: Proposes it in TorchRec's loop, after all others.
         seconds: What it took.
-        skipped: Why there is none, where time was short.
+        skipped: Why there is none, where time was short or it failed.
+        guard: See below.
 
     Args:
         arguments: Of TorchRec's planner; proposers are copied before use.
@@ -84,6 +86,8 @@ class TorchRecPlan:
         violation: Says how a plan breaks the caller's constraints on placement.
         pipeline_type: TorchRec's, of the training loop; None: no pipeline.
         time_budget_seconds: Of planning as a whole, which starts now.
+        guard: Of the run; after a part of the caller's did not return, TorchRec's
+            planner is not started with it.
     """
 
     def __init__(
@@ -98,9 +102,11 @@ class TorchRecPlan:
         violation: Callable[[Sequence[ShardingOption]], str | None],
         pipeline_type: Any,
         time_budget_seconds: float,
+        guard: Guard,
     ) -> None:
         self.proposer = PlacedPlanProposer(self._candidate)
         self.seconds = 0.0
+        self.guard = guard
         self.skipped: str | None = None
         self._arguments = arguments
         self._job = module, sharders
@@ -150,12 +156,21 @@ class TorchRecPlan:
             "proposer": copy.deepcopy(arguments["proposer"]),
         }
         planner = EmbeddingShardingPlanner(**{**arguments, **own})
-        with report_full(self._storage_reservation):
-            return planner.plan(module, sharders), options
+        seconds = arguments["timeout_seconds"] + GRACE_SECONDS
+        try:
+            with report_full(self._storage_reservation):
+                return call_within(seconds, planner.plan, module, sharders), options
+        except TimeIsUpError:
+            raise OutOfTimeError(
+                f"TorchRec's own planner did not return within {seconds:.1f} s"
+            ) from None
 
     def _candidate(self) -> list[ShardingOption] | None:
         """Plan to compare with the search's, within the time there is."""
         start = time.monotonic()
+        if self.guard.cut is not None:
+            self.skipped = f"TorchRec's own plan was not looked at: {self.guard.cut}"
+            return None
         try:
             return self._timed_candidate(start, self._allowed(start))
         finally:
@@ -195,6 +210,12 @@ class TorchRecPlan:
                     f"{max(allowed, 0.0):.1f} s, all that it may take beside the search"
                 )
             return None
+        except Exception as error:  # it is only a candidate
+            self.skipped = (
+                "TorchRec's own plan was not looked at: its planner failed: "
+                f"{type(error).__name__}: {error}"
+            )
+            return None
         if obstacle := self._obstacle(options):
             logger.info("%s", obstacle)
             return None
@@ -204,18 +225,17 @@ class TorchRecPlan:
 
     def _obstacle(self, options: Sequence[ShardingOption]) -> str | None:
         """Why a plan of TorchRec's cannot be used, if so."""
-        if not _is_even(options):
+        if not is_even(options):
             return (
                 "TorchRec's own plan splits sequences of one module to unlike widths, "
                 "which its all-to-all cannot run"
             )
-        for option in filter(cannot_run, options):
-            return (
-                f"TorchRec's own plan gives table '{table_name(option)}' the kernel "
-                f"'{option.compute_kernel}', which takes widths that are multiples of "
-                f"{COLUMN_MULTIPLE}"
-            )
         for option in options:
+            if fault := run_fault(option):
+                return (
+                    f"TorchRec's own plan cannot run table '{table_name(option)}': "
+                    f"{fault.cause}"
+                )
             width = max(int(s.size[1]) for s in option.shards)
             if width > max_columns(self._arguments["topology"]):
                 return (
@@ -230,7 +250,7 @@ class TorchRecPlan:
     def _timed_options(self, deadline: float) -> EmbeddingEnumerator:
         """TorchRec's enumerator, but it gives up at the deadline."""
         listed = self._enumerator.last_stored_search_space or ()
-        needed = LEAST_SHARD_SECONDS * sum(len(o.shards) for o in listed)
+        needed = LEAST_SHARD_SECONDS * sum(o.num_shards for o in listed)
         if time.monotonic() + needed > deadline:
             raise OutOfTimeError("TorchRec's estimates would take too long")
         return self._every_option(deadline)
@@ -318,7 +338,7 @@ class PlacedPlanProposer(Proposer):
         self.rating = perf_rating
 
 
-def _is_even(options: Sequence[ShardingOption]) -> bool:
+def is_even(options: Sequence[ShardingOption]) -> bool:
     """Whether column shards of sequences are of one width in each module."""
     widths: dict[str, set[int]] = {}
     for option in options:

@@ -33,14 +33,20 @@ from torchrec_neuroshard.planner.kernels import (
     kernel_factors,
     miss_curve,
 )
-from torchrec_neuroshard.planner.plan_conversion import OptionShards
+from torchrec_neuroshard.planner.plan_conversion import task_of
+from torchrec_neuroshard.planner.spread_options import (
+    sample_shards,
+    unpriced_shards,
+)
 from torchrec_neuroshard.planner.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
+    codec_fault,
     device_tier,
     has_open_cache,
     has_own_optimizer,
     max_columns,
+    option_codecs,
     table_name,
 )
 from torchrec_neuroshard.planner.topologies import node_size
@@ -80,7 +86,7 @@ class FreeOption(ShardingOption):
 
     def __init__(self, option: ShardingOption, ways: Sequence[ShardingOption]) -> None:
         self.__dict__.update(vars(option))
-        self._option = option
+        self._option, self.shards = option, option.shards
         self.ways = tuple(ways)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingOption:
@@ -104,20 +110,21 @@ def is_placeable(
     kind = SHARDING_TYPES.get(option.sharding_type)
     if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
+    if codec_fault(option):
+        return False
     if kind.in_columns:  # a search may leave them whole
         whole = int(option.tensor.shape[1])
         searched = option.sharding_type in (TABLE_WISE, COLUMN_WISE)
         return searched and whole <= max_columns(topology)
     size = kind.block_size(int(topology.world_size), node_size(topology))
     # The first and the last shard tell: TorchRec cuts all others alike.
-    rows, shards = int(option.tensor.shape[0]), option.shards
-    part = kind.part_rows(rows, size)
-    last = min(part, max(0, rows - (size - 1) * part)) if kind.splits_rows else rows
+    rows, shards = int(option.tensor.shape[0]), sample_shards(option)
+    first, last = (kind.rows_at(place, rows, size)[1] for place in (0, size - 1))
     return (
-        len(shards) % size == 0
-        and 0 < len(shards) <= int(topology.world_size)
+        option.num_shards % size == 0
+        and 0 < option.num_shards <= int(topology.world_size)
         and int(shards[0].size[1]) == int(shards[-1].size[1])
-        and (int(shards[0].size[0]), int(shards[-1].size[0])) == (part, last)
+        and (int(shards[0].size[0]), int(shards[-1].size[0])) == (first, last)
     )
 
 
@@ -216,8 +223,11 @@ def narrowest_shard(
         constraints: Table name -> TorchRec's constraints on it (`min_partition`).
     """
     if option.sharding_type not in COLUMN_SHARDED_TYPES:
-        return int(option.shards[0].size[1])
+        return int(sample_shards(option)[0].size[1])
     if option.sharding_type != COLUMN_WISE or not option.is_pooled:
+        return int(option.tensor.shape[1])
+    least = COLUMN_MULTIPLE * int(option.batch_size)
+    if any(least % codec.row_values for codec in option_codecs(option)):
         return int(option.tensor.shape[1])
     return min(int(option.tensor.shape[1]), _min_partition(option, constraints))
 
@@ -282,7 +292,7 @@ class SearchSpace:
         tier = device_tier(topology)
         storages = _storages(options, reader, enumerator, tier)
         kernels = [kernel_factors(o, topology, reader) for o in options]
-        task = OptionShards.of(options, reader, topology, kernels).task
+        task = task_of(options, reader, topology, kernels)
         most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
         return cls(
             options=tuple(options),
@@ -345,7 +355,7 @@ def _with_ranks(option: ShardingOption, held: Sequence[ColumnShard]) -> list[Sha
     """Copies of the option's shards, on the ranks of those held."""
     ranks = {(s.offset, s.row_offset, i): s.rank for i, s in _numbered(held)}
     placed = []
-    for number, shard in _numbered(option.shards):
+    for number, shard in _numbered(unpriced_shards(option)):
         row, column = (int(n) for n in shard.offset)
         placed.append(
             Shard(
@@ -448,10 +458,12 @@ def _storages(
             probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
             probes.append(probe)
             probed.append(index)
-    if enumerator is not None and probes:
-        enumerator.populate_estimates(probes)
     counts_all = isinstance(enumerator, NeuroShardEnumerator)
     memory = enumerator.memory if isinstance(enumerator, NeuroShardEnumerator) else None
+    if memory is not None and all(map(memory.knows, probes)):
+        memory.estimate(probes)  # what they cost is not asked
+    elif enumerator is not None and probes:
+        enumerator.populate_estimates(probes)
     for index, probe in zip(probed, probes, strict=True):
         option = options[index]
         narrow, wide = probe.shards
@@ -478,7 +490,7 @@ def _storages(
 def _largest_storage(option: ShardingOption) -> _ShardStorage:
     """Memory of the largest shard, whatever its width."""
     return _ShardStorage(
-        {t: max(getattr(s.storage, t) for s in option.shards) for t in _TIERS},
+        {t: max(getattr(s.storage, t) for s in sample_shards(option)) for t in _TIERS},
         dict.fromkeys(_TIERS, 0.0),
     )
 

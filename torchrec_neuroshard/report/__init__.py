@@ -1,17 +1,19 @@
 """What was planned, for people to look at."""
 
+from torchrec_neuroshard.report.comparison import PlanComparison, TableMove
 from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.html import html_report, write_html
 from torchrec_neuroshard.report.plan_report import (
     DeviceFigure,
     HostTable,
-    OtherTable,
     PlanBasis,
     PlanReport,
+    RankHolding,
     RankReport,
     Robustness,
     ScheduleReport,
     SplitReport,
+    TableReport,
     WeightSync,
 )
 from torchrec_neuroshard.report.rehearsal import (
@@ -19,21 +21,27 @@ from torchrec_neuroshard.report.rehearsal import (
     Rehearsal,
     TableFault,
 )
+from torchrec_neuroshard.report.sweep import Sweep, SweepCell
 from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
     "DeviceFigure",
     "HostTable",
-    "OtherTable",
     "PlanBasis",
+    "PlanComparison",
     "PlanReport",
+    "RankHolding",
     "RankRehearsal",
     "RankReport",
     "Rehearsal",
     "Robustness",
     "ScheduleReport",
     "SplitReport",
+    "Sweep",
+    "SweepCell",
     "TableFault",
+    "TableMove",
+    "TableReport",
     "WeightSync",
     "chrome_trace",
     "explain",

@@ -13,17 +13,18 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.report.plan_report import (
-    OtherTable,
     PlanBasis,
     PlanReport,
+    RankHolding,
     RankReport,
     Robustness,
     ScheduleReport,
     SplitReport,
+    TableReport,
     WeightSync,
 )
 from torchrec_neuroshard.search import SearchResult
-from torchrec_neuroshard.simulator import PredictedCosts, RankCosts, Simulator
+from torchrec_neuroshard.simulator import PredictedCosts, Simulator
 
 __all__ = ["explain"]
 
@@ -37,7 +38,8 @@ _ONE_MORE = ((0, 0), (0, 0), (0, 0), (0, 1))
 def explain(
     result: SearchResult,
     simulator: Simulator | None,
-    others: Sequence[OtherTable] = (),
+    tables: Sequence[TableReport] | None = None,
+    holdings: Sequence[RankHolding] | None = None,
     max_splits: int = MAX_SPLITS,
     basis: PlanBasis | None = None,
     robustness: Robustness | None = None,
@@ -52,7 +54,8 @@ def explain(
         result: A search's, or `NeuroShardPlanner.last_result`.
         simulator: Of the task that the result is for; None where no table lies in
             column shards.
-        others: Tables outside the placement.
+        tables: All of them. None: those of the placement.
+        holdings: What each rank holds of them. None: of the placement.
         max_splits: Split tables explained one by one.
         basis: What the costs rest on.
         robustness: How the plan does if its costs are off.
@@ -60,6 +63,10 @@ def explain(
     """
     placement, predicted = result.placement, result.predicted
     task = simulator.task if simulator is not None else None
+    if tables is None:
+        tables = [] if task is None else _placed_tables(task, placement)
+    if holdings is None:
+        holdings = _holdings(task, placement)
     splits: list[SplitReport] = []
     num_split = 0
     if simulator is not None:
@@ -74,11 +81,23 @@ def explain(
         comms_source=predicted.comms_source,
         search_seconds=result.search_seconds,
         num_evaluated=result.num_evaluated,
-        num_tables=len(others) + (len(task.tables) if task is not None else 0),
-        ranks=_rank_reports(task, placement, predicted.ranks),
+        num_tables=len(tables),
+        ranks=tuple(
+            RankReport(
+                rank=rank,
+                num_shards=held.num_shards,
+                columns=held.columns,
+                used_bytes=held.used_bytes,
+                memory_bytes=held.memory_bytes,
+                costs=costs,
+            )
+            for rank, (held, costs) in enumerate(
+                zip(holdings, predicted.ranks, strict=True)
+            )
+        ),
         num_split=num_split,
         splits=tuple(splits[:max_splits]),
-        others=tuple(others),
+        tables=tuple(sorted(tables, key=lambda t: (-t.cost_ms, -t.used_bytes))),
         fallback=result.fallback,
         warnings=result.warnings,
         basis=basis,
@@ -89,25 +108,42 @@ def explain(
     )
 
 
-def _rank_reports(
-    task: ShardingTask | None, placement: Placement, costs: Sequence[RankCosts]
-) -> tuple[RankReport, ...]:
-    held: list[list[ColumnShard]] = [[] for _ in costs]
+def _placed_tables(task: ShardingTask, placement: Placement) -> list[TableReport]:
+    """Describe the tables of a placement; what each costs is not known."""
+    shards: dict[int, list[ColumnShard]] = {}
+    for shard in placement.shards:
+        shards.setdefault(shard.table, []).append(shard)
+    return [
+        TableReport(
+            table=task.tables[index].name,
+            sharding_type=task.sharding_type(index).name,
+            compute_kernel="fused",
+            num_embeddings=task.tables[index].num_embeddings,
+            embedding_dim=task.tables[index].embedding_dim,
+            num_shards=len(held),
+            ranks=tuple(sorted({s.rank for s in held})),
+            used_bytes=sum(task.shard_bytes(index, s.width) for s in held),
+        )
+        for index, held in shards.items()
+    ]
+
+
+def _holdings(task: ShardingTask | None, placement: Placement) -> list[RankHolding]:
+    """Say what each rank holds of a placement."""
+    held: list[list[ColumnShard]] = [[] for _ in range(placement.world_size)]
     for shard in placement.shards:
         held[shard.rank].append(shard)
-    used = placement.rank_bytes(task) if task is not None else [0.0] * len(costs)
+    used = [0.0] * len(held) if task is None else placement.rank_bytes(task)
     memory = task.memory_bytes if task is not None else ()
-    return tuple(
-        RankReport(
-            rank=rank,
-            num_shards=len(held[rank]),
-            columns=sum(s.width for s in held[rank]),
+    return [
+        RankHolding(
+            num_shards=len(shards),
+            columns=sum(s.width for s in shards),
             used_bytes=used[rank],
             memory_bytes=memory[rank] if memory else None,
-            costs=costs[rank],
         )
-        for rank in range(len(costs))
-    )
+        for rank, shards in enumerate(held)
+    ]
 
 
 def _explain_splits(

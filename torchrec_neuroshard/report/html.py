@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchrec_neuroshard.report.plan_report import PlanBasis, PlanReport, RankReport
+from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.report.comparison import PlanComparison
+from torchrec_neuroshard.report.plan_report import (
+    PlanBasis,
+    PlanReport,
+    RankReport,
+    TableReport,
+)
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["html_report", "write_html"]
@@ -37,28 +46,18 @@ svg text { font: 12px system-ui, sans-serif; fill: #222; }
 """
 
 
-def html_report(report: PlanReport, title: str = "Sharding plan") -> str:
+def html_report(
+    report: PlanReport | PlanComparison, title: str = "Sharding plan"
+) -> str:
     """Lay a report out as a page.
 
     Args:
-        report: What `NeuroShardPlanner.report` or `explain` returned.
+        report: What `NeuroShardPlanner.report`, `evaluate` or `compare` returned.
         title: Of the page.
     """
     body = [
         f"<h1>{html.escape(title)}</h1>",
-        *_summary(report),
-        "<h2>What each rank does in an iteration</h2>",
-        _legend(),
-        _phase_bars(report.ranks),
-        "<p class='note'>Every collective waits for its slowest rank, so the critical "
-        "path is the sum over the phases of their longest bars, stage by stage.</p>",
-        *_rank_table(report.ranks),
-        "<h2>Memory of each rank</h2>",
-        _memory_bars(report.ranks),
-        *_splits(report),
-        *_others(report),
-        *_basis(report.basis),
-        *_warnings(report),
+        *(_comparison(report) if isinstance(report, PlanComparison) else _plan(report)),
     ]
     return "\n".join(
         [
@@ -74,8 +73,75 @@ def html_report(report: PlanReport, title: str = "Sharding plan") -> str:
     )
 
 
+def _plan(report: PlanReport) -> list[str]:
+    return [
+        *_summary(report),
+        "<h2>What each rank does in an iteration</h2>",
+        _legend(),
+        _phase_bars(report.ranks),
+        "<p class='note'>Every collective waits for its slowest rank, so the critical "
+        "path is the sum over the phases of their longest bars, stage by stage.</p>",
+        *_rank_table(report.ranks),
+        "<h2>Memory of each rank</h2>",
+        _memory_bars(report.ranks),
+        *_tables(report.tables),
+        *_splits(report),
+        *_basis(report.basis),
+        *_warnings(report),
+    ]
+
+
+def _comparison(found: PlanComparison) -> Iterator[str]:
+    """Both plans side by side, then each by itself."""
+    yield f"<p>{html.escape(_sentence(found.verdict))}</p>"
+    names = [html.escape(name) for name in (found.first_name, found.second_name)]
+    titles = "".join(f"<th class='number'>{name}</th>" for name in names)
+    yield f"<table><tr><th></th>{titles}</tr>"
+    for name, *values in found.rows:
+        cells = "".join(
+            f"<td class='number'>{v:,}</td>"
+            if isinstance(v, int)
+            else f"<td class='number'>{v:.3f}</td>"
+            for v in values
+        )
+        yield f"<tr><td>{name}</td>{cells}</tr>"
+    yield "</table>"
+    yield "<h2>Tables that lie otherwise</h2>"
+    if not found.moves:
+        yield "<p>None.</p>"
+    else:
+        yield (
+            f"<p>{len(found.moves)} of {found.second.num_tables}; ranks would fetch "
+            f"{format_bytes(found.moved_bytes)} of weights.</p>"
+        )
+        yield f"<table><tr><th>table</th><th>{names[0]}</th><th>{names[1]}</th>"
+        yield "<th class='number'>to fetch</th></tr>"
+        for move in found.moves:
+            cells = "".join(
+                f"<td>{html.escape(text)}</td>"
+                for text in (move.table, move.before, move.after)
+            )
+            size = format_bytes(move.moved_bytes)
+            yield f"<tr>{cells}<td class='number'>{size}</td></tr>"
+        yield "</table>"
+    yield from (f"<p class='note'>{html.escape(note)}</p>" for note in found.notes)
+    # What both have in common is said of the second alone.
+    first = dataclasses.replace(
+        found.first,
+        basis=None if found.first.basis == found.second.basis else found.first.basis,
+        warnings=tuple(
+            w for w in found.first.warnings if w not in found.second.warnings
+        ),
+    )
+    for name, report in zip(names, (first, found.second), strict=True):
+        yield f"<h1>{name[0].upper()}{name[1:]}</h1>"
+        yield from _plan(report)
+
+
 def write_html(
-    report: PlanReport, path: str | Path, title: str = "Sharding plan"
+    report: PlanReport | PlanComparison,
+    path: str | Path,
+    title: str = "Sharding plan",
 ) -> None:
     """Write `html_report` to a file, which appears whole or not at all."""
     target = Path(path)
@@ -93,8 +159,13 @@ def _summary(report: PlanReport) -> Iterator[str]:
         )
     yield (
         f"<p>{report.num_tables} tables on {len(report.ranks)} ranks, "
-        f"{report.num_split} split. Predicted critical path "
-        f"<b>{report.critical_path_ms:.3f} ms</b>; {known}.</p>"
+        f"{report.num_split} split. "
+        + (
+            "What the plan costs is not known.</p>"
+            if math.isnan(report.critical_path_ms)
+            else "Predicted critical path "
+            f"<b>{report.critical_path_ms:.3f} ms</b>; {known}.</p>"
+        )
     )
     if report.lower_bound_ms > 0:
         yield _bound_bar(report.lower_bound_ms, report.critical_path_ms)
@@ -104,10 +175,15 @@ def _summary(report: PlanReport) -> Iterator[str]:
         if report.uncertainty and not estimated
         else ""
     )
+    searched = (
+        f" {report.num_evaluated:,} rank sets evaluated in "
+        f"{report.search_seconds:.1f} s."
+        if report.num_evaluated
+        else ""
+    )
     yield (
         f"<p class='note'>Compute: {html.escape(report.compute_source)}. Collectives: "
-        f"{html.escape(report.comms_source)}.{uncertain} {report.num_evaluated:,} rank "
-        f"sets evaluated in {report.search_seconds:.1f} s.</p>"
+        f"{html.escape(report.comms_source)}.{uncertain}{searched}</p>"
     )
     if report.schedule is not None:
         yield f"<p>{html.escape(_sentence(str(report.schedule)))}</p>"
@@ -261,17 +337,31 @@ def _splits(report: PlanReport) -> Iterator[str]:
         )
 
 
-def _others(report: PlanReport) -> Iterator[str]:
-    if not report.others:
+def _tables(tables: Sequence[TableReport]) -> Iterator[str]:
+    if not tables:
         return
-    yield "<h2>Tables that are not laid out in columns</h2>"
-    names = ("table", "sharding type", "kernel", "in the hosts' memory")
-    yield "<table><tr>" + "".join(f"<th>{n}</th>" for n in names) + "</tr>"
-    for other in report.others:
-        host = "" if other.host is None else str(other.host)
-        cells = (other.table, other.sharding_type, other.compute_kernel, host)
-        yield "<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>"
+    yield "<h2>Tables</h2>"
+    titles = ("rows", "columns", "GiB", "ms")
+    yield "<table><tr><th>table</th><th>where</th>" + "".join(
+        f"<th class='number'>{title}</th>" for title in titles
+    )
+    yield "</tr>"
+    for table in tables:
+        host = f"; {html.escape(str(table.host))}" if table.host is not None else ""
+        cells = (
+            f"{table.num_embeddings:,}",
+            str(table.embedding_dim),
+            f"{table.used_bytes / _GIB:.2f}",
+            f"{table.cost_ms:.3f}",
+        )
+        yield (
+            f"<tr><td>{html.escape(table.table)}</td>"
+            f"<td>{html.escape(table.place)}{host}</td>"
+            + "".join(f"<td class='number'>{cell}</td>" for cell in cells)
+            + "</tr>"
+        )
     yield "</table>"
+    yield "<p class='note'>Milliseconds of all of a table's ranks together.</p>"
 
 
 def _basis(basis: PlanBasis | None) -> Iterator[str]:

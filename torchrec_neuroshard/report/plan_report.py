@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +21,26 @@ from torchrec_neuroshard.simulator import PHASES, PredictedCosts, RankCosts
 __all__ = [
     "DeviceFigure",
     "HostTable",
-    "OtherTable",
     "PlanBasis",
     "PlanReport",
+    "RankHolding",
     "RankReport",
     "Robustness",
     "ScheduleReport",
     "SplitReport",
+    "TableReport",
     "WeightSync",
+    "head_lines",
+    "shown_ranks",
+    "tail_lines",
 ]
 
 MAX_RANKS = 32
 """Ranks shown one by one; of more, those that set a phase and the least loaded."""
+MAX_RUNS = 8
+"""Runs of ranks in a line of text."""
+MAX_TABLES = 50
+"""Tables that the text lists one by one, the costliest; pages and JSON have all."""
 MAX_NAMES = 3
 """Names in a line of text; the rest is counted."""
 _GIB = 2**30
@@ -217,16 +226,22 @@ class ScheduleReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankReport:
-    """What one rank holds and does."""
+class RankHolding:
+    """What one rank holds, of all tables and in the memory that fused ones live in."""
 
-    rank: int
     num_shards: int
     columns: int
     """Widths of its shards together."""
     used_bytes: float
     memory_bytes: int | None
-    """What the rank has for shards; None where the task does not limit it."""
+    """What the rank has for shards; None where it is not limited."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport(RankHolding):
+    """What one rank holds and does."""
+
+    rank: int
     costs: RankCosts
     """Over all stages [ms]."""
 
@@ -303,19 +318,43 @@ class HostTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OtherTable:
-    """A table that is not laid out in column shards on devices."""
+class TableReport:
+    """Where one table lies, what it takes there."""
 
     table: str
     sharding_type: str
     compute_kernel: str
+    num_embeddings: int
+    embedding_dim: int
+    num_shards: int
+    ranks: tuple[int, ...]
+    """That hold some of it, ascending."""
+    used_bytes: float
+    """Of all its shards, in the memory that fused tables live in."""
+    cost_ms: float = 0.0
+    """Its part of what its ranks take in an iteration, over these; 0: not known."""
     host: HostTable | None = None
     """None where its rows are on the devices, or nobody knows what they cost."""
 
-    def __str__(self) -> str:
-        """Return it as a line."""
-        host = f"; {self.host}" if self.host is not None else ""
-        return f"{self.table}: {self.sharding_type}, {self.compute_kernel}{host}"
+    @property
+    def place(self) -> str:
+        """How it is sharded, and where, in words."""
+        kernel = "" if self.compute_kernel == "fused" else f" ({self.compute_kernel})"
+        shards = f"{self.num_shards} shards on " if self.num_shards > 1 else ""
+        return f"{self.sharding_type}{kernel}, {shards}{_listed_ranks(self.ranks)}"
+
+
+def _listed_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks, ascending: runs of them by the first and the last."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["-".join(map(str, run)) for run in runs]
+    more = f" and {len(texts) - MAX_RUNS} more" if len(texts) > MAX_RUNS else ""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(texts[:MAX_RUNS])}{more}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -335,7 +374,8 @@ class PlanReport:
     num_split: int
     splits: tuple[SplitReport, ...]
     """Costliest in one piece first; at most `max_splits`."""
-    others: tuple[OtherTable, ...]
+    tables: tuple[TableReport, ...]
+    """All of them, the costliest first."""
     fallback: str | None
     warnings: tuple[str, ...]
     basis: PlanBasis | None = None
@@ -351,7 +391,10 @@ class PlanReport:
 
     def __str__(self) -> str:
         """Return the report as text."""
-        return "\n".join(_lines(self))
+        lines = [*head_lines(self), "", *_rank_lines(self.ranks)]
+        if tail := [*tail_lines(self)]:
+            lines += ["", *tail]
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -363,15 +406,24 @@ class PlanReport:
         return data
 
 
-def _lines(report: PlanReport) -> Iterator[str]:
+def head_lines(report: PlanReport) -> Iterator[str]:
+    """What the text says before it comes to the ranks."""
+    searched = (
+        f"; {report.num_evaluated:,} rank sets evaluated in "
+        f"{report.search_seconds:.1f} s"
+        if report.num_evaluated
+        else ""
+    )
     yield (
         f"{report.num_tables} tables on {len(report.ranks)} ranks, "
-        f"{report.num_split} split; {report.num_evaluated:,} rank sets evaluated in "
-        f"{report.search_seconds:.1f} s"
+        f"{report.num_split} split{searched}"
     )
     known = "lower bound unknown"
     if report.lower_bound_ms > 0:
         known = f"lower bound {report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
+    if math.isnan(report.critical_path_ms):
+        yield "critical path not known"
+        return
     yield f"critical path {report.critical_path_ms:.3f} ms, {known}"
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
     if report.weight_sync is not None:
@@ -388,8 +440,16 @@ def _lines(report: PlanReport) -> Iterator[str]:
     if report.finalists:
         yield f"{len(report.finalists)} plans were measured where they are decided:"
         yield from (f"    {plan}" for plan in report.finalists)
-    yield ""
-    yield from _rank_lines(report.ranks)
+
+
+def tail_lines(report: PlanReport) -> Iterator[str]:
+    """What the text says after the ranks."""
+    if report.tables:
+        first = "costliest first [ms of all their ranks, GiB]"
+        if not _are_costs_known(report.tables):
+            first = "largest first [GiB]"
+        yield f"Tables, the {first}:"
+        yield from _table_lines(report.tables)
     if report.splits:
         yield ""
         yield "Split tables, and why:"
@@ -397,10 +457,6 @@ def _lines(report: PlanReport) -> Iterator[str]:
             yield from _split_lines(split, report.critical_path_ms)
         if report.num_split > len(report.splits):
             yield f"... and {report.num_split - len(report.splits)} more"
-    if report.others:
-        yield ""
-        yield "Tables that are not laid out in columns:"
-        yield from map(str, report.others)
     if report.warnings:
         yield ""
         yield "Warnings:"
@@ -423,9 +479,27 @@ def _basis_lines(basis: PlanBasis) -> Iterator[str]:
         yield f"assumed: {'; '.join(basis.assumptions)}"
 
 
+def _are_costs_known(tables: Sequence[TableReport]) -> bool:
+    return any(table.cost_ms for table in tables)
+
+
+def _table_lines(tables: Sequence[TableReport]) -> Iterator[str]:
+    known = _are_costs_known(tables)
+    for table in tables[:MAX_TABLES]:
+        cost = f"{table.cost_ms:.3f}" if known else ""
+        size = f"{table.num_embeddings:,} x {table.embedding_dim}"
+        host = f"; {table.host}" if table.host is not None else ""
+        yield (
+            f"{cost:>12}{table.used_bytes / _GIB:>9.2f}  "
+            f"{table.table} ({size}): {table.place}{host}"
+        )
+    if len(tables) > MAX_TABLES:
+        yield f"... and {len(tables) - MAX_TABLES} more"
+
+
 def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
     """Phases of each rank; a star marks the slowest of a column."""
-    worst = {p: max(getattr(r.costs, p) for r in ranks) for p in PHASES}
+    worst = _worst(ranks)
     limited = any(r.memory_bytes is not None for r in ranks)
     title = f"{'rank':>5}{'shards':>8}{'columns':>9}{'GiB':>9}"
     yield (
@@ -434,7 +508,7 @@ def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
         + "".join(f"{p:>13}" for p in PHASES)
         + "   [ms]"
     )
-    for rank in _shown(ranks, worst):
+    for rank in shown_ranks(ranks):
         cells = [
             f"{getattr(rank.costs, p):>12.3f}"
             + ("*" if 0 < worst[p] == getattr(rank.costs, p) else " ")
@@ -452,15 +526,22 @@ def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
         yield f"  ... of {len(ranks)} ranks, those that are slowest and least loaded"
 
 
-def _shown(ranks: Sequence[RankReport], worst: dict[str, float]) -> list[RankReport]:
+def shown_ranks(ranks: Sequence[RankReport]) -> list[RankReport]:
+    """Return the ranks to show one by one: see `MAX_RANKS`."""
     if len(ranks) <= MAX_RANKS:
         return list(ranks)
+    worst = _worst(ranks)
     slowest = {
         next(r.rank for r in ranks if getattr(r.costs, p) == worst[p]) for p in PHASES
     }
     by_load = sorted(ranks, key=lambda r: sum(r.costs.to_json().values()))
     few = slowest | {r.rank for r in (*by_load[:2], *by_load[-6:])}
     return [r for r in ranks if r.rank in few]
+
+
+def _worst(ranks: Sequence[RankReport]) -> dict[str, float]:
+    """Phase -> what it takes on its slowest rank [ms]."""
+    return {p: max(getattr(r.costs, p) for r in ranks) for p in PHASES}
 
 
 def _split_lines(split: SplitReport, planned_ms: float) -> Iterator[str]:

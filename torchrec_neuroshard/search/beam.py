@@ -31,6 +31,10 @@ MIN_PHASE_SHARE = 0.05
 
 MAX_LANE_SHARDS = 2_000_000
 """Shards of all lanes placed in one lockstep call; bounds the memory of a round."""
+MAX_LANE_CELLS = 150_000_000
+"""Shards times ranks of all lanes placed in one round: of very many, fewer caps and
+splits are tried, and rounds that could try next to none are left to refinement."""
+MIN_ROUND_LANES = 100
 NUM_CAPS = 3
 """Caps tried after the first round: those that served the start states best."""
 MIN_GAIN = 1e-3
@@ -78,9 +82,13 @@ class _Beam:
         self.config = config
         self.base = required_splits(bank)
         self.splits = [bank.splits(t) for t in range(len(self.base))]
+        cells = len(self.base) * bank.task.world_size
+        self.most_lanes = max(4, MAX_LANE_CELLS // cells)
         self.seen: set[State] = set()
         self.kept: list[tuple[float, State, Ints, Floats]] = []
-        self.caps = config.caps
+        # The last cap, which always serves, and those in even steps before it.
+        step = -(-len(config.caps) * len(ORDERS) // self.most_lanes)
+        self.caps = config.caps[::-1][::step][::-1]
 
     def shards(self, state: State) -> Ints:
         """Bank rows of a state."""
@@ -204,10 +212,11 @@ def beam_search(
     beam = _Beam(bank, config)
     reporter.report("splits")
     starts = beam.start_states()
+    starts = starts[: 1 + beam.most_lanes // NUM_CAPS]
     beam.evaluate(starts[:1], ORDERS)
     beam.evaluate(starts[1:], ORDERS if not beam.kept else ORDERS[:1])
     expanded: set[State] = set()
-    for _ in range(config.max_rounds):
+    for _ in range(config.max_rounds if beam.most_lanes >= MIN_ROUND_LANES else 0):
         if time.monotonic() > deadline or not beam.kept:
             break
         best = beam.kept[0][0]

@@ -64,6 +64,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
+from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.placement_rules import joined_sets
 from torchrec_neuroshard.search.greedy_grid import place_lanes
 from torchrec_neuroshard.search.shards import (
@@ -88,6 +89,11 @@ MAX_ENUMERATED = 20_000
 """All sets of a part are looked at where there are no more."""
 NUM_STARTS = 16
 """Random placements whose ranks start the pool; a quarter of that for many tables."""
+MAX_TABLES = 4000
+"""Of more tables too few sets could be looked at to say anything."""
+MAX_START_SHARDS, SHARDS_AT_ONCE = 400_000, 400_000
+"""Shards in the sets of placements that start the pool: of more, some ranks are left
+out; and those of sets that are added up at a time."""
 MANY_TABLES = 300
 START_SPLIT_SHARE = 0.1
 """Share of the tables that are split in the random placements."""
@@ -130,6 +136,8 @@ LEAST_ADDED = 1e-6
 """Share of the costliest table's price that every table has at the start."""
 MAX_LIMITS = 24
 """Limits of a rank's cost that are looked at."""
+_OUT_OF_TIME = 1
+"""SciPy's status of a program that its solver did not end in time."""
 CHUNK = 2_000_000
 """Ranks of sets whose collectives are predicted at a time."""
 TOLERANCE = 1e-9
@@ -161,9 +169,11 @@ def lower_bound(
 
     Returns:
         Milliseconds, at most `critical_ms`; see the module's docstring for what the
-        bound rests on.
+        bound rests on. 0 where nothing is known: of more than MAX_TABLES tables.
     """
     task = bank.task
+    if len(task.ways) > MAX_TABLES:
+        return 0.0
     joined = joined_sets({int(bank.stages_T[w]) for w in ways} for ways in task.ways)
     parts = [_Part(bank, stages, frozenset()) for stages in joined]
     known = [part.least_ms for part in parts]
@@ -376,12 +386,10 @@ class _Part:
     def _total_loads(self, table_N: Ints) -> Floats:
         """Loads of whole tables on all ranks together, `N x 3`."""
         bank = self.bank
-        count = bank.block_T[table_N]
-        line = np.repeat(np.arange(len(table_N)), count)
-        rank = np.arange(len(line)) - np.repeat(np.cumsum(count) - count, count)
+        line, rank, alike = bank.parts(table_N)
         table = table_N[line]
         loads = bank.loads_of(bank.rows(table, bank.dims_T[table], rank))
-        return sum_by(line, loads, len(table_N))
+        return sum_by(line, loads * alike[:, None], len(table_N))
 
     def _totals_known(self) -> None:
         """What stages hold in total, as far as a set tells.
@@ -492,6 +500,12 @@ class _Part:
             sum_by(line, amounts, num_sets),
         )
 
+    def costs_of(self, sets: _Sets) -> Floats:
+        """Costs of sets, some at a time."""
+        ends_L = np.cumsum((sets.table_LM >= 0).sum(axis=1)) // SHARDS_AT_ONCE
+        parts = np.split(np.arange(len(sets)), np.flatnonzero(np.diff(ends_L)) + 1)
+        return np.concatenate([self.costs(self.totals(sets.pick(p))) for p in parts])
+
     def costs(self, totals: _Totals) -> Floats:
         """Forward, backward and collectives of sets, `L x 3` [ms].
 
@@ -524,14 +538,23 @@ class _Part:
         ms = np.zeros(num_lines)
         order = np.zeros((num_lines, bank.task.num_stages))
         for i, stage in enumerate(self.stages.tolist()):
-            loads = np.empty((num_lines, num_ranks, 3))
+            # Sets that hold no more than their share of a stage are all alike in it.
+            different, which_L = np.unique(
+                np.concatenate([own_LS3[:, i], total_LS3[:, i]], axis=1),
+                axis=0,
+                return_inverse=True,
+            )
+            loads = np.empty((len(different), num_ranks, 3))
             for load in range(3):
                 alike = self._alike_S[i] if load == 1 else 1
-                own, total = own_LS3[:, i, load], total_LS3[:, i, load]
+                own, total = different[:, load], different[:, 3 + load]
                 left = np.maximum(total - alike * own, 0.0) / max(1, num_ranks - alike)
                 loads[:, :alike, load] = own[:, None]
                 loads[:, alike:, load] = left[:, None]
-            ms += bank.simulator.stage_comms(stage, loads).max(axis=1).sum(axis=1)
+            # Ranks with as much to do take as long, in the node of the first or not.
+            kinds = [0, min(self._alike_S[i], num_ranks - 1), num_ranks - 1]
+            stage_ms = bank.simulator.stage_comms(stage, loads)[:, kinds]
+            ms += stage_ms.max(axis=1).sum(axis=1)[which_L.reshape(-1)]
             if bank.has_order and bank.pooled_S[stage] and self._alike_S[i] == 1:
                 order[:, stage] = total_LS3[:, i, 1] * (split[:, i] > 0.5)
         if bank.has_order:
@@ -543,6 +566,8 @@ class _Part:
         table, rank = np.nonzero(width_TW[self.tables])
         if not len(table):
             return _Sets(np.full((1, 1), -1), np.zeros((1, 1), dtype=np.int64))
+        kept = np.flatnonzero(rank % -(-len(rank) // MAX_START_SHARDS) == 0)
+        table, rank = table[kept], rank[kept]
         return _gather(rank, table, width_TW[self.tables[table], rank])
 
     def place_of(self, table_N: Ints, width_N: Ints) -> Ints:
@@ -625,15 +650,16 @@ class _Prices:
         self.alone_T3: Floats = self._alone_costs(every, part.dims_T)
         self._lay_out(cutoff_ms)
         everything = part.enumerate()
+        singles = part.singles()
         self.holds_all = everything is not None
         if everything is None and isinstance(placed, _Prices):
-            self.pool = _Sets.join([self._inherited(placed), part.singles()])
+            self.pool = _Sets.join([self._inherited(placed), singles])
         elif everything is None and not isinstance(placed, _Prices):
             parts = [part.place(w) for w in placed]
-            self.pool = _Sets.join([*parts, *self._random_sets(), part.singles()])
+            self.pool = _Sets.join([*parts, *self._random_sets(), singles])
         elif everything is not None:
             self.pool = everything
-        self.costs_L3 = part.costs(part.totals(self.pool))
+        self.costs_L3 = part.costs_of(self.pool)
         usable = np.isfinite(self.costs_L3[:, 0])
         if not part.has_choices and not self.holds_all:
             usable &= self.costs_L3.sum(axis=1) <= cutoff_ms * (1 + TOLERANCE)
@@ -678,7 +704,7 @@ class _Prices:
 
         Without collectives where these depend on what lies on other ranks.
         """
-        costs = self.part.costs(self.part.totals(_Sets.alone(table_N, width_N)))
+        costs = self.part.costs_of(_Sets.alone(table_N, width_N))
         if self.part.has_choices:
             costs[:, 2] = np.where(np.isfinite(costs[:, 0]), 0.0, np.inf)
         return costs
@@ -807,7 +833,10 @@ class _Prices:
         for line, rows_N in zip(rows_LN, found, strict=True):
             line[: len(rows_N)] = rows_N
         rank_LN, _ = place_lanes(bank, rows_LN, np.full(starts, np.inf))
-        lane, place = np.nonzero(rank_LN >= 0)
+        num_shards = sum(len(s) for s in found)
+        num_shards += sum(int(part.block_T[ways].sum()) for ways in spread)
+        step = -(-num_shards // MAX_START_SHARDS)
+        lane, place = np.nonzero((rank_LN >= 0) & (rank_LN % step == 0))
         used = rows_LN[lane, place]
         shards = [
             np.stack(
@@ -822,8 +851,9 @@ class _Prices:
             for way in ways.tolist():
                 size = int(part.block_T[way])
                 first = int(rng.integers(num_ranks // size)) * size
-                sets = number * num_ranks + first + np.arange(size)
-                fill = np.full((2, size), [[way], [part.dims_T[way]]])
+                rank = first + np.arange(size)
+                sets = number * num_ranks + rank[rank % step == 0]
+                fill = np.full((2, len(sets)), [[way], [part.dims_T[way]]])
                 shards.append(np.concatenate([sets[None], fill]))
         return [_gather(*np.concatenate(shards, axis=1))]
 
@@ -899,7 +929,7 @@ class _Prices:
 
     def add(self, sets: _Sets) -> None:
         """Add sets to the pool."""
-        costs = self.part.costs(self.part.totals(sets))
+        costs = self.part.costs_of(sets)
         self.pool = _Sets.join([self.pool, sets])
         self.load_LV = np.concatenate([self.load_LV, self._loads(sets)])
         self.costs_L3 = np.concatenate([self.costs_L3, costs])
@@ -1168,7 +1198,12 @@ class _Case:
         for number in range(1, num_rounds * MAX_CHECKS + 1):
             if time.monotonic() > deadline or best_ms >= self.cutoff_ms * (1 - MIN_GAP):
                 break
-            trial_V, worth, target_ms = self._solve(best_ms, target_ms, reach)
+            left = deadline - time.monotonic()
+            try:
+                solved = self._solve(best_ms, target_ms, reach, left)
+            except TimeIsUpError:
+                break
+            trial_V, worth, target_ms = solved
             self._search(trial_V, target_ms * worth, best_ms, NUM_STEPS)
             target_ms *= worth
             tried.append(trial_V)
@@ -1195,7 +1230,7 @@ class _Case:
         return bounds[best]
 
     def _solve(
-        self, bound_ms: float, target_ms: float, reach: float
+        self, bound_ms: float, target_ms: float, reach: float, seconds: float
     ) -> tuple[Floats, float, float]:
         """Find the prices near the best ones at which everything is worth most.
 
@@ -1203,6 +1238,9 @@ class _Case:
 
         Returns:
             The prices, what everything is worth per rank, and the target used [ms].
+
+        Raises:
+            TimeIsUpError: That takes longer than `seconds`.
         """
         prices, limit = self.prices, self._next_limit(bound_ms)
         target_ms = min(max(target_ms, bound_ms), limit.ms)
@@ -1249,9 +1287,19 @@ class _Case:
         ends = np.full((len(gain_V), 2), [0.0, np.inf])
         ends[: prices.num_prices, 0] = np.maximum(price_V - step, 0.0) / scale
         ends[: prices.num_prices, 1] = price_V + step
-        solved = optimize.linprog(
-            gain_V, A_ub=rules_AV, b_ub=most_A, bounds=ends, method="highs-ds"
+        # HiGHS looks at its clock now and then only.
+        solved = call_within(
+            seconds + 1.0,
+            optimize.linprog,
+            gain_V,
+            A_ub=rules_AV,
+            b_ub=most_A,
+            bounds=ends,
+            method="highs-ds",
+            options={"time_limit": max(seconds, 0.0)},
         )
+        if solved.status == _OUT_OF_TIME:
+            raise TimeIsUpError
         if solved.x is None:
             raise AssertionError(f"prices within limits exist: {solved.message}")
         worth = -float(solved.fun) / prices.num_ranks

@@ -29,6 +29,7 @@ from torchrec_neuroshard.search.shards import (
     Ints,
     ShardBank,
     split_widths,
+    sum_by,
 )
 
 __all__ = [
@@ -71,22 +72,17 @@ class Choices:
         num_ranks = task.world_size
         self.ways = [w for w in task.ways if len(w) > 1 or bank.leads_T[w[0]]]
         count = len(task.tables)
-        table, rank = np.divmod(np.arange(count * num_ranks), num_ranks)
-        held = rank < bank.block_T[table]
-        table, rank = table[held], rank[held]
+        table, rank, alike = bank.parts(np.arange(count))
         # Of grid shards, the blocks of the columns are on so many nodes.
         self.width_T: Ints = np.where(
             bank.moves_T, bank.dims_T, np.minimum(task.min_widths, bank.dims_T)
         )
         blocks_T = bank.dims_T / self.width_T
         rows = bank.rows(table, self.width_T[table], rank)
-        # Shards of a table are mostly alike: each kind is counted once.
-        rows, number = np.unique(rows, return_inverse=True)
-        share = (blocks_T / num_ranks)[table]
-        counts = sparse.csr_array((share, (table, number)), shape=(count, len(rows)))
-        self._encoding_TE = counts @ bank.encoding(rows)
-        self._extra_T2 = counts @ bank.extra(rows)
-        self._loads_T3 = counts @ bank.loads_of(rows)
+        share_M1 = ((blocks_T / num_ranks)[table] * alike)[:, None]
+        self._encoding_TE = sum_by(table, bank.encoding(rows) * share_M1, count)
+        self._extra_T2 = sum_by(table, bank.extra(rows) * share_M1, count)
+        self._loads_T3 = sum_by(table, bank.loads_of(rows) * share_M1, count)
         self._bytes_T: Floats = (
             bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
@@ -112,7 +108,8 @@ class Choices:
             [numbers[k] for k in kernels]
         )
         self.estimated_T = np.array([k is not None for k in task.kernels])
-        self.room = FILL * float(bank.caps_W.sum())
+        # On one rank whatever fits in all can be placed.
+        self.room = (FILL if num_ranks > 1 else 1.0) * float(bank.caps_W.sum())
 
     def _kernels(self) -> list[tuple[KernelFactors | None, int]]:
         """Return what all ways of one kind have in common: kernel and size of cache.
@@ -143,7 +140,10 @@ class Choices:
         for size in np.unique(bank.block_T).tolist():
             own = bank.block_T == size
             least = caps_TW[own].reshape(int(own.sum()), -1, size).min(axis=2)
-            fits[own] = size_T[own] <= least.max(axis=1)
+            # A grid that needs more blocks than there are fits nowhere.
+            room = (size_T[own, None] <= least).sum(axis=1)
+            blocks_T = -(-bank.dims_T[own] // self.width_T[own])
+            fits[own] = room >= np.where(bank.moves_T[own], 1, blocks_T)
         return fits
 
     def first(self) -> Ints:
@@ -493,7 +493,7 @@ def place_blocks(bank: ShardBank, chosen_N: Ints) -> Ints:
         InfeasibleError: One of them finds no room.
     """
     task = bank.task
-    width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
+    width_TW = bank.no_widths()
     free_W = bank.caps_W.copy()
     loads_W = np.zeros(task.world_size)
     own = chosen_N[~bank.moves_T[chosen_N]]
@@ -587,6 +587,9 @@ def column_task(
         tables: Those tables, of each name one.
         free_W: Memory that the others leave.
         width_TW: Where the others are.
+
+    Raises:
+        InfeasibleError: The others leave one of them no rank.
     """
     place = {t: i for i, t in enumerate(tables)}
     groups = sorted({task.groups[t] for t in tables})
@@ -601,7 +604,8 @@ def column_task(
             "max_shards",
             "sharding_types",
             "pooled",
-            "wire_bytes",
+            "codecs",
+            "repeats",
             "kernels",
         )
     }
@@ -623,6 +627,13 @@ def column_task(
             tuple(r for r in ranks if r not in shut)
             for ranks, shut in zip(allowed, closed, strict=True)
         )
+        for table, ranks in zip(fields["tables"], fields["allowed_ranks"], strict=True):
+            if not ranks:  # which would mean any
+                raise InfeasibleError(
+                    f"table '{table.name}' finds no rank: tables that it must lie "
+                    "apart from, split by rows or replicated, are on all that it may "
+                    "be on. Allow these column-wise sharding, or drop the rule"
+                )
     for name in ("together", "apart"):
         sets = [tuple(place[t] for t in s if t in place) for s in getattr(task, name)]
         fields[name] = tuple(s for s in sets if len(s) > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from torchrec_neuroshard.search.choices import (
     place_blocks,
 )
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
-from torchrec_neuroshard.search.feasibility import check_memory, pack
+from torchrec_neuroshard.search.feasibility import PACK_SECONDS, check_memory, pack
 from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.rules import check_constraints, follow, merged
@@ -42,6 +43,10 @@ __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
 BOUND_SHARE = 0.2
 """Share of the time budget that is left for the bound, and the most it takes."""
+CHOICE_SHARE = 0.25
+"""Share of the time for choices of ways on balanced ranks."""
+LEAST_PACK_SECONDS = 0.5
+"""What exact packing gets where greedy placing found no room in all of the time."""
 MAX_CHOICES, MORE_CHOICES = 4, 4
 """Choices of ways that are placed, of those found on balanced ranks; and how many more
 where caches of many sizes are among the ways."""
@@ -58,6 +63,8 @@ QUICK_CAPS = (1.1, float("inf"))
 """Caps with which these are placed."""
 MAX_REFINED_TABLES = 250
 """Tables that, all in column shards, are first improved as such."""
+MAX_CELLS = 2**28
+"""Ways times ranks of all plans that are kept while choices are tried."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
 
@@ -215,7 +222,8 @@ class NeuroShardSearcher(Searcher):
     ) -> list[Ints]:
         """Place tables that all lie in column shards: widths, the best first."""
         plans = [p.widths for p in beam_search(bank, config, deadline, reporter)]
-        return plans or [pack(bank.task)]
+        left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
+        return plans or [pack(bank.task, min(left, PACK_SECONDS))]
 
     def _whole(
         self, bank: ShardBank, deadline: float, reporter: ProgressReporter
@@ -247,9 +255,11 @@ class NeuroShardSearcher(Searcher):
             InfeasibleError: None of the choices tried fits.
         """
         found: list[tuple[float, int, Ints]] = []
+        numbers = itertools.count()  # so that plans are never compared by widths
         problem: InfeasibleError | None = None
+        now = time.monotonic()
         most = MAX_CHOICES + MORE_CHOICES * choices.has_caches
-        promising = choices.best(most, deadline)
+        promising = choices.best(most, now + CHOICE_SHARE * (deadline - now))
         for number, chosen in enumerate((*promising, choices.smallest())):
             if found and (time.monotonic() > deadline or number >= most):
                 break
@@ -265,7 +275,8 @@ class NeuroShardSearcher(Searcher):
                     continue
                 for width_TW in plans:
                     cost_ms = Plan(bank, width_TW).critical_ms
-                    found.append((cost_ms, len(found), width_TW))
+                    found.append((cost_ms, next(numbers), width_TW))
+                found = sorted(found)[: max(1, MAX_CELLS // found[0][2].size)]
                 break
         if not found:
             assert problem is not None, "some choice was tried"
@@ -277,7 +288,7 @@ class NeuroShardSearcher(Searcher):
             now_N = choices.of(width_TW)
             if cost_ms <= far_ms:
                 for better in self._relieve(bank, choices, now_N, cost_ms, deadline):
-                    found.append((better[0], len(found), better[1]))
+                    found.append((better[0], next(numbers), better[1]))
         return [width_TW for *_, width_TW in sorted(found)]
 
     def _relieve(

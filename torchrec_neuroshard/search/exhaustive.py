@@ -156,6 +156,9 @@ def _options(task: ShardingTask, table: int) -> Ints:
     closed: Ints = np.array([], dtype=np.int64)
     if allowed_TW is not None:
         closed = np.flatnonzero(~allowed_TW[table])
+    if task.max_shards[table] <= 1:
+        whole: Ints = units * np.eye(task.world_size, dtype=np.int64)[::-1]
+        return whole[~whole[:, closed].any(axis=1)]
     found = []
     for cuts in itertools.combinations(
         range(units + task.world_size - 1), task.world_size - 1

@@ -6,12 +6,14 @@ Shapes: `T` tables, `W` ranks.
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, sparse
 
+from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.rules import Rules
@@ -78,8 +80,7 @@ def check_memory(task: ShardingTask) -> None:
                 f"({task.min_widths[table]}) or raise world_size ({task.world_size})."
             )
         if task.uneven:
-            room = np.floor((caps - task.fixed_bytes[table]) / task.column_bytes[table])
-            room = np.clip(room // COLUMN_MULTIPLE * COLUMN_MULTIPLE, 0, None)
+            room = _room_for_columns(task, table, caps)
             room[room < task.min_widths[table]] = 0
             best = np.sort(room)[::-1][: max(1, task.max_shards[table])].sum()
             if best < width:
@@ -103,6 +104,7 @@ def _check_ways(task: ShardingTask) -> None:
     """Raise where a table fits no rank in any way, or all of them no ranks."""
     caps_W = np.asarray(task.memory_bytes, dtype=np.float64)
     total, least = 0.0, dict[int, float]()
+    freest_of_all = int(caps_W.argmax())
     for ways in task.ways:
         dim = task.tables[ways[0]].embedding_dim
         parts, sums = [], []
@@ -114,15 +116,10 @@ def _check_ways(task: ShardingTask) -> None:
             sums.append(task.shard_bytes(way, dim) * task.block_size(way))
         least[ways[0]] = min(sums)
         total += min(sums)
-        ranks = {
-            r
-            for way in ways
-            for r in (
-                (task.allowed_ranks[way] if task.allowed_ranks else ())
-                or range(task.world_size)
-            )
-        }
-        freest = max(sorted(ranks), key=lambda r: caps_W[r])
+        freest = freest_of_all
+        if task.allowed_ranks and all(task.allowed_ranks[way] for way in ways):
+            ranks = {r for way in ways for r in task.allowed_ranks[way]}
+            freest = max(sorted(ranks), key=lambda r: caps_W[r])
         if min(parts) > caps_W[freest]:
             kinds = ", ".join(dict.fromkeys(task.sharding_types[w] for w in ways))
             raise InfeasibleError(
@@ -231,8 +228,7 @@ def spread_columns(
     left, spread = task.tables[table].embedding_dim, dict[int, int]()
     narrowest = max(COLUMN_MULTIPLE, task.min_widths[table])
     for rank in ranks[: max(1, task.max_shards[table])].tolist():
-        room = (free[rank] - task.fixed_bytes[table]) / task.column_bytes[table]
-        width = int(np.clip(room, 0, left)) // COLUMN_MULTIPLE * COLUMN_MULTIPLE
+        width = min(left, int(_room_for_columns(task, table, free[[rank]])[0]))
         if 0 < left - width < narrowest:
             width = left - narrowest
         if width >= narrowest:
@@ -243,6 +239,16 @@ def spread_columns(
     return None
 
 
+def _room_for_columns(task: ShardingTask, table: int, free_N: Floats) -> Floats:
+    """Return how many columns of a table fit, `N`; all that there are, or a part."""
+    left, column = free_N - task.fixed_bytes[table], task.column_bytes[table]
+    width = task.tables[table].embedding_dim
+    if not column:  # their rows are elsewhere
+        return np.where(left >= 0, width, 0)
+    room: Floats = np.clip(left / column, 0, width) // COLUMN_MULTIPLE
+    return room * COLUMN_MULTIPLE
+
+
 def _solve(task: ShardingTask, seconds: float) -> Ints:
     """Pack exactly by mixed-integer programming.
 
@@ -250,12 +256,16 @@ def _solve(task: ShardingTask, seconds: float) -> Ints:
         InfeasibleError: None exists, or none was found in time.
     """
     num_tables, num_ranks = len(task.tables), task.world_size
-    proven = False
+    proven, end = False, time.monotonic() + seconds
     if num_tables * num_ranks <= MAX_PACK_VARIABLES:
         # Solvers keep constraints to a tolerance: where a packing breaks a limit by
         # that much, a slightly smaller limit is tried.
         for shrink in (0.0, 1e-6):
-            outcome = _mixed_integer_program(task, shrink).solve(seconds)
+            program, left = _mixed_integer_program(task, shrink), end - time.monotonic()
+            try:
+                outcome = program.solve(max(left, 0.1))
+            except TimeIsUpError:
+                break
             if outcome is None:
                 break
             if isinstance(outcome, str):
@@ -331,8 +341,15 @@ class _Program:
     shape: tuple[int, int]
 
     def solve(self, seconds: float) -> Ints | str | None:
-        """Return widths, "infeasible", or None when time ran out."""
-        found = optimize.milp(
+        """Return widths, "infeasible", or None when time ran out.
+
+        Raises:
+            TimeIsUpError: It did, and the solver did not say so.
+        """
+        # HiGHS looks at its clock now and then only.
+        found = call_within(
+            seconds + 1.0,
+            optimize.milp,
             c=np.zeros(self.matrix.shape[1]),
             constraints=optimize.LinearConstraint(self.matrix, self.low, self.high),
             bounds=optimize.Bounds(0, self.upper),

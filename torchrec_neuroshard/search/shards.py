@@ -231,6 +231,26 @@ class ShardBank:
         kind[self._rows_TK[table_N, 0] == ALL_ROWS] = 0
         return kind
 
+    def no_widths(self) -> Ints:
+        """Return `T x W` widths of 0: of many ways on many ranks, in little memory."""
+        small = int(self.dims_T.max()) <= np.iinfo(np.int16).max
+        shape = (len(self.dims_T), self.task.world_size)
+        return np.zeros(shape, dtype=np.int16 if small else np.int64)
+
+    def parts(self, table_N: Ints) -> tuple[Ints, Ints, Ints]:
+        """Return the parts of tables that differ, each once.
+
+        Returns:
+            `M` each: place in `table_N`; a rank that has the part, of the first block;
+            how many of the block's ranks have one like it.
+        """
+        size_N, full_N = self.block_T[table_N], self._full_T[table_N]
+        rest_N = np.minimum(size_N - full_N, 1)
+        count_N3 = np.stack([full_N, rest_N, size_N - full_N - rest_N], axis=1)
+        rank_N3 = np.stack([np.zeros_like(full_N), full_N, full_N + 1], axis=1)
+        place, kind = np.nonzero(count_N3)
+        return place, rank_N3[place, kind], count_N3[place, kind]
+
     def _merge(self, own: ShardingTask, whole: PricedShards) -> None:
         """Give the first table of each set and group what all of them have."""
         num_tables = len(own.tables)

@@ -5,7 +5,7 @@ from torchrec_neuroshard.workloads.dlrm_dataset import (
     load_dlrm_dataset,
 )
 from torchrec_neuroshard.workloads.inputs import draw_batch, feature_names
-from torchrec_neuroshard.workloads.loaders import load_json
+from torchrec_neuroshard.workloads.loaders import load_json, load_tables
 from torchrec_neuroshard.workloads.mlperf import (
     criteo_1tb,
     criteo_kaggle,
@@ -28,6 +28,7 @@ __all__ = [
     "generate_dlrm_tables",
     "load_dlrm_dataset",
     "load_json",
+    "load_tables",
     "mlperf_dlrm_v2",
     "power_of_two_widths",
     "sample_tasks",

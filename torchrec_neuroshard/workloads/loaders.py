@@ -2,19 +2,203 @@
 
 from __future__ import annotations
 
+import csv
+import difflib
+import importlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrec_neuroshard.errors import TableError
+from torchrec_neuroshard.errors import ConfigError, TableError
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables import TableConfig, check_tables
 
-__all__ = ["load_json"]
+__all__ = ["TABLE_FIELDS", "load_json", "load_tables", "read_document"]
 
 PROFILE_BATCH_SIZE = 65_536
 """Batch that assumed profiles are stated at: the released DLRM dataset's."""
+
+
+TABLE_FIELDS: Mapping[str, str] = {
+    "name": "a name",
+    "num_embeddings": "a whole number",
+    "embedding_dim": "a whole number",
+    "pooling_factor": "a number",
+    "num_features": "a whole number",
+    "weighted": "true or false",
+    "data_type": "a name",
+    "optimizer": "a name",
+    "profile": "an object",
+}
+"""Field of a table in a file -> what it holds; those of `TableConfig`."""
+_REQUIRED = ("name", "num_embeddings", "embedding_dim")
+
+
+def read_document(path: str | Path) -> Any:
+    """Read a JSON file or, by its ending .yaml or .yml, a YAML file.
+
+    Raises:
+        ConfigError: The file is missing or damaged, or PyYAML is.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if Path(path).suffix in (".yaml", ".yml"):
+            return importlib.import_module("yaml").safe_load(text)
+        return json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot read '{path}': PyYAML is not installed. Run `pip install pyyaml`, "
+            "or write the same as JSON"
+        ) from error
+    except Exception as error:  # of JSON, of YAML, of bytes that are no text
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"'{path}' is damaged: {reason}") from error
+
+
+def load_tables(
+    path: str | Path, workload: str | None = None
+) -> tuple[TableConfig, ...]:
+    """Load the tables of a model from a file.
+
+    JSON and YAML hold a list of tables, an object with such a list as `tables`, or one
+    with `workloads` as `load_json` takes it; CSV a line for each table, below a line of
+    fields. The fields of a table are those of `TableConfig`: `name`, `num_embeddings`
+    and `embedding_dim`, and with defaults all others.
+
+    Args:
+        path: The file; its ending says what it is.
+        workload: Which of several that the file holds. None: its only one.
+
+    Raises:
+        ConfigError: There is no such file or workload.
+        TableError: A value is missing or cannot be.
+    """
+    if Path(path).suffix == ".csv":
+        tables = list(_csv_tables(Path(path)))
+    else:
+        data = read_document(path)
+        if isinstance(data, Mapping) and "workloads" in data:
+            return _chosen(str(path), load_json(path), workload)
+        entries = data.get("tables") if isinstance(data, Mapping) else data
+        if not isinstance(entries, list):
+            raise TableError(
+                f"'{path}' holds no tables: expected a list of objects with "
+                f"{', '.join(_REQUIRED)}, alone or as 'tables', or 'workloads'"
+            )
+        tables = [
+            _one_table(f"'{path}', table {number}", entry)
+            for number, entry in enumerate(entries)
+        ]
+    if workload is not None:
+        raise ConfigError(
+            f"'{path}' holds one set of tables, none of them named '{workload}': leave "
+            f"':{workload}' out"
+        )
+    try:
+        check_tables(tables)
+    except TableError as error:
+        raise TableError(f"'{path}': {error}") from error
+    return tuple(tables)
+
+
+def _chosen(
+    path: str,
+    workloads: Mapping[str, tuple[TableConfig, ...]],
+    workload: str | None,
+) -> tuple[TableConfig, ...]:
+    if workload is None and len(workloads) == 1:
+        return next(iter(workloads.values()))
+    if workload is None or workload not in workloads:
+        asked = "say which" if workload is None else f"none is named '{workload}'"
+        raise ConfigError(
+            f"'{path}' holds {len(workloads)} workloads, {asked}, as in "
+            f"{path}:NAME; they are {', '.join(workloads)}"
+        )
+    return workloads[workload]
+
+
+def _csv_tables(path: Path) -> Iterator[TableConfig]:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read '{path}': {error}") from error
+    rows = csv.DictReader(lines)
+    for row in rows:
+        where = f"'{path}', line {rows.line_num}"
+        if None in row:
+            raise TableError(f"{where}: more values than the first line has fields")
+        # What is left empty, or out at a line's end, has its default.
+        yield _one_table(where, {k: v for k, v in row.items() if v})
+
+
+def _one_table(where: str, entry: Any) -> TableConfig:
+    """Read a table whose values may be text.
+
+    Raises:
+        TableError: It is none; says where, and the way out.
+    """
+    if not isinstance(entry, Mapping):
+        raise TableError(f"{where}: expected an object, got {entry!r:.40}")
+    for field in entry:
+        if field not in TABLE_FIELDS:
+            near = difflib.get_close_matches(str(field), TABLE_FIELDS, n=1)
+            meant = f"did you mean '{near[0]}'? " if near else ""
+            raise TableError(
+                f"{where}: unknown field '{field}'; {meant}The fields are "
+                f"{', '.join(TABLE_FIELDS)}"
+            )
+    for field in _REQUIRED:
+        if field not in entry:
+            raise TableError(f"{where}: field '{field}' is missing")
+    values = {
+        field: _READ[TABLE_FIELDS[field]](value)
+        for field, value in entry.items()
+        if value is not None
+    }
+    for field, value in values.items():
+        if value is None:
+            raise TableError(
+                f"{where}: {field} must be {TABLE_FIELDS[field]}, got {entry[field]!r}"
+            )
+    try:
+        if "profile" in values:
+            profile = FeatureProfile.from_json(values["profile"])
+            values["profile"] = profile
+            values.setdefault("pooling_factor", profile.pooling_factor)
+        return TableConfig(**values)
+    except ValueError as error:
+        raise TableError(f"{where}: {error}") from error
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None and number == int(number) else None
+
+
+_READ: Mapping[str, Callable[[Any], Any]] = {
+    "a name": lambda value: str(value) if isinstance(value, str | int) else None,
+    "a whole number": _whole,
+    "a number": _number,
+    "true or false": lambda value: {"true": True, "false": False}.get(
+        str(value).lower()
+    ),
+    "an object": lambda value: value if isinstance(value, Mapping) else None,
+}
+"""What a field holds -> how it is read; None where a value is none of that."""
 
 
 def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:

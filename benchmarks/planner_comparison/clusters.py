@@ -1,0 +1,144 @@
+"""The clusters that plans are judged on, by collectives that others measured.
+
+No planner's model takes part: a collective takes what a published table says of its
+bytes. The tables are of 8 and of 2 x 8 B200; a card whose large messages are published
+alone has their sizes scaled, so that large messages move at its published rate and
+small ones start as late as those of the table.
+
+- Tables are of even all-to-alls; one whose ranks send different sizes takes as long as
+  its busiest rank's would as an even one.
+- Other ranks of a node than 8: the bytes that leave a rank count.
+- Between nodes only the all-to-all is published (each GPU with a 400G card of its own).
+  Rings of reduce-scatter and all-gather, which go over all cards of a node, take what
+  they take inside a node, and start as much later as the all-to-all does.
+- An all-reduce is a reduce-scatter and an all-gather.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from planner_comparison.plans import Collective
+from published.links import read_links
+
+__all__ = ["CLUSTERS", "GLOO", "Cluster", "clusters_of"]
+
+GLOO = "gloo"
+"""This machine's own two ranks, whose collectives are measured beside the kernels."""
+_TABLE = "nccl-tests B200 HGX"
+_TABLE_RANKS = 8
+_KINDS = {
+    "index": "alltoall",
+    "pooled_forward": "alltoall",
+    "pooled_backward": "alltoall",
+    "reduce_scatter": "reduce_scatter",
+    "all_gather": "all_gather",
+}
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes whose links are published."""
+
+    name: str
+    about: str
+    intra_gb_per_s: float
+    """What large collectives of a node reach of each rank, one way; published."""
+    inter_gb_per_s: float = 48.0
+    """The same of each rank's network card; published for 400G."""
+    worlds: tuple[int, ...] = (4, 8)
+    """Tasks of so many ranks are judged on it."""
+    ranks_per_node: int = 8
+
+    def local_world_size(self, world_size: int) -> int:
+        """Ranks of a node."""
+        return min(world_size, self.ranks_per_node)
+
+    def collective_ms(self, collective: Collective) -> float:
+        """Return what a collective takes, by the published tables [ms]."""
+        if collective.kind == "all_reduce":
+            return sum(
+                self._ms(kind, collective.bytes_per_peer)
+                for kind in ("reduce_scatter", "all_gather")
+            )
+        return self._ms(_KINDS[collective.kind], collective.bytes_per_peer)
+
+    def _ms(self, kind: str, bytes_per_peer: tuple[int, ...]) -> float:
+        ranks = len(bytes_per_peer)
+        whole = float(max(ranks * max(bytes_per_peer), sum(bytes_per_peer)))
+        if ranks <= self.ranks_per_node:
+            return self._in_node(kind, whole * (ranks - 1) / ranks)
+        between = _table("alltoall", 2)
+        if kind == "alltoall":
+            return _look_up(between, whole)
+        later = between[0, 1] - _table("alltoall", 1)[0, 1]
+        return self._in_node(kind, whole * (ranks - 1) / ranks) + float(later)
+
+    def _in_node(self, kind: str, leaves: float) -> float:
+        table = _table(kind, 1)
+        leaving = (_TABLE_RANKS - 1) / _TABLE_RANKS
+        largest_bytes, largest_ms = table[-1]
+        rate = largest_bytes * leaving / largest_ms * 1e-6  # GB/s
+        return _look_up(table, leaves / leaving * rate / self.intra_gb_per_s)
+
+
+@functools.cache
+def _table(kind: str, nodes: int) -> Floats:
+    """Return bytes of a rank's buffer and ms, of rising sizes."""
+    rows = sorted(
+        (r.num_bytes, r.time_ms)
+        for r in read_links()
+        if (r.source, r.collective, r.nodes) == (_TABLE, kind, nodes)
+    )
+    return np.array(rows)
+
+
+def _look_up(table: Floats, num_bytes: float) -> float:
+    """Look up a size of a table, between two by logarithms, beyond in proportion."""
+    sizes, ms = table.T
+    if num_bytes >= sizes[-1]:
+        return float(ms[-1] * num_bytes / sizes[-1])
+    place = np.log(max(num_bytes, sizes[0]))
+    return float(np.exp(np.interp(place, np.log(sizes), np.log(ms))))
+
+
+CLUSTERS = {
+    cluster.name: cluster
+    for cluster in (
+        Cluster(
+            name="8 x H100",
+            about="one node with NVSwitch: times of 8 B200, sizes scaled to H100's 370 "
+            "GB/s (NVIDIA/nccl-tests issue 212)",
+            intra_gb_per_s=370.0,
+        ),
+        Cluster(
+            name="2 x 8 H100",
+            about="two such nodes, 400G a GPU: times of 2 x 8 B200 with the same cards",
+            intra_gb_per_s=370.0,
+            worlds=(16,),
+        ),
+        Cluster(
+            name="8 x A100",
+            about="one node with NVSwitch: the same, sizes scaled to A100's 230 GB/s "
+            "(NVIDIA/nccl-tests issue 149)",
+            intra_gb_per_s=230.0,
+        ),
+        Cluster(
+            name=GLOO,
+            about="two processes of this machine, collectives measured; a check",
+            intra_gb_per_s=2.0,
+            worlds=(2,),
+        ),
+    )
+}
+
+
+def clusters_of(world_size: int) -> list[Cluster]:
+    """Return the clusters that tasks of so many ranks are judged on."""
+    return [c for c in CLUSTERS.values() if world_size in c.worlds]

@@ -1,0 +1,228 @@
+"""Random jobs for TorchRec's planner and ours.
+
+    python -m tests.fuzz.against_stock --cases 20000 --seed 1 --log stock.jsonl
+
+What must hold of each: ours plans what TorchRec's does, within the memory there is and
+at no more predicted milliseconds than TorchRec's plan by our own model; what neither
+plans is refused for a reason that names a table, a rank or the setting at fault;
+nothing is raised that is not documented; nothing takes longer than it may.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
+from torchrec.distributed.types import ShardingPlan
+
+from tests.builders import analytic, cost_of
+from tests.fuzz import cases
+from tests.fuzz.campaign import Case, HangError, Outcome, limited, run
+from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.planner import (
+    NeuroShardEnumerator,
+    NeuroShardPlanner,
+    PlanFileError,
+)
+from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.greedy import memory_left, without
+from torchrec_neuroshard.planner.hedging import is_uncertain
+from torchrec_neuroshard.planner.table_reader import max_columns, run_fault
+from torchrec_neuroshard.planner.torchrec_plan import LEAST_STOCK_SECONDS, is_even
+from torchrec_neuroshard.search import SearchConfig
+
+SEARCH = SearchConfig(
+    beam_width=1, num_candidates=4, effort=0.1, restarts=1, time_budget_seconds=1.0
+)
+STOCK_SECONDS = 2
+"""TorchRec's own timeout, between proposals."""
+CPU_SECONDS = 2 * SEARCH.time_budget_seconds + 4.0
+"""What our planner may take beyond the bare time of one case of TorchRec's: searching,
+TorchRec's candidate and its last resort, and an allowance for listing options."""
+STOCK_SHARE = 0.3 * LEAST_STOCK_SECONDS
+"""What TorchRec's planner may take for its plan to be surely found as a candidate."""
+HANG_SECONDS = 90.0
+TOLERANCE = 1e-6
+
+
+def judge(case: Case) -> Outcome:
+    """Plan a case both ways and compare."""
+    try:
+        module = cases.build_module(case)
+        arguments = cases.planner_arguments(case)
+        stock = EmbeddingShardingPlanner(**arguments, timeout_seconds=STOCK_SECONDS)
+    except Exception as error:
+        return f"not built: {type(error).__name__}: {error}"
+    theirs: ShardingPlan | None = None
+    refusal: Exception | None = None
+    start = time.process_time()
+    try:
+        with limited(HANG_SECONDS):
+            theirs = stock.plan(module, cases.sharders())
+    except Exception as error:
+        refusal = error
+    except HangError:
+        refusal = TimeoutError("TorchRec's planner did not end")
+    return _judge(case, theirs, refusal, time.process_time() - start)
+
+
+def _judge(
+    case: Case,
+    theirs: ShardingPlan | None,
+    refusal: Exception | None,
+    stock_seconds: float,
+) -> Outcome:
+    module = cases.build_module(case)
+    start = time.process_time()
+    try:
+        with limited(HANG_SECONDS):
+            planner = planner_of(case)
+            plan = planner.plan(module, cases.sharders())
+    except HangError:
+        return "failure, hangs"
+    except (NeuroShardError, PlannerError) as error:
+        return _refused(case, theirs, error)
+    except Exception as error:
+        # TorchRec's enumerator names tables that nothing is left for in such errors.
+        tables = [t["name"] for m in case["modules"] for t in m["tables"]]
+        named = any(name in str(error) for name in tables)
+        if named and type(error) is type(refusal):
+            return f"both raise {type(error).__name__}: {error}"
+        if named and isinstance(error, RuntimeError):
+            return _refused(case, theirs, error)
+        return f"failure, undocumented {type(error).__name__}: {error}"
+    seconds = time.process_time() - start
+    if not plan.plan:
+        same = theirs is not None and not theirs.plan
+        return "both empty" if same else "failure, empty: an empty plan"
+    try:
+        result = planner.last_result
+        assert result is not None
+        if not 0 <= cost_of(planner) < float("inf"):
+            return f"failure, no time: {cost_of(planner)} ms"
+        if not _leaves_out(case):
+            planner.evaluate(plan, module, cases.sharders())  # it is whole
+    except PlanFileError as error:
+        return f"failure, not whole: {error}"
+    full = full_rank(planner, module, planner.get_selected_options())
+    if full is not None:
+        return f"failure, over memory: rank {full}"
+    if seconds > (allowed := CPU_SECONDS + stock_seconds):
+        return f"failure, slow: {seconds:.1f} s of {allowed:.1f}"
+    if theirs is None:
+        return "ours alone plans"
+    outcome = _compare(case, planner, module, theirs)
+    if outcome.startswith("failure, worse") and stock_seconds > STOCK_SHARE:
+        return f"planned, TorchRec's takes longer: {outcome}"
+    return outcome
+
+
+def _compare(
+    case: Case, planner: NeuroShardPlanner, module: Any, theirs: ShardingPlan
+) -> Outcome:
+    """Hold the cost of a plan against that of TorchRec's."""
+    result = planner.last_result
+    assert result is not None
+    if {"partitioner", "performance_model"} & set(case["planner"]):
+        return "planned, rated by others"
+    if _leaves_out(case):
+        return "planned, tables left out"
+    cost = cost_of(planner)
+    if result.lower_bound_ms > cost * (1 + TOLERANCE):
+        return f"failure, bound: {result.lower_bound_ms} ms above {cost}"
+    try:
+        options = options_of(planner, module, theirs)
+        known = planner.costs.evaluate(planner.costs.lower(options))
+        obstacle = _obstacle(planner, module, options)
+    except Exception as error:
+        return f"failure, pricing TorchRec's {type(error).__name__}: {error}"
+    if obstacle is not None:
+        return f"planned, TorchRec's {obstacle}"
+    if any("not looked at" in w for w in result.warnings):
+        return "planned, TorchRec's not looked at"
+    if is_uncertain(planner.costs):
+        return "planned, costs uncertain"
+    if cost > known.critical_path_ms * (1 + TOLERANCE):
+        return f"failure, worse: {cost:.6g} ms, TorchRec's {known.critical_path_ms:.6g}"
+    return "planned, no worse"
+
+
+def _refused(case: Case, theirs: ShardingPlan | None, error: Exception) -> Outcome:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+    if theirs is None:
+        names = [t["name"] for m in case["modules"] for t in m["tables"]]
+        words = [*names, "rank", "storage", *(m["path"] for m in case["modules"])]
+        named = any(word in text for word in words)
+        return f"{'both refuse' if named else 'failure, no reason'}: {text}"
+    module = cases.build_module(case)
+    try:
+        planner = planner_of(case)
+        options = options_of(planner, module, theirs)
+        obstacle = _obstacle(planner, module, options)
+    except (NeuroShardError, RuntimeError) as unpriced:
+        # The same error keeps plans from being priced: tables that are too wide.
+        dims = [t["dim"] for m in case["modules"] for t in m["tables"]]
+        wide = max(dims) > max_columns(cases.topology_of(case))
+        obstacle = "cannot run" if wide and str(unpriced) == str(error) else None
+    if obstacle is not None:
+        return f"refused, TorchRec's {obstacle}: {text}"
+    return f"failure, refused: {text}"
+
+
+def _leaves_out(case: Case) -> bool:
+    """Whether plans may lack tables, which belong to devices of another kind."""
+    return any("device_group" in c for c in case["constraints"].values())
+
+
+def _obstacle(
+    planner: NeuroShardPlanner, module: Any, options: list[ShardingOption]
+) -> str | None:
+    """Say why a plan of TorchRec's is none, if so."""
+    widest = max(int(s.size[1]) for o in options for s in o.shards)
+    if any(map(run_fault, options)) or widest > max_columns(planner.topology):
+        return "cannot run"
+    if not is_even(options):
+        return "cannot run"
+    enumerator = planner.enumerator
+    assert isinstance(enumerator, NeuroShardEnumerator)
+    assert enumerator.memory is not None
+    common = enumerator.memory.common_bytes(options)
+    if full_rank(planner, module, options, common) is not None:
+        return "over memory"
+    return None
+
+
+def planner_of(case: Case) -> NeuroShardPlanner:
+    """Return our planner of a case, with a short search."""
+    cost_model = case["planner"].get("cost_model")
+    models = {"cost_model": cost_model} if cost_model else analytic()
+    return NeuroShardPlanner(**cases.planner_arguments(case), **models, search=SEARCH)
+
+
+def options_of(
+    planner: NeuroShardPlanner, module: Any, plan: ShardingPlan
+) -> list[ShardingOption]:
+    """Return a plan's options with our estimates."""
+    given = PlanOptions(module, cases.sharders(), planner.enumerator, planner.costs)
+    return given.of(plan)
+
+
+def full_rank(
+    planner: NeuroShardPlanner,
+    module: Any,
+    options: Sequence[ShardingOption],
+    common_bytes: float = 0.0,
+) -> int | None:
+    """Return a rank that holds more than it may, by the memory that options carry."""
+    room = without(planner.reserve(module, cases.sharders()), common_bytes)
+    left = memory_left(room, options)
+    nothing = Storage(hbm=0, ddr=0)
+    return next((r for r, m in enumerate(left) if not nothing.fits_in(m)), None)
+
+
+if __name__ == "__main__":
+    sys.exit(run(__doc__ or "", cases.draw, judge, cases.shrunk))

@@ -1,0 +1,489 @@
+"""Random planning jobs, as plain data that can be written down, shrunk and built.
+
+A case is a dictionary: `modules`, `topology`, `constraints` and `planner`, each of the
+arguments that differ from TorchRec's defaults. Cases that TorchRec cannot build are
+left to the caller, which skips them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.partitioners import (
+    GreedyPerfPartitioner,
+    MemoryBalancedPartitioner,
+)
+from torchrec.distributed.planner.perf_models import NoopPerfModel
+from torchrec.distributed.planner.proposers import (
+    DynamicProgrammingProposer,
+    EmbeddingOffloadScaleupProposer,
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+    HeuristicalStorageReservation,
+)
+from torchrec.distributed.planner.types import CustomTopologyData
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import BoundsCheckMode, CacheParams, ShardingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import (
+    FeatureProcessedEmbeddingBagCollection,
+)
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+)
+from torchrec.optim import Adam, RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.quant.embedding_modules import (
+    EmbeddingBagCollection as QuantEmbeddingBagCollection,
+)
+
+from tests.builders import META, bag_config, bags, fused_bags, managed_collisions
+
+__all__ = [
+    "Case",
+    "build_module",
+    "constraints_of",
+    "draw",
+    "planner_arguments",
+    "sharders",
+    "shrunk",
+    "topology_of",
+]
+
+Case = dict[str, Any]
+
+TYPES = [t.value for t in ShardingType]
+KERNELS = ["fused", "fused_uvm", "fused_uvm_caching", "dense", "quant", "key_value"]
+WIDTHS = [4, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024, 4096]
+PROPOSERS: dict[str, Callable[[], Any]] = {
+    "greedy": GreedyProposer,
+    "wide": lambda: GreedyProposer(use_depth=False),
+    "grid": lambda: GridSearchProposer(max_proposals=200),
+    "uniform": UniformProposer,
+    "dynamic": DynamicProgrammingProposer,
+    "scaleup": EmbeddingOffloadScaleupProposer,
+}
+PARTITIONERS: dict[str, Callable[[], Any]] = {
+    "greedy": GreedyPerfPartitioner,
+    "memory": lambda: MemoryBalancedPartitioner(max_search_count=3),
+}
+RESERVATIONS: dict[str, Callable[[float], Any]] = {
+    "fixed": FixedPercentageStorageReservation,
+    "heuristic": HeuristicalStorageReservation,
+}
+CALLBACKS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "same": lambda options: options,
+    "reversed": lambda options: options[::-1],
+}
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": Adam, "rowwise": RowWiseAdagrad}
+ENUMS = {"output_dtype": DataType, "bounds_check_mode": BoundsCheckMode}
+
+
+def draw(rng: np.random.Generator) -> Case:
+    """Return a case; most are small, a few have hundreds of ranks."""
+    world = int(rng.choice([1, 2, 2, 2, 3, 4, 4, 4, 6, 8, 8, 16, 32, 64, 256]))
+    most = 10 if world <= 8 else 5 if world <= 32 else 2
+    modules: list[dict[str, Any]] = []
+    count = 0
+    for place in range(int(rng.choice([1, 1, 1, 2, 3]))):
+        size = int(rng.integers(1, max(2, most // 2) + 1))
+        module = _draw_module(rng, place, count, size)
+        if module["kind"] == "mc":
+            module["buckets"] = world
+        count += len(module["tables"])
+        modules.append(module)
+    tables = [t for m in modules for t in m["tables"]]
+    case: Case = {
+        "modules": modules,
+        "topology": _draw_topology(rng, world, tables),
+        "constraints": {
+            t["name"]: found
+            for t in tables
+            if rng.random() < 0.4 and (found := _draw_constraint(rng, t))
+        },
+        "planner": _draw_planner(rng),
+    }
+    if rng.random() < 0.03:
+        case["constraints"]["nowhere"] = {"sharding_types": ["row_wise"]}
+    if rng.random() < 0.1:
+        case["dense"] = int(10 ** rng.uniform(0, 4))
+    if rng.random() < 0.05:
+        case["tied"] = True
+    if rng.random() < 0.2:
+        case["optimizer"] = str(rng.choice(list(OPTIMIZERS)))
+    return case
+
+
+def _draw_module(
+    rng: np.random.Generator, place: int, first: int, size: int
+) -> dict[str, Any]:
+    kinds = ["ebc"] * 11 + ["ec"] * 4 + ["fp", "fused", "mc", "tower", "quant"]
+    kind = str(rng.choice(kinds))
+    tables: list[dict[str, Any]] = []
+    repeats = place > 0 and rng.random() < 0.1
+    for number in range(first, first + size):
+        name = f"t{number}"
+        if repeats:
+            name = f"t{number - first}"  # as in the first module
+        most = rng.choice([1, 1, 1, 1, 0, 2, 3])
+        least = 1 if kind in ("fp", "fused", "mc") else 0
+        features = [f"f{number}_{i}" for i in range(max(least, most))]
+        if features and rng.random() < 0.15:
+            features[0] = "shared"
+        table: dict[str, Any] = {
+            "name": name,
+            "rows": int(10 ** rng.uniform(0, rng.choice([4, 7, 8, 12]))),
+            "dim": int(rng.choice(WIDTHS)),
+            "features": features,
+        }
+        if rng.random() < 0.05:
+            table["dim"] = int(rng.integers(1, 4097))
+        if rng.random() < 0.25:
+            table["data_type"] = str(rng.choice(["FP16", "BF16"]))
+        if rng.random() < 0.2:
+            table["mean"] = True
+        if kind == "mc":
+            table["rows"] = 256 * int(rng.integers(1, 4))
+        tables.append(table)
+    if kind == "ec":
+        for table in tables:
+            table["dim"] = tables[0]["dim"]
+    path = str(rng.choice(["m", "deep.down.m", "list.0"])) + str(place)
+    module: dict[str, Any] = {"kind": kind, "path": path, "tables": tables}
+    if rng.random() < 0.15:
+        module["weighted"] = True
+    return module
+
+
+def _draw_topology(
+    rng: np.random.Generator, world: int, tables: list[dict[str, Any]]
+) -> dict[str, Any]:
+    device = str(rng.choice(["cuda", "cuda", "cpu"]))
+    found: dict[str, Any] = {"world_size": world, "compute_device": device}
+    # PyTorch names no more than 128 devices of a node.
+    divisors = [d for d in range(1, min(world, 128) + 1) if world % d == 0]
+    if rng.random() < 0.5 or world > 128:
+        found["local_world_size"] = int(rng.choice(divisors))
+        nodes = world // found["local_world_size"]
+        if rng.random() < 0.3:
+            pods = [d for d in range(1, nodes + 1) if nodes % d == 0]
+            found["pod_size"] = int(rng.choice(pods))
+    need = sum(4.0 * t["rows"] * t["dim"] for t in tables) / world
+    cap = "hbm_cap" if device == "cuda" else "ddr_cap"
+    if rng.random() < 0.7:
+        found[cap] = int(need * 10 ** rng.uniform(-0.5, 1.5)) + int(
+            rng.choice([0, 10**8, 2 * 10**9, 2 * 10**9])
+        )
+        if rng.random() < 0.15:
+            share = rng.uniform(0.2, 1.5, world)
+            found["custom"] = {cap: [int(found[cap] * s) for s in share]}
+    elif device == "cuda" and rng.random() < 0.5:
+        found[cap] = int(need * 10) + 2 * 10**9
+    if device == "cuda" and rng.random() < 0.2:
+        found["ddr_cap"] = int(need * 10 ** rng.uniform(-0.7, 1.3))
+    if rng.random() < 0.05:
+        found["ssd_cap"] = int(need * 10 ** rng.uniform(-0.7, 1.3))
+    return found
+
+
+def _draw_constraint(rng: np.random.Generator, table: dict[str, Any]) -> dict[str, Any]:
+    num = max(1, len(table["features"]))
+    found: dict[str, Any] = {}
+
+    def maybe(share: float, name: str, value: Callable[[], Any]) -> None:
+        if rng.random() < share:
+            found[name] = value()
+
+    def some(values: list[str], most: int) -> list[str]:
+        count = int(rng.integers(1, most + 1))
+        return [str(v) for v in rng.choice(values, count, replace=False)]
+
+    count = num if rng.random() < 0.97 else int(rng.integers(0, 4))
+    maybe(0.35, "sharding_types", lambda: some(TYPES, 3))
+    maybe(0.12, "compute_kernels", lambda: some(KERNELS, 2))
+    maybe(
+        0.25,
+        "min_partition",
+        lambda: int(rng.choice([0, 1, 3, 4, 8, 16, 24, 32, 64, 100, 128, 4096])),
+    )
+    maybe(
+        0.5 if num == 1 else 1.0,
+        "pooling_factors",
+        lambda: [float(round(v, 3)) for v in rng.lognormal(1, 1.5, count)],
+    )
+    if "pooling_factors" in found or rng.random() < 0.1:
+        maybe(0.2, "num_poolings", lambda: [float(rng.integers(0, 4))] * count)
+        maybe(0.2, "batch_sizes", lambda: [int(rng.integers(0, 2048))] * count)
+    maybe(0.05, "is_weighted", lambda: True)
+    maybe(0.1, "cache_load_factor", lambda: float(rng.choice([0.0, 0.1, 0.5, 1.0])))
+    maybe(0.05, "enforce_hbm", lambda: bool(rng.integers(2)))
+    maybe(0.05, "stochastic_rounding", lambda: bool(rng.integers(2)))
+    maybe(0.05, "bounds_check_mode", lambda: "FATAL")
+    maybe(0.05, "feature_names", lambda: list(table["features"]))
+    maybe(0.1, "output_dtype", lambda: str(rng.choice(["FP16", "FP32", "BF16"])))
+    maybe(0.04, "device_group", lambda: str(rng.choice(["cpu", "cuda"])))
+    maybe(0.03, "use_virtual_table", lambda: True)
+    return found
+
+
+def _draw_planner(rng: np.random.Generator) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if rng.random() < 0.9:
+        found["batch_size"] = int(2 ** rng.uniform(0, 16))
+    if rng.random() < 0.3:
+        count = int(rng.choice([1, 1, 2]))
+        found["proposer"] = [str(p) for p in rng.choice(list(PROPOSERS), count)]
+    if rng.random() < 0.08:
+        found["partitioner"] = str(rng.choice(list(PARTITIONERS)))
+    if rng.random() < 0.05:
+        found["performance_model"] = "noop"
+    if rng.random() < 0.5:
+        kind = str(rng.choice(["fixed", "fixed", "fixed", "heuristic"]))
+        share = float(rng.choice([0.0, 0.0, 0.0, 0.15, 0.15, 0.15, 0.6, 1.0]))
+        found["storage_reservation"] = [kind, share]
+    if rng.random() < 0.1:
+        found["callbacks"] = [str(rng.choice(list(CALLBACKS)))]
+    if rng.random() < 0.15:
+        found["cost_model"] = str(rng.choice(["auto", "cpu"]))
+    return found
+
+
+def topology_of(case: Case) -> Topology:
+    """Return the devices of a case."""
+    given = dict(case["topology"])
+    custom = given.pop("custom", None)
+    if custom is not None:
+        given["custom_topology_data"] = CustomTopologyData(custom, given["world_size"])
+    return Topology(**given)
+
+
+def constraints_of(case: Case) -> dict[str, ParameterConstraints] | None:
+    """Return what a case says of its tables."""
+    known = {f.name for f in dataclasses.fields(ParameterConstraints)}
+    found = {}
+    for name, given in case["constraints"].items():
+        fields = {k: v for k, v in given.items() if k in known}
+        if "cache_load_factor" in given:
+            fields["cache_params"] = CacheParams(load_factor=given["cache_load_factor"])
+        for field, kind in ENUMS.items():
+            if field in fields:
+                fields[field] = kind[fields[field]]
+        found[name] = ParameterConstraints(**fields)
+    return found or None
+
+
+def planner_arguments(case: Case) -> dict[str, Any]:
+    """Return arguments of TorchRec's planner, with parts of their own."""
+    given = dict(case["planner"])
+    given.pop("cost_model", None)
+    topology = topology_of(case)
+    found: dict[str, Any] = {
+        "topology": topology,
+        "constraints": constraints_of(case),
+        "stats": [],
+        "debug": False,
+    }
+    for name, value in given.items():
+        if name == "proposer":
+            value = [PROPOSERS[v]() for v in value]
+        elif name == "partitioner":
+            value = PARTITIONERS[value]()
+        elif name == "performance_model":
+            value = NoopPerfModel(topology)
+        elif name == "storage_reservation":
+            value = RESERVATIONS[value[0]](value[1])
+        elif name == "callbacks":
+            value = [CALLBACKS[v] for v in value]
+        found[name] = value
+    return found
+
+
+def sharders() -> list[Any]:
+    """Return sharders of every kind of module that is drawn."""
+    return [*get_default_sharders(), EmbeddingTowerSharder()]
+
+
+def build_module(case: Case) -> nn.Module:
+    """Return the model of a case; its weights are on no device."""
+    root = nn.Module()
+    for spec in case["modules"]:
+        module: nn.Module = _build(spec)
+        _attach(root, spec["path"], module)
+        if case.get("tied"):
+            _attach(root, f"again.{spec['path']}", module)
+    if "dense" in case:
+        root.dense = nn.Linear(case["dense"], 1, device=META)
+    if "optimizer" in case:
+        kind = OPTIMIZERS[case["optimizer"]]
+        apply_optimizer_in_backward(kind, root.parameters(), {"lr": 0.1})
+    return root
+
+
+def _attach(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    for part in parents:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.add_module(name, module)
+
+
+def _build(spec: dict[str, Any]) -> Any:
+    kind, weighted = spec["kind"], bool(spec.get("weighted"))
+    if kind == "ec":
+        return EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name=t["name"],
+                    num_embeddings=t["rows"],
+                    embedding_dim=t["dim"],
+                    feature_names=t["features"],
+                    data_type=DataType[t.get("data_type", "FP32")],
+                )
+                for t in spec["tables"]
+            ],
+            device=META,
+        )
+    tables = [
+        bag_config(
+            0,
+            t["rows"],
+            t["dim"],
+            name=t["name"],
+            feature_names=t["features"],
+            data_type=DataType[t.get("data_type", "FP32")],
+            pooling=PoolingType.MEAN if t.get("mean") else PoolingType.SUM,
+        )
+        for t in spec["tables"]
+    ]
+    if kind == "fused":
+        return fused_bags(*tables)
+    if kind == "quant":
+        for table in tables:
+            table.data_type = DataType.INT8
+        return QuantEmbeddingBagCollection(tables, weighted, META)
+    ebc: EmbeddingBagCollection = bags(*tables, weighted=weighted or kind == "fp")
+    if kind == "fp":
+        names = {f: 10 for t in tables for f in t.feature_names}
+        processor = PositionWeightedModuleCollection(names, device=torch.device("cpu"))
+        return FeatureProcessedEmbeddingBagCollection(ebc, processor)
+    if kind == "mc":
+        return ManagedCollisionEmbeddingBagCollection(
+            ebc, managed_collisions(tables, spec.get("buckets", 1))
+        )
+    if kind == "tower":
+        return EmbeddingTower(ebc, nn.Linear(3, 3, device=META))
+    return ebc
+
+
+def shrunk(case: Case) -> Iterator[Case]:
+    """Yield simpler cases, those that leave out most first."""
+    for keys in _removable(case):
+        other = copy.deepcopy(case)
+        _drop(other, keys)
+        if all(m["tables"] for m in other["modules"]) and other["modules"]:
+            yield other
+    for index, module in enumerate(case["modules"]):
+        if module["kind"] != "ebc":
+            other = copy.deepcopy(case)
+            other["modules"][index]["kind"] = "ebc"
+            yield other
+        if module["path"] != f"m{index}":
+            other = copy.deepcopy(case)
+            other["modules"][index]["path"] = f"m{index}"
+            yield other
+        for place, table in enumerate(module["tables"]):
+            for field, values in (
+                ("rows", (1, 1000, _rounded(table["rows"]))),
+                ("dim", (4, 64, table["dim"] // 2)),
+                ("features", (["f"],)),
+            ):
+                for value in values:
+                    if (
+                        value
+                        and table[field] != value
+                        and _is_less(value, table[field])
+                    ):
+                        other = copy.deepcopy(case)
+                        other["modules"][index]["tables"][place][field] = value
+                        yield other
+    for field in ("world_size", "local_world_size"):
+        size = case["topology"].get(field, 1)
+        if size > 1 and size % 2 == 0 and "custom" not in case["topology"]:
+            other = copy.deepcopy(case)
+            other["topology"][field] = size // 2
+            yield other
+    for field in ("hbm_cap", "ddr_cap", "ssd_cap"):
+        if (value := case["topology"].get(field)) and value != _rounded(value):
+            other = copy.deepcopy(case)
+            other["topology"][field] = _rounded(value)
+            yield other
+    if case["planner"].get("batch_size", 64) != 64:
+        other = copy.deepcopy(case)
+        other["planner"]["batch_size"] = 64
+        yield other
+
+
+def _is_less(value: Any, known: Any) -> bool:
+    return not isinstance(value, int) or value < known
+
+
+def _rounded(value: int) -> int:
+    """Two digits of a number."""
+    unit = int(10 ** max(0, int(math.log10(max(1, value))) - 1))
+    return value // unit * unit
+
+
+def _removable(case: Case) -> Iterator[tuple[Any, ...]]:
+    """Yield the places of what may be left out."""
+    for name in ("tied", "dense", "optimizer"):
+        if name in case:
+            yield (name,)
+    if len(case["modules"]) > 1:
+        for index in range(len(case["modules"])):
+            yield "modules", index
+    for index, module in enumerate(case["modules"]):
+        if len(module["tables"]) > 1:
+            for place in range(len(module["tables"])):
+                yield "modules", index, "tables", place
+        if "weighted" in module:
+            yield "modules", index, "weighted"
+        for place, table in enumerate(module["tables"]):
+            for field in ("data_type", "mean"):
+                if field in table:
+                    yield "modules", index, "tables", place, field
+    for name, fields in case["constraints"].items():
+        yield "constraints", name
+        for field, value in fields.items():
+            yield "constraints", name, field
+            if field in ("sharding_types", "compute_kernels") and len(value) > 1:
+                for place in range(len(value)):
+                    yield "constraints", name, field, place
+    for field in case["planner"]:
+        yield "planner", field
+    for field in case["topology"]:
+        if field not in ("world_size", "compute_device"):
+            yield "topology", field
+
+
+def _drop(case: Case, keys: tuple[Any, ...]) -> None:
+    inner: Any = case
+    for key in keys[:-1]:
+        inner = inner[key]
+    del inner[keys[-1]]

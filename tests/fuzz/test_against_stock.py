@@ -1,0 +1,99 @@
+"""A sample of the campaign, and all that it found, shrunk to the least that failed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fuzz import against_stock, cases
+from torchrec_neuroshard.planner import torchrec_plan
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SEED, NUM_CASES = 7, 8
+
+
+def table(**fields: Any) -> dict[str, Any]:
+    return {"name": "t0", "rows": 1, "dim": 4, "features": ["f"], **fields}
+
+
+def case(
+    kind: str,
+    tables: list[dict[str, Any]],
+    topology: dict[str, Any],
+    constraints: dict[str, Any] | None = None,
+    **planner: Any,
+) -> cases.Case:
+    return {
+        "modules": [{"kind": kind, "path": "m0", "tables": tables}],
+        "topology": {"compute_device": "cuda", **topology},
+        "constraints": constraints or {},
+        "planner": planner,
+    }
+
+
+FOUND = {
+    "a table that stays whole on many ranks was tried in all splits": case(
+        "ec", [table(dim=64)], {"world_size": 16}
+    ),
+    "replicas alone, where all-reduces of nothing are priced": case(
+        "ebc",
+        [table(rows=190672, dim=4096), table(name="t1", rows=31, dim=4096)],
+        {"world_size": 3, "compute_device": "cpu", "local_world_size": 1},
+        {"t1": {"sharding_types": ["data_parallel"]}},
+        cost_model="auto",
+    ),
+    "a plan of replicas, which kernels cannot hold in columns": case(
+        "ebc", [table(dim=4096)], {"world_size": 2, "local_world_size": 1}
+    ),
+    "quantised rows carry their scale": case(
+        "quant", [table(dim=12)], {"world_size": 1}
+    ),
+    "sequences whose ids a constraint gives weights cost two things": case(
+        "ec",
+        [table(rows=266847, dim=1024), table(name="t1", rows=1377, dim=1024)],
+        {"world_size": 8, "compute_device": "cpu", "ddr_cap": 2 * 10**9},
+        {"t1": {"sharding_types": ["column_wise"], "is_weighted": True}},
+        batch_size=202,
+    ),
+    "a proposer that divides by the memory of devices that have none": case(
+        "ebc",
+        [table(rows=10**9, dim=64)],
+        {"world_size": 2, "compute_device": "cpu"},
+        proposer=["dynamic"],
+    ),
+    "a proposer that wants a cache of every table": case(
+        "ebc",
+        [table(rows=1000)],
+        {"world_size": 2},
+        {"t0": {"compute_kernels": ["fused_uvm_caching"]}},
+        proposer=["scaleup"],
+    ),
+}
+"""What was wrong -> the case."""
+
+
+@pytest.fixture(autouse=True)
+def quiet_and_patient(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 15.0)
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("wrong", FOUND)
+def test_what_was_found_is_mended(wrong: str) -> None:
+    outcome = against_stock.judge(FOUND[wrong])
+    assert not outcome.startswith(("failure", "not built")), outcome
+
+
+def test_a_sample() -> None:
+    outcomes = [
+        against_stock.judge(cases.draw(np.random.default_rng([SEED, number])))
+        for number in range(NUM_CASES)
+    ]
+    assert [o for o in outcomes if o.startswith("failure")] == []
+    assert sum(o == "planned, no worse" for o in outcomes) > NUM_CASES / 8

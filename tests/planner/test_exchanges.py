@@ -1,0 +1,434 @@
+"""Quantised collectives, repeated ids looked up once, and batches of few samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec import EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import CommOp
+
+from tests.builders import make_ebc, make_planner, make_tables, make_task
+from torchrec_neuroshard import FeatureProfile, rehearse
+from torchrec_neuroshard.errors import ConfigError, TableError
+from torchrec_neuroshard.placement import Placement, WireCodec
+from torchrec_neuroshard.planner import (
+    NeuroShardPlanner,
+    StalePlanWarning,
+    load_plan,
+    save_plan,
+)
+from torchrec_neuroshard.profiles import count_histogram, zipf_profile
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+
+BATCH = 512
+PLAIN = WireCodec()
+
+
+def registry(
+    forward: str = "fp32", backward: str = "fp32", ops: Any = None
+) -> dict[str, Any]:
+    kinds = CommType(forward), CommType(backward)
+    config = QCommsConfig(forward_precision=kinds[0], backward_precision=kinds[1])
+    found = get_qcomm_codecs_registry(config, ops, device=torch.device("cuda"))
+    return dict(found or {})
+
+
+def bag_sharder(
+    forward: str = "", backward: str = "", ops: Any = None, **arguments: Any
+) -> Any:
+    if forward:
+        arguments["qcomm_codecs_registry"] = registry(forward, backward, ops)
+    return EmbeddingBagCollectionSharder(**arguments)
+
+
+def sequences(dim: int = 64, count: int = 2) -> Any:
+    configs = [
+        EmbeddingConfig(
+            name=f"t{i}",
+            num_embeddings=10_000,
+            embedding_dim=dim,
+            feature_names=[f"f{i}"],
+        )
+        for i in range(count)
+    ]
+    return EmbeddingCollection(tables=configs, device=torch.device("meta"))
+
+
+def planned(module: Any, sharder: Any, device: str = "cuda", **arguments: Any) -> Any:
+    planner = make_planner(2, device, batch_size=BATCH, **arguments)
+    return planner, planner.plan(module, [sharder])
+
+
+# --- codecs ---
+
+
+def phases(codecs: tuple[WireCodec, WireCodec], **fields: Any) -> Any:
+    task = make_task(make_tables([32, 64]), 2, BATCH, codecs=(codecs,) * 2, **fields)
+    simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
+    costs = simulator.evaluate(Placement.from_widths(2, [(0, 32, 0), (1, 64, 1)], task))
+    return simulator, np.array([[r.fwd_comms, r.bwd_comms] for r in costs.ranks])
+
+
+def test_a_rank_codes_its_shards_and_decodes_its_samples() -> None:
+    coding = WireCodec(encode_bytes=3.0, decode_bytes=5.0, launches=2.0)
+    simulator, plain = phases((PLAIN, PLAIN))
+    _, forward = phases((coding, PLAIN))
+    _, backward = phases((PLAIN, coding))
+    byte_ms, launch_ms = simulator.encoder.byte_ms, simulator.encoder.launch_ms[0]
+    assert byte_ms > 0
+    shards, samples = np.array([32, 64]) * BATCH, (32 + 64) * BATCH / 2
+    there = (3 * shards + 5 * samples) * byte_ms + 2 * launch_ms
+    back = (3 * samples + 5 * shards) * byte_ms + 2 * launch_ms
+    np.testing.assert_allclose(forward - plain, np.stack([there, 0 * there], axis=1))
+    np.testing.assert_allclose(backward - plain, np.stack([0 * back, back], axis=1))
+
+
+def test_sums_are_decoded_once() -> None:
+    coding = WireCodec(encode_bytes=3.0, decode_bytes=5.0)
+    task = make_task(make_tables([32, 64]), 2, BATCH, codecs=((coding, PLAIN),) * 2)
+    triples = [(t, width, rank) for t, width in ((0, 32), (1, 64)) for rank in (0, 1)]
+
+    def forward(codec: WireCodec) -> float:
+        whole = dataclasses.replace(
+            task, codecs=((codec, PLAIN),) * 2, sharding_types=("row_wise",) * 2
+        )
+        simulator = Simulator(whole, AnalyticCostModel(), AnalyticCommsModel())
+        costs = simulator.evaluate(Placement.from_widths(2, triples, whole))
+        return float(costs.ranks[0].fwd_comms / simulator.encoder.byte_ms)
+
+    # Of every rank all columns and all samples; of their sum a rank's own samples.
+    expected = 96 * BATCH * 3 + 96 * BATCH / 2 * 5
+    assert forward(coding) - forward(PLAIN) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "rows", "plain", "coded"),
+    [(0.1, 400, "data_parallel", "column_wise"), (2.0, 200, "column_wise", "data_par")],
+)
+def test_a_codec_changes_the_plan(
+    gb_per_s: float, rows: int, plain: str, coded: str
+) -> None:
+    """Over slow links it makes exchanges cheaper than replicas, over others dearer."""
+    for sharder, expected in (
+        (bag_sharder(), plain),
+        (bag_sharder("fp16", "fp16"), coded),
+    ):
+        comms_model = AnalyticCommsModel(gb_per_s)
+        _, plan = planned(make_ebc([(rows, 128)]), sharder, comms_model=comms_model)
+        assert plan.plan[""]["t0"].sharding_type.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("sharder", "device", "message"),
+    [
+        (
+            bag_sharder("fp8", "fp8"),
+            "cpu",
+            r"\['POOLED_EMBEDDINGS_ALL_TO_ALL'\].forward: codec 'fp8' does not run on "
+            r"CPUs .*CommType.FP16",
+        ),
+        (
+            bag_sharder(
+                qcomm_codecs_registry={CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: "fp16"}
+            ),
+            "cuda",
+            "forward is 'fp16', which codes nothing; get_qcomm_codecs_registry",
+        ),
+        (
+            bag_sharder(qcomm_codecs_registry={"POOLED_ALL_TO_ALL": None}),
+            "cuda",
+            "'POOLED_ALL_TO_ALL', which is no collective; did you mean "
+            "'POOLED_EMBEDDINGS_ALL_TO_ALL'",
+        ),
+        (
+            bag_sharder(fused_params={"use_index_dedup": True}),
+            "cuda",
+            "use_index_dedup is not for EmbeddingBagCollections; .*"
+            r"EmbeddingCollectionSharder\(use_index_dedup=True\)",
+        ),
+    ],
+)
+def test_sharders_that_cannot_be_meant(sharder: Any, device: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        planned(make_ebc([(1000, 64)]), sharder, device)
+    with pytest.raises(ConfigError, match=message):
+        topology = Topology(world_size=2, compute_device=device)
+        rehearse(make_ebc([(1000, 64)]), None, topology, [sharder], batch_size=BATCH)
+
+
+def test_distinct_ids_need_a_kernel_that_cpus_lack() -> None:
+    sharder = EmbeddingCollectionSharder(use_index_dedup=True)
+    with pytest.raises(ConfigError, match="on GPUs alone; leave it out, or plan for"):
+        planned(sequences(), sharder, "cpu")
+
+
+def test_sums_of_codes_are_no_codes() -> None:
+    """Where another sharding type is left it is taken."""
+    sharder = bag_sharder("int8", "fp32")
+    module = make_ebc([(1000, 64)])
+    only_rows = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
+    text = "'int8' (forward) of POOLED_EMBEDDINGS_REDUCE_SCATTER: its values cannot be"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        planned(module, sharder, constraints=only_rows)
+    _, plan = planned(module, sharder)
+    assert plan.plan[""]["t0"].sharding_type in ("table_wise", "column_wise")
+    ops = [CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL]
+    elsewhere = bag_sharder("int8", "int8", ops=ops)
+    _, plan = planned(module, elsewhere, constraints=only_rows)
+    assert plan.plan[""]["t0"].sharding_type == "row_wise"
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "dim", "runs"), [(6, 64, True), (6, 24, False), (8, 24, True)]
+)
+def test_rows_of_codes_are_filled(batch_size: int, dim: int, runs: bool) -> None:
+    """INT8 scales 32 values at once; a table that only whole fills them stays whole."""
+    columns = ParameterConstraints(sharding_types=["table_wise", "column_wise"])
+    constraints = {"t0": columns}
+    planner = make_planner(2, "cpu", batch_size=batch_size, constraints=constraints)
+    module, sharders = make_ebc([(1000, dim)]), [bag_sharder("int8", "int8")]
+    if not runs:
+        text = f"rows of 32 values, which 6 samples of {dim} columns do not fill"
+        with pytest.raises(ConfigError, match=text):
+            planner.plan(module, sharders)
+        return
+    sharding = planner.plan(module, sharders).plan[""]["t0"]
+    for shard in sharding.sharding_spec.shards:
+        assert shard.shard_sizes[1] * batch_size % 32 == 0
+
+
+def test_each_of_two_collectives_must_carry_its_part() -> None:
+    """Of grids, sums inside a node; the all-to-all between nodes may have any codec."""
+    grids = {"t0": ParameterConstraints(sharding_types=["table_row_wise"])}
+    nodes = {"world_size": 4, "local_world_size": 2, "compute_device": "cuda"}
+
+    def plan(op: CommOp) -> Any:
+        return planned(
+            make_ebc([(1000, 64)]),
+            bag_sharder("int8", "int8", ops=[op]),
+            constraints=grids,
+            topology=Topology(**nodes),
+        )
+
+    with pytest.raises(ConfigError, match="cannot be added up, as table_row_wise"):
+        plan(CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+    _, found = plan(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL)
+    assert found.plan[""]["t0"].sharding_type == "table_row_wise"
+
+
+def test_sequences_fill_rows_by_themselves() -> None:
+    codecs = registry("int8", "int8")
+    sharder = EmbeddingCollectionSharder(qcomm_codecs_registry=codecs)
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=["table_wise"]) for i in range(2)
+    }
+    planned(sequences(64), sharder, constraints=constraints)
+    with pytest.raises(ConfigError, match=r"48 columns do not fill\. Choose fp16"):
+        planned(sequences(48), sharder, constraints=constraints)
+
+
+def test_rehearsal_names_what_a_codec_cannot_carry() -> None:
+    rows = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
+    module = make_ebc([(1000, 64)])
+    planner, plan = planned(module, bag_sharder(), constraints=rows)
+    arguments = (module, plan, planner.topology)
+    assert rehearse(*arguments, [bag_sharder()], batch_size=BATCH).runs
+    report = rehearse(*arguments, [bag_sharder("int8", "int8")], batch_size=BATCH)
+    assert not report.runs
+    assert "its values cannot be added up" in str(report)
+
+
+# --- repeated ids ---
+
+
+def test_distinct_ids_of_parts_are_those_of_a_count() -> None:
+    rng = np.random.default_rng(0)
+    rows, parts, samples = 3_000, 4, 2_000
+    ids = (rows * rng.random((parts, samples)) ** 3).astype(np.int64)
+    counts = np.bincount(ids.reshape(-1), minlength=rows)
+    whole = FeatureProfile(
+        batch_size=parts * samples,
+        num_lookups=parts * samples,
+        access_histogram=count_histogram(counts),
+    )
+    found = whole.distinct_in_parts(parts, rows)
+    each = [len(np.unique(part)) for part in ids]
+    assert found.num_lookups == pytest.approx(sum(each), rel=0.02)
+    assert found.num_distinct == pytest.approx(whole.num_distinct)
+    held = np.bincount(np.concatenate([np.unique(part) for part in ids]))
+    np.testing.assert_allclose(
+        found.access_histogram[:3], count_histogram(held)[:3], rtol=0.15
+    )
+    assert not any(found.access_histogram[3:])  # in more than all parts
+
+
+def test_one_part_has_each_id_once() -> None:
+    whole = zipf_profile(batch_size=1000, pooling_factor=4.0, num_embeddings=500)
+    found = whole.distinct_in_parts(1, 500)
+    assert found.num_lookups == pytest.approx(whole.num_distinct)
+    assert found.access_histogram[0] == pytest.approx(whole.num_distinct)
+
+
+def test_distinct_ids_are_sent_and_looked_up() -> None:
+    profiles = {
+        f"f{i}": zipf_profile(
+            batch_size=2 * BATCH, pooling_factor=20.0, num_embeddings=10_000
+        )
+        for i in range(2)
+    }
+    plain, _ = planned(sequences(), EmbeddingCollectionSharder(), profiles=profiles)
+    once, _ = planned(
+        sequences(),
+        EmbeddingCollectionSharder(use_index_dedup=True),
+        profiles=profiles,
+    )
+    table, other = (p.last_task.tables[0] for p in (once, plain))
+    local = profiles["f0"].at_batch_size(BATCH, 10_000)
+    assert table.pooling_factor == pytest.approx(local.num_distinct / BATCH)
+    assert table.num_outputs == pytest.approx(table.pooling_factor)
+    assert table.pooling_factor < other.pooling_factor == 20.0
+    assert once.last_task.repeats[0] == pytest.approx(20.0 / table.pooling_factor)
+    moved, all_moved = (p.costs.simulator(p.last_task) for p in (once, plain))
+    share = table.pooling_factor / 20.0
+    for name in ("index_bytes_per_table", "columns_per_table"):
+        less, whole = getattr(moved, name), getattr(all_moved, name)
+        np.testing.assert_allclose(less, whole * share)
+    for phase in ("fwd_compute", "bwd_compute"):
+        first, second = (
+            max(getattr(r, phase) for r in p.last_result.predicted.ranks)
+            for p in (once, plain)
+        )
+        assert 0 < first < second
+
+
+def test_distinct_ids_take_less_memory() -> None:
+    """A rank's own outputs are as large as ever, its kernels' are not."""
+    profiles = {
+        f"f{i}": zipf_profile(
+            batch_size=2 * BATCH, pooling_factor=20.0, num_embeddings=10_000
+        )
+        for i in range(2)
+    }
+    plain, plan = planned(sequences(), EmbeddingCollectionSharder(), profiles=profiles)
+    plain_report, report = (
+        rehearse(
+            sequences(),
+            plan,
+            plain.topology,
+            [EmbeddingCollectionSharder(use_index_dedup=once)],
+            batch_size=BATCH,
+            profiles=profiles,
+        )
+        for once in (False, True)
+    )
+    assert report.runs and plain_report.runs
+    outputs = 2 * BATCH * 20 * 64 * 4
+    for less, more in zip(report.ranks, plain_report.ranks, strict=True):
+        assert outputs < less.activation_bytes < more.activation_bytes
+
+
+def test_removing_repeats_takes_time_of_its_own() -> None:
+    def ranks(repeats: float) -> Any:
+        task = make_task(
+            make_tables([32, 64]), 2, BATCH, pooled=(False,) * 2, repeats=(repeats,) * 2
+        )
+        simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
+        triples = [(0, 32, 0), (1, 64, 1)]
+        costs = simulator.evaluate(Placement.from_widths(2, triples, task))
+        names = ("index_comms", "fwd_comms", "bwd_comms")
+        found = [[getattr(r, name) for name in names] for r in costs.ranks]
+        return np.array(found), simulator.encoder.byte_ms
+
+    (plain, byte_ms), (thrice, _) = ranks(1.0), ranks(3.0)
+    # A rank's own samples: half of those of both tables, one distinct id each.
+    ids = 2 * BATCH / 2 * 3
+    rows = (32 + 64) * BATCH / 2 * 4 * (1 + 3)
+    expected = np.array([ids * 304, rows, rows]) * byte_ms
+    np.testing.assert_allclose(thrice - plain, np.tile(expected, (2, 1)))
+
+
+# --- batches of few samples ---
+
+
+def test_few_samples_make_few_outputs() -> None:
+    def costs(batch_sizes: list[int] | None) -> Any:
+        constraints = {
+            "t0": ParameterConstraints(
+                sharding_types=["table_wise"],
+                pooling_factors=[4.0],
+                batch_sizes=batch_sizes,
+            )
+        }
+        planner, _ = planned(
+            make_ebc([(1000, 64)]), bag_sharder(), constraints=constraints
+        )
+        (table,) = planner.last_task.tables
+        return table, planner.last_result.predicted
+
+    whole, predicted = costs(None)
+    part, less = costs([BATCH // 4])
+    same, equal = costs([BATCH])
+    assert (whole.num_outputs, part.num_outputs, same.num_outputs) == (1, 0.25, 1)
+    assert costs([2 * BATCH])[0].num_outputs == 2
+    assert part.pooling_factor == whole.pooling_factor / 4
+    assert equal == predicted
+    for phase in ("index_comms", "fwd_compute", "fwd_comms", "bwd_comms"):
+        first, second = (
+            max(getattr(r, phase) for r in p.ranks) for p in (less, predicted)
+        )
+        assert 0 < first < second, phase
+
+
+def test_profiles_of_few_samples_keep_their_ids() -> None:
+    """A feature profiled over its own samples has fewer in the batch."""
+    profile = zipf_profile(batch_size=256, pooling_factor=4.0, num_embeddings=1000)
+    constraints = {
+        "t0": ParameterConstraints(
+            sharding_types=["table_wise"], batch_sizes=[BATCH // 4]
+        )
+    }
+    planner, _ = planned(
+        make_ebc([(1000, 64)]),
+        bag_sharder(),
+        constraints=constraints,
+        profiles={"f0": profile},
+    )
+    (table,) = planner.last_task.tables
+    assert table.profile.num_lookups == pytest.approx(256 * 4)
+    assert table.profile.access_histogram == pytest.approx(profile.access_histogram)
+
+
+def test_outputs_of_nothing_are_refused() -> None:
+    with pytest.raises(TableError, match="outputs_per_sample must be finite and above"):
+        make_tables([8], outputs_per_sample=0.0)
+
+
+# --- plan files ---
+
+
+def test_plan_files_tell_other_exchanges(tmp_path: Path) -> None:
+    module, path = make_ebc([(1000, 64)]), tmp_path / "plan.json"
+    planner, plan = planned(module, bag_sharder("fp16", "fp16"))
+    assert isinstance(planner, NeuroShardPlanner)
+    save_plan(plan, path, model=module, planner=planner)
+    load_plan(path, model=module, planner=planner)
+    with pytest.warns(StalePlanWarning, match="exchanges: expected {}, found .*fp16"):
+        load_plan(path, model=module, planner=planner, sharders=[bag_sharder()])
+    other, _ = planned(module, bag_sharder("fp16", "bf16"))
+    with pytest.warns(StalePlanWarning, match="expected .*fp16/bf16.*fp16/fp16"):
+        load_plan(path, model=module, planner=other)

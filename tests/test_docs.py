@@ -1,0 +1,133 @@
+"""Every Python block of the pages runs, in the order in which a reader meets them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import Topology
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.builders import ATTACHES_OPTIMIZERS
+from torchrec_neuroshard import NeuroShardPlanner, SearchConfig
+from torchrec_neuroshard.cost_models import CostModel
+from torchrec_neuroshard.testing import CostModelContract
+
+pytestmark = [*ATTACHES_OPTIMIZERS, pytest.mark.distributed]
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NAMES = ("user", "item", "shop")
+NO_GROUP = ("groups", "rehearse")
+"""Pages for a process without a process group."""
+
+
+@contextlib.contextmanager
+def a_job_of_one_rank(store: Path) -> Iterator[dict[str, Any]]:
+    """Yield what the pages say that the reader has, in a process group."""
+    dist.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
+    try:
+        yield a_readers_script()
+    finally:
+        dist.destroy_process_group()
+
+
+def batch() -> KeyedJaggedTensor:
+    lengths = torch.full((len(NAMES) * 8,), 2)
+    ids = torch.arange(len(NAMES) * 16) % 50
+    return KeyedJaggedTensor(list(NAMES), ids, lengths=lengths)
+
+
+def a_readers_script() -> dict[str, Any]:
+    """Return model, planner, plan, batches and a training loop."""
+    topology = Topology(world_size=1, compute_device="cpu")
+    model = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=name, num_embeddings=50, embedding_dim=8, feature_names=[name]
+            )
+            for name in NAMES
+        ],
+        device=torch.device("meta"),
+    )
+    sharders = [EmbeddingBagCollectionSharder()]
+    search = SearchConfig(time_budget_seconds=0.2)
+    planner = NeuroShardPlanner(
+        topology=topology, batch_size=8, cost_model="cpu", search=search
+    )
+    plan = planner.plan(model, sharders)
+    device = torch.device("cpu")
+
+    def train_step(model: Any, batch: KeyedJaggedTensor) -> None:
+        model(batch).values().sum().backward()
+
+    return {
+        "DistributedModelParallel": DistributedModelParallel,
+        "batches": [batch() for _ in range(3)],
+        "device": device,
+        "dist": dist,
+        "meta_model": model,
+        "model": model,
+        "pg": dist.group.WORLD,
+        "plan": plan,
+        "planner": planner,
+        "recent_batches": [batch()],
+        "sharded": DistributedModelParallel(
+            model, device=device, plan=plan, sharders=sharders
+        ),
+        "sharders": sharders,
+        "topology": topology,
+        "train_step": train_step,
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_block_of_a_page_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = _BLOCK.findall(page.read_text(encoding="utf-8"))
+    if not blocks:
+        pytest.skip("has no Python")
+    monkeypatch.chdir(tmp_path)
+    job: contextlib.AbstractContextManager[dict[str, Any]] = a_job_of_one_rank(
+        tmp_path / "store"
+    )
+    if page.stem in NO_GROUP:
+        job = contextlib.nullcontext({})
+    with warnings.catch_warnings(), job as known:
+        warnings.simplefilter("ignore")
+        script: dict[str, Any] = {"__name__": "docs", **known}
+        for number, block in enumerate(blocks):
+            code = compile(block, f"{page.name}, block {number}", "exec")
+            exec(code, script)
+
+
+def test_every_page_is_in_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r": (\w+\.md)$", site, re.MULTILINE))
+    assert listed == {p.name for p in PAGES}
+
+
+class TestModelFromNothing(CostModelContract):
+    """The cost model that docs/extending.md writes from nothing."""
+
+    def make_cost_model(self) -> CostModel:
+        names: dict[str, Any] = {}
+        page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+        [code] = [c for c in _BLOCK.findall(page) if "BytesAlone" in c]
+        exec(code, names)
+        made = names["BytesAlone"]()
+        assert isinstance(made, CostModel)
+        return made

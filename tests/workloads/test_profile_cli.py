@@ -1,0 +1,104 @@
+"""`neuroshard profile`: files of ids in, profiles out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import csv, parquet
+
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.profiles import load_profiles, profile_ids
+
+ROWS = 300
+
+
+def columns() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 5, ROWS)
+    return {
+        "user": rng.integers(0, 40, ROWS),
+        "tags": [rng.integers(0, 9, n).tolist() for n in lengths],
+        "label": rng.random(ROWS),
+        "title": ["a"] * ROWS,
+    }
+
+
+@pytest.fixture()
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table(columns()), path)
+    return path
+
+
+def test_profiles_are_those_of_the_ids(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "profiles.json"
+    assert main(["profile", str(data), "--out", str(out), "--samples", "200"]) == 0
+    known = columns()
+    tags = known["tags"][:200]
+    assert load_profiles(out) == {
+        "user": profile_ids(known["user"][:200], np.ones(200, dtype=np.int64)),
+        "tags": profile_ids(np.concatenate(tags), np.array([len(t) for t in tags])),
+    }
+    shown = capsys.readouterr().out
+    assert "user" in shown and "tags" in shown and "label" not in shown
+
+
+def test_folders_and_csv_are_read_and_empty_cells_are_no_ids(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    for number in range(2):
+        part = pyarrow.table({"item": [1, None, 3 + number], "label": [0.5] * 3})
+        csv.write_csv(part, folder / f"{number}.csv")
+    out = tmp_path / "profiles.json"
+    assert main(["profile", str(folder), "--out", str(out)]) == 0
+    [profile] = load_profiles(out).values()
+    assert (profile.batch_size, profile.num_lookups) == (6, 4)
+    assert profile.num_distinct == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--features", "itm"], "has no column 'itm'; it has user, tags, label, title"),
+        (["--features", "title"], "column 'title': ids are integers or lists"),
+        (["--samples", "0"], "--samples must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_profiled_is_named(
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    says: str,
+) -> None:
+    out = tmp_path / "profiles.json"
+    assert main(["profile", str(data), "--out", str(out), *options]) == 2
+    assert says in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_data_that_is_none_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.parquet"
+    bad.write_text("not a table")
+    words = tmp_path / "words.csv"
+    words.write_text("a,b\nx,y\n")
+    below = tmp_path / "below.csv"
+    below.write_text("a\n-1\n")
+    out = ["--out", str(tmp_path / "out.json")]
+    for path, says in (
+        (tmp_path / "none.parquet", "there is no data at"),
+        (bad, "cannot be read"),
+        (words, "has no column of integers"),
+        (below, "ids are row numbers from 0, got -1"),
+        (tmp_path / "out.xyz", "there is no data at"),
+    ):
+        assert main(["profile", str(path), *out]) == 2
+        assert says in capsys.readouterr().err

@@ -1,0 +1,138 @@
+"""Two plans of one model side by side: what they take, and what lies elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.report.plan_report import PlanReport
+from torchrec_neuroshard.simulator import PHASES
+
+__all__ = ["PlanComparison", "TableMove"]
+
+_GIB = 2**30
+MAX_MOVES = 50
+"""Tables that the text lists one by one; the JSON and the page have all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableMove:
+    """A table that lies otherwise in the second plan."""
+
+    table: str
+    before: str
+    """Its sharding and ranks in the first plan; empty where it is not there."""
+    after: str
+    """The same in the second plan."""
+    moved_bytes: float
+    """Weights that ranks of the second plan hold and did not hold before."""
+
+    def __str__(self) -> str:
+        """Return it as a line of text."""
+        before, after = self.before or "not there", self.after or "not there"
+        return f"{self.table}: {before} -> {after}, {format_bytes(self.moved_bytes)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanComparison:
+    """Two plans by the same costs, or by those stored; `print` shows it as text."""
+
+    first_name: str
+    first: PlanReport
+    second_name: str
+    second: PlanReport
+    moves: tuple[TableMove, ...]
+    """Most bytes first."""
+    notes: tuple[str, ...] = ()
+    """What to know of the comparison."""
+
+    @property
+    def saved_ms(self) -> float:
+        """What the second plan saves of an iteration; NaN where one is not known."""
+        return self.first.critical_path_ms - self.second.critical_path_ms
+
+    @property
+    def moved_bytes(self) -> float:
+        """Weights to move from the first plan to the second."""
+        return sum(move.moved_bytes for move in self.moves)
+
+    @property
+    def verdict(self) -> str:
+        """What the second plan saves, in a sentence without a full stop."""
+        if math.isnan(self.saved_ms):
+            return "what the second saves is not known: a cost is not stored"
+        change = ""
+        if self.first.critical_path_ms > 0:
+            change = f" ({-self.saved_ms / self.first.critical_path_ms:+.1%})"
+        path_ms = self.second.critical_path_ms
+        return (
+            f"{self.second_name} takes {path_ms:.3f} ms of "
+            f"{self.first.critical_path_ms:.3f}{change}: it saves "
+            f"{self.saved_ms:.3f} ms per iteration"
+        )
+
+    @property
+    def rows(self) -> tuple[tuple[str, float, float], ...]:
+        """What is set side by side: name and unit, of the first, of the second."""
+        first, second = self.first, self.second
+        found: list[tuple[str, float, float]] = [
+            ("critical path [ms]", first.critical_path_ms, second.critical_path_ms)
+        ]
+        for phase in PHASES:
+            a, b = (
+                max(getattr(k.costs, phase) for k in r.ranks) for r in (first, second)
+            )
+            found.append((f"{phase}, slowest rank [ms]", a, b))
+        a, b = (max(k.used_bytes for k in r.ranks) / _GIB for r in (first, second))
+        found.append(("memory, fullest rank [GiB]", a, b))
+        found.append(("tables in several columns", first.num_split, second.num_split))
+        return tuple(found)
+
+    def __str__(self) -> str:
+        """Return the comparison as text."""
+        return "\n".join(_lines(self))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        known = not math.isnan(self.saved_ms)
+        return {
+            "first": {"name": self.first_name, **self.first.to_json()},
+            "second": {"name": self.second_name, **self.second.to_json()},
+            "saved_ms": self.saved_ms if known else None,
+            "moved_bytes": self.moved_bytes,
+            "moves": [dataclasses.asdict(move) for move in self.moves],
+            "notes": list(self.notes),
+        }
+
+
+def _lines(found: PlanComparison) -> Iterator[str]:
+    yield found.verdict
+    yield ""
+    names = found.first_name, found.second_name
+    wide = max(14, *(len(name) + 2 for name in names))
+    yield f"{'':<30}" + "".join(f"{name:>{wide}}" for name in names)
+    for name, first, second in found.rows:
+        cells = (
+            f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+            for value in (first, second)
+        )
+        yield f"{name:<30}" + "".join(f"{cell:>{wide}}" for cell in cells)
+    yield ""
+    total = found.second.num_tables
+    if not found.moves:
+        yield f"all {total} tables lie alike"
+    else:
+        yield (
+            f"{len(found.moves)} of {total} tables lie otherwise; ranks would fetch "
+            f"{format_bytes(found.moved_bytes)} of weights:"
+        )
+        yield from map(str, found.moves[:MAX_MOVES])
+        if len(found.moves) > MAX_MOVES:
+            yield f"... and {len(found.moves) - MAX_MOVES} more"
+    if found.notes:
+        yield ""
+        yield from (f"- {note}" for note in found.notes)

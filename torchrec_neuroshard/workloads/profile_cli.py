@@ -1,0 +1,149 @@
+"""`neuroshard profile`: how often the features of a data set look up which ids."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+from pyarrow import compute, dataset
+
+from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.profiles import FeatureProfile, profile_ids, save_profiles
+
+__all__ = ["add_arguments", "profile_data", "run"]
+
+FORMATS = {".parquet": "parquet", ".csv": "csv", ".feather": "feather"}
+Ints = npt.NDArray[np.int64]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "data",
+        type=Path,
+        help="Parquet, Feather or CSV, a file or a folder; a column of integers is a "
+        "feature with an id per sample, one of lists of integers a bag",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON to write")
+    parser.add_argument("--features", nargs="+", help="columns; default: all of ids")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=65_536,
+        help="take the first so many rows: best, the samples of an iteration of all "
+        "ranks (%(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile the data, and print a line for each feature.
+
+    Raises:
+        ConfigError: An option is outside what it may be.
+        ProfileError: The data cannot be profiled.
+    """
+    if args.samples < 1:
+        raise ConfigError(f"--samples must be at least 1, got {args.samples}")
+    if not args.out.parent.is_dir():
+        raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}")
+    profiles = profile_data(args.data, args.samples, args.features)
+    save_profiles(profiles, args.out)
+    width = max(len(name) for name in profiles)
+    print(f"{'feature':<{width}} {'samples':>9} {'pooling':>9} {'distinct':>11} reuse")
+    for name, profile in profiles.items():
+        distinct = profile.num_distinct
+        print(
+            f"{name:<{width}} {profile.batch_size:>9,} {profile.pooling_factor:>9.2f} "
+            f"{distinct:>11,.0f} {profile.num_lookups / max(distinct, 1.0):>5.1f}"
+        )
+    print(f"wrote {args.out}")
+    return 0
+
+
+def profile_data(
+    path: Path, num_samples: int, features: Sequence[str] | None = None
+) -> dict[str, FeatureProfile]:
+    """Profile the first samples of a data set.
+
+    Args:
+        path: A file of `FORMATS`, or a folder of files of one of them.
+        num_samples: Rows that are read.
+        features: Columns; None: all that hold ids.
+
+    Raises:
+        ProfileError: There is no such data, a column is missing or holds no ids.
+    """
+    data = _open(path)
+    known = data.schema.names
+    if missing := [f for f in features or () if f not in known]:
+        raise ProfileError(
+            f"{path} has no column '{missing[0]}'; it has {', '.join(known)}"
+        )
+    wanted = list(features or (n for n in known if _holds_ids(data.schema.field(n))))
+    for name in wanted:
+        if not _holds_ids(data.schema.field(name)):
+            raise ProfileError(
+                f"{path}, column '{name}': ids are integers or lists of integers, not "
+                f"{data.schema.field(name).type}; turn its values into row numbers "
+                "first, as the model does"
+            )
+    if not wanted:
+        raise ProfileError(
+            f"{path} has no column of integers or of lists of integers, but "
+            + ", ".join(f"{f.name} ({f.type})" for f in data.schema)
+        )
+    try:
+        table = data.head(num_samples, columns=wanted)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ProfileError(f"{path} cannot be read: {error}") from error
+    if not table.num_rows:
+        raise ProfileError(f"{path} has no rows")
+    return {
+        name: profile_ids(ids, lengths) for name, ids, lengths in _features(path, table)
+    }
+
+
+def _open(path: Path) -> dataset.Dataset:
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else []
+    first = next((f for f in files if f.suffix in FORMATS), path)
+    if not first.is_file():
+        raise ProfileError(f"there is no data at {path}")
+    if first.suffix not in FORMATS:
+        raise ProfileError(f"{path}: expected one of {', '.join(FORMATS)}")
+    chosen = [str(f) for f in files if f.suffix == first.suffix] or str(path)
+    try:
+        return dataset.dataset(chosen, format=FORMATS[first.suffix])
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ProfileError(f"{path} cannot be read: {error}") from error
+
+
+def _holds_ids(field: pyarrow.Field) -> bool:
+    kind = field.type
+    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+        kind = kind.value_type
+    return bool(pyarrow.types.is_integer(kind))
+
+
+def _features(path: Path, table: pyarrow.Table) -> Iterator[tuple[str, Ints, Ints]]:
+    """Return the name, the ids and the ids per sample of each column."""
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if pyarrow.types.is_integer(column.type):
+            lengths = np.asarray(column.is_valid(), dtype=np.int64)
+            ids = column.drop_null()
+        else:
+            lengths = np.asarray(compute.list_value_length(column).fill_null(0))
+            ids = compute.list_flatten(column)
+            if ids.null_count:
+                raise ProfileError(f"{path}, column '{name}': a list holds no value")
+        values = np.asarray(ids, dtype=np.int64)
+        if len(values) and values.min() < 0:
+            raise ProfileError(
+                f"{path}, column '{name}': ids are row numbers from 0, got "
+                f"{values.min()}"
+            )
+        yield name, values, lengths.astype(np.int64)
