@@ -118,7 +118,7 @@ def test_the_size_that_a_sharder_asks_for_stays() -> None:
     planner = planner_of(constraints=constraints)
     plan = planner.plan(model(), [sharder])
     assert entry_of(plan).cache_params is None  # the sharder's reaches the kernel
-    found = {t.table: t.host for t in planner.report().tables}[".t0"]
+    found = {t.table: t.host for t in planner.report().tables}["t0"]
     assert found is not None and found.load_factor == 0.07
 
 
@@ -163,7 +163,7 @@ def test_the_report_says_what_host_memory_costs() -> None:
         if kernels[name.removeprefix(".")] == CACHED:
             assert host.load_factor is not None and host.missed is not None
             assert f"cache_load_factor {host.load_factor:.4g}" in line
-    shown = report.to_json()["others"]
+    shown = report.to_json()["tables"]
     assert {t["table"] for t in shown if t["host"]} == set(hosts)
 
 

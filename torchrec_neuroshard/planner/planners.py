@@ -658,9 +658,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._plan = plan
 
     def _last(self) -> KnownPlan | None:
-        """What is known of the last plan; None where there is none."""
-        if self._known is None and self._plan is not None and self._planned is not None:
-            self._selected, self._known = self._describe(self._plan, *self._planned)
+        """What is known of the last plan; None where there is none, or it is empty."""
+        plan, planned = self._plan, self._planned
+        if (
+            self._known is None
+            and planned is not None
+            and plan
+            and any(plan.plan.values())
+        ):
+            self._selected, self._known = self._describe(plan, *planned)
         return self._known
 
     @property
