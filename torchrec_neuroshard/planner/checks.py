@@ -145,11 +145,11 @@ def _check_cache(where: str, constraint: ParameterConstraints) -> None:
     if params is None or (kernels and _CACHING not in kernels):
         return
     load = params.load_factor
-    if load is not None and not 0 < load < 1:
+    if load is not None and not 0 < load <= 1:
         raise ConfigError(
             f"{where}: cache_params.load_factor is {load}; give the share of the rows "
-            "that the cache holds, above 0 and below 1, or leave it out for the search "
-            "to choose. compute_kernels=['fused'] keeps all rows on the device"
+            "that the cache holds, above 0 and at most 1, or leave it out for the "
+            "search to choose. compute_kernels=['fused'] keeps all rows on the device"
         )
     is_lfu = params.algorithm is not None and params.algorithm.name == "LFU"
     if is_lfu and params.prefetch_pipeline:
