@@ -91,13 +91,15 @@ def test_needs_neither_pytest_nor_torchrec() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "contract"), [(0, CostModelContract), (1, SearcherContract)]
+    ("named", "contract"),
+    [("TestMeasuredLaunch", CostModelContract), ("TestBestOfThree", SearcherContract)],
 )
 def test_examples_of_the_documentation_keep_their_contract(
-    number: int, contract: type
+    named: str, contract: type
 ) -> None:
     text = EXTENDING.read_text(encoding="utf-8")
-    code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[number]
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    [code] = [block for block in blocks if f"class {named}" in block]
     names: dict[str, Any] = {"__name__": "extending"}
     exec(code, names)
     tests = [
