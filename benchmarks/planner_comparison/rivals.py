@@ -438,11 +438,12 @@ def load_costs(
         cluster: Whose links count.
         world_size: Ranks.
     """
+    # Of a cluster the order of columns alone, which knows no nodes.
     measured = load_comms_model(
         cost_model,
         device_type=device,
         world_size=world_size,
-        local_world_size=cluster.local_world_size(world_size),
+        local_world_size=world_size,
     )
     comms = copy.copy(measured)
     if cluster.name != GLOO or comms is None:

@@ -236,7 +236,7 @@ def load_comms_model(
     assumed = unmeasured_inter_gb_per_s
     if many and not info.inter_gb_per_s and inter_gb_per_s is None and assumed:
         inter_gb_per_s = assumed
-    if many and inter_gb_per_s is assumed and not stands_in:
+    if many and assumed and inter_gb_per_s is assumed and not stands_in:
         warnings.warn(
             f"the collectives of {folder} were measured inside one node: "
             f"{assumed:g} GB/s between nodes is assumed. Give the topology "
