@@ -441,7 +441,7 @@ def _introduction(data: Data) -> list[str]:
         f"{hardware['device']}; torch {hardware['torch']}, "
         f"fbgemm {hardware['fbgemm']}, torchrec {data['torchrec']}; "
         f"commit {data['commit']}; {data['created']} to {data['updated']}. "
-        f"{len(data['tasks'])} of {data['num_tasks']} tasks.",
+        f"{len({t['task'] for t in data['tasks']})} of {data['num_tasks']} tasks.",
         f"Cost model: {data['cost_model']['name']} ({data['cost_model']['source']}, "
         f"{data['cost_model']['hardware']}).",
         "Clusters: "

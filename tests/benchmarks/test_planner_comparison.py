@@ -254,6 +254,7 @@ def results(paths: Mapping[str, Sequence[float | None]], family: str = "dlrm") -
         tasks.append(
             {
                 "name": f"{family}-{number}",
+                "task": f"{family}-{number}",
                 "family": family,
                 "planners": planners,
                 "cluster": "8 x H100",
