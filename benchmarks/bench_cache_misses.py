@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from harness.provenance import describe_run, kept_rows
+from harness.provenance import describe_run, keep_rows, kept_rows
 from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY, MissCurve
 from torchrec_neuroshard.profiles import profile_ids
 from torchrec_neuroshard.workloads import load_json
@@ -267,11 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for load_factor in LOAD_FACTORS
         ]
         print("\n".join([stream.name, *summary(rows)]), flush=True)
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            data = json.dumps({"settings": settings, "rows": rows}, indent=1)
-            options.out.with_suffix(".json").write_text(data + "\n")
-            options.out.with_suffix(".md").write_text(page(settings, rows))
+        keep_rows(options.out, settings, rows, page)
     return 0
 
 

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
@@ -42,11 +41,9 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams, CacheStatistics, ShardingPlan
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from bench_search import make_module
-from harness.provenance import describe_run, kept_rows
+from bench_search import make_job
+from harness.provenance import describe_run, keep_rows, kept_rows
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, topology_for
 from torchrec_neuroshard.cost_models.row_cache import MissCurve
 from torchrec_neuroshard.planner import NeuroShardEnumerator, NeuroShardPerfModel
@@ -122,10 +119,7 @@ class Task:
 
     def job(self) -> tuple[Any, Any]:
         """Return the model with its optimizer, and the sharders: what is planned."""
-        model = make_module(self.tables)
-        if self.tables[0].optimizer == "rowwise_adagrad":
-            apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-        return model, [EmbeddingBagCollectionSharder()]
+        return make_job(self.tables)
 
 
 def make_tasks() -> Iterator[Task]:
@@ -356,11 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row = {"commit": settings["commit"], **judge(task, options.rival_seconds)}
         rows.append(row)
         print(json.dumps(rows[-1]), flush=True)
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            data = json.dumps({"settings": settings, "rows": rows}, indent=1)
-            options.out.with_suffix(".json").write_text(data + "\n")
-            options.out.with_suffix(".md").write_text(page(settings, rows))
+        keep_rows(options.out, settings, rows, page)
     return 0
 
 

@@ -38,17 +38,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from bench_search import make_module, make_task
+from bench_search import make_job, make_task
 from harness.provenance import describe_run, kept_rows
 from torchrec_neuroshard import (
     NeuroShardPlanner,
@@ -124,10 +121,7 @@ class Task:
 
     def job(self) -> tuple[Any, Any]:
         """Return the model with its optimizer, and the sharders."""
-        model = make_module(self.tables)
-        if self.tables[0].optimizer == "rowwise_adagrad":
-            apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-        return model, [EmbeddingBagCollectionSharder()]
+        return make_job(self.tables)
 
 
 def make_tasks() -> Iterator[Task]:

@@ -182,6 +182,18 @@ def make_module(tables: Sequence[TableConfig]) -> Any:
     )
 
 
+def make_job(tables: Sequence[TableConfig]) -> tuple[Any, Any]:
+    """Make what planners plan: the module with its optimizer, and the sharders."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    model = make_module(tables)
+    if tables[0].optimizer == "rowwise_adagrad":
+        apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
+    return model, [EmbeddingBagCollectionSharder()]
+
+
 def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, Any]]:
     """Plan with TorchRec's best practice: pooling factors, splits down to 32."""
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder

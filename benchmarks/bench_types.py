@@ -33,7 +33,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -46,12 +45,10 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ShardingType
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from bench_search import make_dlrm_task, make_module, make_task
+from bench_search import make_dlrm_task, make_job, make_task
 from harness.planning import count_types
-from harness.provenance import describe_run, kept_rows
+from harness.provenance import describe_run, keep_rows, kept_rows
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, topology_for
 from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
 from torchrec_neuroshard.planner.table_reader import run_fault
@@ -137,10 +134,7 @@ class Task:
 
     def job(self) -> tuple[Any, Any]:
         """Return the model with its optimizer, and the sharders: what is planned."""
-        model = make_module(self.tables)
-        if self.tables[0].optimizer == "rowwise_adagrad":
-            apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-        return model, [EmbeddingBagCollectionSharder()]
+        return make_job(self.tables)
 
 
 def make_tasks(path: Path | None) -> Iterator[Task]:
@@ -408,11 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(task.name, limit, json.dumps(entry), flush=True)
         for text in losses(row):
             print("WORSE", text, flush=True)
-        if options.out is not None:
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            data = json.dumps({"settings": settings, "rows": rows}, indent=1)
-            options.out.with_suffix(".json").write_text(data + "\n")
-            options.out.with_suffix(".md").write_text(page(settings, rows))
+        keep_rows(options.out, settings, rows, page)
     return 0
 
 

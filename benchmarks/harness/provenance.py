@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 
-__all__ = ["commit", "describe_run", "kept_rows", "now"]
+__all__ = ["commit", "describe_run", "keep_rows", "kept_rows", "now"]
 
 
 def commit() -> str:
@@ -65,3 +66,25 @@ def kept_rows(out: Path | None, *, resume: bool) -> list[dict[str, Any]]:
         "rows"
     ]
     return rows
+
+
+def keep_rows(
+    out: Path | None,
+    settings: dict[str, Any],
+    rows: list[dict[str, Any]],
+    page: Callable[[dict[str, Any], list[dict[str, Any]]], str],
+) -> None:
+    """Write what `kept_rows` reads, and the page of it; nothing without a path.
+
+    Args:
+        out: Path without a suffix.
+        settings: What `describe_run` says, and more.
+        rows: Results so far.
+        page: Makes Markdown of both.
+    """
+    if out is None:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    data = json.dumps({"settings": settings, "rows": rows}, indent=1)
+    out.with_suffix(".json").write_text(data + "\n")
+    out.with_suffix(".md").write_text(page(settings, rows))

@@ -126,8 +126,6 @@ class _Worker:
 
     settings: PlanningSettings
     rivals: dict[str, Rival]
-    costs: dict[tuple[str, int], Costs]
-    """By cluster and ranks."""
 
 
 def _prepare(settings: PlanningSettings) -> None:
@@ -137,18 +135,16 @@ def _prepare(settings: PlanningSettings) -> None:
     torch.set_num_threads(1)
     _Worker.settings = settings
     _Worker.rivals = {r.name: r for r in settings.rivals()}
-    _Worker.costs = {}
 
 
 def _plan(name: str, task: Task) -> Outcome:
-    settings, key = _Worker.settings, (task.cluster, task.world_size)
-    if key not in _Worker.costs:
-        cluster = CLUSTERS[task.cluster]
-        _Worker.costs[key] = load_costs(
-            settings.cost_model, settings.device, cluster, task.world_size
-        )
-    costs, rival = _Worker.costs[key], _Worker.rivals[name]
-    outcome = ask(rival, task, costs, settings.device, settings.plan_seconds)
+    settings = _Worker.settings
+    costs = load_costs(
+        settings.cost_model, settings.device, CLUSTERS[task.cluster], task.world_size
+    )
+    outcome = ask(
+        _Worker.rivals[name], task, costs, settings.device, settings.plan_seconds
+    )
     gc.collect()
     return outcome
 

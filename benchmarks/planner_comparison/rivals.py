@@ -399,6 +399,12 @@ def _constraints(
     }
 
 
+@functools.cache
+def _kernels(cost_model: str, device: str) -> CostModel:
+    """Load a bundle once: what is fitted to it is kept by the object."""
+    return load_cost_model(cost_model, device_type=device)
+
+
 class _ClusterComms(PublishedCommsModel):
     """Our estimate of a cluster's collectives, with this device's own column order."""
 
@@ -424,6 +430,7 @@ class _ClusterComms(PublishedCommsModel):
         return self._device.column_order(columns_C, batch_size)
 
 
+@functools.cache
 def load_costs(
     cost_model: str, device: str, cluster: Cluster, world_size: int
 ) -> Costs:
@@ -450,5 +457,4 @@ def load_costs(
         # Where nothing was measured, the order of columns costs nothing.
         comms = _ClusterComms(cluster, world_size, measured)
     comms.compute_slowdown = (1.0, 1.0)
-    compute = load_cost_model(cost_model, device_type=device)
-    return Costs(compute=compute, comms=comms)
+    return Costs(compute=_kernels(cost_model, device), comms=comms)
