@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from planner_comparison.paired import (
     FITTED,
     OURS,
     PAPER,
+    PAPER_MEASURED,
     PAPER_NETS,
     POLICIES,
 )
@@ -39,7 +41,10 @@ from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSe
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
-from torchrec_neuroshard.baselines.neuroshard_models import load_models, shipped_models
+from torchrec_neuroshard.baselines.neuroshard_models import (
+    NeuroShardModels,
+    load_models,
+)
 from torchrec_neuroshard.baselines.policies import PolicySearcher
 from torchrec_neuroshard.cost_models import (
     CommsModel,
@@ -60,6 +65,8 @@ from torchrec_neuroshard.search import Searcher, make_searcher
 from torchrec_neuroshard.workloads import generate_dlrm_tables
 
 MIN_PARTITION = 32
+LABELLED, MEASURED, CALIBRATED = "labelled_", "measured_", "calibrated_100_sets"
+"""Folders of what was trained for the comparison begin with these."""
 _FITTED_SETS, _FITTED_TABLES = 64, 8
 """Sets of so many tables, to which TorchRec's bandwidth is fitted."""
 _BYTES_PER_MS = 1e6
@@ -95,17 +102,14 @@ class Rival:
 
 
 def make_rivals(
-    names: Sequence[str] | None,
-    paper_nets: Path | None,
-    solver_seconds: float,
-    hardware: str,
+    names: Sequence[str] | None, trained: Path, solver_seconds: float, hardware: str
 ) -> list[Rival]:
     """Return the planners that can run here.
 
     Args:
         names: Only these; None is all.
-        paper_nets: Folder of NeuroShard's own nets; None is those that come with the
-            package for the hardware, if there are any.
+        trained: Folder of what was trained for the comparison, a bundle or NeuroShard's
+            nets in each; what is there of other hardware is left out.
         solver_seconds: For those that search for as long as they may.
         hardware: Device that the cost model is of.
 
@@ -114,7 +118,8 @@ def make_rivals(
     """
     rivals = [
         *_ours(),
-        *_learned(paper_nets, hardware),
+        *_calibrated(trained / CALIBRATED, hardware),
+        *_learned(trained, hardware),
         *_greedies(),
         *_solvers(solver_seconds),
         *_stock(),
@@ -162,24 +167,95 @@ def _estimate(device: str) -> PhysicalCostModel:
     return physical_estimate(device)
 
 
-def _learned(paper_nets: Path | None, hardware: str) -> Iterator[Rival]:
+def _calibrated(folder: Path, hardware: str) -> Iterator[Rival]:
+    """Yield what a user gets of another machine's bundle and few measured sets."""
+    if not folder.is_dir():
+        return
+    model = load_cost_model(folder, device_type="cpu")
+    if model.hardware == hardware:
+        yield Rival(
+            name="default, 100 sets",
+            about="this planner on another CPU's bundle, calibrated here on 100 sets",
+            make=lambda task, costs, device: _neuroshard(
+                task, dataclasses.replace(costs, compute=model), device
+            ),
+        )
+
+
+def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
     yield _search_rival(
         PAPER,
         "NeuroShard's loops as published, on the cost model that this planner has",
         lambda: PaperSearcher(NeuroShardConfig(costs="shared")),
     )
-    nets = load_models(paper_nets) if paper_nets else shipped_models(hardware)
-    if nets is not None:
-        rival = _search_rival(
+    for name, about, prefix in (
+        (
             PAPER_NETS,
-            "NeuroShard's loops as published, on nets of its own as their card says",
-            lambda: PaperSearcher(NeuroShardConfig(costs="own"), models=nets),
-        )
-        yield dataclasses.replace(rival, training=lambda: _seconds(nets.trained_on))
+            "NeuroShard's loops as published, on nets of its own for the task's "
+            "optimizer, taught by our model at the judged batches, rows and widths "
+            "(100,000 sets, 1,000 epochs); three seeds in turn",
+            LABELLED,
+        ),
+        (
+            PAPER_MEASURED,
+            "the same, of nets trained on the measured sets alone",
+            MEASURED,
+        ),
+    ):
+        nets = _nets(trained, prefix, hardware)
+        if nets:
+            yield Rival(
+                name=name,
+                about=about,
+                make=functools.partial(_on_own_nets, nets),
+                training=functools.partial(_cards, nets),
+            )
     for name in POLICIES:
         load = functools.cache(functools.partial(_policy, name))
         rival = _search_rival(name, "trained policy, tables whole", load)
         yield dataclasses.replace(rival, training=functools.partial(_training, load))
+
+
+def _nets(trained: Path, prefix: str, hardware: str) -> list[NeuroShardModels]:
+    """Load NeuroShard's nets: one for each optimizer and seed."""
+    found = [load_models(folder) for folder in sorted(trained.glob(f"{prefix}*"))]
+    return [nets for nets in found if nets.fingerprint.device == hardware]
+
+
+def _recipe(nets: NeuroShardModels) -> dict[str, Any]:
+    return dict(nets.trained_on["settings"]["recipe"])
+
+
+def nets_for(nets: Sequence[NeuroShardModels], task: Task) -> NeuroShardModels:
+    """Return the nets of a task's optimizer: of the seeds, each in its turn."""
+    own = [n for n in nets if _recipe(n)["optimizer"] == task.optimizer]
+    return own[zlib.crc32(task.name.encode()) % len(own)]
+
+
+def _on_own_nets(
+    nets: Sequence[NeuroShardModels], task: Task, costs: Costs, device: str
+) -> NeuroShardPlanner:
+    config, own = NeuroShardConfig(costs="own"), nets_for(nets, task)
+    return _neuroshard(task, costs, device, PaperSearcher(config, models=own))
+
+
+def _cards(nets: Sequence[NeuroShardModels]) -> dict[str, Any]:
+    """Return how nets were trained, and how they do on sets of held-out tables."""
+    cards = []
+    for own in nets:
+        recipe, [kernels] = _recipe(own), own.trained_on["judgements"]
+        cards.append(
+            {
+                "optimizer": recipe["optimizer"],
+                "seed": recipe["seed"],
+                "epochs": recipe["epochs"],
+                "sets": kernels["report"]["num_training"],
+                "held_out_sets": kernels["num_samples"],
+                "held_out_error": kernels["errors"]["median"],
+                "our_held_out_error": kernels["others"]["median"],
+            }
+        )
+    return {"training_seconds": None, "nets": cards}
 
 
 def _policy(name: str) -> PolicySearcher:
@@ -191,11 +267,12 @@ def _policy(name: str) -> PolicySearcher:
 def _training(load: Callable[[], PolicySearcher]) -> dict[str, Any]:
     """Return what a policy's description says of its training."""
     info = load().policy.info
-    return {"name": info.name, "hardware": info.hardware, **_seconds(info.trained_on)}
-
-
-def _seconds(trained_on: Mapping[str, Any]) -> dict[str, Any]:
-    return {"training_seconds": trained_on.get("training_seconds")}
+    seconds = info.trained_on.get("training_seconds")
+    return {
+        "name": info.name,
+        "hardware": info.hardware,
+        "training_seconds": seconds,
+    }
 
 
 def _greedies() -> Iterator[Rival]:
