@@ -255,6 +255,21 @@ def test_the_papers_nets_are_those_of_the_tasks_optimizer(
         assert chosen.trained_on["settings"]["recipe"]["optimizer"] == optimizer
 
 
+def test_rows_may_be_split_although_kernels_run_on_cpus(parts: Any, small: Any) -> None:
+    """TorchRec's sharder keeps that back on CPUs; here they stand in for GPUs."""
+    hot = dataclasses.replace(
+        small.tables[0], num_embeddings=20_000, embedding_dim=4, pooling_factor=200.0
+    )
+    task = dataclasses.replace(
+        small, tables=(hot, *small.tables[1:]), memory_bytes=10**9, batch_size=2_048
+    )
+    costs = parts("rivals").Costs(compute=AnalyticCostModel(), comms=comms_model())
+    [rival] = parts("rivals").make_rivals(["torchrec"], NOTHING, 1.0, "unknown")
+    outcome = parts("planning").ask(rival, task, costs, "cpu", 60.0)
+    split = {s.sharding_type for s in outcome.plan.stages}
+    assert split & set(parts("plans").ROW_TYPES)
+
+
 def test_a_plan_timed_again_shares_no_kernel(halved: Any) -> None:
     again = halved.plan.again()
     assert len(again.kernels) == len(halved.plan.kernels)
