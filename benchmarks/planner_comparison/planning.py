@@ -75,6 +75,8 @@ class PlanningSettings:
     """Planners; None is all."""
     trained: Path = TRAINED
     """What was trained for the comparison."""
+    max_rows: int = 1_000_000
+    """Of the tasks' tables."""
     cost_model: str = "auto"
     device: str = "cpu"
     plan_seconds: float = 60.0
@@ -85,7 +87,7 @@ class PlanningSettings:
         """Return the planners."""
         model = load_cost_model(self.cost_model, device_type=self.device)
         return make_rivals(
-            self.names, self.trained, self.solver_seconds, model.hardware
+            self.names, self.trained, self.solver_seconds, model.hardware, self.max_rows
         )
 
 

@@ -36,7 +36,7 @@ from planner_comparison.paired import (
     PAPER_NETS,
     POLICIES,
 )
-from planner_comparison.tasks import Task
+from planner_comparison.tasks import BATCH_SIZES, Task
 from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSearcher
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
@@ -44,6 +44,10 @@ from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSear
 from torchrec_neuroshard.baselines.neuroshard_models import (
     NeuroShardModels,
     load_models,
+)
+from torchrec_neuroshard.baselines.neuroshard_training import (
+    comparable_records,
+    predict_records,
 )
 from torchrec_neuroshard.baselines.policies import PolicySearcher
 from torchrec_neuroshard.cost_models import (
@@ -61,6 +65,8 @@ from torchrec_neuroshard.cost_models.comms_published import (
 from torchrec_neuroshard.cost_models.loading import physical_estimate
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.record_store import read_records
+from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.search import Searcher, make_searcher
 from torchrec_neuroshard.workloads import generate_dlrm_tables
 
@@ -102,7 +108,11 @@ class Rival:
 
 
 def make_rivals(
-    names: Sequence[str] | None, trained: Path, solver_seconds: float, hardware: str
+    names: Sequence[str] | None,
+    trained: Path,
+    solver_seconds: float,
+    hardware: str,
+    max_rows: int,
 ) -> list[Rival]:
     """Return the planners that can run here.
 
@@ -112,6 +122,7 @@ def make_rivals(
             nets in each; what is there of other hardware is left out.
         solver_seconds: For those that search for as long as they may.
         hardware: Device that the cost model is of.
+        max_rows: Of the tasks' tables.
 
     Raises:
         ValueError: A name is unknown.
@@ -119,7 +130,7 @@ def make_rivals(
     rivals = [
         *_ours(),
         *_calibrated(trained / CALIBRATED, hardware),
-        *_learned(trained, hardware),
+        *_learned(trained, hardware, max_rows),
         *_greedies(),
         *_solvers(solver_seconds),
         *_stock(),
@@ -182,7 +193,7 @@ def _calibrated(folder: Path, hardware: str) -> Iterator[Rival]:
         )
 
 
-def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
+def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
     yield _search_rival(
         PAPER,
         "NeuroShard's loops as published, on the cost model that this planner has",
@@ -208,7 +219,7 @@ def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
                 name=name,
                 about=about,
                 make=functools.partial(_on_own_nets, nets),
-                training=functools.partial(_cards, nets),
+                training=functools.partial(_cards, nets, trained.parent, max_rows),
             )
     for name in POLICIES:
         load = functools.cache(functools.partial(_policy, name))
@@ -239,23 +250,53 @@ def _on_own_nets(
     return _neuroshard(task, costs, device, PaperSearcher(config, models=own))
 
 
-def _cards(nets: Sequence[NeuroShardModels]) -> dict[str, Any]:
-    """Return how nets were trained, and how they do on sets of held-out tables."""
+def _cards(
+    nets: Sequence[NeuroShardModels], data: Path, max_rows: int
+) -> dict[str, Any]:
+    """Return how nets were trained, and how they do on measured sets like the tasks'.
+
+    Args:
+        nets: Of one device.
+        data: Folder of what was measured.
+        max_rows: Of the tasks' tables: what a net has not seen it cannot tell.
+    """
+    like_tasks = [
+        r
+        for r in _measured(data, nets[0].fingerprint.device)
+        if r.held_out
+        and r.batch_size >= min(BATCH_SIZES)
+        and max(t.num_embeddings for t in r.tables) <= max_rows
+    ]
     cards = []
     for own in nets:
-        recipe, [kernels] = _recipe(own), own.trained_on["judgements"]
+        recipe = _recipe(own)
+        judged = comparable_records(like_tasks, recipe["optimizer"])
+        found = predict_records(own.compute, judged) if judged else np.array([])
+        real = np.array([r.total_ms for r in judged])
+        report = own.trained_on["judgements"][0]["report"]
         cards.append(
             {
                 "optimizer": recipe["optimizer"],
                 "seed": recipe["seed"],
                 "epochs": recipe["epochs"],
-                "sets": kernels["report"]["num_training"],
-                "held_out_sets": kernels["num_samples"],
-                "held_out_error": kernels["errors"]["median"],
-                "our_held_out_error": kernels["others"]["median"],
+                "sets": report["num_training"],
+                "test_rms_ms": report["test_mse"] ** 0.5,
+                "judged_sets": len(judged),
+                "judged_error": [float(e) for e in np.abs(found / real - 1)],
             }
         )
     return {"training_seconds": None, "nets": cards}
+
+
+@functools.cache
+def _measured(data: Path, hardware: str) -> list[CostRecord]:
+    """Read the committed measurements of a device."""
+    found = []
+    for path in sorted(data.glob("compute_*.parquet")):
+        headers, records = read_records([path])
+        if headers[0].fingerprint.device == hardware:
+            found += records
+    return found
 
 
 def _policy(name: str) -> PolicySearcher:

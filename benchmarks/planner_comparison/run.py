@@ -140,6 +140,7 @@ class Comparison:
         planning = PlanningSettings(
             names=None if options.planners is None else tuple(options.planners),
             trained=options.trained,
+            max_rows=options.max_rows,
             cost_model=options.cost_model,
             device=self._device.type,
             plan_seconds=options.plan_seconds,
