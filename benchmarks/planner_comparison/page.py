@@ -42,12 +42,17 @@ HOW = (
     "in their place. Planners that take a cost model minimise the sum of both.",
     "Tables of the DLRM dataset and of EMBark are those that the cost model was not "
     "trained on. MLPerf's 26 tables mostly were.",
+    "All planners may choose among the sharding types that TorchRec offers on GPUs "
+    "(on CPUs it keeps back those that split rows); who does not is said below.",
     "Data-parallel tables run in a fused kernel on a rank's samples; the optimizer's "
     "pass over all their rows is not timed, in favour of plans that have them. Between "
     "nodes no tables by rows of a node and no grids are offered.",
     "Planning seconds are of `plan()` with everything loaded, one thread a planner, "
     "as many planners at a time as the settings name planning processes. They tell "
     "nothing about training: that is a column of its own.",
+    "NeuroShard's nets of collectives are trained for each task to imitate the "
+    "cluster's published ones. Planning with `measure_finalists` has a page of its "
+    "own (`finalists_epyc_zen5_202611.md`).",
     "Ratios are paired: same task, both plans. Tasks that one of the two has no plan "
     "for are counted in the columns of outcomes. Won and lost leave out ratios within "
     f"{paired.SAME:.0%} of 1. Intervals: {paired.CONFIDENCE:.0%}, bootstrap over "
@@ -141,6 +146,7 @@ def tables(data: Data) -> list[Table]:
         _by_family(data),
         _by_task(data, PATH, "Kernels and collectives of each task [ms]"),
         _by_task(data, KERNELS, "Kernels of each task [ms]"),
+        _nets(data),
         _troubles(data),
         _rival_table(data),
     ]
@@ -391,6 +397,38 @@ def _by_task(data: Data, metric: str, title: str) -> Table:
             cells.append(status if value is None else f"{value:.2f}")
         rows.append(cells)
     return Table(title=title, head=("task", *_planners(data)), rows=rows)
+
+
+def _nets(data: Data) -> Table:
+    """How the paper's nets were trained, and what they are off."""
+    return Table(
+        title="NeuroShard's own nets: off their labels (root mean square), and off "
+        "measured sets of unseen tables with the tasks' rows and batches",
+        head=(
+            "planner",
+            "optimizer",
+            "seed",
+            "sets",
+            "epochs",
+            "off labels, ms",
+            "measured sets",
+            "median error",
+        ),
+        rows=[
+            (
+                rival["name"],
+                net["optimizer"],
+                str(net["seed"]),
+                f"{net['sets']:,}",
+                f"{net['epochs']:,}",
+                f"{net['test_rms_ms']:.2f}",
+                str(net["judged_sets"]),
+                _median(net["judged_error"], ".1%"),
+            )
+            for rival in data["rivals"]
+            for net in rival["training"].get("nets", ())
+        ],
+    )
 
 
 def _troubles(data: Data) -> Table:

@@ -19,6 +19,7 @@ FITTED = "torchrec, best practice, fitted"
 AGAIN = "default, again"
 """The same plan, timed as if it were another planner's: what chance makes of it."""
 PAPER_NETS, POLICIES = "neuroshard, paper's nets", ("autoshard", "dreamshard")
+PAPER_MEASURED = "neuroshard, measured nets"
 GREEDIES = tuple(f"greedy-{key}" for key in GREEDY_KEYS)
 """The papers' own rules."""
 
@@ -182,7 +183,7 @@ def expectations(tasks: Sequence[Task]) -> list[Expectation]:
             _always_plans(tasks),
         ]
     own = [t for t in tasks if t["family"] == SEED_FAMILY]
-    for method in (PAPER, PAPER_NETS, *POLICIES):
+    for method in (PAPER, PAPER_NETS, PAPER_MEASURED, *POLICIES):
         if method in names:
             found.append(_beats_greedies(own, method))
     return found

@@ -35,6 +35,21 @@ from planner_comparison.tasks import Task
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
 
+TRAINED = Path(__file__).parents[1] / "data" / "trained"
+
+
+class _Sharder(EmbeddingBagCollectionSharder):
+    """Offers on CPUs what TorchRec offers on GPUs, for which the plans are.
+
+    CPU kernels stand in for a GPU's, and collectives are a GPU cluster's; on CPUs
+    TorchRec keeps back every way to split rows.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """See `ModuleSharder`."""
+        del compute_device_type
+        return super().sharding_types("cuda")
+
 
 class PlanTimeoutError(Exception):
     """A planner was not done in time."""
@@ -58,7 +73,10 @@ class PlanningSettings:
 
     names: tuple[str, ...] | None = None
     """Planners; None is all."""
-    paper_nets: Path | None = None
+    trained: Path = TRAINED
+    """What was trained for the comparison."""
+    max_rows: int = 1_000_000
+    """Of the tasks' tables."""
     cost_model: str = "auto"
     device: str = "cpu"
     plan_seconds: float = 60.0
@@ -69,7 +87,7 @@ class PlanningSettings:
         """Return the planners."""
         model = load_cost_model(self.cost_model, device_type=self.device)
         return make_rivals(
-            self.names, self.paper_nets, self.solver_seconds, model.hardware
+            self.names, self.trained, self.solver_seconds, model.hardware, self.max_rows
         )
 
 
@@ -173,7 +191,7 @@ def ask(rival: Rival, task: Task, costs: Costs, device: str, limit: float) -> Ou
             planner = rival.make(task, costs, device)
             module = build_collection(task.tables)
             start = time.perf_counter()
-            found = planner.plan(module, [EmbeddingBagCollectionSharder()])
+            found = planner.plan(module, [_Sharder()])
             seconds = time.perf_counter() - start
     except PlanTimeoutError:
         return ended("timed out", f"not done in {limit:g} s")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,23 @@ from planner_comparison.paired import (
     FITTED,
     OURS,
     PAPER,
+    PAPER_MEASURED,
     PAPER_NETS,
     POLICIES,
 )
-from planner_comparison.tasks import Task
+from planner_comparison.tasks import BATCH_SIZES, Task
 from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSearcher
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
-from torchrec_neuroshard.baselines.neuroshard_models import load_models, shipped_models
+from torchrec_neuroshard.baselines.neuroshard_models import (
+    NeuroShardModels,
+    load_models,
+)
+from torchrec_neuroshard.baselines.neuroshard_training import (
+    comparable_records,
+    predict_records,
+)
 from torchrec_neuroshard.baselines.policies import PolicySearcher
 from torchrec_neuroshard.cost_models import (
     CommsModel,
@@ -56,10 +65,14 @@ from torchrec_neuroshard.cost_models.comms_published import (
 from torchrec_neuroshard.cost_models.loading import physical_estimate
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.record_store import read_records
+from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.search import Searcher, make_searcher
 from torchrec_neuroshard.workloads import generate_dlrm_tables
 
 MIN_PARTITION = 32
+LABELLED, MEASURED, CALIBRATED = "labelled_", "measured_", "calibrated_100_sets"
+"""Folders of what was trained for the comparison begin with these."""
 _FITTED_SETS, _FITTED_TABLES = 64, 8
 """Sets of so many tables, to which TorchRec's bandwidth is fitted."""
 _BYTES_PER_MS = 1e6
@@ -96,25 +109,28 @@ class Rival:
 
 def make_rivals(
     names: Sequence[str] | None,
-    paper_nets: Path | None,
+    trained: Path,
     solver_seconds: float,
     hardware: str,
+    max_rows: int,
 ) -> list[Rival]:
     """Return the planners that can run here.
 
     Args:
         names: Only these; None is all.
-        paper_nets: Folder of NeuroShard's own nets; None is those that come with the
-            package for the hardware, if there are any.
+        trained: Folder of what was trained for the comparison, a bundle or NeuroShard's
+            nets in each; what is there of other hardware is left out.
         solver_seconds: For those that search for as long as they may.
         hardware: Device that the cost model is of.
+        max_rows: Of the tasks' tables.
 
     Raises:
         ValueError: A name is unknown.
     """
     rivals = [
         *_ours(),
-        *_learned(paper_nets, hardware),
+        *_calibrated(trained / CALIBRATED, hardware),
+        *_learned(trained, hardware, max_rows),
         *_greedies(),
         *_solvers(solver_seconds),
         *_stock(),
@@ -162,24 +178,125 @@ def _estimate(device: str) -> PhysicalCostModel:
     return physical_estimate(device)
 
 
-def _learned(paper_nets: Path | None, hardware: str) -> Iterator[Rival]:
+def _calibrated(folder: Path, hardware: str) -> Iterator[Rival]:
+    """Yield what a user gets of another machine's bundle and few measured sets."""
+    if not folder.is_dir():
+        return
+    model = load_cost_model(folder, device_type="cpu")
+    if model.hardware == hardware:
+        yield Rival(
+            name="default, 100 sets",
+            about="this planner on another CPU's bundle, calibrated here on 100 sets",
+            make=lambda task, costs, device: _neuroshard(
+                task, dataclasses.replace(costs, compute=model), device
+            ),
+        )
+
+
+def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
     yield _search_rival(
         PAPER,
         "NeuroShard's loops as published, on the cost model that this planner has",
         lambda: PaperSearcher(NeuroShardConfig(costs="shared")),
     )
-    nets = load_models(paper_nets) if paper_nets else shipped_models(hardware)
-    if nets is not None:
-        rival = _search_rival(
+    for name, about, prefix in (
+        (
             PAPER_NETS,
-            "NeuroShard's loops as published, on nets of its own as their card says",
-            lambda: PaperSearcher(NeuroShardConfig(costs="own"), models=nets),
-        )
-        yield dataclasses.replace(rival, training=lambda: _seconds(nets.trained_on))
+            "NeuroShard's loops as published, on nets of its own for the task's "
+            "optimizer, taught by our model at the judged batches, rows and widths "
+            "(100,000 sets, 1,000 epochs); three seeds in turn",
+            LABELLED,
+        ),
+        (
+            PAPER_MEASURED,
+            "the same, of nets trained on the measured sets alone",
+            MEASURED,
+        ),
+    ):
+        nets = _nets(trained, prefix, hardware)
+        if nets:
+            yield Rival(
+                name=name,
+                about=about,
+                make=functools.partial(_on_own_nets, nets),
+                training=functools.partial(_cards, nets, trained.parent, max_rows),
+            )
     for name in POLICIES:
         load = functools.cache(functools.partial(_policy, name))
         rival = _search_rival(name, "trained policy, tables whole", load)
         yield dataclasses.replace(rival, training=functools.partial(_training, load))
+
+
+def _nets(trained: Path, prefix: str, hardware: str) -> list[NeuroShardModels]:
+    """Load NeuroShard's nets: one for each optimizer and seed."""
+    found = [load_models(folder) for folder in sorted(trained.glob(f"{prefix}*"))]
+    return [nets for nets in found if nets.fingerprint.device == hardware]
+
+
+def _recipe(nets: NeuroShardModels) -> dict[str, Any]:
+    return dict(nets.trained_on["settings"]["recipe"])
+
+
+def nets_for(nets: Sequence[NeuroShardModels], task: Task) -> NeuroShardModels:
+    """Return the nets of a task's optimizer: of the seeds, each in its turn."""
+    own = [n for n in nets if _recipe(n)["optimizer"] == task.optimizer]
+    return own[zlib.crc32(task.name.encode()) % len(own)]
+
+
+def _on_own_nets(
+    nets: Sequence[NeuroShardModels], task: Task, costs: Costs, device: str
+) -> NeuroShardPlanner:
+    config, own = NeuroShardConfig(costs="own"), nets_for(nets, task)
+    return _neuroshard(task, costs, device, PaperSearcher(config, models=own))
+
+
+def _cards(
+    nets: Sequence[NeuroShardModels], data: Path, max_rows: int
+) -> dict[str, Any]:
+    """Return how nets were trained, and how they do on measured sets like the tasks'.
+
+    Args:
+        nets: Of one device.
+        data: Folder of what was measured.
+        max_rows: Of the tasks' tables: what a net has not seen it cannot tell.
+    """
+    like_tasks = [
+        r
+        for r in _measured(data, nets[0].fingerprint.device)
+        if r.held_out
+        and r.batch_size >= min(BATCH_SIZES)
+        and max(t.num_embeddings for t in r.tables) <= max_rows
+    ]
+    cards = []
+    for own in nets:
+        recipe = _recipe(own)
+        judged = comparable_records(like_tasks, recipe["optimizer"])
+        found = predict_records(own.compute, judged) if judged else np.array([])
+        real = np.array([r.total_ms for r in judged])
+        report = own.trained_on["judgements"][0]["report"]
+        cards.append(
+            {
+                "optimizer": recipe["optimizer"],
+                "seed": recipe["seed"],
+                "epochs": recipe["epochs"],
+                "sets": report["num_training"],
+                "test_rms_ms": report["test_mse"] ** 0.5,
+                "judged_sets": len(judged),
+                "judged_error": [float(e) for e in np.abs(found / real - 1)],
+            }
+        )
+    return {"training_seconds": None, "nets": cards}
+
+
+@functools.cache
+def _measured(data: Path, hardware: str) -> list[CostRecord]:
+    """Read the committed measurements of a device."""
+    found = []
+    for path in sorted(data.glob("compute_*.parquet")):
+        headers, records = read_records([path])
+        if headers[0].fingerprint.device == hardware:
+            found += records
+    return found
 
 
 def _policy(name: str) -> PolicySearcher:
@@ -191,11 +308,12 @@ def _policy(name: str) -> PolicySearcher:
 def _training(load: Callable[[], PolicySearcher]) -> dict[str, Any]:
     """Return what a policy's description says of its training."""
     info = load().policy.info
-    return {"name": info.name, "hardware": info.hardware, **_seconds(info.trained_on)}
-
-
-def _seconds(trained_on: Mapping[str, Any]) -> dict[str, Any]:
-    return {"training_seconds": trained_on.get("training_seconds")}
+    seconds = info.trained_on.get("training_seconds")
+    return {
+        "name": info.name,
+        "hardware": info.hardware,
+        "training_seconds": seconds,
+    }
 
 
 def _greedies() -> Iterator[Rival]:

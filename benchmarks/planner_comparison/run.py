@@ -28,7 +28,12 @@ from planner_comparison.collectives import RankGroup
 from planner_comparison.kernels import KernelSettings, KernelTimer, Pass
 from planner_comparison.page import short_table, write_pages
 from planner_comparison.paired import AGAIN, OURS
-from planner_comparison.planning import Outcome, Planners, PlanningSettings
+from planner_comparison.planning import (
+    TRAINED,
+    Outcome,
+    Planners,
+    PlanningSettings,
+)
 from planner_comparison.plans import (
     Collective,
     Kernel,
@@ -73,7 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--cost-model", default="auto", help="a bundle's name or folder"
     )
     parser.add_argument(
-        "--neuroshard-nets", type=Path, help="folder of the paper's nets"
+        "--trained", type=Path, default=TRAINED, help="folder of the rivals' nets"
     )
     parser.add_argument("--planners", nargs="*", help="only these")
     parser.add_argument("--families", nargs="*", choices=sorted(FAMILIES))
@@ -134,7 +139,8 @@ class Comparison:
         self.tasks = chosen[:: options.every][: options.num_tasks]
         planning = PlanningSettings(
             names=None if options.planners is None else tuple(options.planners),
-            paper_nets=options.neuroshard_nets,
+            trained=options.trained,
+            max_rows=options.max_rows,
             cost_model=options.cost_model,
             device=self._device.type,
             plan_seconds=options.plan_seconds,

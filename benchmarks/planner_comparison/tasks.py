@@ -18,10 +18,10 @@ import numpy as np
 
 from torchrec_neuroshard.collect.sampling import SamplingConfig, is_held_out_table
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
-from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads import (
     PRODUCTION_WIDTHS,
+    cap_rows,
     generate_dlrm_tables,
     load_json,
     mlperf_dlrm_v2,
@@ -55,8 +55,6 @@ _SEED_TABLES = (10, 60)
 _EMBARK_TABLES = 30
 _QUICK_TABLES = 10
 _ID_BYTES = 8
-_PROFILE_BATCH = 65_536
-"""Of assumed profiles: a profile of a task's own batch knows too few ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,19 +204,6 @@ def _embark_tasks(
         yield _task("embark", number, chosen, WORLDS[number % 3], settings)
 
 
-def _cut(table: TableConfig, max_rows: int) -> dict[str, Any]:
-    """Return rows, and accesses that they can have."""
-    rows = min(table.num_embeddings, max_rows)
-    profile = table.profile or table.profile_at(_PROFILE_BATCH)
-    if rows < table.num_embeddings and profile.num_distinct > rows:
-        profile = zipf_profile(
-            batch_size=profile.batch_size,
-            pooling_factor=profile.pooling_factor,
-            num_embeddings=rows,
-        )
-    return {"num_embeddings": rows, "profile": profile}
-
-
 def _draw(
     rng: np.random.Generator,
     tables: Sequence[TableConfig],
@@ -243,10 +228,7 @@ def _task(
     batch_size = settings.batch_size or BATCH_SIZES[number % len(BATCH_SIZES)]
     own = tuple(
         dataclasses.replace(
-            table,
-            name=f"t{i}",
-            optimizer=optimizer,
-            **_cut(table, settings.max_rows),
+            cap_rows(table, settings.max_rows), name=f"t{i}", optimizer=optimizer
         )
         for i, table in enumerate(tables)
     )

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from torchrec_neuroshard.baselines.neuroshard_cli import PaperRun
-from torchrec_neuroshard.baselines.neuroshard_models import load_models
+from torchrec_neuroshard.baselines.neuroshard_models import (
+    PAPER_FEATURES,
+    load_models,
+)
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.errors import ConfigError
@@ -46,8 +49,12 @@ def test_trained_on_records(tmp_path: Path) -> None:
 
 def test_labelled_by_a_cost_model(tables_file: Path, tmp_path: Path) -> None:
     more = ("--label", "--cost-model", "cpu_epyc_zen5", "--num-samples", "300")
-    assert main(options(tmp_path, *more, "--tables", str(tables_file))) == 0
+    cut = ("--batch-sizes", "2048", "--max-rows", "5000", "--widths", "16", "48")
+    assert main(options(tmp_path, *more, *cut, "--tables", str(tables_file))) == 0
     models = load_models(tmp_path)
+    dim, row = (PAPER_FEATURES.index(n) for n in ("dim", "row"))
+    assert float(models.compute.mean_F[dim]) == 32
+    assert float(models.compute.mean_F[row]) <= 5_000
     for judgement in models.trained_on["judgements"]:
         assert judgement["report"]["num_training"] == 240
         assert 0 < judgement["others"]["mean"] < 0.5

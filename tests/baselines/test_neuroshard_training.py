@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchrec_neuroshard.baselines.neuroshard_models import (
+    PAPER_FEATURES,
     CommsNets,
     ComputeNet,
     augment_tables,
@@ -21,6 +22,7 @@ from torchrec_neuroshard.baselines.neuroshard_training import (
     PaperTrainConfig,
     comparable_records,
     draw_columns,
+    draw_set,
     fit_comms,
     fit_comms_to_model,
     fit_compute,
@@ -269,6 +271,29 @@ def test_imitated_kernels_are_the_same_for_the_same_seed() -> None:
     assert imitate_kernels(QUICK)[1] == imitate_kernels(QUICK)[1]
     other = dataclasses.replace(QUICK, seed=1)
     assert imitate_kernels(QUICK)[1] != imitate_kernels(other)[1]
+
+
+def test_sets_have_any_number_of_tables_as_often() -> None:
+    """Whatever fits: drawing the number again as well would leave large sets out."""
+    rng = np.random.default_rng(0)
+    size_L = np.array([1e6] * 9 + [3.9e9])
+    drawn = [draw_set(rng, size_L) for _ in range(2_000)]
+    assert max(float(size_L[d].sum()) for d in drawn) <= 4e9
+    assert np.mean([len(d) for d in drawn]) == pytest.approx(8.0, abs=0.3)
+    with pytest.raises(ConfigError, match=r"100,000 draws of .*lower --max-rows"):
+        draw_set(rng, np.array([5e9]))
+
+
+def test_kernels_are_imitated_at_the_widths_given() -> None:
+    net, _ = fit_compute_to_model(
+        AnalyticCostModel(),
+        some_tables(),
+        batch_sizes=[1_024],
+        num_samples=300,
+        config=QUICK,
+        widths=[12, 256],
+    )
+    assert float(net.mean_F[PAPER_FEATURES.index("dim")]) == 134
 
 
 def test_longer_offsets_make_longer_waits() -> None:

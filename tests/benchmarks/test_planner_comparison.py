@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.builders import ATTACHES_OPTIMIZERS, result_of
+from tests.builders import ATTACHES_OPTIMIZERS, make_header, result_of
+from torchrec_neuroshard.baselines.neuroshard_models import (
+    ComputeNet,
+    NeuroShardModels,
+    load_models,
+    save_models,
+)
+from torchrec_neuroshard.baselines.neuroshard_training import FitReport
 from torchrec_neuroshard.collect.sampling import is_held_out_table
 from torchrec_neuroshard.cost_models import BandwidthCommsModel, StockCostModel
 from torchrec_neuroshard.errors import InfeasibleError
@@ -27,6 +34,7 @@ pytestmark = ATTACHES_OPTIMIZERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RANKS = 4
+NOTHING = Path("nothing trained")
 
 
 @pytest.fixture(scope="module")
@@ -199,10 +207,66 @@ def test_a_planner_that_takes_too_long_is_stopped(parts: Any, small: Any) -> Non
 @pytest.mark.parametrize("name", ["greedy-size", "torchrec, best practice"])
 def test_plans_for_gpus_need_none(parts: Any, small: Any, name: str) -> None:
     costs = parts("rivals").Costs(compute=AnalyticCostModel(), comms=comms_model())
-    [rival] = parts("rivals").make_rivals([name], None, 1.0, "unknown")
+    [rival] = parts("rivals").make_rivals([name], NOTHING, 1.0, "unknown", 10)
     outcome = parts("planning").ask(rival, small, costs, "cuda", 60.0)
     assert outcome.status == "plan"
     assert max(outcome.plan.rank_bytes) <= small.memory_bytes
+
+
+def test_the_papers_nets_are_those_of_the_tasks_optimizer(
+    parts: Any, small: Any, tmp_path: Path
+) -> None:
+    """Nets of other hardware are no rivals; of these, one plans each task."""
+    rivals = parts("rivals")
+    kernels = FitReport(
+        num_training=80,
+        num_validation=10,
+        num_test=10,
+        best_epoch=1,
+        validation_mse=1.0,
+        test_mse=1.0,
+        mean_test_mse=2.0,
+    )
+    for name, device in (("sgd", "here"), ("adam", "here"), ("sgd", "elsewhere")):
+        models = NeuroShardModels(
+            fingerprint=make_header(device=device).fingerprint,
+            compute=ComputeNet(),
+            comms={},
+            trained_on={
+                "settings": {"recipe": {"optimizer": name, "seed": 3, "epochs": 5}},
+                "judgements": [{"report": dataclasses.asdict(kernels)}],
+            },
+        )
+        save_models(tmp_path / f"{rivals.LABELLED}{name}_{device}", models)
+    names = {r.name: r for r in rivals.make_rivals(None, tmp_path, 1.0, "here", 10)}
+    assert parts("paired").PAPER_NETS in names
+    assert "neuroshard, measured nets" not in names
+    assert "default, 100 sets" not in names
+    rival = names[parts("paired").PAPER_NETS]
+    told = rival.training()["nets"]
+    assert [n["optimizer"] for n in told] == ["adam", "sgd"]
+    assert (told[0]["sets"], told[0]["test_rms_ms"]) == (80, 1.0)
+    assert told[0]["judged_error"] == []  # nothing was measured on such a device
+    nets = [load_models(f) for f in sorted(tmp_path.glob("*_here"))]
+    for optimizer in ("adam", "sgd"):
+        own = tuple(dataclasses.replace(t, optimizer=optimizer) for t in small.tables)
+        chosen = rivals.nets_for(nets, dataclasses.replace(small, tables=own))
+        assert chosen.trained_on["settings"]["recipe"]["optimizer"] == optimizer
+
+
+def test_rows_may_be_split_although_kernels_run_on_cpus(parts: Any, small: Any) -> None:
+    """TorchRec's sharder keeps that back on CPUs; here they stand in for GPUs."""
+    hot = dataclasses.replace(
+        small.tables[0], num_embeddings=20_000, embedding_dim=4, pooling_factor=200.0
+    )
+    task = dataclasses.replace(
+        small, tables=(hot, *small.tables[1:]), memory_bytes=10**9, batch_size=2_048
+    )
+    costs = parts("rivals").Costs(compute=AnalyticCostModel(), comms=comms_model())
+    [rival] = parts("rivals").make_rivals(["torchrec"], NOTHING, 1.0, "unknown", 10)
+    outcome = parts("planning").ask(rival, task, costs, "cpu", 60.0)
+    split = {s.sharding_type for s in outcome.plan.stages}
+    assert split & set(parts("plans").ROW_TYPES)
 
 
 def test_a_plan_timed_again_shares_no_kernel(halved: Any) -> None:
@@ -219,7 +283,7 @@ def test_the_hottest_shard_is_split_until_ranks_are_even(
     names = ["embark", "greedy-cost"]
     found = [
         parts("planning").ask(rival, small, costs, "cpu", 60.0)
-        for rival in parts("rivals").make_rivals(names, None, 1.0, "unknown")
+        for rival in parts("rivals").make_rivals(names, NOTHING, 1.0, "unknown", 10)
     ]
     split, whole = (f.notes["planner_predicts_ms"] for f in found)
     assert [f.status for f in found] == ["plan", "plan"]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.tasks import (
     PRODUCTION_WIDTHS,
     TaskConfig,
+    cap_rows,
     power_of_two_widths,
     sample_tasks,
 )
@@ -146,3 +148,16 @@ def test_bad_requests_are_refused() -> None:
         sample_tasks(TABLES, CONFIG, -1)
     with pytest.raises(ConfigError, match="world_size and batch_size"):
         sample_tasks(TABLES, TaskConfig(world_size=0, batch_size=1), 1)
+
+
+def test_capped_rows_hold_the_ids_that_are_read() -> None:
+    table = TABLES[0]
+    big = dataclasses.replace(table, num_embeddings=10**7, pooling_factor=20.0)
+    small = cap_rows(dataclasses.replace(big, profile=None), 50)
+    assert small.num_embeddings == 50
+    assert small.profile is not None
+    assert small.profile.num_distinct <= 50
+    assert small.profile.pooling_factor == pytest.approx(20.0)
+    assert cap_rows(big, 10**8).num_embeddings == 10**7
+    with pytest.raises(ConfigError, match="max_rows must be at least 1, got 0"):
+        cap_rows(big, 0)

@@ -47,6 +47,7 @@ from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.records import CommsRecord, CostRecord, command_line
 from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.workloads import cap_rows
 
 __all__ = [
     "Errors",
@@ -59,6 +60,8 @@ __all__ = [
 ]
 
 Floats = npt.NDArray[np.float64]
+
+_BATCH_SIZES = (1_024, 2_048, 4_096, 8_192)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +78,10 @@ class PaperRun:
     """Train on what `cost_model` predicts, instead of on the records."""
     world_sizes: tuple[int, ...] = ()
     """Nets of collectives for these; empty is all that were measured."""
-    batch_sizes: tuple[int, ...] = (1_024, 2_048, 4_096, 8_192)
+    batch_sizes: tuple[int, ...] = _BATCH_SIZES
     """Of labelled samples, over all ranks."""
+    widths: tuple[int, ...] = ()
+    """That each table is labelled at; empty is the paper's six."""
     num_samples: int = 100_000
     """Labelled samples for each net; the paper's most."""
     longest_offset_ms: float = 19.0
@@ -207,6 +212,7 @@ def _train_compute(
             batch_sizes=run.batch_sizes,
             num_samples=run.num_samples,
             config=run.recipe,
+            widths=run.widths,
         )
     else:
         net, report = fit_compute([r for r in records if not r.held_out], run.recipe)
@@ -404,9 +410,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="JSON of table sets to label; default: generated like the DLRM dataset",
     )
-    parser.add_argument("--workload", help="which set of --tables; default: all")
+    parser.add_argument(
+        "--workload", nargs="*", default=[None], help="sets of --tables; default: all"
+    )
     parser.add_argument("--world-sizes", type=int, nargs="*", default=[])
     parser.add_argument("--num-samples", type=int, default=100_000, help="to label")
+    parser.add_argument(
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        default=_BATCH_SIZES,
+        help="of labelled samples, over all ranks",
+    )
+    parser.add_argument("--max-rows", type=int, help="cut the tables to label to these")
+    parser.add_argument(
+        "--widths",
+        type=int,
+        nargs="*",
+        default=[],
+        help="of the tables to label; default: the paper's, 4 to 128",
+    )
     parser.add_argument(
         "--longest-offset-ms", type=float, default=19.0, help="of labelled samples"
     )
@@ -423,13 +446,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard train-neuroshard`."""
-    tables, _ = read_tables(args.tables, args.workload, args.seed)
+    tables = tuple(
+        table
+        for workload in args.workload
+        for table in read_tables(args.tables, workload, args.seed)[0]
+    )
+    if args.max_rows is not None:
+        tables = tuple(cap_rows(t, args.max_rows) for t in tables)
     settings = PaperRun(
         compute=tuple(args.compute),
         comms=tuple(args.comms),
         cost_model=args.cost_model,
         label=args.label,
         world_sizes=tuple(args.world_sizes),
+        batch_sizes=tuple(args.batch_sizes),
+        widths=tuple(args.widths),
         num_samples=args.num_samples,
         longest_offset_ms=args.longest_offset_ms,
         mix_hardware=args.mix_hardware,

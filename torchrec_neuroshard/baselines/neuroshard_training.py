@@ -37,6 +37,7 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import ShardFeaturizer
+from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.records import CommsRecord, CostRecord
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 from torchrec_neuroshard.training.fit import fit, seeded, shuffled_batches
@@ -47,6 +48,7 @@ __all__ = [
     "PaperTrainConfig",
     "comparable_records",
     "draw_columns",
+    "draw_set",
     "fit_comms",
     "fit_comms_to_model",
     "fit_compute",
@@ -68,6 +70,8 @@ _MOST_TABLES = 15
 """Tables of NeuroShard's measured sets: 1 to this."""
 _MOST_BYTES = 4e9
 """Their memory, fp32."""
+_MOST_DRAWS = 100_000
+"""Of a set's tables, until one is small enough."""
 _NUM_TABLES = (10, 59)
 """Tables of the placements whose all-to-all NeuroShard measured."""
 _LONGEST_OFFSET_MS = 19
@@ -261,27 +265,33 @@ def fit_compute_to_model(
     batch_sizes: Sequence[int],
     num_samples: int,
     config: PaperTrainConfig,
+    widths: Sequence[int] = (),
 ) -> tuple[ComputeNet, FitReport]:
     """Train the compute net on another model's predictions instead of measurements.
 
     Sets are drawn by the paper's rule: 1 to 15 of the augmented tables, one as often as
-    it comes, at most 4 GB of them.
+    it comes; one of more than 4 GB has its tables drawn again, not their number.
 
     Args:
         cost_model: Gives the labels.
-        tables: To be augmented (`augment_tables`).
+        tables: To be augmented.
         batch_sizes: Samples over all ranks; each set is at one of these. The paper
             knows one.
         num_samples: Sets to label.
         config: The recipe.
+        widths: That each table is augmented to; empty is the paper's
+            (`augment_tables`).
+
+    Raises:
+        ConfigError: No draw of a number of tables stays below 4 GB.
     """
     tables = [dataclasses.replace(t, optimizer=config.optimizer) for t in tables]
-    widths = halved_widths()
+    widths = list(widths) or halved_widths()
     table_L = np.repeat(np.arange(len(tables)), len(widths))
     width_L = np.tile(widths, len(tables))
     rows_L = np.array([t.num_embeddings for t in tables])[table_L]
     rng = np.random.default_rng([config.seed, num_samples])
-    drawn = [_draw_set(rng, 4.0 * rows_L * width_L) for _ in range(num_samples)]
+    drawn = [draw_set(rng, 4.0 * rows_L * width_L) for _ in range(num_samples)]
     batch_S = rng.integers(len(batch_sizes), size=num_samples)
     counts_S = np.array([len(d) for d in drawn])
     set_N = np.repeat(np.arange(num_samples), counts_S)
@@ -308,11 +318,25 @@ def fit_compute_to_model(
     return _fit_compute(sets, statistics, parts, config)
 
 
-def _draw_set(rng: np.random.Generator, size_L: Floats) -> Ints:
-    while True:
-        drawn = rng.integers(len(size_L), size=(rng.integers(1, _MOST_TABLES + 1),))
+def draw_set(rng: np.random.Generator, size_L: Floats) -> Ints:
+    """Draw the tables of a set: 1 to 15 by numbers, 4 GB together at most.
+
+    Args:
+        rng: Source of the draws.
+        size_L: Bytes of each table.
+
+    Raises:
+        ConfigError: No draw is small enough.
+    """
+    count = int(rng.integers(1, _MOST_TABLES + 1))
+    for _ in range(_MOST_DRAWS):
+        drawn: Ints = rng.integers(len(size_L), size=(count,))
         if size_L[drawn].sum() <= _MOST_BYTES:
             return drawn
+    raise ConfigError(
+        f"{_MOST_DRAWS:,} draws of {count} tables all hold more than "
+        f"{format_bytes(_MOST_BYTES)}; lower --max-rows or --widths"
+    )
 
 
 def comparable_records(

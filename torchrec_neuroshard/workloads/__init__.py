@@ -14,6 +14,7 @@ from torchrec_neuroshard.workloads.mlperf import (
 from torchrec_neuroshard.workloads.tasks import (
     PRODUCTION_WIDTHS,
     TaskConfig,
+    cap_rows,
     power_of_two_widths,
     sample_tasks,
 )
@@ -21,6 +22,7 @@ from torchrec_neuroshard.workloads.tasks import (
 __all__ = [
     "PRODUCTION_WIDTHS",
     "TaskConfig",
+    "cap_rows",
     "criteo_1tb",
     "criteo_kaggle",
     "draw_batch",

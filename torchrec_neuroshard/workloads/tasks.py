@@ -10,9 +10,16 @@ import numpy as np
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_tables
 
-__all__ = ["PRODUCTION_WIDTHS", "TaskConfig", "power_of_two_widths", "sample_tasks"]
+__all__ = [
+    "PRODUCTION_WIDTHS",
+    "TaskConfig",
+    "cap_rows",
+    "power_of_two_widths",
+    "sample_tasks",
+]
 
 PRODUCTION_WIDTHS: tuple[int, ...] = (4, 8, 12, 16, 20, 24, 32, 64, 128, 256)
 """Widths met in published production configurations (TorchRec's sharding statistics
@@ -22,6 +29,34 @@ NEUROSHARD_NUM_TABLES = (10, 59)
 """Tables per task: NeuroShard (arXiv 2305.01868), benchmark generator."""
 
 _MAX_DRAWS = 10_000
+_PROFILE_BATCH = 65_536
+"""Of assumed profiles: a profile of a small batch knows too few ids."""
+
+
+def cap_rows(table: TableConfig, max_rows: int) -> TableConfig:
+    """Return a table of at most so many rows, read by ids that they can hold.
+
+    A table that has no profile gets the one that is assumed of it. One whose profile
+    has more distinct ids than rows are left gets Zipf's law at the same pooling factor.
+
+    Args:
+        table: Of any size.
+        max_rows: The cap.
+
+    Raises:
+        ConfigError: `max_rows` is below 1.
+    """
+    if max_rows < 1:
+        raise ConfigError(f"max_rows must be at least 1, got {max_rows}")
+    rows = min(table.num_embeddings, max_rows)
+    profile = table.profile or table.profile_at(_PROFILE_BATCH)
+    if rows < table.num_embeddings and profile.num_distinct > rows:
+        profile = zipf_profile(
+            batch_size=profile.batch_size,
+            pooling_factor=profile.pooling_factor,
+            num_embeddings=rows,
+        )
+    return dataclasses.replace(table, num_embeddings=rows, profile=profile)
 
 
 def power_of_two_widths(max_width: int) -> tuple[int, ...]:
