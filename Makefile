@@ -28,7 +28,8 @@ TABLES ?=
 VERSIONS ?= $(shell $(BIN)/python -c "from torchrec_neuroshard.doctor import \
 	SUPPORTED_RELEASES as found; print(*found.values())")
 
-VENV := .venv
+# Another folder beside another interpreter: make test PYTHON=python3.12 VENV=.venv312
+VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 REQUIREMENTS := $(sort $(wildcard requirements/*.txt))
@@ -104,4 +105,4 @@ check:
 	$(MAKE) test
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

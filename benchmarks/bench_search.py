@@ -163,40 +163,19 @@ def watch_ours(
     return seen
 
 
-def make_module(tables: Sequence[TableConfig]) -> Any:
-    """Make a TorchRec module of the tables, without memory."""
-    import torch
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=t.name,
-                num_embeddings=t.num_embeddings,
-                embedding_dim=t.embedding_dim,
-                feature_names=[t.name],
-            )
-            for t in tables
-        ],
-        device=torch.device("meta"),
-    )
-
-
-def make_job(tables: Sequence[TableConfig]) -> tuple[Any, Any]:
-    """Make what planners plan: the module with its optimizer, and the sharders."""
+def make_job(
+    tables: Sequence[TableConfig], learning_rate: float | None = 0.1
+) -> tuple[Any, Any]:
+    """Make what planners plan: the tables as a module, and the sharders."""
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-    model = make_module(tables)
-    if tables[0].optimizer == "rowwise_adagrad":
-        apply_optimizer_in_backward(RowWiseAdagrad, model.parameters(), {"lr": 0.1})
-    return model, [EmbeddingBagCollectionSharder()]
+    from harness.models import build_collection
+
+    return build_collection(tables, learning_rate), [EmbeddingBagCollectionSharder()]
 
 
 def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, Any]]:
     """Plan with TorchRec's best practice: pooling factors, splits down to 32."""
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
     from torchrec.distributed.planner.storage_reservations import (
@@ -229,7 +208,7 @@ def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, 
         debug=False,
         stats=[],
     )
-    plan = planner.plan(make_module(task.tables), [EmbeddingBagCollectionSharder()])
+    plan = planner.plan(*make_job(task.tables, None))
     read = placement_from_plan(
         plan, task.world_size, table_names=[t.name for t in task.tables]
     )
@@ -238,7 +217,6 @@ def plan_stock(task: ShardingTask, dynamic: bool) -> tuple[Placement, dict[str, 
 
 def time_planner(task: ShardingTask, model: str) -> dict[str, Any]:
     """Plan a TorchRec model; seconds in all and of each part, as the planner says."""
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import Topology
     from torchrec.distributed.planner.types import ParameterConstraints
 
@@ -258,9 +236,9 @@ def time_planner(task: ShardingTask, model: str) -> dict[str, Any]:
             for t in task.tables
         },
     )
-    module = make_module(task.tables)
+    module, sharders = make_job(task.tables, None)
     start = time.perf_counter()
-    planner.plan(module, [EmbeddingBagCollectionSharder()])
+    planner.plan(module, sharders)
     seconds = time.perf_counter() - start
     result = planner.last_result
     assert result is not None

@@ -162,10 +162,10 @@ def make_tasks(path: Path | None) -> Iterator[Task]:
         "all_rivals": True,
         "min_partition": 32,
     }
-    tasks.append(Task(name="huge-exact", tables=_tables(EXACT), ranks=64, **huge))
+    tasks.append(Task(name="huge-exact", tables=tables_of(EXACT), ranks=64, **huge))
     for ranks in (16, 64):
         for seed in range(5):
-            own = _tables(_huge(np.random.default_rng([seed, ranks])))
+            own = tables_of(_huge(np.random.default_rng([seed, ranks])))
             own = _with_optimizer(own, ("sgd", "rowwise_adagrad")[seed % 2])
             name = f"huge-{ranks}-{seed}"
             tasks.append(Task(name=name, tables=own, ranks=ranks, **huge))
@@ -180,7 +180,7 @@ def _with_optimizer(
     return tuple(replace(t, optimizer=name) for t in tables)
 
 
-def _tables(sizes: Sizes) -> tuple[TableConfig, ...]:
+def tables_of(sizes: Sizes) -> tuple[TableConfig, ...]:
     return tuple(
         TableConfig(
             name=f"t{i}",

@@ -52,13 +52,13 @@ _CHUNK_ROWS = 65_536
 
 
 def build_collection(
-    tables: Sequence[TableConfig], learning_rate: float = 0.01
+    tables: Sequence[TableConfig], learning_rate: float | None = 0.01
 ) -> EmbeddingBagCollection:
     """Return the tables as a module on the "meta" device, optimizers applied.
 
     Args:
         tables: Shapes, features and optimizers.
-        learning_rate: Of all tables.
+        learning_rate: Of all tables. None: without optimizers.
     """
     collection = EmbeddingBagCollection(
         tables=[
@@ -72,6 +72,8 @@ def build_collection(
         ],
         device=torch.device("meta"),
     )
+    if learning_rate is None:
+        return collection
     for table, parameter in zip(tables, collection.parameters(), strict=True):
         apply_optimizer_in_backward(
             OPTIMIZER_CLASSES[table.optimizer], [parameter], {"lr": learning_rate}

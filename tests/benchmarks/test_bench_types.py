@@ -20,7 +20,11 @@ SECONDS = 30.0
 
 def make_task(**fields: Any) -> bench_types.Task:
     return bench_types.Task(
-        name="tiny", tables=bench_types._tables(SIZES), ranks=2, batch_size=64, **fields
+        name="tiny",
+        tables=bench_types.tables_of(SIZES),
+        ranks=2,
+        batch_size=64,
+        **fields,
     )
 
 

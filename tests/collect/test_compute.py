@@ -329,7 +329,10 @@ def watched(
     def run(reasons: Iterator[int], num_sets: int) -> tuple[list[CostRecord], str]:
         monitor = GpuMonitor(lambda: state(next(reasons)), source="a list")
         monkeypatch.setattr(
-            "torchrec_neuroshard.collect.compute._monitor", lambda *_: monitor
+            "torchrec_neuroshard.collect.compute.gpu_uuid", lambda _: "GPU-0"
+        )
+        monkeypatch.setattr(
+            "torchrec_neuroshard.collect.compute.find_gpu_monitor", lambda _: monitor
         )
         config = CollectConfig(
             out=tmp_path / "r.parquet", num_sets=num_sets, seed=5, sampling=SAMPLING

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -295,42 +297,28 @@ def run_failures(rank: int) -> dict[str, Any]:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("injected")
 
-    def in_hook(monitor: Any) -> None:
-        if rank == 1:
-            monitor._timer._end = broken
+    def late(*_: Any) -> None: ...
 
-    def in_inputs(monitor: Any) -> None:
-        if rank == 0:
-            monitor._sampler.count_one = broken
-
-    def in_report(monitor: Any) -> None:
-        if rank == 0:
-            monitor._assessor.assess = broken
-
-    def in_exchange(monitor: Any) -> None:
-        if rank == 1:
-            monitor._exchange.start = broken
-
-    def late(monitor: Any) -> None:
-        if rank == 1:
-            monitor.step = lambda: None
-
-    breaks: dict[str, Callable[[Any], None]] = {
-        "hook": in_hook,
-        "inputs": in_inputs,
-        "report": in_report,
-        "exchange": in_exchange,
-        "late": late,
+    breaks = {
+        "hook": (1, "phase_timer.synchronize"),
+        "inputs": (0, "monitor.inputs.InputSampler.count_one"),
+        "report": (0, "monitor.assessment.Assessor.assess"),
+        "exchange": (1, "monitor.exchange.Exchange.start"),
+        "late": (1, "monitor.plan_monitor.PlanMonitor.step"),
     }
     found: dict[str, Any] = {}
-    for name, break_it in breaks.items():
+    for name, (where, what) in breaks.items():
         sharded, planner = shard()
         batch = drifting(sharded, rank)
         loop = PlainLoop(sharded, map(batch, itertools.count()))
         monitor = PlanMonitor(sharded, planner, **EAGER)
-        break_it(monitor)
-        with warnings.catch_warnings(record=True) as caught:
+        fault = late if name == "late" else broken
+        with contextlib.ExitStack() as broken_parts:
+            caught = broken_parts.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
+            if rank == where:
+                part = f"torchrec_neuroshard.{what}"
+                broken_parts.enter_context(mock.patch(part, fault))
             losses = []
             for _ in range(4 * EVERY):
                 losses.append(float(loop.progress()))

@@ -113,7 +113,7 @@ def test_kernels_that_start_below_nothing_are_not_believed() -> None:
 def test_even_ranks_are_weighed_by_what_they_took() -> None:
     job = Job(on_first=3)
     report = job.assess(job.measured(2.0, fixed_ms=0.1))
-    assert job.assessor._weights == report.factors
+    assert job.assessor.weights == report.factors
     assert report.factors["fwd_compute"] > 2.0 and report.offer is None
 
 
@@ -124,10 +124,10 @@ def test_uneven_ranks_say_more_than_even_ones_did() -> None:
     for told in (measured, alike, alike):
         # What is timed alike where more is predicted is not worth nothing: it is held.
         job.assess(told, seconds=0.0)
-    assert job.assessor._weights["fwd_compute"] == pytest.approx(0.2)
+    assert job.assessor.weights["fwd_compute"] == pytest.approx(0.2)
     job.assess(measured, seconds=0.0)
     job.assess(measured, seconds=0.0)
-    assert job.assessor._weights["fwd_compute"] == pytest.approx(2.0)
+    assert job.assessor.weights["fwd_compute"] == pytest.approx(2.0)
 
 
 def test_a_disturbed_report_does_not_count() -> None:

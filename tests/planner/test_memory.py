@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     Nested,
@@ -189,10 +188,16 @@ def test_a_callers_estimator_keeps_counting() -> None:
 
     topology = gpus(2, hbm_cap=8 * GIB)
     theirs = EmbeddingEnumerator(topology, 512)
-    planner = make_planner(topology=topology, enumerator=theirs)
-    plan = planner.plan(make_ebc([(1000, 16), (1000, 32)]), bag_sharders())
-    assert isinstance(plan, ShardingPlan)
-    assert planner._partitioner._memory is None
+    kept: list[ShardingOption] = []
+    planner = make_planner(
+        topology=topology, enumerator=theirs, callbacks=[lambda o: kept.extend(o) or o]
+    )
+    planner.plan(make_ebc([(1000, 16), (1000, 32)]), bag_sharders())
+    listed = {o.storage_hash(): o.shards for o in theirs.last_stored_search_space or ()}
+    assert len(kept) == 2
+    for option in kept:
+        known = listed[option.storage_hash()]
+        assert [s.storage for s in option.shards] == [s.storage for s in known]
 
 
 def test_ranks_with_room_for_tables_but_not_for_outputs_are_full() -> None:

@@ -102,10 +102,10 @@ def test_a_set_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
         raise torch.OutOfMemoryError("no room")
 
     arguments = (make_request(), 0, 1, timer, torch.device("cpu"), 2**20)
-    record = first_launch._measure_set(*arguments)
+    record = first_launch.measure_set(*arguments)
     assert record is not None and record.fwd_ms > 0 and record.held_out
     monkeypatch.setattr(timer, "measure", full)
-    assert first_launch._measure_set(*arguments) is None
+    assert first_launch.measure_set(*arguments) is None
 
 
 def launch_of(calibrate: str | float, cost_model: str = "measure") -> FirstLaunch:
@@ -222,7 +222,7 @@ def measure_mine(
 
     monkeypatch.setattr(first_launch, "SetTimer", lambda *_, **__: timer)
     monkeypatch.setattr("time.monotonic", lambda: float(timer.seen.total()))
-    records, reference_ms = first_launch._measure_mine(
+    records, reference_ms = first_launch.measure_mine(
         make_request(), None, torch.device("cpu"), num_measured, Console(quiet=True)
     )
     assert reference_ms == 1.0

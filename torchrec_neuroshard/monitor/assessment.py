@@ -312,7 +312,7 @@ class Assessor:
         }
 
     @property
-    def _weights(self) -> dict[str, float]:
+    def weights(self) -> dict[str, float]:
         """Phase -> what a predicted millisecond more takes.
 
         Less than the factor where some of what is measured does not grow with what is
@@ -401,7 +401,7 @@ class Assessor:
         The sign: ranks' kernels, spread evenly, would save enough, and more than when
         it was last looked for, unless that was in far less time.
         """
-        weights, saved_ms, worth_ms = self._weights, 0.0, 0.0
+        weights, saved_ms, worth_ms = self.weights, 0.0, 0.0
         for stage in predicted.stages:
             for phase in _COMPUTE:
                 ms_W = np.array([getattr(r, phase) for r in stage.ranks])
@@ -443,7 +443,7 @@ class Assessor:
             None where nothing saves enough.
         """
         started = time.perf_counter()
-        planner = self._planner.relearned(profiles=self.profiles, factors=self._weights)
+        planner = self._planner.relearned(profiles=self.profiles, factors=self.weights)
         budget = self._budget_bytes if budget_bytes is None else budget_bytes
         result = replan(
             plan,

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -84,7 +84,6 @@ __all__ = [
     "requested_parts",
     "sharder_params",
     "sharders_by_type",
-    "share_in_copies",
     "torchrec_pipeline",
     "wait_through",
     "wire_codec",
@@ -296,16 +295,18 @@ class HookedEnumerator(EmbeddingEnumerator):
         """Set storage and perf of all shards, in place."""
         if self._true_world_size:
             self._world_size, self._true_world_size = self._true_world_size, 0
-            for option in sharding_options:
-                if option.sharding_type in ("row_wise", "data_parallel"):
-                    self._spread(option)
+            sharding_options[:] = [
+                self._spread(o)
+                if o.sharding_type in ("row_wise", "data_parallel")
+                else o
+                for o in sharding_options
+            ]
         super().populate_estimates(sharding_options)
 
-    def _spread(self, option: ShardingOption) -> None:
+    def _spread(self, option: ShardingOption) -> ShardingOption:
         buckets = self._num_buckets.get((id(option.module[1]), option.name))
         if buckets is None:
-            self.spread(option, self._world_size)
-            return
+            return self.spread(option, self._world_size)
         boxes = calculate_shard_sizes_and_offsets(
             option.tensor,
             self._world_size,
@@ -314,6 +315,7 @@ class HookedEnumerator(EmbeddingEnumerator):
             num_buckets=buckets,
         )
         option.shards = [Shard(*box) for box in zip(*boxes, strict=True)]
+        return option
 
     def _get_num_buckets(self, parameter: str, module: nn.Module) -> int | None:
         # TorchRec walks over all tables of a module for each of them.
@@ -338,8 +340,8 @@ class HookedEnumerator(EmbeddingEnumerator):
             )
         return self._bucketed[id(module)]
 
-    def spread(self, option: ShardingOption, world_size: int) -> None:
-        """Spread an option that is listed for one rank over all of them, in place."""
+    def spread(self, option: ShardingOption, world_size: int) -> ShardingOption:
+        """Return an option that is listed for one rank, spread over all of them."""
         raise NotImplementedError
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
@@ -604,19 +606,19 @@ def nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def share_in_copies(options: Sequence[ShardingOption]) -> None:
-    """Make copies of TorchRec's options share what nobody changes, in place.
+class SharingOption(ShardingOption):
+    """An option whose copies share with it what nobody changes in place.
 
     TorchRec copies the whole search space and every best plan; of thousands of tables
     on hundreds of ranks that takes longer than all else.
     """
-    for option in options:
-        if type(option) is ShardingOption:
-            option.__class__ = SharingOption
 
-
-class SharingOption(ShardingOption):
-    """An option whose copies share with it what nobody changes in place."""
+    @classmethod
+    def of(cls, option: ShardingOption) -> Self:
+        """Return an option with all that another one holds, shards included."""
+        new = cls.__new__(cls)
+        vars(new).update(vars(option))
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharingOption:
         new = copy.copy(self)

@@ -81,9 +81,13 @@ from torchrec_neuroshard.simulator import (
     timed_phases,
 )
 
-__all__ = ["CostedPart", "PlanCosts", "PricedOptions"]
+__all__ = ["CostedPart", "LaunchedPerf", "PlanCosts", "PricedOptions"]
 
 Floats = npt.NDArray[np.float64]
+
+
+class LaunchedPerf(Perf):
+    """TorchRec's estimate of a shard, with the launch of a kernel of its own."""
 
 
 class PlanCosts:
@@ -150,7 +154,6 @@ class PlanCosts:
         if topology.compute_device == "cpu" and self._pipeline != "train_base":
             self.schedule = find_schedule("none", self.dense)
         self._load(cost_model)
-        self._launches_added = False
 
     def use(self, bundle: Path) -> None:
         """Go on with the models of a bundle that was measured since.
@@ -330,40 +333,24 @@ class PlanCosts:
         forward, backward = self.encoder.launch_ms.tolist()
         return forward, backward
 
-    def add_launches(self, options: Sequence[ShardingOption]) -> None:
-        """Add the launch of a kernel to each shard of options of stock cost, in place.
-
-        Args:
-            options: Options with TorchRec's own estimates.
-        """
-        self._launches_added = True
-        forward, backward = self.launch_ms()
-        for option in options:
-            if is_dense(option):
-                continue
-            for shard in option.shards:
-                shard.perf.fwd_compute += forward
-                shard.perf.bwd_compute += backward
-
     def share_launches(self, options: Sequence[ShardingOption]) -> None:
         """Count each rank's launch of a kernel once for all shards in it, in place.
 
         Args:
-            options: Placed options; changed are those of stock cost, after
-                `add_launches`.
+            options: Placed options; changed are shards with a `LaunchedPerf`.
         """
-        if not self._launches_added:
-            return
         kernels: dict[tuple[Any, ...], list[Any]] = {}
         for option in options:
-            if not is_dense(option) and not self.reader.has_cost(option):
+            launched = [s for s in option.shards if isinstance(s.perf, LaunchedPerf)]
+            if launched:
                 key = fusion_key(option, self.reader, option.sharding_type)
-                for shard in option.shards:
-                    kernels.setdefault((shard.rank, key), []).append(shard)
+            for shard in launched:
+                kernels.setdefault((shard.rank, key), []).append(shard)
         forward, backward = self.launch_ms()
         for shards in kernels.values():
             excess = 1 - 1 / len(shards)
             for shard in shards:
+                shard.perf = Perf(**vars(shard.perf))
                 shard.perf.fwd_compute -= forward * excess
                 shard.perf.bwd_compute -= backward * excess
 

@@ -22,9 +22,9 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.checks import check_sharders
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
+    SharingOption,
     enumerator_constraints,
     sharders_by_type,
-    share_in_copies,
 )
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.costs import PlanCosts
@@ -227,14 +227,17 @@ class NeuroShardEnumerator(HookedEnumerator):
         Args:
             sharding_options: Changed in place.
         """
-        share_in_copies(sharding_options)
+        sharding_options[:] = [
+            SharingOption.of(o) if type(o) is ShardingOption else o
+            for o in sharding_options
+        ]
         # Estimators are told less of sharders.
         note_sharders(sharding_options, self._sharders)
         super().populate_estimates(sharding_options)
 
-    def spread(self, option: ShardingOption, world_size: int) -> None:
+    def spread(self, option: ShardingOption, world_size: int) -> ShardingOption:
         """List the shards of a row-wise or data-parallel option when they are read."""
-        SpreadOption.spread(option, world_size)
+        return SpreadOption.spread(option, world_size)
 
     def narrowed_types(self, table: str, types: list[str]) -> list[str]:
         """Return the sharding types to list, in a fixed order; see the class."""

@@ -25,7 +25,7 @@ from torchrec_neuroshard.planner.compat import (
     torchrec_pipeline,
     with_optimizer,
 )
-from torchrec_neuroshard.planner.costs import CostedPart
+from torchrec_neuroshard.planner.costs import CostedPart, LaunchedPerf
 from torchrec_neuroshard.planner.memory import MemoryModel
 from torchrec_neuroshard.planner.spread_options import (
     SpreadOption,
@@ -34,6 +34,7 @@ from torchrec_neuroshard.planner.spread_options import (
 from torchrec_neuroshard.planner.table_reader import (
     TableReader,
     has_own_optimizer,
+    is_dense,
     note_sharders,
 )
 
@@ -172,9 +173,14 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
             for shard in option.shards if twin is not None else ():
                 for name, ratio in next(scales).items():
                     setattr(shard.perf, name, getattr(shard.perf, name) * ratio)
-        # Of twins, the launch is part of the fused kernel's time.
-        alone = [o for o, t in zip(options, twins, strict=True) if t is None]
-        self.costs.add_launches(alone)
+        launches = self.costs.launch_ms()
+        for option, twin in zip(options, twins, strict=True):
+            # Of twins, the launch is part of the fused kernel's time.
+            forward, backward = launches if twin is None else (0.0, 0.0)
+            for shard in () if is_dense(option) else option.shards:
+                shard.perf = LaunchedPerf(**vars(shard.perf))
+                shard.perf.fwd_compute += forward
+                shard.perf.bwd_compute += backward
 
 
 class StorageEstimator(EmbeddingStorageEstimator):

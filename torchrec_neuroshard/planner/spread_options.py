@@ -35,18 +35,18 @@ class SpreadOption(SharingOption):
     _world_size: int
     _perfs: Callable[[], Sequence[Perf]] | None = None
 
-    @staticmethod
-    def spread(option: ShardingOption, world_size: int) -> None:
-        """Spread an option that was listed for one rank over so many, in place."""
-        del option.shards
-        option.__class__ = SpreadOption
-        assert isinstance(option, SpreadOption)
-        option._world_size = world_size
-        rows, width = (int(n) for n in option.tensor.shape)
-        part = SHARDING_TYPES[option.sharding_type].part_rows(rows, world_size)
+    @classmethod
+    def spread(cls, option: ShardingOption, world_size: int) -> SpreadOption:
+        """Return an option that was listed for one rank, spread over so many."""
+        new = cls.of(option)
+        del vars(new)["shards"]
+        new._world_size = world_size
+        rows, width = (int(n) for n in new.tensor.shape)
+        part = SHARDING_TYPES[new.sharding_type].part_rows(rows, world_size)
         ranks = (0, min(rows // part, world_size - 1), world_size - 1)
-        sizes = dict.fromkeys(option._rows(rank)[1] for rank in ranks)
-        option.samples = tuple(Shard(size=[n, width], offset=[0, 0]) for n in sizes)
+        sizes = dict.fromkeys(new._rows(rank)[1] for rank in ranks)
+        new.samples = tuple(Shard(size=[n, width], offset=[0, 0]) for n in sizes)
+        return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> SpreadOption:
         """Copy the option; shards that nobody has read stay so."""

@@ -95,6 +95,8 @@ __all__ = [
     "draw_launch_set",
     "judge",
     "measure_and_fit",
+    "measure_mine",
+    "measure_set",
     "measure_sets",
     "take_part",
 ]
@@ -521,7 +523,7 @@ def _measure_kernels(
             ranks.agree([0.0])
         if number == turn:
             end = begin + (until - begin) * (turn + 1) / turns
-            mine, reference_ms = _measure_mine(request, ranks, device, end, console)
+            mine, reference_ms = measure_mine(request, ranks, device, end, console)
     if ranks is None:
         return mine, reference_ms
     everyone = ranks.gather_objects((mine, reference_ms))
@@ -540,7 +542,7 @@ def _in_unit(record: CostRecord, unit_ms: float, own_ms: float) -> CostRecord:
     )
 
 
-def _measure_mine(
+def measure_mine(
     request: LaunchRequest,
     ranks: Ranks | None,
     device: torch.device,
@@ -590,9 +592,7 @@ def _measure_mine(
             if index is None:
                 break
             tries[index] += 1
-            record = _measure_set(
-                request, index, tries[index], timer, device, max_bytes
-            )
+            record = measure_set(request, index, tries[index], timer, device, max_bytes)
             known = kept.get(index)
             if record is not None and (
                 known is None
@@ -616,7 +616,7 @@ def _most_disturbed(
     return None if worst is None or found[worst] <= 1.0 else worst
 
 
-def _measure_set(
+def measure_set(
     request: LaunchRequest,
     index: int,
     attempt: int,
