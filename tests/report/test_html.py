@@ -14,6 +14,7 @@ from torchrec_neuroshard.report import (
     PlanComparison,
     PlanReport,
     RankReport,
+    ShardReport,
     SplitReport,
     TableMove,
     TableReport,
@@ -104,10 +105,17 @@ REPORT = PlanReport(
             compute_kernel="fused",
             num_embeddings=4_000,
             embedding_dim=8,
-            num_shards=2,
-            ranks=(0, 1),
-            used_bytes=2**29,
-            cost_ms=2.5,
+            shards=tuple(
+                ShardReport(
+                    rank=rank,
+                    num_embeddings=2_000,
+                    embedding_dim=8,
+                    used_bytes=2**28,
+                    compute_ms=1.0,
+                    comms_ms=0.25,
+                )
+                for rank in (0, 1)
+            ),
         ),
     ),
     fallback=None,
