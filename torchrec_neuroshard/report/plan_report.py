@@ -454,6 +454,12 @@ class PlanReport:
             lines += ["", *tail]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """Return the report as notebooks show it."""
+        from torchrec_neuroshard.report.html import notebook_html
+
+        return notebook_html(self)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         data = dataclasses.asdict(self)
