@@ -76,6 +76,13 @@ def test_memory_counts_every_table() -> None:
         assert sum(t.used_bytes for t in report.tables) == pytest.approx(used)
         total = sum(sum(r.costs.to_json().values()) for r in report.ranks)
         assert sum(t.cost_ms for t in report.tables) == pytest.approx(total, rel=1e-3)
+        shards = [s for t in report.tables for s in t.shards]
+        for rank in report.ranks:
+            held, costs = [s for s in shards if s.rank == rank.rank], rank.costs
+            kernels = costs.fwd_compute + costs.bwd_compute
+            parts = sum(s.compute_ms for s in held), sum(s.comms_ms for s in held)
+            total = sum(costs.to_json().values())
+            assert parts == pytest.approx((kernels, total - kernels), rel=1e-3)
 
 
 def test_loaded_plans_are_reported_on(tmp_path: Path) -> None:

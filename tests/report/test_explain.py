@@ -10,7 +10,7 @@ import pytest
 from tests.builders import make_tables, make_task, search
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.report import RankHolding, TableReport, explain
+from torchrec_neuroshard.report import ShardReport, TableReport, explain
 from torchrec_neuroshard.search import SearchConfig, SearchResult
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -193,15 +193,19 @@ def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
         compute_kernel="fused_uvm",
         num_embeddings=6_000_000,
         embedding_dim=64,
-        num_shards=3,
-        ranks=(0, 1, 2),
-        used_bytes=3 * 2**30,
-        cost_ms=1.5,
+        shards=tuple(
+            ShardReport(
+                rank=rank,
+                num_embeddings=2_000_000,
+                embedding_dim=64,
+                used_bytes=2**30,
+                compute_ms=0.4,
+                comms_ms=0.1,
+            )
+            for rank in range(3)
+        ),
     )
-    held = RankHolding(
-        num_shards=1, columns=64, used_bytes=2**30, memory_bytes=2 * 2**30
-    )
-    report = explain(alone, None, [table], [held] * 3)
+    report = explain(alone, None, [table], [2 * 2**30] * 3)
     assert report.num_tables == 1 and report.num_split == 0
     assert [(r.num_shards, r.used_bytes) for r in report.ranks] == [(1, 2**30)] * 3
     assert (

@@ -1,19 +1,28 @@
+"""The report's page: what it says, what it holds, and how a browser shows it."""
+
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
+import html
 import io
+import json
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from harness.browser import find_browser, open_page
 from torchrec_neuroshard.report import (
     PlanComparison,
     PlanReport,
     RankReport,
+    ShardReport,
     SplitReport,
     TableMove,
     TableReport,
@@ -24,19 +33,23 @@ from torchrec_neuroshard.report.terminal import print_report
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 VOID = {"meta", "br"}
+HOSTILE = "</script><script>top.hacked = 1</script><img src=x onerror='top.hacked = 1'>"
+"""A table's name that a page must show as it is."""
 
 
 class Page(HTMLParser):
-    """Checks that tags are closed in order, and keeps what the page shows."""
+    """Checks that tags are closed in order, and keeps what the page says and holds."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.open: list[str] = []
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.shown: list[str] = []
-        self.titles: list[str] = []
+        self.title = ""
+        self.data: Any = None
         self.feed(text)
         self.close()
+        assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
@@ -47,21 +60,17 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "title":
-            self.titles.append(data)
-        elif data.strip() and "style" not in self.open:
+        inside = self.open[-1] if self.open else ""
+        if inside == "title":
+            self.title = data
+        elif inside == "script" and self.tags[-1][1].get("id") == "data":
+            self.data = json.loads(data)
+        elif data.strip() and inside not in ("style", "script"):
             self.shown.append(" ".join(data.split()))
 
     @property
     def text(self) -> str:
         return " ".join(self.shown)
-
-    def bars(self, color: str) -> list[float]:
-        return [
-            float(a["width"] or 0)
-            for tag, a in self.tags
-            if tag == "rect" and a["fill"] == color
-        ]
 
 
 def rank(number: int, *ms: float, memory: int | None = 4 * 2**30) -> RankReport:
@@ -99,15 +108,22 @@ REPORT = PlanReport(
     splits=(SPLIT,),
     tables=(
         TableReport(
-            table="big<",
+            table=HOSTILE,
             sharding_type="row_wise",
             compute_kernel="fused",
             num_embeddings=4_000,
             embedding_dim=8,
-            num_shards=2,
-            ranks=(0, 1),
-            used_bytes=2**29,
-            cost_ms=2.5,
+            shards=tuple(
+                ShardReport(
+                    rank=rank,
+                    num_embeddings=2_000,
+                    embedding_dim=8,
+                    used_bytes=2**28,
+                    compute_ms=1.0,
+                    comms_ms=0.25,
+                )
+                for rank in (0, 1)
+            ),
         ),
     ),
     fallback=None,
@@ -117,119 +133,212 @@ REPORT = PlanReport(
 
 @pytest.fixture(scope="module")
 def page() -> Page:
-    found = Page(html_report(REPORT, "Plan of <mine>"))
-    assert not found.open
-    return found
+    return Page(html_report(REPORT, "Plan of <mine>"))
 
 
-def test_page_needs_nothing_else() -> None:
+def comparison() -> PlanComparison:
+    theirs = (rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 2.0, 8.0, 6.0, 8.0, 4.0))
+    return PlanComparison(
+        first_name="theirs <1>",
+        first=dataclasses.replace(
+            REPORT, critical_path_ms=20.0, num_split=1, ranks=theirs
+        ),
+        second_name="ours",
+        second=REPORT,
+        moves=(
+            TableMove(table="little", before="", after="here", moved_bytes=2**20),
+            TableMove(table=HOSTILE, before="row_wise", after="", moved_bytes=2**30),
+        ),
+        notes=("batch <differs>",),
+    )
+
+
+def test_page_needs_nothing_else_and_runs_its_own_script_alone() -> None:
     text = html_report(REPORT)
     assert text.startswith("<!DOCTYPE html>")
-    assert not re.search(r"https?:|src=|@import|url\(|<script|<link", text)
+    without_names = text.replace(json.dumps(HOSTILE).replace("<", "\\u003c"), "")
+    assert not re.search(r"https?:|src=|@import|url\(|<link", without_names)
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', text)
+    assert policy.startswith("default-src 'none'")
+    assert f"script-src 'sha256-{digest}'" in policy
 
 
 def test_names_are_shown_as_they_are(page: Page) -> None:
-    assert "user<b>&co" in page.text and "rows < 10 & so on" in page.text
-    assert "Plan of <mine>" in page.text and page.titles[0] == "Plan of <mine>"
+    assert "rows < 10 & so on" in page.text
+    assert page.text.startswith("Plan of <mine>") and page.title == "Plan of <mine>"
+    (plan,) = page.data["plans"]
+    assert plan["splits"][0][0] == "user<b>&co" and plan["tables"][0][0] == HOSTILE
+    assert not [tag for tag, _ in page.tags if tag in ("b>", "img")]
 
 
-def test_bars_are_as_long_as_phases(page: Page) -> None:
-    told = [t for t in page.titles if t.startswith("rank 0, ")]
-    assert told == [
-        f"rank 0, {name}: {ms:.3f} ms"
-        for name, ms in zip(PHASES, (1, 2, 3, 4, 5), strict=True)
+def test_page_holds_the_figures_of_the_report(page: Page) -> None:
+    (plan,) = page.data["plans"]
+    assert page.data["phases"] == list(PHASES)
+    assert (plan["path_ms"], plan["bound_ms"]) == (17.0, 16.0)
+    assert plan["ranks"] == [
+        [1, 1_000, 2**30, 4 * 2**30, [1, 2, 3, 4, 5]],
+        [2, 2_000, 2 * 2**30, 4 * 2**30, [1, 4, 3, 4, 2]],
     ]
-    # The colour of backward compute is used for nothing else.
-    first, second = page.bars("#e07b39")
-    assert first / second == pytest.approx(5 / 2, rel=1e-2)
-    forward = page.bars("#1b6ca8")[1:]  # after that of the bound
-    assert forward[0] / first == pytest.approx(2 / 5, rel=1e-2)
-
-
-def test_bound_is_shown_within_the_critical_path(page: Page) -> None:
-    (path,) = page.bars("#f2c9ac")
-    assert page.bars("#1b6ca8")[0] / path == pytest.approx(16 / 17, rel=1e-3)
-    assert "17.000 ms" in page.text and "a gap of at most 6.2%" in page.text
-
-
-def test_memory_is_shown_within_what_there_is(page: Page) -> None:
-    used, free = page.bars("#66c2a5")[-2:], page.bars("#ddd")
-    assert [u / f for u, f in zip(used, free, strict=True)] == pytest.approx(
-        [1 / 4, 2 / 4], rel=1e-2
-    )
-    assert "1.00 GiB of 4.00" in page.text
-
-
-def test_splits_say_why_and_how_many_are_left_out(page: Page) -> None:
-    assert "48 (0), 16 (1)" in page.text
-    assert SPLIT.reason(17.0) in page.text
+    _, *what, shards = plan["tables"][0]
+    assert what == ["row_wise", "fused", 4_000, 8, ""]
+    assert shards == [[r, 2_000, 8, 2**28, 1.0, 0.25] for r in (0, 1)]
+    assert plan["splits"] == [["user<b>&co", "48 (0), 16 (1)", SPLIT.reason(17.0)]]
     assert "... and 2 more" in page.text
-    assert "big< row_wise, 2 shards on ranks 0-1 4,000 8 0.50 2.500" in page.text
-
-
-def test_slowest_ranks_stand_out(page: Page) -> None:
-    worst = sum(a.get("class") == "number worst" for _, a in page.tags)
-    assert worst == 2 + 1 + 2 + 2 + 1  # ranks are equal in three phases
+    assert "17.000 ms at most 6.2% above the best possible" in page.text
+    assert "2.00 GiB of 4.00 GiB, rank 1" in page.text
 
 
 def test_plan_without_splits_limits_or_bound() -> None:
     ranks = tuple(rank(i, 0.0, 1.0, 0.0, 0.0, 1.0, memory=None) for i in range(100))
     plain = dataclasses.replace(
         REPORT,
+        critical_path_ms=math.nan,
         ranks=ranks,
         splits=(),
         num_split=0,
-        tables=(),
         warnings=(),
         gap=math.inf,
         lower_bound_ms=0.0,
         fallback="it is <faster>",
     )
     page = Page(html_report(plain))
-    assert "No table is split." in page.text
-    assert "; how far above the best possible is unknown." in page.text
-    assert "bound 0.000 ms" not in page.text
+    assert "No table is split" in page.text and "Warnings" not in page.text
+    assert "not known how far above the best possible is unknown" in page.text
     assert "TorchRec's own plan was taken: it is <faster>" in page.text
-    assert "Warnings" not in page.text
-    assert len(page.bars("#e07b39")) == 100
-    assert not page.bars("#ddd")
-    empty = dataclasses.replace(plain, ranks=(rank(0, *[0.0] * 5),), critical_path_ms=0)
-    assert "0.000 ms" in Page(html_report(empty)).text
+    (plan,) = page.data["plans"]
+    assert len(plan["ranks"]) == 100 and plan["ranks"][7][3] is None
+    assert plan["path_ms"] == 0.0  # JSON has no NaN
 
 
 def test_two_plans_are_shown_side_by_side() -> None:
-    other = dataclasses.replace(REPORT, critical_path_ms=20.0, num_split=1)
-    move = TableMove(
-        table="big<", before="row_wise, ranks 0-1", after="", moved_bytes=2**30
-    )
-    found = PlanComparison(
-        first_name="theirs <1>",
-        first=other,
-        second_name="ours",
-        second=REPORT,
-        moves=(move,),
-        notes=("batch <differs>",),
-    )
+    found = comparison()
     page = Page(html_report(found))
-    assert not page.open
     assert "Ours takes 17.000 ms of 20.000 (-15.0%): it saves 3.000 ms" in page.text
-    assert "theirs <1> ours critical path [ms] 20.000 17.000" in page.text
-    assert "fwd_compute, slowest rank [ms] 4.000 4.000" in page.text
+    assert "theirs <1> ours change critical path [ms] 20.000 17.000 -15.0%" in page.text
+    assert "fwd_compute, slowest rank [ms] 8.000 4.000 -50.0%" in page.text
     assert "memory, fullest rank [GiB] 2.000 2.000" in page.text
-    assert "1 of 7; ranks would fetch 1.00 GiB of weights." in page.text
-    assert "big< row_wise, ranks 0-1 1.00 GiB" in page.text
+    assert "2 of 7; ranks would fetch 1.00 GiB of weights." in page.text
+    assert page.data["moves"][1] == [HOSTILE, "row_wise", "", 2**30]
+    assert [p["name"] for p in page.data["plans"]] == ["theirs <1>", "ours"]
     assert "batch <differs>" in page.text
     assert page.text.count("Memory of each rank") == 2
     assert page.text.count("rows < 10 & so on") == 1
     text = str(found)
-    assert "big<: row_wise, ranks 0-1 -> not there, 1.00 GiB" in text
+    assert "little: not there -> here, 1.00 MiB" in text
     assert "- batch <differs>" in text
     data = found.to_json()
-    assert (data["saved_ms"], data["moved_bytes"]) == (3.0, 2**30)
+    assert (data["saved_ms"], data["moved_bytes"]) == (3.0, 2**30 + 2**20)
     unknown = dataclasses.replace(
-        found, first=dataclasses.replace(other, critical_path_ms=math.nan)
+        found, first=dataclasses.replace(found.first, critical_path_ms=math.nan)
     )
     assert "is not known" in unknown.verdict and unknown.to_json()["saved_ms"] is None
+
+
+def test_notebooks_show_the_page_in_a_frame_of_its_own() -> None:
+    for report in (REPORT, comparison()):
+        shown = report._repr_html_()
+        (tag, attributes), *others = Page(shown).tags
+        assert tag == "iframe" and not others
+        # Without allow-same-origin its script cannot reach the notebook.
+        assert attributes["sandbox"] == "allow-scripts"
+        assert attributes["srcdoc"] == html_report(report)
+
+
+def large_report() -> PlanReport:
+    """2,000 tables on 128 ranks."""
+    tables = tuple(
+        TableReport(
+            table=f"table_{number}",
+            sharding_type="column_wise",
+            compute_kernel="fused",
+            num_embeddings=1_000 + number,
+            embedding_dim=128,
+            shards=tuple(
+                ShardReport(
+                    rank=(number + piece) % 128,
+                    num_embeddings=1_000 + number,
+                    embedding_dim=32,
+                    used_bytes=number * 2**20,
+                    compute_ms=number / 100,
+                )
+                for piece in range(4)
+            ),
+        )
+        for number in range(2_000)
+    )
+    ranks = tuple(rank(i, 1.0, 1.0 + i, 1.0, 1.0, 1.0) for i in range(128))
+    return dataclasses.replace(
+        REPORT, ranks=ranks, tables=tables, num_tables=len(tables)
+    )
+
+
+@pytest.mark.skipif(find_browser() is None, reason="needs Debian's package 'chromium'")
+def test_pages_work_in_a_browser(tmp_path: Path) -> None:
+    """Clicks through four pages, each in a frame of one; a start takes seconds."""
+    framed = {
+        name: f'srcdoc="{html.escape(html_report(report))}"'
+        for name, report in {
+            "plan": REPORT,
+            "compared": comparison(),
+            "large": large_report(),
+        }.items()
+    }
+    shown = REPORT._repr_html_()
+    # Once as it is, and once for the test to look inside, as notebooks cannot.
+    shown += shown.replace("sandbox='allow-scripts'", "id='notebook'")
+    drive = Path(__file__).with_name("drive_page.js").read_text(encoding="utf-8")
+    outer = tmp_path / "outer.html"
+    outer.write_text(
+        "<!DOCTYPE html><meta charset='utf-8'><pre id='found'></pre>"
+        + "".join(
+            f"<iframe id='{name}' {srcdoc}></iframe>" for name, srcdoc in framed.items()
+        )
+        + f"{shown}<script>{drive}</script>",
+        encoding="utf-8",
+    )
+    dom, said = open_page(outer)
+    assert not said, "\n".join(said)
+    match = re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)
+    assert match is not None
+    found = json.loads(html.unescape(match[1]))
+    assert "error" not in found, found["error"]
+    assert not found["hacked"]
+
+    plan = found["plan"]
+    assert plan["tables"] == [HOSTILE]
+    assert plan["images"] == 0 and plan["scripts"] == 2
+    # Rank 0's phases, upwards, on the scale of the highest bar.
+    heights = plan["heights"]
+    assert [h / heights[0] for h in heights] == pytest.approx([1, 2, 3, 4, 5], rel=1e-3)
+    assert plan["tip"].startswith("rank 0 15.000 ms")
+    assert "bwd_compute 5.000 ms, slowest" in plan["tip"]
+    assert plan["hot"] == "bwd_compute 5.000 ms, slowest"
+    assert "1 shards, 1.00 of 4.00 GiB (25%), 15.000 ms" in plan["rank"]
+    assert plan["shards"] == ["rank 0: 2,000 \u00d7 8, 0.25 GiB, 1.250 ms"]
+    light, dark = (sum(map(int, re.findall(r"\d+", c)[:3])) for c in plan["themes"])
+    assert light > 600 > 150 > dark
+
+    compared = found["compared"]
+    assert compared["moves"] == [HOSTILE, "little"]  # most bytes first
+    assert compared["by name"] == [HOSTILE, "little"]
+    assert compared["by name, down"] == ["little", HOSTILE]
+    first, second = compared["tops"]  # rank 1's 28 ms and 14 ms on one scale
+    assert first / second == pytest.approx(2, rel=1e-3)
+
+    large = found["large"]
+    assert large["laid out"] == 100 and large["after scrolling"] == 200
+    assert large["costliest"] == "table_1999"
+    marked = [79, 80, 81, 82]  # those that hold it, in both charts
+    assert large["marked"] == [*marked, *(rank + 128 for rank in marked)]
+    assert large["by name"] == ["table_0", "table_1", "table_2"]  # 2 before 10
+    assert large["filtered"] == ["table_1777", "1 of 2,000 tables"]
+    assert large["columns of ranks"] == 2 * 128
+    held = sum(5 in t.ranks for t in large_report().tables)
+    assert large["on rank 5"] == f"{held} tables" and 0 < held < 100
+
+    assert found["notebook"] == [HOSTILE]
 
 
 def test_bars_are_as_long_as_phases_on_a_terminal() -> None:

@@ -27,7 +27,7 @@ from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs import PlanCosts
 from torchrec_neuroshard.planner.table_reader import note_sharders, table_configs
-from torchrec_neuroshard.report import RankHolding, TableMove, TableReport
+from torchrec_neuroshard.report import ShardReport, TableMove, TableReport
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "check_plan",
     "model_tables",
     "plan_entries",
-    "plan_holdings",
     "plan_options",
     "plan_tables",
     "table_moves",
@@ -194,30 +193,15 @@ def _table_report(
         compute_kernel=sharding.compute_kernel,
         num_embeddings=table.num_embeddings,
         embedding_dim=table.embedding_dim,
-        num_shards=len(held),
-        ranks=tuple(sorted({rank for rank, _ in held})),
-        used_bytes=float(sum(box.size for _, box in held) * table.value_bytes),
-    )
-
-
-def plan_holdings(
-    plan: ShardingPlan, tables: Iterable[PlanTable], memory_bytes: Sequence[int]
-) -> tuple[RankHolding, ...]:
-    """Say what each rank holds of a plan: of its memory, the weights."""
-    known = {(t.path, t.name): t for t in tables}
-    held: list[list[tuple[PlanTable, _Box]]] = [[] for _ in memory_bytes]
-    for path, name, sharding in plan_entries(plan):
-        table = known[path, name]
-        for rank, box in _boxes(table, sharding, len(memory_bytes)):
-            held[rank].append((table, box))
-    return tuple(
-        RankHolding(
-            num_shards=len(shards),
-            columns=sum(box.right - box.left for _, box in shards),
-            used_bytes=float(sum(box.size * t.value_bytes for t, box in shards)),
-            memory_bytes=memory,
-        )
-        for shards, memory in zip(held, memory_bytes, strict=True)
+        shards=tuple(
+            ShardReport(
+                rank=rank,
+                num_embeddings=box.bottom - box.top,
+                embedding_dim=box.right - box.left,
+                used_bytes=float(box.size * table.value_bytes),
+            )
+            for rank, box in held
+        ),
     )
 
 

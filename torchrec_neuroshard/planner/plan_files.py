@@ -61,7 +61,6 @@ from torchrec_neuroshard.planner.given_plans import (
     check_plan,
     model_tables,
     plan_entries,
-    plan_holdings,
     plan_tables,
     table_moves,
     tables_of,
@@ -74,7 +73,8 @@ from torchrec_neuroshard.planner.table_reader import (
     has_cache,
 )
 from torchrec_neuroshard.planner.topologies import GB_PER_S
-from torchrec_neuroshard.report import PlanComparison, PlanReport, RankReport
+from torchrec_neuroshard.report import PlanComparison, PlanReport
+from torchrec_neuroshard.report.plan_report import rank_reports
 from torchrec_neuroshard.schedules import SEQUENTIAL
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
@@ -262,7 +262,6 @@ class StoredPlan:
         """
         made = self.fingerprint
         tables = plan_tables(self.plan, made.tables, made.world_size)
-        held = plan_holdings(self.plan, made.tables, made.memory_bytes)
         notes = ["memory is that of the weights alone: no more of it is stored"]
         found = self.predicted
         if found is None:
@@ -280,15 +279,13 @@ class StoredPlan:
                 search_seconds=0.0,
                 num_evaluated=0,
                 num_tables=len(tables),
-                ranks=tuple(
-                    RankReport(
-                        rank=rank,
-                        costs=RankCosts(*(float(ms.get(p, 0.0)) for p in PHASES)),
-                        **dataclasses.asdict(holding),
-                    )
-                    for rank, (holding, ms) in enumerate(
-                        zip(held, found["ranks"], strict=True)
-                    )
+                ranks=rank_reports(
+                    tables,
+                    [
+                        RankCosts(*(float(ms.get(p, 0.0)) for p in PHASES))
+                        for ms in found["ranks"]
+                    ],
+                    made.memory_bytes,
                 ),
                 num_split=sum(
                     t.num_shards > 1 and t.sharding_type in COLUMN_SHARDED_TYPES

@@ -830,7 +830,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             known.result,
             simulator,
             known.tables,
-            known.holdings,
+            known.memory_bytes,
             basis=known.basis,
             robustness=known.robustness,
             weight_sync=known.weight_sync,

@@ -22,8 +22,8 @@ from torchrec_neuroshard.planner.table_reader import (
 from torchrec_neuroshard.report import (
     HostTable,
     PlanBasis,
-    RankHolding,
     Robustness,
+    ShardReport,
     TableReport,
     WeightSync,
 )
@@ -43,8 +43,8 @@ class KnownPlan:
     """The tables that the result's placement counts, in its order."""
     tables: tuple[TableReport, ...]
     """All of them."""
-    holdings: tuple[RankHolding, ...]
-    """What each rank holds of them."""
+    memory_bytes: tuple[int, ...]
+    """What each rank has for them."""
     basis: PlanBasis | None = None
     """What its costs rest on."""
     robustness: Robustness | None = None
@@ -109,14 +109,15 @@ def describe_plan(
         finalists=next((r.result.finalists for r in records), ()),
     )
     hosts = costs.host_tables(selected)
+    devices, tier = (reserved or costs.topology).devices, device_tier(costs.topology)
     task = lowered.task
     if task is not None and best is not None:
         task = _with_limits(task, best.task)
     return KnownPlan(
         result=result,
         task=task,
-        tables=_table_reports(selected, device_tier(costs.topology), hosts),
-        holdings=_holdings(selected, reserved or costs.topology),
+        tables=_table_reports(selected, tier, hosts),
+        memory_bytes=tuple(int(getattr(d.storage, tier)) for d in devices),
         basis=costs.basis(selected, batch_size_is_default),
         robustness=robustness,
         weight_sync=costs.weight_sync(selected),
@@ -127,54 +128,32 @@ def _table_reports(
     selected: Sequence[ShardingOption], tier: str, hosts: Mapping[str, HostTable]
 ) -> tuple[TableReport, ...]:
     """Describe every table of a plan, placed and estimated."""
-    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
-    reports = []
-    for option in selected:
-        held = [s for s in option.shards if s.size[0]]  # ranks may be more than rows
-        ranks = tuple(sorted({int(s.rank) for s in held}))
-        reports.append(
-            TableReport(
-                table=table_name(option),
-                sharding_type=option.sharding_type,
-                compute_kernel=option.compute_kernel,
-                num_embeddings=int(option.tensor.shape[0]),
-                embedding_dim=int(option.tensor.shape[1]),
-                num_shards=len(held),
-                ranks=shared.setdefault(ranks, ranks),
-                used_bytes=sum(_bytes(s, tier) for s in held),
-                cost_ms=sum(float(s.perf.total) for s in held if s.perf),
-                host=hosts.get(table_name(option)),
-            )
-        )
-    return tuple(reports)
-
-
-def _bytes(shard: Shard, tier: str) -> float:
-    """What a shard takes; 0 where an enumerator that was given has not estimated it."""
-    return float(getattr(shard.storage, tier)) if shard.storage else 0.0
-
-
-def _holdings(
-    selected: Sequence[ShardingOption], devices: Topology
-) -> tuple[RankHolding, ...]:
-    """Say what each rank holds of a plan, and what it has for that."""
-    tier = device_tier(devices)
-    world_size = int(devices.world_size)
-    shards, columns, used = [0] * world_size, [0] * world_size, [0.0] * world_size
-    for option in selected:
-        for shard in option.shards:
-            if shard.size[0]:
-                shards[shard.rank] += 1
-                columns[shard.rank] += int(shard.size[1])
-                used[shard.rank] += _bytes(shard, tier)
     return tuple(
-        RankHolding(
-            num_shards=shards[rank],
-            columns=columns[rank],
-            used_bytes=used[rank],
-            memory_bytes=int(getattr(device.storage, tier)),
+        TableReport(
+            table=table_name(option),
+            sharding_type=option.sharding_type,
+            compute_kernel=option.compute_kernel,
+            num_embeddings=int(option.tensor.shape[0]),
+            embedding_dim=int(option.tensor.shape[1]),
+            # Ranks may be more than rows.
+            shards=tuple(_shard_report(s, tier) for s in option.shards if s.size[0]),
+            host=hosts.get(table_name(option)),
         )
-        for rank, device in enumerate(devices.devices)
+        for option in selected
+    )
+
+
+def _shard_report(shard: Shard, tier: str) -> ShardReport:
+    """Describe a shard; 0 is what an enumerator that was given has not estimated."""
+    perf = shard.perf
+    comms_ms = float(perf.fwd_comms + perf.bwd_comms) if perf else 0.0
+    return ShardReport(
+        rank=int(shard.rank),
+        num_embeddings=int(shard.size[0]),
+        embedding_dim=int(shard.size[1]),
+        used_bytes=float(getattr(shard.storage, tier)) if shard.storage else 0.0,
+        compute_ms=float(perf.total) - comms_ms if perf else 0.0,
+        comms_ms=comms_ms,
     )
 
 

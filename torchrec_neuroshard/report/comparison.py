@@ -96,6 +96,12 @@ class PlanComparison:
         """Return the comparison as text."""
         return "\n".join(_lines(self))
 
+    def _repr_html_(self) -> str:
+        """Return the comparison as notebooks show it."""
+        from torchrec_neuroshard.report.html import notebook_html
+
+        return notebook_html(self)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         known = not math.isnan(self.saved_ms)

@@ -15,13 +15,13 @@ from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.report.plan_report import (
     PlanBasis,
     PlanReport,
-    RankHolding,
-    RankReport,
     Robustness,
     ScheduleReport,
+    ShardReport,
     SplitReport,
     TableReport,
     WeightSync,
+    rank_reports,
 )
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.simulator import PredictedCosts, Simulator
@@ -39,7 +39,7 @@ def explain(
     result: SearchResult,
     simulator: Simulator | None,
     tables: Sequence[TableReport] | None = None,
-    holdings: Sequence[RankHolding] | None = None,
+    memory_bytes: Sequence[int] | None = None,
     max_splits: int = MAX_SPLITS,
     basis: PlanBasis | None = None,
     robustness: Robustness | None = None,
@@ -55,7 +55,7 @@ def explain(
         simulator: Of the task that the result is for; None where no table lies in
             column shards.
         tables: All of them. None: those of the placement.
-        holdings: What each rank holds of them. None: of the placement.
+        memory_bytes: What each rank has for them. None: as the task says.
         max_splits: Split tables explained one by one.
         basis: What the costs rest on.
         robustness: How the plan does if its costs are off.
@@ -65,8 +65,7 @@ def explain(
     task = simulator.task if simulator is not None else None
     if tables is None:
         tables = [] if task is None else _placed_tables(task, placement)
-    if holdings is None:
-        holdings = _holdings(task, placement)
+    memory = memory_bytes or (task.memory_bytes if task is not None else ())
     splits: list[SplitReport] = []
     num_split = 0
     if simulator is not None:
@@ -82,18 +81,8 @@ def explain(
         search_seconds=result.search_seconds,
         num_evaluated=result.num_evaluated,
         num_tables=len(tables),
-        ranks=tuple(
-            RankReport(
-                rank=rank,
-                num_shards=held.num_shards,
-                columns=held.columns,
-                used_bytes=held.used_bytes,
-                memory_bytes=held.memory_bytes,
-                costs=costs,
-            )
-            for rank, (held, costs) in enumerate(
-                zip(holdings, predicted.ranks, strict=True)
-            )
+        ranks=rank_reports(
+            tables, predicted.ranks, memory or (None,) * len(predicted.ranks)
         ),
         num_split=num_split,
         splits=tuple(splits[:max_splits]),
@@ -120,29 +109,17 @@ def _placed_tables(task: ShardingTask, placement: Placement) -> list[TableReport
             compute_kernel="fused",
             num_embeddings=task.tables[index].num_embeddings,
             embedding_dim=task.tables[index].embedding_dim,
-            num_shards=len(held),
-            ranks=tuple(sorted({s.rank for s in held})),
-            used_bytes=sum(task.shard_bytes(index, s.width) for s in held),
+            shards=tuple(
+                ShardReport(
+                    rank=s.rank,
+                    num_embeddings=task.tables[index].num_embeddings,
+                    embedding_dim=s.width,
+                    used_bytes=task.shard_bytes(index, s.width),
+                )
+                for s in held
+            ),
         )
         for index, held in shards.items()
-    ]
-
-
-def _holdings(task: ShardingTask | None, placement: Placement) -> list[RankHolding]:
-    """Say what each rank holds of a placement."""
-    held: list[list[ColumnShard]] = [[] for _ in range(placement.world_size)]
-    for shard in placement.shards:
-        held[shard.rank].append(shard)
-    used = [0.0] * len(held) if task is None else placement.rank_bytes(task)
-    memory = task.memory_bytes if task is not None else ()
-    return [
-        RankHolding(
-            num_shards=len(shards),
-            columns=sum(s.width for s in shards),
-            used_bytes=used[rank],
-            memory_bytes=memory[rank] if memory else None,
-        )
-        for rank, shards in enumerate(held)
     ]
 
 

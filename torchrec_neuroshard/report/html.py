@@ -1,49 +1,38 @@
-"""A plan's report as one HTML page that needs nothing else, not even a network."""
+"""A plan's report as one HTML page that needs nothing else, not even a network.
+
+What is prose is written here; charts and tables are drawn by `page.js` from the
+report's figures, which the page holds once, as JSON.
+"""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import functools
+import hashlib
 import html
+import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.report.comparison import PlanComparison
-from torchrec_neuroshard.report.plan_report import (
-    PlanBasis,
-    PlanReport,
-    RankReport,
-    TableReport,
-)
+from torchrec_neuroshard.report.plan_report import PlanBasis, PlanReport, TableReport
 from torchrec_neuroshard.simulator import PHASES
 
-__all__ = ["html_report", "write_html"]
+__all__ = ["html_report", "notebook_html", "write_html"]
 
-_COLORS = ("#8da0cb", "#1b6ca8", "#66c2a5", "#a6d854", "#e07b39")
-"""Of `PHASES`; told apart also without red and green by their lightness."""
-_WIDTH, _LABEL, _VALUE = 860, 70, 90
-_BAR, _THIN_BAR, _MANY = 18, 4, 64
-"""Height of a rank's bar; with more than so many ranks it is thin and has no label."""
 _GIB = 2**30
+_NO_SCRIPTS = "Charts and tables need JavaScript, which is off here."
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 960px;
-       margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; width: 100%; font-size: 0.92em; }
-th, td { text-align: left; padding: 0.3em 0.8em 0.3em 0; vertical-align: top;
-         border-bottom: 1px solid #ddd; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-.worst { font-weight: 600; }
-.note { color: #666; font-size: 0.92em; }
-.legend span { margin-right: 1.2em; white-space: nowrap; }
-.swatch { display: inline-block; width: 0.9em; height: 0.9em; margin-right: 0.4em;
-          vertical-align: -0.1em; }
-.warning { border-left: 4px solid #e07b39; padding-left: 0.8em; }
-svg text { font: 12px system-ui, sans-serif; fill: #222; }
-"""
+
+@functools.cache
+def _part(name: str) -> str:
+    """Return a file that lies beside this module."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def html_report(
@@ -55,87 +44,42 @@ def html_report(
         report: What `NeuroShardPlanner.report`, `evaluate` or `compare` returned.
         title: Of the page.
     """
-    body = [
-        f"<h1>{html.escape(title)}</h1>",
-        *(_comparison(report) if isinstance(report, PlanComparison) else _plan(report)),
-    ]
+    script = _part("page.js")
+    # The page's own script runs, no other; and nothing is fetched, whatever it says.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    )
+    compared = isinstance(report, PlanComparison)
     return "\n".join(
         [
             "<!DOCTYPE html>",
             "<html lang='en'><head><meta charset='utf-8'>",
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            "<meta name='viewport' content='width=device-width'>",
             f"<title>{html.escape(title)}</title>",
-            f"<style>{_STYLE}</style></head>",
+            f"<style>{_part('page.css')}</style></head>",
             "<body>",
-            *body,
+            f"<header><h1>{html.escape(title)}</h1>",
+            "<button id='theme' type='button'>Dark</button></header>",
+            f"<noscript><p class='warning'>{_NO_SCRIPTS}</p></noscript>",
+            *(_comparison(report) if compared else _plan(report, 0)),
+            f"<script type='application/json' id='data'>{_data(report)}</script>",
+            f"<script>{script}</script>",
             "</body></html>",
             "",
         ]
     )
 
 
-def _plan(report: PlanReport) -> list[str]:
-    return [
-        *_summary(report),
-        "<h2>What each rank does in an iteration</h2>",
-        _legend(),
-        _phase_bars(report.ranks),
-        "<p class='note'>Every collective waits for its slowest rank, so the critical "
-        "path is the sum over the phases of their longest bars, stage by stage.</p>",
-        *_rank_table(report.ranks),
-        "<h2>Memory of each rank</h2>",
-        _memory_bars(report.ranks),
-        *_tables(report.tables),
-        *_splits(report),
-        *_basis(report.basis),
-        *_warnings(report),
-    ]
-
-
-def _comparison(found: PlanComparison) -> Iterator[str]:
-    """Both plans side by side, then each by itself."""
-    yield f"<p>{html.escape(_sentence(found.verdict))}</p>"
-    names = [html.escape(name) for name in (found.first_name, found.second_name)]
-    titles = "".join(f"<th class='number'>{name}</th>" for name in names)
-    yield f"<table><tr><th></th>{titles}</tr>"
-    for name, *values in found.rows:
-        cells = "".join(
-            f"<td class='number'>{v:,}</td>"
-            if isinstance(v, int)
-            else f"<td class='number'>{v:.3f}</td>"
-            for v in values
-        )
-        yield f"<tr><td>{name}</td>{cells}</tr>"
-    yield "</table>"
-    yield "<h2>Tables that lie otherwise</h2>"
-    if not found.moves:
-        yield "<p>None.</p>"
-    else:
-        yield (
-            f"<p>{len(found.moves)} of {found.second.num_tables}; ranks would fetch "
-            f"{format_bytes(found.moved_bytes)} of weights.</p>"
-        )
-        yield f"<table><tr><th>table</th><th>{names[0]}</th><th>{names[1]}</th>"
-        yield "<th class='number'>to fetch</th></tr>"
-        for move in found.moves:
-            cells = "".join(
-                f"<td>{html.escape(text)}</td>"
-                for text in (move.table, move.before, move.after)
-            )
-            size = format_bytes(move.moved_bytes)
-            yield f"<tr>{cells}<td class='number'>{size}</td></tr>"
-        yield "</table>"
-    yield from (f"<p class='note'>{html.escape(note)}</p>" for note in found.notes)
-    # What both have in common is said of the second alone.
-    first = dataclasses.replace(
-        found.first,
-        basis=None if found.first.basis == found.second.basis else found.first.basis,
-        warnings=tuple(
-            w for w in found.first.warnings if w not in found.second.warnings
-        ),
+def notebook_html(report: PlanReport | PlanComparison) -> str:
+    """Lay a report out as a frame of a notebook, out of reach of what is around it."""
+    return (
+        "<iframe sandbox='allow-scripts' style='width: 100%; height: 640px; "
+        "border: 1px solid #8884; border-radius: 8px; resize: vertical' "
+        f'srcdoc="{html.escape(html_report(report))}"></iframe>'
     )
-    for name, report in zip(names, (first, found.second), strict=True):
-        yield f"<h1>{name[0].upper()}{name[1:]}</h1>"
-        yield from _plan(report)
 
 
 def write_html(
@@ -150,25 +94,173 @@ def write_html(
     os.replace(temporary, target)
 
 
-def _summary(report: PlanReport) -> Iterator[str]:
-    known = "how far above the best possible is unknown"
-    if report.lower_bound_ms > 0:
-        known = (
-            f"no plan can be below {report.lower_bound_ms:.3f} ms by the same costs: "
-            f"a gap of at most <b>{report.gap:.1%}</b>"
+def _data(report: PlanReport | PlanComparison) -> str:
+    """Return what `page.js` draws, as JSON that ends no element of the page."""
+    if isinstance(report, PlanComparison):
+        plans = [
+            _plan_data(report.first, report.first_name),
+            _plan_data(report.second, report.second_name),
+        ]
+        moves = [[m.table, m.before, m.after, m.moved_bytes] for m in report.moves]
+    else:
+        plans, moves = [_plan_data(report, "")], []
+    data = {"phases": PHASES, "plans": plans, "moves": moves}
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _plan_data(report: PlanReport, name: str) -> dict[str, Any]:
+    path_ms = report.critical_path_ms
+    return {
+        "name": name,
+        "path_ms": 0.0 if math.isnan(path_ms) else path_ms,
+        "bound_ms": report.lower_bound_ms,
+        "ranks": [
+            [
+                rank.num_shards,
+                rank.columns,
+                rank.used_bytes,
+                rank.memory_bytes,
+                [getattr(rank.costs, phase) for phase in PHASES],
+            ]
+            for rank in report.ranks
+        ],
+        "tables": [_table_data(table) for table in report.tables],
+        "splits": [
+            [
+                split.table,
+                ", ".join(f"{width} ({rank})" for width, rank in split.shards),
+                split.reason(path_ms),
+            ]
+            for split in report.splits
+        ],
+    }
+
+
+def _table_data(table: TableReport) -> list[Any]:
+    return [
+        table.table,
+        table.sharding_type,
+        table.compute_kernel,
+        table.num_embeddings,
+        table.embedding_dim,
+        "" if table.host is None else _sentence(str(table.host)),
+        [
+            [
+                shard.rank,
+                shard.num_embeddings,
+                shard.embedding_dim,
+                round(shard.used_bytes),
+                float(f"{shard.compute_ms:.6g}"),
+                float(f"{shard.comms_ms:.6g}"),
+            ]
+            for shard in table.shards
+        ],
+    ]
+
+
+def _view(name: str, plan: int = 0) -> str:
+    """Return the place of what `page.js` draws."""
+    return f"<div data-view='{name}' data-plan='{plan}'></div>"
+
+
+def _plan(report: PlanReport, number: int) -> Iterator[str]:
+    """Lay out one of the page's plans."""
+    yield from _summary(report)
+    yield f"<div class='box'><h2>Critical path</h2>{_view('path', number)}"
+    yield "<h2>What each rank does in an iteration</h2>"
+    yield _view("legend") + _view("phases", number)
+    yield "<h2>Memory of each rank</h2>"
+    yield f"{_view('memory', number)}</div>"
+    yield "<h2>Tables</h2>"
+    yield _view("tables", number)
+    yield "<h2>Ranks</h2>"
+    yield "<p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>"
+    yield _view("ranks", number)
+    yield "<h2>Split tables, and why</h2>"
+    if report.splits:
+        yield _view("splits", number)
+    else:
+        yield "<p>No table is split, or it is not known why.</p>"
+    if report.num_split > len(report.splits) > 0:
+        yield (
+            f"<p class='note'>... and {report.num_split - len(report.splits)} more, "
+            "which cost less in one piece.</p>"
         )
-    yield (
-        f"<p>{report.num_tables} tables on {len(report.ranks)} ranks, "
-        f"{report.num_split} split. "
-        + (
-            "What the plan costs is not known.</p>"
-            if math.isnan(report.critical_path_ms)
-            else "Predicted critical path "
-            f"<b>{report.critical_path_ms:.3f} ms</b>; {known}.</p>"
+    yield from _basis(report.basis)
+    yield from _warnings(report)
+
+
+def _comparison(found: PlanComparison) -> Iterator[str]:
+    """Lay out both plans side by side, then each by itself."""
+    yield f"<p>{html.escape(_sentence(found.verdict))}</p>"
+    names = [html.escape(name) for name in (found.first_name, found.second_name)]
+    yield "<div class='pair'>"
+    for number, name in enumerate(names):
+        title = f"<h3>{name[0].upper()}{name[1:]}</h3>"
+        yield f"<div class='box'>{title}{_view('phases', number)}</div>"
+    yield f"</div>{_view('legend')}"
+    titles = "".join(f"<th class='number'>{name}</th>" for name in names)
+    yield f"<div class='scroll'><table><tr><th></th>{titles}"
+    yield "<th class='number'>change</th></tr>"
+    for name, *values in found.rows:
+        first, second = values
+        shown = [f"{v:,}" if isinstance(v, int) else f"{v:.3f}" for v in values]
+        shown.append(f"{second / first - 1:+.1%}" if first > 0 else "")
+        cells = "".join(f"<td class='number'>{text}</td>" for text in shown)
+        yield f"<tr><td>{name}</td>{cells}</tr>"
+    yield "</table></div>"
+    yield "<h2>Tables that lie otherwise</h2>"
+    if not found.moves:
+        yield "<p>None.</p>"
+    else:
+        yield (
+            f"<p>{len(found.moves)} of {found.second.num_tables}; ranks would fetch "
+            f"{format_bytes(found.moved_bytes)} of weights.</p>"
         )
+        yield _view("moves")
+    yield from (f"<p class='note'>{html.escape(note)}</p>" for note in found.notes)
+    # What both have in common is said of the second alone.
+    first_alone = dataclasses.replace(
+        found.first,
+        basis=None if found.first.basis == found.second.basis else found.first.basis,
+        warnings=tuple(
+            w for w in found.first.warnings if w not in found.second.warnings
+        ),
     )
-    if report.lower_bound_ms > 0:
-        yield _bound_bar(report.lower_bound_ms, report.critical_path_ms)
+    for number, report in enumerate((first_alone, found.second)):
+        name = names[number]
+        yield f"<h1 class='plan'>{name[0].upper()}{name[1:]}</h1>"
+        yield from _plan(report, number)
+
+
+def _summary(report: PlanReport) -> Iterator[str]:
+    path_ms, bound_ms = report.critical_path_ms, report.lower_bound_ms
+    bound = "how far above the best possible is unknown"
+    if bound_ms > 0:
+        bound = f"at most {report.gap:.1%} above the best possible"
+    path, known = f"{path_ms:.3f} ms", not math.isnan(path_ms)
+    fullest = max(report.ranks, key=lambda rank: rank.used_bytes)
+    room = ""
+    if fullest.memory_bytes:
+        room = f"of {fullest.memory_bytes / _GIB:.2f} GiB, "
+    cards = (
+        ("critical path, predicted", path if known else "not known", bound),
+        (
+            "tables",
+            f"{report.num_tables:,}",
+            f"on {len(report.ranks)} ranks, {report.num_split:,} split",
+        ),
+        (
+            "fullest rank",
+            f"{fullest.used_bytes / _GIB:.2f} GiB",
+            f"{room}rank {fullest.rank}",
+        ),
+    )
+    yield "<div class='cards'>"
+    for title, value, more in cards:
+        yield f"<div><span>{title}</span><b>{value}</b><span>{more}</span></div>"
+    yield "</div>"
     estimated = report.basis is not None and report.basis.estimate_error is not None
     uncertain = (
         f" The ensemble of nets differs by up to {report.uncertainty:.1%} on a rank."
@@ -202,168 +294,6 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _bound_bar(bound_ms: float, path_ms: float) -> str:
-    """The critical path, and how much of it no plan can do without."""
-    room = _WIDTH - _LABEL - _VALUE
-    share = min(1.0, bound_ms / path_ms) if path_ms > 0 else 0.0
-    return _svg(
-        _BAR + 4,
-        [
-            f"<text x='0' y='{_BAR - 4}'>bound</text>",
-            _rect(_LABEL, 2, room, _BAR, "#f2c9ac", f"critical path {path_ms:.3f} ms"),
-            _rect(_LABEL, 2, room * share, _BAR, "#1b6ca8", f"bound {bound_ms:.3f} ms"),
-            f"<text x='{_LABEL + room + 8}' y='{_BAR - 2}'>{path_ms:.3f} ms</text>",
-        ],
-    )
-
-
-def _legend() -> str:
-    entries = (
-        f"<span><i class='swatch' style='background:{color}'></i>{name}</span>"
-        for name, color in zip(PHASES, _COLORS, strict=True)
-    )
-    return f"<p class='legend'>{''.join(entries)}</p>"
-
-
-def _phase_bars(ranks: Sequence[RankReport]) -> str:
-    """A stacked bar per rank."""
-    totals = [sum(r.costs.to_json().values()) for r in ranks]
-    scale = (_WIDTH - _LABEL - _VALUE) / max(*totals, 1e-12)
-    step, shapes = _rows(ranks)
-    for row, (rank, total) in enumerate(zip(ranks, totals, strict=True)):
-        left = float(_LABEL)
-        for name, color in zip(PHASES, _COLORS, strict=True):
-            ms = float(getattr(rank.costs, name))
-            text = f"rank {rank.rank}, {name}: {ms:.3f} ms"
-            shapes.append(_rect(left, row * step, ms * scale, step - 1, color, text))
-            left += ms * scale
-        if len(ranks) <= _MANY:
-            y = row * step + _BAR - 5
-            shapes.append(f"<text x='{left + 8:.1f}' y='{y}'>{total:.3f} ms</text>")
-    return _svg(step * len(ranks), shapes)
-
-
-def _memory_bars(ranks: Sequence[RankReport]) -> str:
-    """What each rank holds, before what it has."""
-    most = max(max(r.used_bytes, r.memory_bytes or 0) for r in ranks)
-    scale = (_WIDTH - _LABEL - 2 * _VALUE) / max(most, 1.0)
-    step, shapes = _rows(ranks)
-    for row, rank in enumerate(ranks):
-        used = rank.used_bytes / _GIB
-        text = f"{used:.2f} GiB"
-        right = rank.used_bytes
-        if rank.memory_bytes is not None:
-            text += f" of {rank.memory_bytes / _GIB:.2f}"
-            right = max(right, rank.memory_bytes)
-            shapes.append(
-                _rect(_LABEL, row * step, rank.memory_bytes * scale, step - 1, "#ddd")
-            )
-        title = f"rank {rank.rank}: {text}, {rank.num_shards} shards"
-        shapes.append(
-            _rect(
-                _LABEL, row * step, rank.used_bytes * scale, step - 1, "#66c2a5", title
-            )
-        )
-        if len(ranks) <= _MANY:
-            x, y = _LABEL + right * scale + 8, row * step + _BAR - 5
-            shapes.append(f"<text x='{x:.1f}' y='{y}'>{text}</text>")
-    return _svg(step * len(ranks), shapes)
-
-
-def _rows(ranks: Sequence[RankReport]) -> tuple[int, list[str]]:
-    """Height of a rank's row, and the labels in front of the rows."""
-    if len(ranks) > _MANY:
-        return _THIN_BAR, []
-    return _BAR, [
-        f"<text x='0' y='{row * _BAR + _BAR - 5}'>rank {rank.rank}</text>"
-        for row, rank in enumerate(ranks)
-    ]
-
-
-def _rect(
-    x: float, y: float, width: float, height: float, color: str, title: str = ""
-) -> str:
-    return (
-        f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.0):.2f}' "
-        f"height='{height:.1f}' fill='{color}'>"
-        f"<title>{html.escape(title)}</title></rect>"
-    )
-
-
-def _svg(height: float, shapes: Sequence[str]) -> str:
-    return (
-        f"<svg viewBox='0 0 {_WIDTH} {height:.0f}' width='100%' role='img'>"
-        + "".join(shapes)
-        + "</svg>"
-    )
-
-
-def _rank_table(ranks: Sequence[RankReport]) -> Iterator[str]:
-    worst = {p: max(getattr(r.costs, p) for r in ranks) for p in PHASES}
-    titles = ("rank", "shards", "columns", *PHASES)
-    yield "<table><tr>" + "".join(f"<th class='number'>{t}</th>" for t in titles)
-    yield "</tr>"
-    for rank in ranks:
-        cells = [
-            f"<td class='number'>{value:,}</td>"
-            for value in (rank.rank, rank.num_shards, rank.columns)
-        ]
-        for phase in PHASES:
-            ms = getattr(rank.costs, phase)
-            kind = "number worst" if 0 < ms == worst[phase] else "number"
-            cells.append(f"<td class='{kind}'>{ms:.3f}</td>")
-        yield f"<tr>{''.join(cells)}</tr>"
-    yield "</table>"
-    yield "<p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>"
-
-
-def _splits(report: PlanReport) -> Iterator[str]:
-    yield "<h2>Split tables, and why</h2>"
-    if not report.splits:
-        yield "<p>No table is split.</p>"
-        return
-    yield "<table><tr><th>table</th><th>columns (rank)</th><th>why</th></tr>"
-    for split in report.splits:
-        shards = ", ".join(f"{width} ({rank})" for width, rank in split.shards)
-        yield (
-            f"<tr><td>{html.escape(split.table)}</td><td>{shards}</td>"
-            f"<td>{html.escape(split.reason(report.critical_path_ms))}</td></tr>"
-        )
-    yield "</table>"
-    if report.num_split > len(report.splits):
-        yield (
-            f"<p class='note'>... and {report.num_split - len(report.splits)} more, "
-            "which cost less in one piece.</p>"
-        )
-
-
-def _tables(tables: Sequence[TableReport]) -> Iterator[str]:
-    if not tables:
-        return
-    yield "<h2>Tables</h2>"
-    titles = ("rows", "columns", "GiB", "ms")
-    yield "<table><tr><th>table</th><th>where</th>" + "".join(
-        f"<th class='number'>{title}</th>" for title in titles
-    )
-    yield "</tr>"
-    for table in tables:
-        host = f"; {html.escape(str(table.host))}" if table.host is not None else ""
-        cells = (
-            f"{table.num_embeddings:,}",
-            str(table.embedding_dim),
-            f"{table.used_bytes / _GIB:.2f}",
-            f"{table.cost_ms:.3f}",
-        )
-        yield (
-            f"<tr><td>{html.escape(table.table)}</td>"
-            f"<td>{html.escape(table.place)}{host}</td>"
-            + "".join(f"<td class='number'>{cell}</td>" for cell in cells)
-            + "</tr>"
-        )
-    yield "</table>"
-    yield "<p class='note'>Milliseconds of all of a table's ranks together.</p>"
-
-
 def _basis(basis: PlanBasis | None) -> Iterator[str]:
     if basis is None:
         return
@@ -373,7 +303,8 @@ def _basis(basis: PlanBasis | None) -> Iterator[str]:
     if basis.estimate_error is not None:
         error = html.escape(basis.estimate_error)
         yield f"<p class='warning'>The estimate of kernels may be off: {error}.</p>"
-    yield "<table><tr><th>figure</th><th class='number'>value</th><th>from</th></tr>"
+    yield "<div class='scroll'><table>"
+    yield "<tr><th>figure</th><th class='number'>value</th><th>from</th></tr>"
     for figure in basis.figures:
         source = f"{figure.basis}: {figure.source}" if figure.source else figure.basis
         yield (
@@ -385,7 +316,7 @@ def _basis(basis: PlanBasis | None) -> Iterator[str]:
             f"<tr><td>ids per sample</td><td class='number'>{count} features</td>"
             f"<td>{html.escape(source)}</td></tr>"
         )
-    yield "</table>"
+    yield "</table></div>"
     if basis.assumptions:
         yield "<p>Assumed, that is neither given nor published nor measured:</p>"
         yield "<ul class='warning'>"

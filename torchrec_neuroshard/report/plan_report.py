@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,15 @@ __all__ = [
     "HostTable",
     "PlanBasis",
     "PlanReport",
-    "RankHolding",
     "RankReport",
     "Robustness",
     "ScheduleReport",
+    "ShardReport",
     "SplitReport",
     "TableReport",
     "WeightSync",
     "head_lines",
+    "rank_reports",
     "shown_ranks",
     "tail_lines",
 ]
@@ -226,22 +227,16 @@ class ScheduleReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankHolding:
-    """What one rank holds, of all tables and in the memory that fused ones live in."""
+class RankReport:
+    """What one rank holds, in the memory that fused tables live in, and does."""
 
+    rank: int
     num_shards: int
     columns: int
     """Widths of its shards together."""
     used_bytes: float
     memory_bytes: int | None
     """What the rank has for shards; None where it is not limited."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankReport(RankHolding):
-    """What one rank holds and does."""
-
-    rank: int
     costs: RankCosts
     """Over all stages [ms]."""
 
@@ -318,6 +313,23 @@ class HostTable:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ShardReport:
+    """A piece of a table: where it lies and what it takes there."""
+
+    rank: int
+    num_embeddings: int
+    """Rows of the table in it."""
+    embedding_dim: int
+    """Columns of the table in it."""
+    used_bytes: float
+    """In the memory that fused tables live in."""
+    compute_ms: float = 0.0
+    """Its part of what its rank's kernels take in an iteration; 0: not known."""
+    comms_ms: float = 0.0
+    """Its part of what its rank's collectives take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TableReport:
     """Where one table lies, what it takes there."""
 
@@ -326,15 +338,30 @@ class TableReport:
     compute_kernel: str
     num_embeddings: int
     embedding_dim: int
-    num_shards: int
-    ranks: tuple[int, ...]
-    """That hold some of it, ascending."""
-    used_bytes: float
-    """Of all its shards, in the memory that fused tables live in."""
-    cost_ms: float = 0.0
-    """Its part of what its ranks take in an iteration, over these; 0: not known."""
+    shards: tuple[ShardReport, ...]
+    """In the order of rows and columns."""
     host: HostTable | None = None
     """None where its rows are on the devices, or nobody knows what they cost."""
+
+    @property
+    def num_shards(self) -> int:
+        """Pieces that it lies in."""
+        return len(self.shards)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that hold some of it, ascending."""
+        return tuple(sorted({shard.rank for shard in self.shards}))
+
+    @property
+    def used_bytes(self) -> float:
+        """Of all its shards, in the memory that fused tables live in."""
+        return sum(shard.used_bytes for shard in self.shards)
+
+    @property
+    def cost_ms(self) -> float:
+        """Its part of what its ranks take in an iteration, over these; 0: unknown."""
+        return sum(shard.compute_ms + shard.comms_ms for shard in self.shards)
 
     @property
     def place(self) -> str:
@@ -342,6 +369,37 @@ class TableReport:
         kernel = "" if self.compute_kernel == "fused" else f" ({self.compute_kernel})"
         shards = f"{self.num_shards} shards on " if self.num_shards > 1 else ""
         return f"{self.sharding_type}{kernel}, {shards}{_listed_ranks(self.ranks)}"
+
+
+def rank_reports(
+    tables: Iterable[TableReport],
+    costs: Sequence[RankCosts],
+    memory_bytes: Sequence[int | None],
+) -> tuple[RankReport, ...]:
+    """Say what each rank holds and does.
+
+    Args:
+        tables: All of them.
+        costs: Of each rank.
+        memory_bytes: What each has for shards.
+    """
+    held: list[list[ShardReport]] = [[] for _ in costs]
+    for table in tables:
+        for shard in table.shards:
+            held[shard.rank].append(shard)
+    return tuple(
+        RankReport(
+            rank=rank,
+            num_shards=len(shards),
+            columns=sum(s.embedding_dim for s in shards),
+            used_bytes=float(sum(s.used_bytes for s in shards)),
+            memory_bytes=memory,
+            costs=cost,
+        )
+        for rank, (shards, memory, cost) in enumerate(
+            zip(held, memory_bytes, costs, strict=True)
+        )
+    )
 
 
 def _listed_ranks(ranks: Sequence[int]) -> str:
@@ -396,11 +454,20 @@ class PlanReport:
             lines += ["", *tail]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """Return the report as notebooks show it."""
+        from torchrec_neuroshard.report.html import notebook_html
+
+        return notebook_html(self)
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         data = dataclasses.asdict(self)
         for rank, report in zip(data["ranks"], self.ranks, strict=True):
             rank["costs"] = report.costs.to_json()
+        for table, held in zip(data["tables"], self.tables, strict=True):
+            for name in ("num_shards", "ranks", "used_bytes", "cost_ms"):
+                table[name] = getattr(held, name)
         if self.basis is not None:
             data["basis"]["assumptions"] = list(self.basis.assumptions)
         return data

@@ -1,0 +1,491 @@
+"use strict";
+// Fills the report's page from the JSON in it. Names reach the page as text alone.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const CHUNK = 100; // rows of a table that are laid out at a time
+  const FEW = 24; // ranks whose bars have room between them
+
+  // ---- small things ----
+
+  function make(tag, props = {}, ...children) {
+    const { class: name, aria = {}, on = {}, ...rest } = props;
+    const node = Object.assign(document.createElement(tag), rest);
+    if (name) node.className = name;
+    for (const [key, value] of Object.entries(aria)) node.setAttribute(key, value);
+    for (const [key, value] of Object.entries(on)) node.addEventListener(key, value);
+    node.append(...children);
+    return node;
+  }
+
+  const whole = (x) => x.toLocaleString("en-US");
+  const ms = (x) => x.toFixed(3);
+  const gib = (x) => (x / 2 ** 30).toFixed(2);
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
+  const largest = (values) => values.reduce((a, b) => Math.max(a, b), 0);
+  const swatch = (name) => make("i", { class: `swatch ${name}` });
+
+  function runs(ranks) {
+    const found = [];
+    for (const rank of ranks) {
+      const last = found[found.length - 1];
+      if (last && rank === last[1] + 1) last[1] = rank;
+      else found.push([rank, rank]);
+    }
+    const more = found.length - 6;
+    const texts = found.slice(0, 6).map(([a, b]) => (a === b ? `${a}` : `${a}-${b}`));
+    return texts.join(", ") + (more > 0 ? ` and ${more} more` : "");
+  }
+
+  const tip = document.body.appendChild(make("div", { class: "tip", hidden: true }));
+
+  function hint(event, lines) {
+    tip.replaceChildren(...lines);
+    tip.hidden = false;
+    const { innerWidth, innerHeight } = window;
+    const { width, height } = tip.getBoundingClientRect();
+    const left = Math.min(event.clientX + 14, innerWidth - width - 8);
+    const below = event.clientY + 18;
+    const top = below + height > innerHeight ? event.clientY - height - 12 : below;
+    tip.style.left = `${Math.max(4, left)}px`;
+    tip.style.top = `${Math.max(4, top)}px`;
+  }
+
+  const line = (left, right, name = "") =>
+    make("div", { class: name }, make("span", {}, ...left), make("span", {}, right));
+
+  // ---- tables that can be sorted and filtered ----
+
+  // A column: title, get(row) -> what is sorted by, show(row) -> text or node,
+  // `number` if it is one, mark(row) -> class. Rows are laid out as they are reached.
+  function grid({ label, columns, rows, tools = [], start, detail, hover, open }) {
+    const head = make("tr");
+    const body = make("tbody");
+    const count = make("span", { aria: { role: "status" } });
+    const words = make("input", {
+      type: "search",
+      placeholder: "Filter: words that a row has",
+      aria: { "aria-label": `Filter ${label}` },
+      on: { input: () => update() },
+    });
+    const scroll = make("div", { class: "scroll", tabIndex: 0 });
+    scroll.append(make("table", { aria: { "aria-label": label } },
+      make("thead", {}, head), body));
+    let shown = [];
+    let next = 0;
+    let order = start;
+
+    for (const column of columns) {
+      const th = make("th", { scope: "col", class: column.number ? "number" : "" });
+      const press = () => {
+        const down = order && order.column === column ? !order.down : !!column.number;
+        order = { column, down };
+        update();
+      };
+      th.append(make("button", { type: "button", on: { click: press } },
+        ...(column.icon ? [column.icon] : []), column.title));
+      column.head = th;
+      head.append(th);
+    }
+
+    function lay(row) {
+      const cells = columns.map((column) => {
+        const value = column.show ? column.show(row) : column.get(row);
+        const mark = column.mark ? column.mark(row) : "";
+        const kind = column.number ? "number" : (column.kind ?? "");
+        return make("td", { class: `${kind} ${mark}`.trim() }, value ?? "");
+      });
+      const tr = make("tr", {}, ...cells);
+      if (hover) {
+        tr.addEventListener("mouseenter", () => hover(row));
+        tr.addEventListener("mouseleave", () => hover(null));
+      }
+      if (open) tr.addEventListener("click", () => open(row));
+      if (detail) {
+        const cell = cells[0];
+        const button = make("button", {
+          type: "button", aria: { "aria-expanded": "false" },
+        }, ...cell.childNodes);
+        cell.replaceChildren(button);
+        button.addEventListener("click", () => {
+          const shut = button.getAttribute("aria-expanded") === "true";
+          button.setAttribute("aria-expanded", String(!shut));
+          if (shut) tr.nextSibling.remove();
+          else tr.after(make("tr", { class: "detail" },
+            make("td", { colSpan: columns.length }, ...detail(row))));
+        });
+      }
+      return tr;
+    }
+
+    function more(limit = CHUNK) {
+      body.append(...shown.slice(next, next + limit).map(lay));
+      next = Math.min(shown.length, next + limit);
+    }
+
+    function update() {
+      const all = rows();
+      const wanted = words.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const text = (row) =>
+        columns.filter((c) => !c.number).map((c) => String(c.get(row))).join(" ")
+          .toLowerCase();
+      shown = wanted.length
+        ? all.filter((row) => ((t) => wanted.every((w) => t.includes(w)))(text(row)))
+        : [...all];
+      if (order) {
+        const { get } = order.column;
+        const sign = order.down ? -1 : 1;
+        shown.sort((a, b) => {
+          const [x, y] = [get(a), get(b)];
+          if (x === null || y === null) return (x === null) - (y === null);
+          if (typeof x === "string") {
+            return sign * x.localeCompare(y, "en", { numeric: true });
+          }
+          return sign * (x - y);
+        });
+      }
+      for (const column of columns) {
+        const on = order && order.column === column;
+        if (!on) column.head.removeAttribute("aria-sort");
+        else {
+          column.head.setAttribute("aria-sort", order.down ? "descending" : "ascending");
+        }
+      }
+      count.textContent = shown.length === all.length
+        ? `${whole(all.length)} ${label}`
+        : `${whole(shown.length)} of ${whole(all.length)} ${label}`;
+      body.replaceChildren();
+      next = 0;
+      scroll.scrollTop = 0;
+      more();
+    }
+
+    scroll.addEventListener("scroll", () => {
+      const left = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
+      if (next < shown.length && left < 600) more();
+    });
+    window.addEventListener("beforeprint", () => more(shown.length));
+    update();
+    return { nodes: [make("div", { class: "tools" }, words, ...tools, count), scroll], update };
+  }
+
+  // ---- a plan ----
+
+  const plans = data.plans.map((given) => {
+    const ranks = given.ranks.map(([shards, columns, used, memory, phases], rank) => ({
+      rank, shards, columns, used, memory, phases, total: sum(phases),
+    }));
+    const tables = given.tables.map(([name, type, kernel, rows, columns, note, shards]) => ({
+      name, type, kernel, rows, columns, note,
+      shards: shards.map(([rank, r, c, used, compute, comms]) => ({
+        rank, rows: r, columns: c, used, compute, comms,
+      })),
+    }));
+    for (const table of tables) {
+      table.ranks = [...new Set(table.shards.map((s) => s.rank))].sort((a, b) => a - b);
+    }
+    const worst = data.phases.map((_, p) => largest(ranks.map((r) => r.phases[p])));
+    const slowest = worst.map((value, p) =>
+      (value > 0 ? ranks.filter((r) => r.phases[p] === value).map((r) => r.rank) : []));
+    return {
+      ...given, ranks, tables, worst, slowest,
+      costed: tables.some((t) => t.shards.some((s) => s.compute || s.comms)),
+      charts: [], // columns of each chart, by rank
+      rank: null, // the one that is looked at
+      pick: () => {},
+    };
+  });
+
+  function light(plan, ranks) {
+    const lit = new Set(ranks);
+    for (const columns of plan.charts) {
+      columns.forEach((node, rank) => node.classList.toggle("lit", lit.has(rank)));
+    }
+  }
+
+  function phaseLines(plan, rank, hot) {
+    const lines = data.phases.map((name, p) => {
+      const slow = plan.slowest[p].includes(rank.rank) ? ", slowest" : "";
+      return line([swatch(`c${p}`), name], `${ms(rank.phases[p])} ms${slow}`,
+        p === hot ? "hot" : "");
+    });
+    return [line([`rank ${rank.rank}`], `${ms(rank.total)} ms`, "hot"), ...lines];
+  }
+
+  function memoryLine(rank) {
+    const of = rank.memory === null
+      ? " GiB" : ` of ${gib(rank.memory)} GiB (${(100 * rank.used / rank.memory).toFixed(0)}%)`;
+    return gib(rank.used) + of;
+  }
+
+  // A column for each rank. parts(rank) -> [class, value]; top: the scale's end.
+  function chart(plan, { label, top, unit, parts, lines, low }) {
+    const step = 10 ** Math.floor(Math.log10(top / 2 || 1));
+    const tick = [1, 2, 5, 10].map((k) => k * step).find((k) => top / k <= (low ? 4 : 5));
+    const axis = make("div", { class: "axis" });
+    const bars = make("div", { class: "bars" });
+    for (let value = 0; value <= top * 1.001; value += tick) {
+      const place = `${(100 * value) / top}%`;
+      const text = `${+value.toPrecision(3)}${value ? "" : ` ${unit}`}`;
+      const mark = make("span", {}, text);
+      const rule = make("hr");
+      mark.style.bottom = rule.style.bottom = place;
+      axis.append(mark);
+      bars.append(rule);
+    }
+    const few = plan.ranks.length <= FEW;
+    const host = make("div", {
+      class: `chart${low ? " low" : ""}${few ? " few" : ""}`,
+      aria: { role: "img", "aria-label": label },
+    });
+    const every = Math.ceil(plan.ranks.length / 32);
+    const names = make("div", { class: "names" });
+    const columns = plan.ranks.map((rank) => {
+      const column = make("div", { class: "col" });
+      for (const [name, value] of parts(rank)) {
+        const part = make("i", { class: name });
+        part.style.height = `${(100 * value) / top}%`;
+        column.append(part);
+      }
+      const hotOf = (node) => {
+        const p = [...node.classList].find((n) => /^c\d$/.test(n));
+        return p ? +p[1] : null;
+      };
+      column.addEventListener("mousemove", (event) => {
+        const hot = hotOf(event.target);
+        if (hot === null) delete host.dataset.hot;
+        else host.dataset.hot = hot;
+        hint(event, lines(rank, hot));
+      });
+      column.addEventListener("click", () => plan.pick(rank.rank));
+      names.append(make("span", {}, rank.rank % every ? "" : `${rank.rank}`));
+      return column;
+    });
+    host.addEventListener("mouseleave", () => {
+      tip.hidden = true;
+      delete host.dataset.hot;
+    });
+    bars.append(make("div", { class: "cols" }, ...columns));
+    plan.charts.push(columns);
+    host.append(axis, bars, names);
+    return host;
+  }
+
+  const click = "Click a rank to see its tables.";
+  const views = {
+    legend: () => [make("div", { class: "legend" }, ...data.phases.map((name, p) =>
+      make("span", {}, swatch(`c${p}`), name)))],
+
+    path(plan) {
+      const total = sum(plan.worst);
+      if (!(total > 0) || !plan.path_ms) return [make("p", { class: "note" }, "Not known.")];
+      const bar = make("div", { class: "path" });
+      plan.worst.forEach((value, p) => {
+        const part = make("i", { class: `c${p}` });
+        part.style.width = `${(100 * value) / total}%`;
+        part.addEventListener("mousemove", (event) => hint(event, [
+          line([swatch(`c${p}`), data.phases[p]], `${ms(value)} ms`, "hot"),
+          line([`${(100 * value / total).toFixed(1)}% of the path`],
+            `slowest: rank ${runs(plan.slowest[p])}`),
+        ]));
+        bar.append(part);
+      });
+      if (plan.bound_ms > 0) {
+        const bound = make("div", { class: "bound" });
+        bound.style.left = `${Math.min(100, (100 * plan.bound_ms) / total)}%`;
+        bar.append(bound);
+      }
+      bar.addEventListener("mouseleave", () => { tip.hidden = true; });
+      const said = ["Each phase as long as on its slowest rank: collectives wait for it."];
+      if (plan.bound_ms > 0) said.push(`Dashed: no plan is below ${ms(plan.bound_ms)} ms.`);
+      if (Math.abs(total / plan.path_ms - 1) > 1e-3) {
+        said.push(`Together ${ms(total)} ms; by stages, other layers and what runs beside `
+          + `something else, the path is ${ms(plan.path_ms)} ms.`);
+      }
+      return [bar, make("p", { class: "note" }, said.join(" "))];
+    },
+
+    phases(plan) {
+      // Plans that stand on one page have one scale.
+      const top = 1.05 * largest(plans.flatMap((p) => p.ranks.map((r) => r.total)));
+      if (!(top > 0)) return [make("p", { class: "note" }, "Not known.")];
+      return [chart(plan, {
+        label: "Milliseconds of each rank, phase by phase", top, unit: "ms",
+        parts: (rank) => rank.phases.map((value, p) => [`c${p}`, value]),
+        lines: (rank, hot) => [...phaseLines(plan, rank, hot), make("em", {}, click)],
+      })];
+    },
+
+    memory(plan) {
+      const held = (r) => Math.max(r.used, r.memory ?? 0);
+      const top = largest(plans.flatMap((p) => p.ranks.map(held))) / 2 ** 30 || 1;
+      return [chart(plan, {
+        label: "Memory of each rank", top, unit: "GiB", low: true,
+        parts: (rank) => [
+          ...(rank.memory === null ? [] : [["limit", rank.memory / 2 ** 30]]),
+          ["used", rank.used / 2 ** 30],
+        ],
+        lines: (rank) => [
+          line([`rank ${rank.rank}`], memoryLine(rank), "hot"),
+          line(["shards"], whole(rank.shards)), make("em", {}, click),
+        ],
+      })];
+    },
+
+    ranks(plan) {
+      const number = (title, get, show = whole) => ({
+        title, number: true, get, show: (row) => show(get(row)),
+      });
+      const columns = [
+        number("rank", (r) => r.rank),
+        number("all phases", (r) => r.total, ms),
+        ...data.phases.map((name, p) => ({
+          ...number(name, (r) => r.phases[p], ms), icon: swatch(`c${p}`),
+          // Where most are equally slow, none stands out.
+          mark: (r) => (plan.slowest[p].length <= plan.ranks.length / 2
+            && plan.slowest[p].includes(r.rank) ? "worst" : ""),
+        })),
+        number("shards", (r) => r.shards),
+        number("columns", (r) => r.columns),
+        number("GiB", (r) => r.used, gib),
+      ];
+      if (plan.ranks.some((r) => r.memory !== null)) {
+        columns.push(number("of GiB", (r) => r.memory,
+          (x) => (x === null ? "" : gib(x))));
+      }
+      return grid({
+        label: "ranks", columns, rows: () => plan.ranks,
+        start: { column: columns[0], down: false },
+        hover: (row) => light(plan, row ? [row.rank] : []),
+        open: (row) => plan.pick(row.rank),
+      }).nodes.slice(1); // nothing in it to filter by
+    },
+
+    tables(plan) {
+      const on = (table) => (plan.rank === null
+        ? table.shards : table.shards.filter((s) => s.rank === plan.rank));
+      const count = (title, get, show) => ({
+        title, number: true, get, show: (row) => show(get(row)),
+      });
+      const total = (key) => (row) => sum(row.held.map((s) => s[key]));
+      const columns = [
+        { title: "table", get: (r) => r.table.name, kind: "name" },
+        { title: "sharding", get: (r) => r.table.type },
+        { title: "kernel", get: (r) => r.table.kernel },
+        {
+          title: "ranks", get: (r) => r.table.ranks[0] ?? -1, number: true,
+          show: (r) => runs(r.table.ranks),
+        },
+        count("rows", (r) => (plan.rank === null
+          ? r.table.rows : largest(r.held.map((s) => s.rows))), whole),
+        count("columns", (r) => (plan.rank === null
+          ? r.table.columns : largest(r.held.map((s) => s.columns))), whole),
+        count("GiB", total("used"), gib),
+      ];
+      if (plan.costed) {
+        columns.push(
+          count("kernels [ms]", total("compute"), ms),
+          count("collectives [ms]", total("comms"), ms),
+          count("ms", (r) => sum(r.held.map((s) => s.compute + s.comms)), ms),
+        );
+      }
+      const said = make("p", { class: "note" });
+      const select = make("select", {
+        aria: { "aria-label": "Rank" },
+        on: { change: () => choose(select.value === "" ? null : +select.value) },
+      }, make("option", { value: "" }, "all ranks"),
+      ...plan.ranks.map((r) => make("option", { value: r.rank }, `rank ${r.rank}`)));
+      let rows = [];
+      const table = grid({
+        label: "tables", columns, tools: [select],
+        rows: () => rows,
+        start: { column: columns[columns.length - 1], down: true },
+        hover: (row) => light(plan, row ? row.table.ranks : []),
+        detail: (row) => [
+          ...(row.table.note ? [make("p", {}, row.table.note)] : []),
+          make("div", { class: "shards" }, ...row.held.map((s) => make("span", {},
+            `rank ${s.rank}: ${whole(s.rows)} \u00d7 ${whole(s.columns)}, `
+            + `${gib(s.used)} GiB`
+            + (plan.costed ? `, ${ms(s.compute + s.comms)} ms` : "")))),
+        ],
+      });
+
+      function choose(rank) {
+        plan.rank = rank;
+        select.value = rank === null ? "" : `${rank}`;
+        rows = plan.tables.map((t) => ({ table: t, held: on(t) }))
+          .filter((row) => rank === null || row.held.length);
+        const r = plan.ranks[rank];
+        said.textContent = rank === null
+          ? "Of all of a table's ranks together. A table's name opens its shards; the "
+            + "ranks under the pointer are marked in the charts."
+          : `Rank ${rank} alone: ${whole(r.shards)} shards, ${memoryLine(r)}`
+            + (plan.costed ? `, ${ms(r.total)} ms in an iteration.` : ".");
+        for (const columnsOfChart of plan.charts) {
+          columnsOfChart.forEach((node, k) => node.classList.toggle("on", k === rank));
+        }
+        table.update();
+      }
+      plan.pick = (rank) => {
+        choose(rank === plan.rank ? null : rank);
+        select.scrollIntoView({ block: "nearest" });
+      };
+      choose(null);
+      return [said, ...table.nodes];
+    },
+
+    splits(plan) {
+      const columns = [
+        { title: "table", get: (s) => s[0], kind: "name" },
+        { title: "columns (rank)", get: (s) => s[1] },
+        { title: "why", get: (s) => s[2] },
+      ];
+      return grid({
+        label: "split tables", columns, rows: () => plan.splits,
+      }).nodes;
+    },
+  };
+
+  function moves() {
+    const [first, second] = plans.map((plan) => new Map(plan.tables.map((t) => [t.name, t])));
+    const cost = (known) => ([name]) => {
+      const held = known.get(name)?.shards ?? [];
+      return sum(held.map((s) => s.compute + s.comms));
+    };
+    const columns = [
+      { title: "table", get: (m) => m[0], kind: "name" },
+      ...plans.map((plan, k) => ({ title: plan.name, get: (m) => m[1 + k] || "not there" })),
+    ];
+    if (plans.every((plan) => plan.costed)) {
+      for (const [plan, known] of [[plans[0], first], [plans[1], second]]) {
+        columns.push({
+          title: `ms, ${plan.name}`, number: true, get: cost(known),
+          show: (m) => ms(cost(known)(m)),
+        });
+      }
+    }
+    const bytes = {
+      title: "GiB to fetch", number: true, get: (m) => m[3], show: (m) => gib(m[3]),
+    };
+    columns.push(bytes);
+    return grid({
+      label: "tables that lie otherwise", columns,
+      rows: () => data.moves, start: { column: bytes, down: true },
+    }).nodes;
+  }
+
+  for (const host of document.querySelectorAll("[data-view]")) {
+    const { view, plan } = host.dataset;
+    host.replaceChildren(...(view === "moves" ? moves() : views[view](plans[plan])));
+  }
+
+  const theme = document.getElementById("theme");
+  const root = document.documentElement;
+  const isDark = () => (root.style.colorScheme
+    || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const name = () => { theme.textContent = isDark() ? "Light" : "Dark"; };
+  theme.addEventListener("click", () => {
+    root.style.colorScheme = isDark() ? "light" : "dark";
+    name();
+  });
+  name();
+})();
