@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.report.comparison import PlanComparison
 from torchrec_neuroshard.report.plan_report import (
@@ -144,10 +144,7 @@ def write_html(
     title: str = "Sharding plan",
 ) -> None:
     """Write `html_report` to a file, which appears whole or not at all."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.write_text(html_report(report, title), encoding="utf-8")
-    os.replace(temporary, target)
+    write_whole(path, html_report(report, title))
 
 
 def _summary(report: PlanReport) -> Iterator[str]:
