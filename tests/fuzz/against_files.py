@@ -200,7 +200,7 @@ def _model() -> Nested:
     return Nested(make_ebc([(100, 32), (50, 16), (30, 8)]))
 
 
-def _plan(folder: Path) -> None:
+def make_plan(folder: Path) -> None:
     planner = make_planner(topology=TOPOLOGY)
     model = _model()
     plan = planner.plan(model, bag_sharders())
@@ -328,7 +328,7 @@ def _use_dataset(folder: Path) -> None:
     load_dlrm_dataset(folder / "d.pt.gz")
 
 
-class _Trainer:
+class Trainer:
     """A training run of no steps, whose state is a net's."""
 
     num_iterations = 1
@@ -349,7 +349,7 @@ class _Trainer:
 
 
 def _train(folder: Path) -> None:
-    trainer: Any = _Trainer()
+    trainer: Any = Trainer()
     run_training(trainer, folder, {}, lambda *_: None)
 
 
@@ -380,7 +380,7 @@ KINDS: dict[str, Kind] = {
     ),
     "compute records": Kind(_compute_records, _use_compute_records),
     "comms records": Kind(_comms_records, _use_comms_records),
-    "plan": Kind(_plan, _use_plan),
+    "plan": Kind(make_plan, _use_plan),
     "tables, csv": Kind(
         lambda folder: (folder / "t.csv").write_text(TABLES) and None,
         _use_tables("t.csv"),

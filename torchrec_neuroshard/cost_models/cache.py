@@ -223,18 +223,21 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
                 bundle
             ):
                 return final
-            # Of another version, damaged, or without what this one has.
-            old = root / f".old-{unique}"
-            final.rename(old)
-            try:
-                beside.rename(final)
-            except OSError:
-                old.rename(final)
-                raise
-            shutil.rmtree(old, ignore_errors=True)
+            # Of another version, damaged, or without what this one has: it stays
+            # until this one is found beside it.
+            newer = root / f"{final.name}-{unique}"
+            beside.rename(newer)
+            _remove(final)
+            newer.rename(final)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return final
+
+
+def _remove(folder: Path) -> None:
+    """Delete a bundle at once: nothing ever finds half of it."""
+    hidden = folder.rename(folder.with_name(f".old-{uuid.uuid4().hex}"))
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _sweep(root: Path) -> None:
@@ -255,8 +258,8 @@ def clear(name: str | None = None) -> list[Path]:
         What was deleted.
     """
     chosen = [e.folder for e in entries() if name in (None, e.folder.name)]
-    for folder in chosen:  # at once, so that nothing finds half of one
-        shutil.rmtree(folder.rename(folder.with_name(f".old-{uuid.uuid4().hex}")))
+    for folder in chosen:
+        _remove(folder)
     return chosen
 
 
