@@ -691,7 +691,7 @@ def judge(case: Case) -> Outcome:
         folder = Path(name, "files")
         shutil.copytree(sound_files() / case["kind"], folder)
         apply(case, folder)
-        outcome = in_child(lambda: _use(case["kind"], folder))
+        outcome = in_child(lambda: use(case["kind"], folder))
         if (folder / RUN_NAME).exists():
             return f"failure, {case['kind']} runs code"
     if outcome.startswith("failure"):
@@ -699,7 +699,7 @@ def judge(case: Case) -> Outcome:
     return outcome
 
 
-def _use(kind: str, folder: Path) -> Outcome:
+def use(kind: str, folder: Path) -> Outcome:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     room = _virtual_bytes() + MORE_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
