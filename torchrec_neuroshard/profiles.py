@@ -9,7 +9,6 @@ Shapes: `B` samples, `C` = 17 count bins.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from scipy import special
 
 from torchrec_neuroshard.errors import ProfileError
+from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 
 __all__ = [
     "COUNT_BIN_HIGH",
@@ -266,28 +266,18 @@ class FeatureProfile:
         Raises:
             ProfileError: A key is missing or unknown, or a value is out of range.
         """
-        if isinstance(data, Mapping):
-            for field in ("batch_size", "num_lookups", "pooling_std"):
-                if isinstance(value := data.get(field, 0), str | Mapping | list):
-                    raise ProfileError(
-                        f"not a feature profile: {field} must be a number, got "
-                        f"{value!r:.40}"
-                    )
         try:
-            return cls(
-                **{
-                    **data,
-                    "access_histogram": tuple(data.get("access_histogram", ())),
-                }
-            )
-        except (AttributeError, TypeError) as error:
+            return from_fields(cls, data)
+        except ProfileError:
+            raise
+        except ValueError as error:
             raise ProfileError(f"not a feature profile: {error}") from error
 
 
 def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:
     """Write profiles as JSON, by feature name."""
     data = {name: profile.to_json() for name, profile in profiles.items()}
-    Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json_text(data))
 
 
 def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
@@ -297,7 +287,7 @@ def load_profiles(path: str | Path) -> dict[str, FeatureProfile]:
         ProfileError: There is no such file, or an entry is not a profile.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_json(path)
     except OSError as error:
         raise ProfileError(
             f"cannot read the profiles '{path}': {error.strerror}"

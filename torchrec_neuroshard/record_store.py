@@ -7,6 +7,8 @@ file, written beside the old one and moved over it. Reading takes both together.
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.files import parse_json, write_whole
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS
 from torchrec_neuroshard.records import (
     CommsHeader,
@@ -32,6 +35,8 @@ __all__ = [
     "JournaledStore",
     "RecordFormat",
     "RecordStore",
+    "append_line",
+    "complete_lines",
     "journal_path",
     "read_comms_header",
     "read_comms_records",
@@ -153,16 +158,8 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
         self.header = header
         self._records: dict[int, _RecordT] = {r.index: r for r in records}
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(self._journal_path)
-        if next(_journal_lines(self._journal_path), None) is None:
-            self._append_line(json.dumps(header.to_json()))
-        self._file = self._journal_path.open("a", encoding="utf-8")
-
-    def _append_line(self, line: str) -> None:
-        with self._journal_path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if next(complete_lines(self._journal_path), None) is None:
+            append_line(self._journal_path, header.to_json())
 
     @property
     def records(self) -> Sequence[_RecordT]:
@@ -179,14 +176,11 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
 
         It is on disk when this returns.
         """
-        self._file.write(json.dumps(record.to_json()) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        append_line(self._journal_path, record.to_json())
         self._records[record.index] = record
 
     def close(self) -> None:
         """Fold the journal into the Parquet file."""
-        self._file.close()
         if self._records:
             _write_parquet(self._path, self.header, self.records, self._format.schema)
             self._journal_path.unlink()
@@ -253,7 +247,7 @@ def record_kind(path: str | Path) -> str:
     if file.exists():
         header = _read_parquet_header(file)
     else:
-        line = next(_journal_lines(journal), None)
+        line = next(complete_lines(journal), None)
         if line is None:
             raise RecordError(f"{file} does not exist; measure with {_command(file)}")
         header = _parse(line, journal)
@@ -335,7 +329,7 @@ def _read_all(
         header, in_file = _read_parquet(path, record_format)
         records.update((r.index, r) for r in in_file)
     journal = journal_path(path)
-    lines = _journal_lines(journal)
+    lines = complete_lines(journal)
     first = next(lines, None)
     if first is not None:  # else there is no journal, or not even its header
         journal_header = _header(_parse(first, journal), journal, record_format)
@@ -354,16 +348,16 @@ def _header(
     kind = data.get("kind", _COMPUTE.kind)
     if kind != record_format.kind:
         raise RecordError(
-            f"{path} holds records of 'neuroshard collect {kind}', not of 'neuroshard "
-            f"collect {record_format.kind}'; name another file"
+            f"{path} holds records of 'neuroshard collect {kind!s:.60}', not of "
+            f"'neuroshard collect {record_format.kind}'; name another file"
         )
     return record_format.header_type.from_json(data)
 
 
 def _parse(line: str, path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
+        data = parse_json(line)
+    except ValueError as error:
         raise RecordError(
             f"{path} is damaged ({error}); delete the line or the file"
         ) from error
@@ -372,29 +366,40 @@ def _parse(line: str, path: Path) -> dict[str, Any]:
     return data
 
 
-def _journal_lines(path: Path) -> Iterator[str]:
+def append_line(path: Path, data: Any) -> None:
+    """Add a line of JSON to a file; it is on disk when this returns.
+
+    What an earlier process, or a full disk, has left of a line is dropped.
+    """
+    line = json.dumps(data).encode() + b"\n"
+    with path.open("ab+", buffering=0) as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        end = file.seek(0, os.SEEK_END)
+        if (written := file.write(line)) < len(line):
+            file.truncate(end)
+            raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes fit", path)
+        os.fsync(file.fileno())
+
+
+def complete_lines(path: Path) -> Iterator[str]:
     """Complete lines; one cut off by the end of the process is left out."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield line
-
-
-def _drop_torn_line(path: Path) -> None:
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end != len(data):
-        with path.open("r+b") as file:
-            file.truncate(end)
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.endswith("\n"):
+                    yield line
+    except OSError as error:
+        raise RecordError(f"cannot read {path}: {error.strerror}") from error
 
 
 def _read_parquet_header(path: Path) -> dict[str, Any]:
     try:
-        header = json.loads(pq.read_schema(path).metadata[_HEADER_KEY])
+        header = parse_json(pq.read_schema(path).metadata[_HEADER_KEY].decode())
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise _not_records(path, error) from error
     if not isinstance(header, dict):
@@ -429,8 +434,8 @@ def _write_parquet(
     rows = sorted((r.to_json() for r in records), key=lambda r: r["index"])
     schema = schema.with_metadata({_HEADER_KEY: json.dumps(header.to_json()).encode()})
     table = pa.Table.from_pylist(rows, schema=schema)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(table, temporary, compression="zstd", compression_level=19)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    file = io.BytesIO()
+    pq.write_table(
+        table, file, compression="zstd", compression_level=19, write_page_checksum=True
+    )
+    write_whole(path, file.getvalue())

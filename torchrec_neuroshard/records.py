@@ -13,11 +13,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from torchrec_neuroshard.errors import (
-    ConfigError,
-    RecordError,
-    RecordMismatchError,
-)
+from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.files import from_fields
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = [
@@ -146,11 +143,13 @@ class RunHeader:
             version = data["schema_version"]
             if version != SCHEMA_VERSION:
                 raise RecordError(
-                    f"records have layout {version}, this version reads "
+                    f"records have layout {version!s:.60}, this version reads "
                     f"{SCHEMA_VERSION}; measure again or install the matching version"
                 )
-            return cls(**{**data, "fingerprint": Fingerprint(**data["fingerprint"])})
-        except (KeyError, TypeError) as error:
+            return from_fields(cls, data)
+        except RecordError:
+            raise
+        except (KeyError, ValueError) as error:
             raise RecordError(f"not a record header: {error!r}") from error
 
 
@@ -168,10 +167,12 @@ class CommsHeader(RunHeader):
     """Measured rate of one large message between two ranks of a node."""
     inter_gb_per_s: float
     """Same between two nodes; 0 where the run had one."""
-    compute_slowdown: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    compute_slowdown: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Ranks of one node -> how many times as long forward and backward kernels take
     while so many run theirs, which share its memory and cores. Empty for GPUs."""
-    column_order_ms_per_mb: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    column_order_ms_per_mb: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict
+    )
     """Ranks of one node -> milliseconds per 2^20 bytes of pooled outputs that the parts
     of column-wise tables take to be put in order, forward and backward, while so many
     ranks do so. Empty for GPUs."""
@@ -268,17 +269,11 @@ class CostRecord:
             RecordError: A key is missing or unknown, or a value is out of range.
         """
         try:
-            return cls(
-                **{
-                    **data,
-                    "tables": tuple(TableConfig.from_json(t) for t in data["tables"]),
-                    "fwd_raw_ms": tuple(data["fwd_raw_ms"]),
-                    "bwd_raw_ms": tuple(data["bwd_raw_ms"]),
-                    "ref_raw_ms": tuple(data["ref_raw_ms"]),
-                }
-            )
-        except (KeyError, TypeError, ConfigError) as error:
-            raise RecordError(f"not a cost record: {error!r}") from error
+            return from_fields(cls, data)
+        except RecordError:
+            raise
+        except ValueError as error:
+            raise RecordError(f"not a cost record: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,8 +315,8 @@ class CommsRecord:
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
             raise RecordError(
-                f"record {self.index} is of collective '{self.collective}'; known are "
-                f"{', '.join(COLLECTIVES)}"
+                f"record {self.index} is of collective '{self.collective:.60}'; known "
+                f"are {', '.join(COLLECTIVES)}"
             )
         if self.local_world_size < 1 or self.world_size % self.local_world_size:
             raise RecordError(
@@ -368,17 +363,15 @@ class CommsRecord:
             RecordError: A key is missing or unknown, or a value is out of range.
         """
         try:
-            return cls(**{k: _as_tuples(v) for k, v in data.items()})
-        except TypeError as error:
-            raise RecordError(f"not a record of a collective: {error!r}") from error
+            return from_fields(cls, data)
+        except RecordError:
+            raise
+        except ValueError as error:
+            raise RecordError(f"not a record of a collective: {error}") from error
 
 
 def _as_lists(value: Any) -> Any:
     return [_as_lists(v) for v in value] if isinstance(value, tuple) else value
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(_as_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:

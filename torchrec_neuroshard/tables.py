@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.errors import TableError
+from torchrec_neuroshard.files import from_fields
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 
 __all__ = [
@@ -33,6 +34,9 @@ DATA_TYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1
 
 OPTIMIZERS: tuple[str, ...] = ("rowwise_adagrad", "sgd", "adam", "adagrad")
 """Optimizers that the cost models know by name."""
+
+
+_MOST = 2**63
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +66,9 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         where = f"table '{self.name}'"
+        sizes = self.num_embeddings, self.embedding_dim, self.num_features
+        if max(sizes) >= _MOST:
+            raise TableError(f"{where}: a size is beyond 64 bits, {max(sizes):.3g}")
         if not self.num_embeddings >= 1:  # also when it is NaN
             raise TableError(
                 f"{where}: num_embeddings must be at least 1, got {self.num_embeddings}"
@@ -137,14 +144,10 @@ class TableConfig:
             TableError: A key is missing or unknown, or a value is out of range.
         """
         try:
-            profile = data.get("profile")
-            return cls(
-                **{
-                    **data,
-                    "profile": FeatureProfile.from_json(profile) if profile else None,
-                }
-            )
-        except (AttributeError, TypeError) as error:
+            return from_fields(cls, data)
+        except TableError:
+            raise
+        except ValueError as error:
             raise TableError(f"not a table: {error}") from error
 
 

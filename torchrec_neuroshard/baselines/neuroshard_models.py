@@ -255,6 +255,10 @@ class _Info:
     fingerprint: Fingerprint
     trained_on: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        if len(set(self.world_sizes)) < len(self.world_sizes):
+            raise ValueError(f"world_sizes repeat themselves: {self.world_sizes!s:.60}")
+
 
 class _AllNets(nn.ModuleDict):
     """The nets of all numbers of ranks, named as in the file of weights."""
@@ -286,7 +290,6 @@ _FORMAT = BundleFormat(
     info_name="neuroshard.json",
     missing="{folder} holds no models of NeuroShard (no {file}); train them with "
     "'neuroshard train-neuroshard'",
-    from_json={"world_sizes": lambda sizes: tuple(map(int, sizes))},
 )
 
 
@@ -314,7 +317,7 @@ def load_models(folder: str | Path) -> NeuroShardModels:
         compute=nets.compute,
         comms=nets.comms,
         trained_on=info.trained_on,
-        card=card.read_text(encoding="utf-8") if card.is_file() else "",
+        card=card.read_text("utf-8", "replace") if card.is_file() else "",
     )
 
 

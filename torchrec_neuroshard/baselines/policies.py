@@ -35,10 +35,7 @@ from torchrec_neuroshard.baselines.common import (
     whole_placement,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.cost_models.bundle import (
-    BundleFormat,
-    ranges_from_json,
-)
+from torchrec_neuroshard.cost_models.bundle import BundleFormat
 from torchrec_neuroshard.errors import (
     BundleMismatchError,
     ConfigError,
@@ -422,7 +419,6 @@ def _format(
         info_name="policy.json",
         missing="{folder} is not a placement policy: it has no {file}; make one with "
         f"'neuroshard train-policy --method {method}'",
-        from_json={"feature_names": tuple, "ranges": ranges_from_json},
     )
 
 

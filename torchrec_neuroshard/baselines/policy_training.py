@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import io
 import json
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +29,8 @@ from torchrec_neuroshard.baselines.policies import (
     view_task,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
-from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import Searcher
 from torchrec_neuroshard.simulator import PredictedCosts, Simulator
@@ -330,7 +329,9 @@ def _resume(trainer: PolicyTrainer, path: Path, digest: str) -> int:
         saved = torch.load(path, weights_only=True)
         same = saved["digest"] == digest
         first = int(saved["next"])
-    except (pickle.UnpicklingError, EOFError, RuntimeError, KeyError) as error:
+        if same:
+            trainer.restore(saved["state"])
+    except Exception as error:  # bytes that are no such file can raise anything
         raise ConfigError(
             f"{path} cannot be read ({type(error).__name__}); delete it to start anew"
         ) from error
@@ -339,7 +340,6 @@ def _resume(trainer: PolicyTrainer, path: Path, digest: str) -> int:
             f"{path} is of a run with other settings, tables or cost model; repeat "
             "that run's options, take another --out or delete the file"
         )
-    trainer.restore(saved["state"])
     return first
 
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import json
 import math
 import statistics
 import time
@@ -38,8 +37,15 @@ from torchrec_neuroshard.devices import (
     gpu_uuid,
     torch_threads,
 )
-from torchrec_neuroshard.errors import ConfigError, DeviceFailureError
-from torchrec_neuroshard.record_store import RecordStore, read_header, read_records
+from torchrec_neuroshard.errors import ConfigError, DeviceFailureError, RecordError
+from torchrec_neuroshard.files import parse_json
+from torchrec_neuroshard.record_store import (
+    RecordStore,
+    append_line,
+    complete_lines,
+    read_header,
+    read_records,
+)
 from torchrec_neuroshard.records import (
     CostRecord,
     RunHeader,
@@ -342,8 +348,13 @@ def read_failures(path: Path) -> dict[int, str]:
     noted = failures_path(path)
     if not noted.is_file():
         return {}
-    lines = map(json.loads, noted.read_text(encoding="utf-8").splitlines())
-    return {int(line["index"]): str(line["error"]) for line in lines}
+    try:
+        lines = [parse_json(line) for line in complete_lines(noted)]
+        return {int(line["index"]): str(line["error"]) for line in lines}
+    except (ValueError, TypeError, LookupError, OverflowError) as error:
+        raise RecordError(
+            f"{noted} is damaged ({error!r:.200}); delete it to try all sets again"
+        ) from error
 
 
 def _device_failure(path: Path, index: int, error: RuntimeError) -> RuntimeError:
@@ -356,8 +367,7 @@ def _device_failure(path: Path, index: int, error: RuntimeError) -> RuntimeError
     # "CUDA error" of torch, "CUDA Error" of FBGEMM.
     if "cuda error" not in str(error).lower():
         return error
-    with failures_path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"index": index, "error": text}) + "\n")
+    append_line(failures_path(path), {"index": index, "error": text})
     return DeviceFailureError(
         f"set {index} failed on the device ({text}), which can do nothing more in this "
         f"process; {path} keeps what was measured, and the same command goes on "

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -33,6 +35,7 @@ from torchrec_neuroshard.errors import (
     NeuroShardError,
 )
 from torchrec_neuroshard.features import FEATURE_NAMES, FEATURE_VERSION, check_schema
+from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 from torchrec_neuroshard.records import COLLECTIVES, Fingerprint
 
 if TYPE_CHECKING:
@@ -48,9 +51,7 @@ __all__ = [
     "CommsBundleInfo",
     "load_bundle",
     "load_comms_bundle",
-    "ranges_from_json",
     "save_comms_bundle",
-    "write_whole",
 ]
 
 BUNDLE_VERSION = 1
@@ -81,22 +82,29 @@ class BundleFormat(Generic[_Info, _Network]):
         "'neuroshard train'"
     )
     """The error where there is no description."""
-    from_json: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """Field -> what turns its JSON into its value, where they differ."""
 
     def save(
         self, folder: str | Path, network: _Network, info: _Info, card: str
     ) -> None:
-        """Write the three files; each appears whole or not at all."""
+        """Write the three files: the folder holds the old model or this one."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
         state = {k: v.detach().contiguous() for k, v in network.state_dict().items()}
         weights = save_tensors(state)
         data = dataclasses.asdict(info)
-        data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
-        write_whole(path / self.weights_name, weights)
+        digest = data["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+        for left in path.glob(f".{self.weights_name}.*"):
+            left.unlink()
+        # The old weights stay until the description is of the new ones, which are found
+        # here should this process end before they are in place.
+        beside = path / self._name_beside(digest)
+        write_whole(beside, weights)
         write_whole(path / self.card_name, f"{card.strip()}\n".encode())
-        write_whole(path / self.info_name, (json.dumps(data, indent=1) + "\n").encode())
+        write_whole(path / self.info_name, json_text(data))
+        os.replace(beside, path / self.weights_name)
+
+    def _name_beside(self, digest: str) -> str:
+        return f".{self.weights_name}.{digest[:16]}"
 
     def is_in(self, folder: str | Path) -> bool:
         """Whether a folder holds a model of this kind."""
@@ -124,6 +132,8 @@ class BundleFormat(Generic[_Info, _Network]):
         """
         info, sha256 = self._read(Path(folder))
         path = Path(folder) / self.weights_name
+        if sha256.isalnum() and (path.parent / self._name_beside(sha256)).is_file():
+            path = path.parent / self._name_beside(sha256)
         try:
             weights = path.read_bytes()
         except OSError as error:
@@ -135,12 +145,17 @@ class BundleFormat(Generic[_Info, _Network]):
         if digest != sha256:
             raise BundleCorruptError(
                 f"{path} is damaged or not of this bundle (checksum {digest[:12]}, "
-                f"expected {str(sha256)[:12]}); restore it or train again"
+                f"expected {sha256[:12]}); restore it or train again"
             )
         try:
-            network = self.make_network(info)
-            network.load_state_dict(load_tensors(weights))
-        except (SafetensorError, RuntimeError, TypeError, KeyError) as error:
+            tensors = load_tensors(weights)
+            with torch.device("meta"):  # sizes may be anything until they are compared
+                network = self.make_network(info)
+            for name, wanted in network.state_dict().items():
+                if name in tensors and tensors[name].dtype != wanted.dtype:
+                    raise TypeError(f"'{name}' is {tensors[name].dtype}")
+            network.load_state_dict(tensors, assign=True)
+        except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
             raise BundleCorruptError(
                 f"{path} does not hold this bundle's network ({error}); restore it or "
                 "train again"
@@ -150,7 +165,7 @@ class BundleFormat(Generic[_Info, _Network]):
                 raise BundleCorruptError(f"{folder}: weight '{name}' is not finite")
         return network.eval(), info
 
-    def _read(self, folder: Path) -> tuple[_Info, str | None]:
+    def _read(self, folder: Path) -> tuple[_Info, str]:
         """The description, and the checksum of the weights."""
         path = folder / self.info_name
         if not path.is_file():
@@ -158,7 +173,7 @@ class BundleFormat(Generic[_Info, _Network]):
                 self.missing.format(folder=folder, file=self.info_name)
             )
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
         except (ValueError, OSError) as error:
             raise BundleCorruptError(
                 f"{path} is damaged ({error}); restore it or train again"
@@ -169,30 +184,14 @@ class BundleFormat(Generic[_Info, _Network]):
         try:
             self.check(path, data)
             values = {k: v for k, v in data.items() if k in known}
-            if "fingerprint" in known:
-                values["fingerprint"] = Fingerprint(**data["fingerprint"])
-            values |= {n: convert(data[n]) for n, convert in self.from_json.items()}
-            info = self.info_type(**values)
+            info = from_fields(self.info_type, values)
         except BundleMismatchError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (TypeError, ValueError) as error:
             raise BundleCorruptError(
-                f"{path} lacks or garbles a field ({error!r}); restore it or train "
-                "again"
+                f"{path} lacks or garbles a field ({error}); restore it or train again"
             ) from error
-        return info, data.get("weights_sha256")
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
-def ranges_from_json(data: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Name -> least and most, of what JSON made lists."""
-    return {name: (values[0], values[1]) for name, values in data.items()}
+        return info, str(data.get("weights_sha256"))
 
 
 # The compute model.
@@ -221,7 +220,7 @@ def _check_compute(path: Path, data: Mapping[str, Any]) -> None:
     version = data.get("bundle_version")
     if version != BUNDLE_VERSION:
         raise BundleMismatchError(
-            f"{path.parent} has bundle version {version}, this package reads "
+            f"{path.parent} has bundle version {version!s:.60}, this package reads "
             f"{BUNDLE_VERSION}; train again or install the matching version"
         )
     try:
@@ -235,7 +234,6 @@ COMPUTE_BUNDLE = BundleFormat(
     make_network=lambda info: SetCostNetwork(**info.network),
     check=_check_compute,
     info_name="bundle.json",
-    from_json={"feature_names": tuple, "ranges": ranges_from_json},
 )
 
 
@@ -247,13 +245,24 @@ def load_bundle(folder: str | Path) -> NeuralCostModel:
         BundleMismatchError: The bundle is of another version of this package.
     """
     network, info = COMPUTE_BUNDLE.load(folder)
-    return NeuralCostModel(
+    model = NeuralCostModel(
         network,
         name=info.name,
         hardware=info.fingerprint.device,
         ranges=info.ranges,
         reference_ms=info.reference_ms,
     )
+    probe_NF = np.ones((1, len(FEATURE_NAMES)), dtype=np.float32)
+    _check_times(folder, model.predict_sets(probe_NF, np.array([0]), 1))
+    return model
+
+
+def _check_times(folder: str | Path, times: npt.NDArray[np.float64]) -> None:
+    if not (np.isfinite(times).all() and (times >= 0).all()):
+        raise BundleCorruptError(
+            f"{folder} predicts {times.ravel().tolist()!s:.60} ms: weights or units "
+            "are not what was trained; restore it or train again"
+        )
 
 
 # The model of collectives.
@@ -279,9 +288,11 @@ class CommsBundleInfo:
     """Least and most in training."""
     trained_on: Mapping[str, Any]
     """Records, seeds and commands behind the weights."""
-    compute_slowdown: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    compute_slowdown: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """See `CommsHeader`."""
-    column_order_ms_per_mb: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    column_order_ms_per_mb: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict
+    )
     """See `CommsHeader`."""
     compute_reference_ms: float = 0.0
     """See `CommsHeader`."""
@@ -290,6 +301,13 @@ class CommsBundleInfo:
     term_names: tuple[str, ...] = TERM_NAMES
     collectives: tuple[str, ...] = COLLECTIVES
     comms_version: int = COMMS_VERSION
+
+    def __post_init__(self) -> None:
+        for ranks in (*self.compute_slowdown, *self.column_order_ms_per_mb):
+            if not ranks.isdecimal() or int(ranks) < 1:
+                raise ValueError(f"{ranks!r:.60} is no number of ranks")
+        if not (self.world_sizes and self.intra_gb_per_s > 0 <= self.inter_gb_per_s):
+            raise ValueError("world_sizes or a bandwidth is missing")
 
     def time_scale(self, compute: BundleInfo | None) -> float:
         """Milliseconds of a compute model, per one of the collectives.
@@ -310,8 +328,9 @@ def _check_comms(path: Path, data: Mapping[str, Any]) -> None:
     found = tuple(data.get(n) for n in ("comms_version", "term_names", "collectives"))
     if found != expected:
         raise BundleMismatchError(
-            f"{path} has version {found[0]} or other terms than this package, which "
-            f"reads version {COMMS_VERSION}; train again or install the matching one"
+            f"{path} has version {found[0]!s:.60} or other terms than this "
+            f"package, which reads version {COMMS_VERSION}; train again or install "
+            "the matching one"
         )
 
 
@@ -322,9 +341,6 @@ COMMS_BUNDLE = BundleFormat(
     info_name="comms.json",
     weights_name="comms.safetensors",
     card_name="COMMS_CARD.md",
-    from_json=dict.fromkeys(
-        ("world_sizes", "bytes_per_rank", "term_names", "collectives"), tuple
-    ),
 )
 
 
@@ -390,7 +406,7 @@ def load_comms_bundle(
             stacklevel=2,
         )
     device = info.fingerprint.device
-    return LearnedCommsModel(
+    model = LearnedCommsModel(
         network,
         source=f"measured on {device}" if info.carried_over else "measured",
         time_scale=info.time_scale(compute),
@@ -403,7 +419,11 @@ def load_comms_bundle(
         slowdowns=_by_ranks(info.compute_slowdown),
         column_order_ms_per_mb=_by_ranks(info.column_order_ms_per_mb),
     )
+    _check_times(folder, model.all_to_all(np.full((1, world_size), 64.0), 4096))
+    return model
 
 
-def _by_ranks(values: Mapping[str, Sequence[float]]) -> dict[int, tuple[float, ...]]:
-    return {int(n): tuple(v) for n, v in values.items()}
+def _by_ranks(
+    values: Mapping[str, tuple[float, float]],
+) -> dict[int, tuple[float, ...]]:
+    return {int(n): v for n, v in values.items()}

@@ -22,13 +22,10 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from torchrec_neuroshard.cost_models.bundle import (
-    COMMS_BUNDLE,
-    COMPUTE_BUNDLE,
-    write_whole,
-)
+from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
+from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 
 __all__ = [
     "CacheEntry",
@@ -158,18 +155,14 @@ class CacheEntry:
 
 def _read(folder: Path) -> CacheEntry | None:
     try:
-        data = json.loads((folder / _KEY_NAME).read_text(encoding="utf-8"))
-        raw: dict[str, Any] = data["key"]
-        values: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in raw.items()
-        }
+        data = read_json(folder / _KEY_NAME)
         return CacheEntry(
             folder=folder,
-            key=CacheKey(**values),
+            key=from_fields(CacheKey, data["key"]),
             created=str(data["created"]),
             seconds=float(data["seconds"]),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return None  # of another version, or being deleted: not one to use
 
 
@@ -221,7 +214,7 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
             "created": created,
             "seconds": seconds,
         }
-        write_whole(beside / _KEY_NAME, (json.dumps(data, indent=1) + "\n").encode())
+        write_whole(beside / _KEY_NAME, json_text(data))
         try:
             beside.rename(final)
         except OSError:
@@ -230,13 +223,21 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
                 bundle
             ):
                 return final
-            # Of another version, damaged, or without what this one has.
-            final.rename(root / f".old-{unique}")
-            beside.rename(final)
+            # Of another version, damaged, or without what this one has: it stays
+            # until this one is found beside it.
+            newer = root / f"{final.name}-{unique}"
+            beside.rename(newer)
+            _remove(final)
+            newer.rename(final)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-        shutil.rmtree(root / f".old-{unique}", ignore_errors=True)
     return final
+
+
+def _remove(folder: Path) -> None:
+    """Delete a bundle at once: nothing ever finds half of it."""
+    hidden = folder.rename(folder.with_name(f".old-{uuid.uuid4().hex}"))
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _sweep(root: Path) -> None:
@@ -258,7 +259,7 @@ def clear(name: str | None = None) -> list[Path]:
     """
     chosen = [e.folder for e in entries() if name in (None, e.folder.name)]
     for folder in chosen:
-        shutil.rmtree(folder)
+        _remove(folder)
     return chosen
 
 

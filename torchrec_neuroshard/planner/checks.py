@@ -53,7 +53,7 @@ _KNOWN = {
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _TRIED_VALUES = 2**9
 """Of a codec; whole rows of any."""
-_MAX_NAMED = 8
+_MAX_NAMED, _MAX_COMPARED = 8, 100
 """Names that a message lists; of more, the first ones."""
 
 
@@ -66,7 +66,7 @@ def suggestion(name: str, known: Collection[str], kind: str) -> str:
         kind: Of what, in the plural.
     """
     names = sorted(set(known))
-    near = difflib.get_close_matches(name, names, n=3)
+    near = difflib.get_close_matches(name[:_MAX_COMPARED], names, n=3)
     if near:
         return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
     shown = ", ".join(f"'{n}'" for n in names[:_MAX_NAMED]) or "none"

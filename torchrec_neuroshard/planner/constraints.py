@@ -216,7 +216,7 @@ class _Names:
         found = self._known.get(name) or self._by_bare_name.get(name)
         if found is None:
             raise ConfigError(
-                f"{where} names table '{name}', which is not there; "
+                f"{where} names table '{name:.60}', which is not there; "
                 + suggestion(name, [*self._by_bare_name, *self.tables], "tables")
             )
         return found
@@ -241,7 +241,7 @@ def _ranks(value: Any, where: str) -> tuple[int, ...]:
         isinstance(r, (int, np.integer)) and not isinstance(r, bool) for r in value
     ):
         raise ConfigError(
-            f"{where} takes a list of ranks, such as [0, 1]; got {value!r}"
+            f"{where} takes a list of ranks, such as [0, 1]; got {value!r:.60}"
         )
     return tuple(sorted({int(r) for r in value}))
 
@@ -253,11 +253,11 @@ def _sets(value: Any, where: str) -> tuple[tuple[str, ...], ...]:
         if isinstance(names, str) or not all(isinstance(n, str) for n in names):
             raise ConfigError(
                 f"{where} takes lists of tables, such as [['a', 'b']]; one of them is "
-                f"{names!r}"
+                f"{names!r:.60}"
             )
         if len(set(names)) < 2:
             raise ConfigError(
-                f"a set of {where} needs at least two tables, got {list(names)}"
+                f"a set of {where} needs at least two tables, got {list(names)!s:.60}"
             )
         sets.append(tuple(sorted(set(names))))
     return tuple(sorted(set(sets)))

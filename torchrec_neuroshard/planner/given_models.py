@@ -284,7 +284,7 @@ def read_constraints(
     for name in data:
         if name not in tables | {"*"}:
             raise ConfigError(
-                f"'{path}' names table '{name}', which the model does not have; "
+                f"'{path}' names table '{name!s:.60}', which the model does not have; "
                 + suggestion(str(name), tables, "tables")
             )
     found = dict(model.constraints)
@@ -309,7 +309,7 @@ def _constraint_fields(path: str, table: str, entry: Any) -> dict[str, Any]:
     for field, value in entry.items():
         if field not in _CONSTRAINTS:
             raise ConfigError(
-                f"{where}: unknown field '{field}'; "
+                f"{where}: unknown field '{field!s:.60}'; "
                 + suggestion(str(field), _CONSTRAINTS, "fields")
             )
         kind, read = _CONSTRAINTS[field]
@@ -335,7 +335,7 @@ def read_placement(path: str | Path) -> PlacementConstraints:
     for field in data:
         if field not in fields:
             raise ConfigError(
-                f"'{path}': unknown field '{field}'; "
+                f"'{path}': unknown field '{field!s:.60}'; "
                 + suggestion(str(field), fields, "fields")
             )
     if not isinstance(data.get("pin", {}), Mapping):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
-import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import json_text, write_whole
 from torchrec_neuroshard.planner.given_models import (
     MODEL_HELP,
     GivenModel,
@@ -256,12 +255,4 @@ def check_outputs(*paths: Path | None) -> list[Path]:
 
 def write_json(data: Any, path: Path) -> None:
     """Write JSON; what is infinite or not known becomes null."""
-    path.write_text(json.dumps(_finite(data), indent=1) + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_whole(path, json_text(data))

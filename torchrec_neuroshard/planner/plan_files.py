@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
 import logging
 import math
 import warnings
@@ -45,8 +44,8 @@ from torchrec.distributed.types import (
 
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.cost_models import CostModel
-from torchrec_neuroshard.cost_models.bundle import write_whole
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 from torchrec_neuroshard.planner.compat import (
     SETTING_TYPES,
     planner_part,
@@ -195,36 +194,10 @@ class PlanFingerprint:
             PlanFileError: A value is missing or of the wrong kind.
         """
         try:
-            return cls(
-                tables=tuple(
-                    PlanTable(
-                        **{
-                            **table,
-                            "num_embeddings": int(table["num_embeddings"]),
-                            "embedding_dim": int(table["embedding_dim"]),
-                            "feature_names": tuple(table["feature_names"]),
-                        }
-                    )
-                    for table in data["tables"]
-                ),
-                unsharded=tuple(data["unsharded"]),
-                world_size=int(data["world_size"]),
-                local_world_size=int(data["local_world_size"]),
-                compute_device=str(data["compute_device"]),
-                memory_bytes=tuple(int(b) for b in data["memory_bytes"]),
-                batch_size=data["batch_size"],
-                cost_model=data["cost_model"],
-                hardware=data["hardware"],
-                placement=data["placement"],
-                # Not in the files of the first versions.
-                pipeline_type=data.get("pipeline_type"),
-                gb_per_s=data.get("gb_per_s"),
-                pooling_factors=data.get("pooling_factors"),
-                exchanges=data.get("exchanges"),
-                versions=dict(data["versions"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlanFileError(f"not a fingerprint of a plan: {error!r}") from error
+            known = {f.name for f in dataclasses.fields(cls)}
+            return from_fields(cls, {k: v for k, v in data.items() if k in known})
+        except (AttributeError, ValueError) as error:
+            raise PlanFileError(f"not a fingerprint of a plan: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -531,8 +504,7 @@ def save_plan(
         },
         "predicted": None if result is None else _predicted(result),
     }
-    text = json.dumps(data, indent=1, allow_nan=False)
-    write_whole(Path(path), f"{text}\n".encode())
+    write_whole(path, json_text(data))
 
 
 def load_plan(
@@ -595,7 +567,7 @@ def read_plan(path: str | Path) -> StoredPlan:
         PlanFileError: The file is missing, damaged, or of a later version.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_json(path)
     except OSError as error:
         raise PlanFileError(
             f"cannot read the plan file '{path}': {error.strerror}. Plan anew and "

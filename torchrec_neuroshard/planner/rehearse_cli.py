@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import json_text, write_whole
 from torchrec_neuroshard.planner.given_models import MODEL_HELP, read_model
 from torchrec_neuroshard.planner.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.planner.rehearse import rehearse
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(report)
     if args.json:
-        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+        write_whole(args.json, json_text(report.to_json()))
     return 0 if report.runs else 1
 
 

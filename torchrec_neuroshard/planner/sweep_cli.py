@@ -19,6 +19,7 @@ from rich.progress import track
 from torchrec.distributed.planner.types import PlannerError, Topology
 
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.planner.given_models import (
     GivenModel,
     devices_named,
@@ -139,9 +140,9 @@ def run(args: argparse.Namespace) -> int:
     swept = Sweep(cells=tuple(found))
     print(swept)
     if args.csv:
-        args.csv.write_text(swept.to_csv(), encoding="utf-8")
+        write_whole(args.csv, swept.to_csv())
     if args.svg:
-        args.svg.write_text(swept.to_svg(), encoding="utf-8")
+        write_whole(args.svg, swept.to_svg())
     for path in outputs:
         print(f"wrote {path}")
     return 0 if any(cell.fits for cell in swept.cells) else 1

@@ -13,11 +13,11 @@ import hashlib
 import html
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.report.comparison import PlanComparison
 from torchrec_neuroshard.report.plan_report import PlanBasis, PlanReport, TableReport
@@ -88,10 +88,7 @@ def write_html(
     title: str = "Sharding plan",
 ) -> None:
     """Write `html_report` to a file, which appears whole or not at all."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    temporary.write_text(html_report(report, title), encoding="utf-8")
-    os.replace(temporary, target)
+    write_whole(path, html_report(report, title))
 
 
 def _data(report: PlanReport | PlanComparison) -> str:

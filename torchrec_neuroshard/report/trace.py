@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchrec_neuroshard.files import write_whole
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
@@ -91,4 +92,4 @@ def chrome_trace(predicted: PredictedCosts) -> dict[str, Any]:
 
 def write_chrome_trace(predicted: PredictedCosts, path: str | Path) -> None:
     """Write `chrome_trace` to a file that ui.perfetto.dev opens."""
-    Path(path).write_text(json.dumps(chrome_trace(predicted)) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(chrome_trace(predicted)) + "\n")

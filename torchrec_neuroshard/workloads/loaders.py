@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import difflib
 import importlib
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchrec_neuroshard.errors import ConfigError, TableError
+from torchrec_neuroshard.files import read_json
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables import TableConfig, check_tables
 
@@ -43,10 +43,10 @@ def read_document(path: str | Path) -> Any:
         ConfigError: The file is missing or damaged, or PyYAML is.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
         if Path(path).suffix in (".yaml", ".yml"):
+            text = Path(path).read_text(encoding="utf-8")
             return importlib.import_module("yaml").safe_load(text)
-        return json.loads(text)
+        return read_json(path)
     except OSError as error:
         raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
     except ImportError as error:
@@ -127,12 +127,15 @@ def _csv_tables(path: Path) -> Iterator[TableConfig]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read '{path}': {error}") from error
     rows = csv.DictReader(lines)
-    for row in rows:
-        where = f"'{path}', line {rows.line_num}"
-        if None in row:
-            raise TableError(f"{where}: more values than the first line has fields")
-        # What is left empty, or out at a line's end, has its default.
-        yield _one_table(where, {k: v for k, v in row.items() if v})
+    try:
+        for row in rows:
+            where = f"'{path}', line {rows.line_num}"
+            if None in row:
+                raise TableError(f"{where}: more values than the first line has fields")
+            # What is left empty, or out at a line's end, has its default.
+            yield _one_table(where, {k: v for k, v in row.items() if v})
+    except csv.Error as error:
+        raise TableError(f"'{path}', line {rows.line_num}: {error}") from error
 
 
 def _one_table(where: str, entry: Any) -> TableConfig:
@@ -145,10 +148,10 @@ def _one_table(where: str, entry: Any) -> TableConfig:
         raise TableError(f"{where}: expected an object, got {entry!r:.40}")
     for field in entry:
         if field not in TABLE_FIELDS:
-            near = difflib.get_close_matches(str(field), TABLE_FIELDS, n=1)
+            near = difflib.get_close_matches(str(field)[:60], TABLE_FIELDS, n=1)
             meant = f"did you mean '{near[0]}'? " if near else ""
             raise TableError(
-                f"{where}: unknown field '{field}'; {meant}The fields are "
+                f"{where}: unknown field '{field!s:.60}'; {meant}The fields are "
                 f"{', '.join(TABLE_FIELDS)}"
             )
     for field in _REQUIRED:
@@ -162,7 +165,8 @@ def _one_table(where: str, entry: Any) -> TableConfig:
     for field, value in values.items():
         if value is None:
             raise TableError(
-                f"{where}: {field} must be {TABLE_FIELDS[field]}, got {entry[field]!r}"
+                f"{where}: {field} must be {TABLE_FIELDS[field]}, got "
+                f"{entry[field]!r:.60}"
             )
     try:
         if "profile" in values:
@@ -218,7 +222,7 @@ def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
         TableError: The file is not such a file, or a table's value is out of range.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_json(path)
         workloads = data["workloads"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TableError(
@@ -237,9 +241,9 @@ def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
         try:
             loaded[name] = tuple(_tables(name, workload))
             check_tables(loaded[name])
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (LookupError, TypeError, OverflowError, ValueError) as error:
             raise TableError(
-                f"{path}: workload '{name}' cannot be read ({error!r})"
+                f"{path}: workload '{name:.60}' cannot be read ({error!r:.200})"
             ) from error
     return loaded
 

@@ -1,0 +1,773 @@
+"""Random damage to every kind of file that the package reads.
+
+    python -m tests.fuzz.against_files --cases 10000 --seed 1 --log files.jsonl
+
+Each case damages one sound file and then reads and uses it in a process of its own,
+which may take 5 s and 1 GiB beyond what it has. Either all is well, as with a card that
+nobody parses or a digit of a time, or an error of this package says what is wrong.
+Nothing that a file says is ever run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torchrec.distributed.planner import Topology
+
+from tests.builders import (
+    Nested,
+    analytic,
+    bag_sharders,
+    draw_set,
+    make_comms_header,
+    make_ebc,
+    make_header,
+    make_planner,
+    make_record,
+    make_tables,
+    make_task,
+    write_records,
+)
+from tests.fuzz.campaign import Case, Outcome, run
+from torchrec_neuroshard.baselines.dreamshard import DreamShardNet, DreamShardSearcher
+from torchrec_neuroshard.baselines.neuroshard_models import load_models
+from torchrec_neuroshard.baselines.policy_training import run_training
+from torchrec_neuroshard.collect.compute import failures_path, read_failures
+from torchrec_neuroshard.cost_models import cache as bundle_cache
+from torchrec_neuroshard.cost_models.cache_cli import _line
+from torchrec_neuroshard.cost_models.loading import (
+    bundle_folder,
+    load_comms_model,
+    load_cost_model,
+)
+from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.planner import load_plan, read_plan, save_plan
+from torchrec_neuroshard.planner.given_models import (
+    build_model,
+    read_constraints,
+    read_placement,
+)
+from torchrec_neuroshard.profiles import load_profiles, save_profiles, zipf_profile
+from torchrec_neuroshard.record_store import (
+    journal_path,
+    read_comms_records,
+    read_records,
+)
+from torchrec_neuroshard.records import (
+    COLLECTIVES,
+    CommsRecord,
+    repeatability,
+    steady_records,
+)
+from torchrec_neuroshard.report.html import html_report
+from torchrec_neuroshard.shard_encoder import ShardFeaturizer
+from torchrec_neuroshard.workloads import load_dlrm_dataset
+from torchrec_neuroshard.workloads.loaders import load_tables
+
+SECONDS = 5
+MORE_BYTES = 2**30
+TOPOLOGY = Topology(world_size=2, compute_device="cpu")
+RUN_NAME = "was_run"
+"""A file that is there once a pickle has been obeyed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of file."""
+
+    make: Callable[[Path], None]
+    """Writes sound ones into a folder."""
+    use: Callable[[Path], object]
+    """Reads them from there, and does with them what users do."""
+
+
+def _shipped(name: str, *files: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        source = bundle_folder("cpu_epyc_zen5")
+        assert source is not None
+        for file in files:
+            shutil.copy(source.parent / name / file, folder)
+
+    return make
+
+
+def _use_kernels(folder: Path) -> None:
+    model = load_cost_model(folder, device_type="cpu")
+    features = ShardFeaturizer(make_tables([32, 8], [1000, 50]), 256).features(
+        np.array([0, 1]), np.array([32, 8])
+    )
+    found = model.predict_sets(features, np.array([0, 1]), 2)
+    assert np.isfinite(found).all() and (found >= 0).all(), f"predicts {found}"
+
+
+def _use_collectives(folder: Path) -> None:
+    for ranks, local in ((2, 2), (8, 2)):
+        model = load_comms_model(
+            folder,
+            device_type="cpu",
+            world_size=ranks,
+            local_world_size=local,
+            inter_gb_per_s=1.0,
+        )
+        assert model is not None
+        sent = np.full((1, ranks), 64.0)
+        found = model.all_to_all(sent, 4096)
+        assert np.isfinite(found).all() and (found >= 0).all(), f"predicts {found}"
+
+
+def _use_policy(folder: Path) -> None:
+    models = analytic()
+    DreamShardSearcher(folder).search(
+        make_task(make_tables([32, 8, 8], [1000, 50, 10]), world_size=2),
+        models["cost_model"],
+        models["comms_model"],
+    )
+
+
+def _compute_records(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    records = []
+    for index in range(4):
+        batch_size, tables = draw_set(rng, f"s{index}", 3, 8)
+        records.append(make_record(tables, index=index, batch_size=batch_size))
+    write_records(folder / "r.parquet", make_header(), records[:2])
+    lines = [make_header(), *records[2:]]
+    text = "".join(json.dumps(line.to_json()) + "\n" for line in lines)
+    journal_path(folder / "r.parquet").write_text(text)
+
+
+def _use_compute_records(folder: Path) -> None:
+    headers, records = read_records([folder / "r.parquet"])
+    headers[0].check_same_run(headers[0], "here")
+    steady_records(records)
+    repeatability(records)
+    for record in records:
+        ShardFeaturizer(record.tables, record.batch_size)
+
+
+def _comms_records(folder: Path) -> None:
+    pair = (1.0, 2.0)
+    records = [
+        CommsRecord(
+            index=index,
+            collective=COLLECTIVES[index],
+            world_size=2,
+            local_world_size=2,
+            bytes_per_peer=(64, 128),
+            delay_ms=(0.0, 0.0),
+            arrival_raw_ms=(pair, pair),
+            done_raw_ms=(pair, pair),
+            ref_raw_ms=(1.0,),
+            wait_ms=pair,
+            transfer_ms=pair,
+        )
+        for index in range(4)
+    ]
+    write_records(folder / "r.parquet", make_comms_header(), records[:2])
+    lines = [make_comms_header(), *records[2:]]
+    text = "".join(json.dumps(line.to_json()) + "\n" for line in lines)
+    journal_path(folder / "r.parquet").write_text(text)
+
+
+def _use_comms_records(folder: Path) -> None:
+    [(header, records)] = read_comms_records([folder / "r.parquet"])
+    header.check_same_run(header, "here")
+    repeatability(records)
+
+
+def _model() -> Nested:
+    return Nested(make_ebc([(100, 32), (50, 16), (30, 8)]))
+
+
+def make_plan(folder: Path) -> None:
+    planner = make_planner(topology=TOPOLOGY)
+    model = _model()
+    plan = planner.plan(model, bag_sharders())
+    save_plan(plan, folder / "plan.json", model=model, planner=planner)
+
+
+def _use_plan(folder: Path) -> None:
+    path = folder / "plan.json"
+    stored = read_plan(path)
+    str(stored.made_for)
+    report = stored.report()
+    html_report(report)
+    str(report)
+    str(stored.compared_to(read_plan(path), ("a", "b")))
+    load_plan(path, model=_model(), topology=TOPOLOGY, batch_size=64)
+
+
+TABLES = (
+    "name,num_embeddings,embedding_dim,pooling_factor,num_features,weighted\n"
+    "a,1000,32,2.5,1,\nb,50,8,1,2,true\n"
+)
+
+
+def _profile(rows: int) -> Any:
+    return zipf_profile(batch_size=512, pooling_factor=2.0, num_embeddings=rows)
+
+
+def _tables_json(folder: Path) -> None:
+    tables = [
+        dataclasses.replace(t, profile=_profile(t.num_embeddings)).to_json()
+        for t in make_tables([32, 8], [1000, 50])
+    ]
+    (folder / "t.json").write_text(json.dumps({"tables": tables}))
+
+
+def _workloads(folder: Path) -> None:
+    columns = {"name": "a", "rows": [1000, 50], "dims": [32, 8], "pooling": [2, 1.5]}
+    counted = {
+        **{"name": "b", "rows": [1000], "batch_size": 512, "lookups": [900.0]},
+        "count_hist": [list(_profile(1000).access_histogram)],
+    }
+    groups = [{"num_tables": 2, "rows": 100, "dim": 16, "hotness": [1, 2]}]
+    tables = [t.to_json() for t in make_tables([32])]
+    workloads = [
+        *(columns, counted, {"name": "c", "groups": groups}),
+        {"name": "d", "tables": tables},
+    ]
+    (folder / "t.json").write_text(json.dumps({"workloads": workloads}))
+
+
+def _use_tables(name: str, workload: str | None = None) -> Callable[[Path], None]:
+    def use(folder: Path) -> None:
+        tables = load_tables(folder / name, workload)
+        ShardFeaturizer(tables, 4096).features(
+            np.arange(len(tables)), np.array([t.embedding_dim for t in tables])
+        )
+        build_model(tables)
+
+    return use
+
+
+def _use_profiles(folder: Path) -> None:
+    for profile in load_profiles(folder / "p.json").values():
+        profile.at_batch_size(4096, 1000).at_batch_size(16)
+
+
+def _constraints(folder: Path) -> None:
+    found = {
+        "*": {"sharding_types": ["column_wise", "table_wise"], "min_partition": 8},
+        "t0": {"compute_kernels": ["fused"], "pooling_factors": [2.0]},
+        "t1": {"enforce_hbm": True, "cache_load_factor": 0.5, "batch_sizes": [4]},
+    }
+    (folder / "c.json").write_text(json.dumps(found))
+    found = {"pin": {"t0": [0, 1]}, "together": [["t1", "t2"]], "forbid_ranks": [3]}
+    (folder / "w.json").write_text(json.dumps(found))
+
+
+def _use_constraints(folder: Path) -> None:
+    model = build_model(make_tables([32, 16, 8], [100, 50, 30]))
+    names = [f"m.{name}" for name in ("t0", "t1", "t2")]
+    read_constraints(folder / "c.json", model)
+    read_placement(folder / "w.json").rules(names, 4)
+
+
+KEY = bundle_cache.CacheKey(
+    device="d",
+    device_type="cpu",
+    world_size=2,
+    local_world_size=2,
+    optimizers=("sgd",),
+    data_types=("fp32",),
+    torch="2",
+    fbgemm="1",
+    torchrec="1",
+    feature_gates=(),
+)
+
+
+def _cache(folder: Path) -> None:
+    inner = folder / KEY.name()
+    inner.mkdir()
+    _shipped("cpu_epyc_zen5", "comms.json", "comms.safetensors")(inner)
+    shutil.copy(inner / "comms.json", inner / "bundle.json")
+    data = {"key": dataclasses.asdict(KEY), "created": "2026", "seconds": 1.0}
+    (inner / "key.json").write_text(json.dumps(data))
+
+
+def _use_cache(folder: Path) -> None:
+    os.environ["NEUROSHARD_CACHE"] = str(folder)
+    for entry in bundle_cache.entries():
+        _line(entry)
+    bundle_cache.find(KEY, collectives=True)
+
+
+def _dataset(folder: Path) -> None:
+    lengths = torch.tensor([[1, 2, 0], [3, 0, 1]])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
+    tensors = torch.arange(7), offsets, lengths
+    torch.save(tensors, folder / "d.pt")
+    (folder / "d.pt.gz").write_bytes(gzip.compress((folder / "d.pt").read_bytes()))
+
+
+def _use_dataset(folder: Path) -> None:
+    load_dlrm_dataset(folder / "d.pt")
+    load_dlrm_dataset(folder / "d.pt.gz")
+
+
+class Trainer:
+    """A training run of no steps, whose state is a net's."""
+
+    num_iterations = 1
+
+    def __init__(self) -> None:
+        self.net = DreamShardNet()
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+
+    def step(self, iteration: int) -> dict[str, float]:
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _train(folder: Path) -> None:
+    trainer: Any = Trainer()
+    run_training(trainer, folder, {}, lambda *_: None)
+
+
+def _failures(folder: Path) -> None:
+    line = json.dumps({"index": 3, "error": "CUDA error"})
+    failures_path(folder / "r").write_text(f"{line}\n{line}\n")
+
+
+KINDS: dict[str, Kind] = {
+    "kernels": Kind(
+        _shipped("cpu_epyc_zen5", "bundle.json", "weights.safetensors"), _use_kernels
+    ),
+    "collectives": Kind(
+        _shipped("cpu_epyc_zen5", "comms.json", "comms.safetensors"), _use_collectives
+    ),
+    "policy": Kind(
+        _shipped(
+            "policies/dreamshard_cpu_epyc_zen5", "policy.json", "weights.safetensors"
+        ),
+        _use_policy,
+    ),
+    "original": Kind(
+        _shipped(
+            "neuroshard/cpu_epyc_zen5",
+            *("neuroshard.json", "weights.safetensors", "CARD.md"),
+        ),
+        load_models,
+    ),
+    "compute records": Kind(_compute_records, _use_compute_records),
+    "comms records": Kind(_comms_records, _use_comms_records),
+    "plan": Kind(make_plan, _use_plan),
+    "tables, csv": Kind(
+        lambda folder: (folder / "t.csv").write_text(TABLES) and None,
+        _use_tables("t.csv"),
+    ),
+    "tables, json": Kind(_tables_json, _use_tables("t.json")),
+    "workloads": Kind(_workloads, _use_tables("t.json", "b")),
+    "profiles": Kind(
+        lambda folder: save_profiles({"f": _profile(100)}, folder / "p.json"),
+        _use_profiles,
+    ),
+    "constraints": Kind(_constraints, _use_constraints),
+    "cache": Kind(_cache, _use_cache),
+    "dataset": Kind(_dataset, _use_dataset),
+    "training": Kind(_train, _train),
+    "failures": Kind(_failures, lambda folder: read_failures(folder / "r")),
+}
+
+
+@functools.cache
+def sound_files() -> Path:
+    """A folder of sound files for each kind; lives as long as the process."""
+    holder = tempfile.TemporaryDirectory(prefix="sound-")
+    _HOLDERS.append(holder)
+    for name, kind in KINDS.items():
+        folder = Path(holder.name, name)
+        folder.mkdir()
+        kind.make(folder)
+    return Path(holder.name)
+
+
+_HOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+
+
+# Damage.
+
+BYTES = ("flip", "cut", "zeros", "twice", "noise", "more", "length")
+WHOLE = ("gone", "empty", "folder", "other", "pickle", "not text", "deep", "bomb")
+JSON = ("replace", "replace", "replace", "drop", "add", "swap")
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 3, 0.5, -0.0, 10**9, 2**31, 2**63, 2**64, 10**30, 1e308),
+    *(float("nan"), float("inf"), -float("inf"), "", "x", "1", "nan", "../../etc"),
+    *("<script>alert(1)</script>", "\x1b]0;x\x07", "\ud800", "\0", "é" * 5000),
+    *([], {}, [[]], [None], [1, 2], {"a": 1}, {"": None}, [1e400], [{}], "y" * 10**6),
+    "deep",
+    "many",
+    "long number",
+)
+
+
+def draw(rng: np.random.Generator) -> Case:
+    """Choose a file and what is done to it."""
+    kind = str(rng.choice(list(KINDS)))
+    folder = sound_files() / kind
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    file = str(rng.choice(files))
+    ways = [*BYTES, *BYTES, *WHOLE]
+    if file.endswith((".json", ".journal", ".failed", ".parquet")):
+        ways += JSON * 6
+    if file.endswith(".parquet"):
+        ways += ["column"] * 6
+    if file.endswith(".csv"):
+        ways += ["cell"] * 16
+    if file.endswith(".safetensors"):
+        ways += ["weights"] * 8
+    damage = [
+        {"way": str(rng.choice(ways)), "seed": int(rng.integers(2**32))}
+        for _ in range(int(rng.integers(1, 3)))
+    ]
+    if kind == "training":  # which would write there, too
+        damage = [d for d in damage if d["way"] != "folder"]
+    # A checksum says that bytes are damaged; whoever wrote the file can write that too.
+    return {
+        "kind": kind,
+        "file": file,
+        "damage": damage,
+        "sealed": bool(rng.integers(2)),
+    }
+
+
+def simpler(case: Case) -> Any:
+    """Cases with less damage."""
+    for damage in case["damage"]:
+        if len(case["damage"]) > 1:
+            yield {**case, "damage": [damage]}
+    if case["sealed"]:
+        yield {**case, "sealed": False}
+
+
+class _Evil:
+    """Unpickled by whoever obeys pickles, it leaves a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+def apply(case: Case, folder: Path) -> None:
+    """Damage a copy of the sound files."""
+    path = folder / case["file"]
+    for damage in case["damage"]:
+        if not path.is_file():
+            continue
+        rng = np.random.default_rng(damage["seed"])
+        way = damage["way"]
+        if way in BYTES:
+            path.write_bytes(_damaged_bytes(path.read_bytes(), way, rng))
+        elif way in WHOLE:
+            _replace_file(path, way, rng, str(folder / RUN_NAME))
+        elif way == "cell":
+            _edit_csv(path, rng)
+        elif way == "column":
+            _edit_parquet(path, rng)
+        elif way == "weights":
+            _edit_weights(path, rng)
+        else:
+            _edit_json(path, way, rng)
+    description = next(folder.glob("*.json"), None)
+    if case["sealed"] and path.suffix == ".safetensors" and path.is_file():
+        with contextlib.suppress(Exception):
+            data = json.loads(description.read_text())
+            data["weights_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+            description.write_text(json.dumps(data))
+
+
+def _damaged_bytes(data: bytes, way: str, rng: np.random.Generator) -> bytes:
+    held = bytearray(data or b"\0")
+    at = int(rng.integers(len(held)))
+    if rng.random() < 0.5:  # where formats keep what matters
+        near = int(rng.integers(min(len(held), 256)))
+        at = near if rng.random() < 0.5 else len(held) - 1 - near
+    size = int(rng.integers(1, 64))
+    if way == "flip":
+        for place in {at, *rng.integers(len(held), size=int(rng.integers(4))).tolist()}:
+            held[place] ^= 1 << int(rng.integers(8))
+    elif way == "cut":
+        del held[at:]
+    elif way == "zeros":
+        held[at : at + size] = bytes(size)
+    elif way == "noise":
+        held[at : at + size] = rng.bytes(size)
+    elif way == "twice":
+        held[at:at] = held[at : at + size]
+    elif way == "more":
+        held += rng.bytes(size)
+    elif way == "length":  # as a count of 8 bytes
+        held[at : at + 8] = int(rng.choice([2**62, 2**40, 2**31, 255])).to_bytes(
+            8, "little"
+        )
+    return bytes(held)
+
+
+def _replace_file(path: Path, way: str, rng: np.random.Generator, ran: str) -> None:
+    path.unlink()
+    if way == "folder":
+        path.mkdir()
+    elif way == "empty":
+        path.touch()
+    elif way == "other":
+        files = sorted(p for p in sound_files().rglob("*") if p.is_file())
+        shutil.copy(files[int(rng.integers(len(files)))], path)
+    elif way == "pickle":
+        evil = [_Evil(ran)]
+        if rng.random() < 0.5:
+            torch.save(evil, path)
+        else:
+            path.write_bytes(pickle.dumps(evil))
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(path.read_bytes()))
+    elif way == "not text":
+        path.write_bytes(b"\xff\xfe" + rng.bytes(50))
+    elif way == "deep":
+        depth = int(rng.choice([500, 10**4, 10**6]))
+        opened, closed = ("[", "]") if rng.random() < 0.5 else ('{"a":', "}")
+        path.write_text(opened * depth + "1" + closed * depth + "\n")
+    elif way == "bomb":
+        path.write_bytes(gzip.compress(bytes(2**27)))
+
+
+def _edit_csv(path: Path, rng: np.random.Generator) -> None:
+    rows = [line.split(",") for line in path.read_text(errors="replace").splitlines()]
+    row = rows[int(rng.integers(len(rows)))] if rows else []
+    if row:
+        row[int(rng.integers(len(row)))] = str(_value(rng)).replace("\n", " ")
+    text = "\n".join(",".join(row) for row in rows) + "\n"
+    path.write_text(text, errors="replace")
+
+
+def _value(rng: np.random.Generator) -> Any:
+    value = VALUES[int(rng.integers(len(VALUES)))]
+    if value == "deep":
+        value = []
+        for _ in range(200):
+            value = [value]
+    elif value == "many":
+        value = [0] * 10**5
+    elif value == "long number":
+        value = 10**4200
+    return value
+
+
+def _edit_json(path: Path, way: str, rng: np.random.Generator) -> None:
+    try:
+        if path.suffix == ".parquet":
+            table = pq.read_table(path)
+            known = dict(table.schema.metadata or {})
+            key = b"neuroshard_header"
+            data = _edited(json.loads(known[key]), way, rng)
+            known[key] = json.dumps(data).encode()
+            pq.write_table(table.replace_schema_metadata(known), path)
+            return
+        lines = [path.read_text()]
+        if path.suffix != ".json":
+            lines = lines[0].splitlines()
+        number = int(rng.integers(len(lines)))
+        data = _edited(json.loads(lines[number]), way, rng)
+    except (ValueError, OSError, KeyError, RecursionError, pa.ArrowException):
+        return  # damaged already
+    lines[number] = json.dumps(data)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _edited(data: Any, way: str, rng: np.random.Generator) -> Any:
+    """Change one node of a document."""
+    places: list[tuple[Any, Any]] = []
+
+    def walk(node: Any) -> None:
+        keys = node if isinstance(node, dict) else range(len(node))
+        for key in keys:
+            places.append((node, key))
+            if isinstance(node[key], dict | list):
+                walk(node[key])
+
+    if not isinstance(data, dict | list) or not data:
+        return _value(rng)
+    walk(data)
+    # Long lists of numbers would be all that is ever met.
+    heads = [p for p in places if not isinstance(p[1], int) or p[1] < 2]
+    node, key = heads[int(rng.integers(len(heads)))]
+    if way == "replace":
+        node[key] = _value(rng)
+    elif way == "drop":
+        del node[key]
+    elif way == "add" and isinstance(node, dict):
+        node[str(rng.choice(["extra", "", "__class__", "name", "a" * 10**5]))] = _value(
+            rng
+        )
+    elif way == "add":
+        node.append(_value(rng))
+    elif way == "swap":
+        other, name = heads[int(rng.integers(len(heads)))]
+        text = json.dumps(node[key]), json.dumps(other[name])
+        node[key], other[name] = json.loads(text[1]), json.loads(text[0])
+    return data
+
+
+def _edit_parquet(path: Path, rng: np.random.Generator) -> None:
+    """Other values, other types, other columns."""
+    try:
+        table = pq.read_table(path)
+        if not table.num_columns:
+            return
+        number = int(rng.integers(table.num_columns))
+        field, count = table.schema.field(number), table.num_rows
+        choice = int(rng.integers(6))
+        if choice == 0:
+            table = table.remove_column(number)
+        elif choice == 1:
+            table = table.set_column(number, field.name, pa.array(["x"] * count))
+        elif choice == 2:
+            table = table.set_column(number, field, pa.nulls(count, field.type))
+        elif choice == 3:
+            table = table.append_column("extra", pa.array([1] * count))
+        else:
+            rows = table.to_pylist()
+            line = rows[int(rng.integers(len(rows)))]
+            line[field.name] = _edited(line[field.name], "replace", rng)
+            table = pa.Table.from_pylist(rows, schema=table.schema)
+        pq.write_table(table, path)
+    except (
+        pa.ArrowException,
+        OSError,
+        IndexError,
+        TypeError,
+        OverflowError,
+        ValueError,
+    ):
+        return  # no file holds that, or it was damaged already
+
+
+def _edit_weights(path: Path, rng: np.random.Generator) -> None:
+    """Other values, in a file that is sound in itself."""
+    data = bytearray(path.read_bytes())
+    if len(data) < 16:
+        return
+    values = np.frombuffer(data, dtype=np.uint8)[-64:].view(np.float32)
+    values[:] = float(rng.choice([np.nan, np.inf, 1e38, 0.0, -5.0]))
+    path.write_bytes(data)
+
+
+# Judging.
+
+
+def judge(case: Case) -> Outcome:
+    """Damage, read and use; says what came of it."""
+    with tempfile.TemporaryDirectory(prefix="damaged-") as name:
+        folder = Path(name, "files")
+        shutil.copytree(sound_files() / case["kind"], folder)
+        apply(case, folder)
+        outcome = in_child(lambda: use(case["kind"], folder))
+        if (folder / RUN_NAME).exists():
+            return f"failure, {case['kind']} runs code"
+    if outcome.startswith("failure"):
+        return f"{outcome} [{case['kind']}]"
+    return outcome
+
+
+def use(kind: str, folder: Path) -> Outcome:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    room = _virtual_bytes() + MORE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (room, room))
+    try:
+        KINDS[kind].use(folder)
+        outcome = "used"
+    except NeuroShardError as error:
+        outcome = f"refused, {type(error).__name__}: {error}"
+        if not str(error).strip():
+            outcome = "failure, no reason"
+        elif len(str(error)) > 5000:
+            outcome = f"failure, a reason of {len(str(error)):,} characters"
+    except BaseException as error:
+        places = [
+            f"{Path(f.filename).name}:{f.lineno}"
+            for f in traceback.extract_tb(error.__traceback__)
+            if "torchrec_neuroshard/" in f.filename
+        ]
+        text = " ".join(str(error).split())[:200]
+        where = places[-1] if places else "nowhere"
+        outcome = f"failure, {type(error).__name__} at {where}: {text}"
+    more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    if more * 1024 > MORE_BYTES:
+        return f"failure, memory: {more / 2**20:.1f} GiB"
+    return outcome
+
+
+def _virtual_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return pages * resource.getpagesize()
+
+
+def in_child(work: Callable[[], Outcome]) -> Outcome:
+    """Return what work returns in a process of its own, or how that ended."""
+    reading, writing = os.pipe()
+    process = os.fork()
+    if not process:
+        status = 1
+        try:
+            os.close(reading)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(SECONDS)
+            # What libraries say of damaged files is not for this terminal.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            text = work().encode(errors="replace")[:4000]
+            signal.alarm(0)
+            os.write(writing, text)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().decode(errors="replace")
+    _, status = os.waitpid(process, 0)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number == signal.SIGALRM:
+            return f"failure, more than {SECONDS} s"
+        return f"failure, {signal.Signals(number).name}"
+    return said or "failure, ends the process"
+
+
+def main() -> int:
+    """Run the campaign."""
+    torch.set_num_threads(1)
+    pa.set_cpu_count(1)
+    return run(__doc__ or "", draw, judge, simpler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,505 @@
+"""Writers that are killed, or whose disk is full or read-only, at any moment.
+
+    python -m tests.fuzz.against_kill --cases 2000 --seed 1 --log kill.jsonl
+
+A process of its own changes what an earlier one has written. Then what lies there must
+be whole: the old or the new; of records, all but the one in flight. And the same
+change, made again, must succeed. Most cases end a writer of the library before a
+certain touch of the disk, or in the midst of a write; the others (`--commands` picks
+them alone) end whole commands after a random time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.builders import (
+    draw_set,
+    make_header,
+    make_record,
+    make_tables,
+    write_records,
+)
+from tests.fuzz import against_files
+from tests.fuzz.campaign import Case, Outcome, run
+from torchrec_neuroshard import cli
+from torchrec_neuroshard.baselines.policy_training import run_training
+from torchrec_neuroshard.cost_models import cache, load_bundle
+from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
+from torchrec_neuroshard.cost_models.loading import bundle_folder
+from torchrec_neuroshard.planner import read_plan
+from torchrec_neuroshard.profiles import load_profiles, save_profiles, zipf_profile
+from torchrec_neuroshard.record_store import RecordStore, journal_path, read_records
+from torchrec_neuroshard.records import CostRecord
+
+NUM_RECORDS = 5
+PROGRESS = "told"
+"""Beside the folder: what a writer said was safely written."""
+MAX_COMMAND_SECONDS = 60.0
+OUT_OF_SPACE, READ_ONLY = errno.ENOSPC, errno.EROFS
+
+
+class Writer:
+    """What changes files of one kind, and what must hold of them."""
+
+    def prepare(self, folder: Path) -> None:
+        """Write what is there before."""
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        """Change it; `tell` says how much is safe by now."""
+        raise NotImplementedError
+
+    def check(self, folder: Path, told: int) -> None:
+        """Raise where something is lost or half-written."""
+        raise NotImplementedError
+
+
+@functools.cache
+def _records() -> tuple[CostRecord, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(
+        make_record(tables, index=index, batch_size=batch_size)
+        for index in range(NUM_RECORDS)
+        for batch_size, tables in [draw_set(rng, f"s{index}", 3, 8)]
+    )
+
+
+class Records(Writer):
+    """Two records in a file, and three that are measured."""
+
+    def prepare(self, folder: Path) -> None:
+        write_records(folder / "r.parquet", make_header(), _records()[:2])
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        with RecordStore(folder / "r.parquet", make_header()) as store:
+            for record in _records():
+                if record.index not in store.done:
+                    store.append(record)
+                    tell(record.index + 1)
+
+    def check(self, folder: Path, told: int) -> None:
+        found = read_records([folder / "r.parquet"])[1]
+        assert len(found) >= max(2, told), f"{len(found)} of {told} records"
+        assert [r.index for r in found] == list(range(len(found)))
+        assert [r.fwd_ms for r in found] == [r.fwd_ms for r in _records()[: len(found)]]
+
+
+class Bundle(Writer):
+    """A model that another one replaces."""
+
+    names = "cpu", "cpu_epyc_zen5"
+
+    def _save(self, folder: Path, name: str) -> None:
+        source = bundle_folder(name)
+        assert source is not None
+        network, info = COMPUTE_BUNDLE.load(source)
+        COMPUTE_BUNDLE.save(folder, network, info, name)
+
+    def prepare(self, folder: Path) -> None:
+        self._save(folder, self.names[0])
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        self._save(folder, self.names[1])
+        tell(1)
+
+    def check(self, folder: Path, told: int) -> None:
+        name = COMPUTE_BUNDLE.read_info(folder).name
+        assert name in self.names[told:], f"{name} after {told}"
+        shipped = bundle_folder(name)
+        assert shipped is not None
+        probe = np.ones((1, 40), np.float32)[:, : len(_features())]
+        found, wanted = (
+            load_bundle(path).predict_sets(probe, np.array([0]), 1)
+            for path in (folder, shipped)
+        )
+        assert (found == wanted).all(), "other weights"
+
+
+def _features() -> tuple[str, ...]:
+    return COMPUTE_BUNDLE.read_info(_source()).feature_names
+
+
+def _source() -> Path:
+    source = bundle_folder("cpu_epyc_zen5")
+    assert source is not None
+    return source
+
+
+class Plan(Writer):
+    """A plan file that another one replaces."""
+
+    def prepare(self, folder: Path) -> None:
+        shutil.copy(against_files.sound_files() / "plan" / "plan.json", folder)
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        against_files.make_plan(folder)
+        tell(1)
+
+    def check(self, folder: Path, told: int) -> None:
+        read_plan(folder / "plan.json").report()
+
+
+class Profiles(Writer):
+    """Profiles that others replace."""
+
+    def prepare(self, folder: Path) -> None:
+        self._save(folder, 100)
+
+    def _save(self, folder: Path, rows: int) -> None:
+        known = zipf_profile(batch_size=64, pooling_factor=2.0, num_embeddings=rows)
+        save_profiles(dict.fromkeys("abc", known), folder / "p.json")
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        self._save(folder, 10_000)
+        tell(1)
+
+    def check(self, folder: Path, told: int) -> None:
+        assert len(load_profiles(folder / "p.json")) == 3
+
+
+class Cache(Writer):
+    """Kernels in the cache, whose place kernels and collectives take."""
+
+    def prepare(self, folder: Path) -> None:
+        self._store(folder, ("bundle.json", "weights.safetensors", "CARD.md"))
+
+    def _store(self, folder: Path, files: tuple[str, ...]) -> None:
+        os.environ["NEUROSHARD_CACHE"] = str(folder / "cache")
+        with tempfile.TemporaryDirectory() as measured:
+            for file in files:
+                shutil.copy(_source() / file, measured)
+            cache.store(Path(measured), against_files.KEY, created="2", seconds=1.0)
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        self._store(
+            folder,
+            (
+                *("bundle.json", "weights.safetensors", "CARD.md"),
+                *("comms.json", "comms.safetensors"),
+            ),
+        )
+        tell(1)
+
+    def check(self, folder: Path, told: int) -> None:
+        os.environ["NEUROSHARD_CACHE"] = str(folder / "cache")
+        entry = cache.find(against_files.KEY, collectives=told > 0)
+        assert entry is not None, "nothing is found"
+        for found in cache.entries():
+            load_bundle(found.folder)
+
+
+class Training(Writer):
+    """A training run of three iterations that goes on."""
+
+    num_iterations = 3
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        trainer: Any = against_files.Trainer()
+        trainer.num_iterations = self.num_iterations
+        run_training(trainer, folder, {}, lambda iteration, _: tell(iteration + 1))
+
+    def check(self, folder: Path, told: int) -> None:
+        trainer: Any = against_files.Trainer()
+        trainer.num_iterations = self.num_iterations
+        first = run_training(trainer, folder, {}, lambda *_: None)
+        assert first >= told, f"goes on from {first} after {told}"
+
+
+class Command(Writer):
+    """A command, killed after a random time."""
+
+    def arguments(self, folder: Path) -> list[str]:
+        raise NotImplementedError
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        assert cli.main(self.arguments(folder)) == 0
+
+
+class CollectCommand(Command):
+    """`neuroshard collect compute` of six sets."""
+
+    def arguments(self, folder: Path) -> list[str]:
+        text = (
+            "collect compute --num-sets 6 --seed 5 --max-gib 0.001 --max-lookups 500 "
+            "--max-shards 2 --batch-sizes 16"
+        )
+        return [*text.split(), "--out", str(folder / "r.parquet")]
+
+    def check(self, folder: Path, told: int) -> None:
+        path = folder / "r.parquet"
+        if path.exists() or (
+            journal_path(path).exists() and b"\n" in journal_path(path).read_bytes()
+        ):
+            read_records([path])
+        if path.exists() and told:
+            assert len(read_records([path])[1]) >= 6
+
+
+class TrainCommand(Command):
+    """`neuroshard train`, over a bundle."""
+
+    def prepare(self, folder: Path) -> None:
+        Bundle().prepare(folder)
+        rng = np.random.default_rng(1)
+        records = [
+            make_record(
+                tables,
+                1.0 + index % 5,
+                index=index,
+                batch_size=batch_size,
+                held_out=index < 8,
+            )
+            for index in range(40)
+            for batch_size, tables in [draw_set(rng, f"s{index}", 2, 4)]
+        ]
+        write_records(folder / "r.parquet", make_header(), records)
+
+    def arguments(self, folder: Path) -> list[str]:
+        records, few = str(folder / "r.parquet"), ["--epochs", "1", "--members", "1"]
+        return ["train", records, "--out", str(folder), "--name", "new", *few]
+
+    def check(self, folder: Path, told: int) -> None:
+        names = ("new",) if told else ("cpu", "new")
+        assert load_bundle(folder).name in names
+        assert len(read_records([folder / "r.parquet"])[1]) == 40
+
+
+class PolicyCommand(Command):
+    """`neuroshard train-policy` of two iterations."""
+
+    def prepare(self, folder: Path) -> None:
+        rng = np.random.default_rng(0)
+        rows = (10 ** rng.uniform(2, 6, 80)).astype(int).tolist()
+        tables = [t.to_json() for t in make_tables([64] * 80, rows)]
+        text = json.dumps({"workloads": [{"name": "w", "tables": tables}]})
+        (folder / "t.json").write_text(text)
+
+    def arguments(self, folder: Path) -> list[str]:
+        text = (
+            "train-policy --method autoshard --cost-model cpu --set iterations=2 "
+            "--num-tasks 4 --num-test-tasks 2 --num-tables 10 12 --world-sizes 2 "
+            "--batch-size 128"
+        )
+        return [
+            *text.split(),
+            *("--tables", str(folder / "t.json"), "--out", str(folder / "p")),
+        ]
+
+    def check(self, folder: Path, told: int) -> None:
+        if (folder / "p" / "policy.json").exists():
+            from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
+
+            AutoShardSearcher(folder / "p")
+        else:
+            assert not told
+
+
+WRITERS: dict[str, Writer] = {
+    "records": Records(),
+    "bundle": Bundle(),
+    "plan": Plan(),
+    "profiles": Profiles(),
+    "cache": Cache(),
+    "training": Training(),
+}
+COMMANDS: dict[str, Command] = {
+    "collect compute": CollectCommand(),
+    "train": TrainCommand(),
+    "train-policy": PolicyCommand(),
+}
+WAYS = ("kill", "kill in a write", "full", "full at once", "read-only")
+"""Killed before a touch of the disk; killed once a file is so long; no file may be
+longer; each touch fails from one on, for want of room or since nothing may be
+written."""
+
+
+def draw(rng: np.random.Generator) -> Case:
+    """Choose a writer and the moment when it ends."""
+    return {
+        "writer": str(rng.choice(list(WRITERS))),
+        "way": str(rng.choice(WAYS)),
+        "moment": float(rng.random()),
+    }
+
+
+def draw_command(rng: np.random.Generator) -> Case:
+    """Choose a command and the moment when it is killed."""
+    name = str(rng.choice(list(COMMANDS)))
+    return {"writer": name, "way": "time", "moment": float(rng.random())}
+
+
+def judge(case: Case) -> Outcome:
+    """End a writer, look at what it has left, and let it run again."""
+    name, way, moment = case["writer"], case["way"], case["moment"]
+    writer = {**WRITERS, **COMMANDS}[name]
+    touches, longest, seconds = extent(name)
+    with tempfile.TemporaryDirectory(prefix="killed-") as held:
+        folder = Path(held, "files")
+        folder.mkdir()
+        writer.prepare(folder)
+        if way == "time":
+            status = _in_process(writer, folder, kill_after=moment * seconds)
+        elif way in ("full", "kill in a write"):
+            limit = int(moment * longest)
+            status = _in_process(writer, folder, max_bytes=limit, kills=way != "full")
+        else:
+            code = {"full at once": OUT_OF_SPACE, "read-only": READ_ONLY}.get(way, 0)
+            status = _in_process(writer, folder, step=int(moment * touches), code=code)
+        told = _told(folder)
+        for attempt in ("left", "again"):
+            try:
+                writer.check(folder, told)
+            except Exception as error:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                return (
+                    f"failure, {name} {attempt}: {way}, {type(error).__name__} "
+                    f"({Path(where.filename).name}:{where.lineno}) {error}"
+                )
+            if attempt == "left":
+                ended = _in_process(writer, folder)
+                if ended:
+                    return f"failure, {name} does not go on: {way}, {ended}"
+                told = max(told, _told(folder)) if name in WRITERS else 1
+    return f"{name}, {way}: {status}"
+
+
+@functools.cache
+def extent(name: str) -> tuple[int, int, float]:
+    """How often a writer touches the disk, its longest file, and how long it takes."""
+    writer = {**WRITERS, **COMMANDS}[name]
+    with tempfile.TemporaryDirectory(prefix="whole-") as held:
+        folder = Path(held, "files")
+        folder.mkdir()
+        writer.prepare(folder)
+        start = time.monotonic()
+        assert not _in_process(writer, folder, step=10**9), f"{name} fails by itself"
+        seconds = time.monotonic() - start
+        count = int(Path(held, "touches").read_text() or 0)
+        sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
+    return count, max(sizes), min(seconds, MAX_COMMAND_SECONDS)
+
+
+def _told(folder: Path) -> int:
+    path = folder.with_name(PROGRESS)
+    return len(path.read_bytes()) if path.exists() else 0
+
+
+def _in_process(
+    writer: Writer,
+    folder: Path,
+    *,
+    step: int | None = None,
+    code: int = 0,
+    max_bytes: int | None = None,
+    kills: bool = False,
+    kill_after: float | None = None,
+) -> str:
+    """Run a writer in a process of its own.
+
+    Args:
+        writer: What runs.
+        folder: Where.
+        step: Number of the touch of the disk from which on none succeeds.
+        code: How they fail; 0: the process is killed.
+        max_bytes: No file gets longer.
+        kills: Whether the process is killed where one would.
+        kill_after: Seconds after which it is killed.
+
+    Returns:
+        How it ended; "" when nothing was amiss.
+    """
+    progress = os.open(
+        folder.with_name(PROGRESS), os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    )
+    touches = os.open(
+        folder.with_name("touches"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    )
+    process = os.fork()
+    if process:
+        os.close(progress)
+        os.close(touches)
+        if kill_after is not None:
+            time.sleep(kill_after)
+            os.kill(process, signal.SIGKILL)
+        _, status = os.waitpid(process, 0)
+        if os.WIFSIGNALED(status):
+            return signal.Signals(os.WTERMSIG(status)).name
+        return {0: "", 3: "OSError"}.get(os.WEXITSTATUS(status), "another error")
+    ended = 1
+    try:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        count = 0
+        said = 0
+
+        def tell(safe: int) -> None:
+            nonlocal said
+            os.write(progress, b"." * (safe - said))
+            said = safe
+
+        def touch(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal count
+            if not _touches(event, arguments, str(folder)):
+                return
+            count += 1
+            if step is not None and count > step:
+                if not code:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(code, os.strerror(code))
+
+        if step is not None:
+            sys.addaudithook(touch)
+        if max_bytes is not None:
+            if kills:
+                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+        try:
+            writer.write(folder, tell)
+            ended = 0
+        except OSError:
+            ended = 3
+        os.write(touches, str(count).encode())
+    finally:
+        os._exit(ended)
+
+
+def _touches(event: str, arguments: tuple[Any, ...], folder: str) -> bool:
+    if event == "open":
+        path, _, flags = arguments
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        return bool(writes) and str(path).startswith(folder)
+    if event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
+        return folder in str(arguments[0]) or folder in str(arguments[1])
+    return False
+
+
+def main() -> int:
+    """Run the campaign."""
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--commands", action="store_true", help="kill whole commands")
+    known, sys.argv[1:] = parser.parse_known_args()
+    return run(__doc__ or "", draw_command if known.commands else draw, judge)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""A sample of the campaign, and one case of each kind of failure that it found."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fuzz import against_files
+
+# Nothing but the forking thread has a part in what the children do.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SEED, NUM_CASES = 5, 24
+
+FOUND: dict[str, tuple[str, str, Any]] = {
+    "deep nesting": ("comms records", "r.parquet.journal", '{"a":' * 10**5 + "\n"),
+    "no number": ("failures", "r.failed", '{"index": "x", "error": ""}\n'),
+    "no text": ("failures", "r.failed", b"\x8b\n"),
+    "a card that is no text": ("original", "CARD.md", b"\x8b"),
+    "a state of no bytes": ("training", "checkpoint.pt", b""),
+    "a field of a megabyte": ("tables, csv", "t.csv", "name\n" + "a" * 10**6 + "\n"),
+    "a long name": ("constraints", "c.json", '{"' + "a" * 10**5 + '": {}}'),
+    "more rows than 64 bits count": (
+        "tables, csv",
+        "t.csv",
+        f"name,num_embeddings,embedding_dim\na,{10**30},8\n",
+    ),
+    "more lookups than are a number": (
+        "workloads",
+        "t.json",
+        '{"workloads": [{"rows": [9], "pooling": [1' + "0" * 400 + "]}]}",
+    ),
+}
+"""What was wrong -> kind, file and what it holds."""
+
+
+@pytest.mark.parametrize("wrong", FOUND)
+def test_what_was_found_is_mended(tmp_path: Path, wrong: str) -> None:
+    kind, file, content = FOUND[wrong]
+    against_files.KINDS[kind].make(tmp_path)
+    data = content if isinstance(content, bytes) else content.encode()
+    (tmp_path / file).write_bytes(data)
+    outcome = against_files.in_child(lambda: against_files.use(kind, tmp_path))
+    assert not outcome.startswith("failure"), outcome
+
+
+def test_nothing_that_is_sound_is_refused() -> None:
+    folder = against_files.sound_files()
+    outcomes = {
+        kind: against_files.in_child(partial(against_files.use, kind, folder / kind))
+        for kind in against_files.KINDS
+    }
+    assert set(outcomes.values()) == {"used"}, outcomes
+
+
+def test_a_sample() -> None:
+    outcomes = [
+        against_files.judge(against_files.draw(np.random.default_rng([SEED, number])))
+        for number in range(NUM_CASES)
+    ]
+    assert [o for o in outcomes if o.startswith("failure")] == []
+    assert sum(o.startswith("refused") for o in outcomes) > NUM_CASES / 3

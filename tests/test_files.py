@@ -1,0 +1,128 @@
+"""Files that appear whole or not at all, and documents of unknown authors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrec_neuroshard.files import (
+    from_fields,
+    json_text,
+    parse_json,
+    read_json,
+    write_whole,
+)
+
+
+def test_what_is_written_is_whole_and_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    write_whole(path, "ü\n")
+    write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_what_cannot_be_written_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "a"
+    write_whole(path, "old")
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_json_is_strict_both_ways(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a", json_text({"a": (1, float("nan")), "b": [-1e999]}))
+    assert read_json(tmp_path / "a") == {"a": [1, None], "b": [None]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[NaN]", "not finite"),
+        ('{"a": 1e999}', "not finite"),
+        ("[" * 10**5, "nested too deep"),
+        ('["\\ud800"]', "surrogates"),
+        ("9" * 5000, "4300 digits"),
+        ("{", "Expecting"),
+    ],
+)
+def test_json_that_nobody_should_write(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_json(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    names: tuple[str, ...]
+    pair: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    count: int
+    inner: Inner
+    many: tuple[Inner, ...] = ()
+    rates: Mapping[str, Sequence[float]] | None = None
+    flag: bool = False
+
+
+def test_dataclasses_are_made_by_the_types_of_their_fields() -> None:
+    inner = {"names": ["a"], "pair": [1, 2.5]}
+    found = from_fields(
+        Outer,
+        {
+            "count": 3.0,
+            "inner": inner,
+            "many": [inner],
+            "rates": {"a": [1]},
+            "rest": [],
+        },
+    )
+    made = Inner(names=("a",), pair=(1.0, 2.5))
+    assert found == Outer(
+        count=3, inner=made, many=(made,), rates={"a": (1.0,)}, rest=[]
+    )
+    assert type(found.count) is int
+
+
+SOUND: dict[str, Any] = {"count": 1, "inner": {"names": []}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": 1.5}, "count must be a whole number of 64 bits, got 1.5"),
+        ({"count": True}, "count must be a whole number"),
+        ({"count": 2**63}, "count must be a whole number"),
+        ({"count": float("nan")}, "count must be a whole number"),
+        ({"count": None}, "count must be a whole number"),
+        ({"inner": 3}, "inner must be an object"),
+        ({"inner": {}}, "field 'names' is missing"),
+        ({"inner": {"names": "ab"}}, "names must be a list"),
+        ({"inner": {"names": [1]}}, "names must be text"),
+        ({"inner": {"names": [], "pair": [1]}}, "pair must be a list of two"),
+        ({"inner": {"names": [], "pair": [1, 10**400]}}, "pair must be a number"),
+        ({"many": {}}, "many must be a list"),
+        ({"rates": []}, "rates must be an object"),
+        ({"flag": 1}, "flag must be true or false"),
+        ({"other" * 100: 1}, "^unknown field '(other)+"),
+    ],
+)
+def test_other_values_are_refused(change: dict[str, Any], message: str) -> None:
+    from_fields(Outer, SOUND)
+    with pytest.raises(ValueError, match=message) as caught:
+        from_fields(Outer, {**SOUND, **change})
+    assert len(str(caught.value)) < 120

@@ -1,0 +1,215 @@
+"""Files that appear whole or not at all, and documents that anybody may have written.
+
+What a document holds is checked once, against the types of the dataclass that it is to
+become. Errors here are bare facts, `ValueError` throughout: whoever reads a file knows
+what it was and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import types
+import typing
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["from_fields", "json_text", "parse_json", "read_json", "write_whole"]
+
+T = TypeVar("T")
+
+_MOST = 2**63
+"""Whole numbers are below: arrays, files and kernels hold no larger ones."""
+
+
+def write_whole(path: str | Path, data: bytes | str) -> None:
+    """Write a file that appears whole or not at all; text is UTF-8.
+
+    Raises:
+        OSError: It cannot be written; the old file, if any, is as it was.
+    """
+    target = Path(path)
+    beside = target.with_name(f".{target.name[:200]}.{uuid.uuid4().hex[:8]}")
+    try:
+        with beside.open("xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def json_text(data: Any) -> str:
+    """Return strict JSON; what is infinite or not known becomes null."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(path: str | Path) -> Any:
+    """Parse a file; see `parse_json`.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no such JSON.
+    """
+    return parse_json(Path(path).read_text(encoding="utf-8"))
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON whose numbers are finite and whose strings are text.
+
+    Raises:
+        ValueError: It is no such JSON, or nested too deep.
+    """
+    try:
+        data = json.loads(text)
+        try:
+            again = json.dumps(data, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            raise ValueError("a number in it is not finite") from None
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    again.encode()  # which halves of characters do not survive
+    return data
+
+
+def from_fields(kind: type[T], data: Any) -> T:
+    """Make a dataclass of what JSON or Parquet gave for its fields.
+
+    Lists become tuples, and whole numbers that are stated as 3.0 whole, where the
+    field's type says so.
+
+    Raises:
+        ValueError: A field is missing, unknown or of another type, or what the
+            dataclass itself raises.
+    """
+    return typing.cast(T, _reader(kind)(data, kind.__name__))
+
+
+_Read = Callable[[Any, str], Any]
+"""A value and where it was found -> the value as its type wants it."""
+
+
+@functools.cache
+def _reader(hint: Any) -> _Read:
+    """Return what reads values of a type."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        # The only unions that files hold.
+        [known] = [a for a in inner if a is not types.NoneType]
+        read = _reader(known)
+        return lambda value, where: None if value is None else read(value, where)
+    if dataclasses.is_dataclass(hint):
+        return _of_dataclass(hint)
+    if origin is tuple and len(inner) == 2 and inner[1] is not ...:
+        return _of_pair(_reader(inner[0]), _reader(inner[1]))
+    if origin in (tuple, Sequence):
+        return _of_items(_reader(inner[0]))
+    if origin is Mapping:
+        return _of_mapping(_reader(inner[1]))
+    return _PLAIN[hint]
+
+
+def _wrong(where: str, expected: str, value: Any) -> ValueError:
+    return ValueError(f"{where} must be {expected}, got {value!r:.60}")
+
+
+def _number(value: Any, where: str) -> float:
+    if type(value) in (int, float) and abs(value) < math.inf:
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    raise _wrong(where, "a number", value)
+
+
+def _whole(value: Any, where: str) -> int:
+    if type(value) in (int, float) and abs(value) < _MOST and value == int(value):
+        return int(value)
+    raise _wrong(where, "a whole number of 64 bits", value)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(where, "text", value)
+    return value
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(where, "true or false", value)
+    return value
+
+
+_PLAIN: Mapping[Any, _Read] = {
+    float: _number,
+    int: _whole,
+    str: _text,
+    bool: _flag,
+    Any: lambda value, where: value,
+}
+
+
+def _of_items(read: _Read) -> _Read:
+    def items(value: Any, where: str) -> Any:
+        if not isinstance(value, list | tuple):
+            raise _wrong(where, "a list", value)
+        return tuple([read(v, where) for v in value])
+
+    return items
+
+
+def _of_pair(*reads: _Read) -> _Read:
+    def pair(value: Any, where: str) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise _wrong(where, "a list of two", value)
+        return tuple([read(v, where) for read, v in zip(reads, value, strict=True)])
+
+    return pair
+
+
+def _of_mapping(read: _Read) -> _Read:
+    def mapping(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise _wrong(where, "an object", value)
+        return {_text(k, where): read(v, where) for k, v in value.items()}
+
+    return mapping
+
+
+def _of_dataclass(kind: Any) -> _Read:
+    hints = typing.get_type_hints(kind)
+    fields = [f for f in dataclasses.fields(kind) if f.init]
+    reads = {f.name: _reader(hints[f.name]) for f in fields}
+    no_default = dataclasses.MISSING
+    required = {
+        f.name
+        for f in fields
+        if f.default is no_default and f.default_factory is no_default
+    }
+
+    def fields_of(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise _wrong(where, "an object", value)
+        for name in value:
+            if name not in reads:
+                raise ValueError(f"unknown field {name!r:.60}")
+        if missing := required - value.keys():
+            raise ValueError(f"field '{min(missing)}' is missing")
+        return kind(**{name: reads[name](v, name) for name, v in value.items()})
+
+    return fields_of
