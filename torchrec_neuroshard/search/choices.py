@@ -230,13 +230,21 @@ class Choices:
         return found
 
     def _cheapest(self) -> list[Ints]:
-        """Return the cheapest of all choices on balanced ranks, where these are few."""
+        """Return the cheapest of all choices on balanced ranks, where these are few.
+
+        One of those that should fit, and one that may if ranks are filled to the brim.
+        """
         ways = [[w for w in ways if self.fits_T[w]] for ways in self.ways]
         if not 0 < math.prod(map(len, ways)) <= MAX_CHOICES_PRICED:
             return []
         every = np.array(list(itertools.product(*ways)))
-        every = every[self._bytes_T[every].sum(axis=1) <= self.room]
-        return [every[self.costs(every).argmin()]] if len(every) else []
+        size_C, cost_C = self._bytes_T[every].sum(axis=1), self.costs(every)
+        best = [
+            np.where(size_C <= room, cost_C, np.inf).argmin()
+            for room in (self.room, self.bank.caps_W.sum())
+            if size_C.min() <= room
+        ]
+        return [every[number] for number in dict.fromkeys(best)]
 
     def best(self, most: int, deadline: float) -> list[Ints]:
         """Return the most promising choices, those at which no switch pays first.
