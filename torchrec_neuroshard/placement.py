@@ -316,6 +316,11 @@ class ShardingTask:
         """Ranks that share a table's rows or have replicas of it."""
         return self.sharding_type(table).block_size(self.world_size, self.node_size)
 
+    def num_blocks(self, table: int) -> int:
+        """Blocks that the columns of a table which is split by rows lie in."""
+        width = self.tables[table].embedding_dim
+        return -(-width // min(width, self.min_widths[table]))
+
     @property
     def ways(self) -> tuple[tuple[int, ...], ...]:
         """Every table: the indices that stand for it, sorted by the first."""

@@ -13,19 +13,26 @@ from tests.fuzz import against_truth
 SEED, NUM_CASES = 5, 8
 
 
-def table(rows: int, dim: int, *ways: Sequence[str | None], module: int = 0) -> Any:
+def table(
+    rows: int,
+    dim: int,
+    *ways: Sequence[str | None],
+    module: int = 0,
+    pooling: float = 4.0,
+) -> Any:
     return {
         "rows": rows,
         "dim": dim,
-        "pooling": 4.0,
+        "pooling": pooling,
         "module": module,
         "ways": list(ways),
     }
 
 
 COLUMN, HOST = ["column_wise", None], ["column_wise", "uvm"]
-ROW, GRID, REPLICA = (
+ROW, NODE_ROW, GRID, REPLICA = (
     ["row_wise", None],
+    ["table_row_wise", None],
     ["grid_shard", None],
     ["data_parallel", "dense"],
 )
@@ -57,6 +64,38 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
                 table(42, 4, GRID, module=1),
                 table(542, 8, HOST),
                 table(3757, 12, ["table_column_wise", None], module=1),
+            ]
+        },
+        "best",
+    ),
+    "a grid took the only ranks with room for columns that lie apart from it": (
+        {"ranks": 4, "node": 2, "memory": [5759, 5760, 2704, 2704], "apart": [0, 1]}
+        | {"tables": [table(191, 8, ["table_column_wise", None]), table(169, 4, GRID)]},
+        "best",
+    ),
+    "one of two tables on a node took the only node with room for the other": (
+        {"ranks": 4, "node": 2, "memory": [47152, 47152, 12480, 12480]}
+        | {
+            "tables": [
+                table(1535, 4, NODE_ROW, pooling=32.0),
+                table(2935, 8, NODE_ROW, pooling=0.5),
+            ]
+        },
+        "best",
+    ),
+    "columns that fit as long as another table is on the only node with room": (
+        {"ranks": 4, "node": 2, "memory": [18448, 240, 0, 0]}
+        | {"tables": [table(9, 12, COLUMN, NODE_ROW), table(569, 8, COLUMN, module=1)]},
+        "best",
+    ),
+    "on one rank ways to shard were chosen greedily, and never changed": (
+        {"ranks": 1, "memory": [280719], "models": 134303}
+        | {
+            "tables": [
+                table(3813, 8, NODE_ROW),
+                table(2908, 12, REPLICA, module=1),
+                table(536, 8, COLUMN, HOST),
+                table(123, 4, NODE_ROW, HOST),
             ]
         },
         "best",

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import (
     DynamicProgrammingProposer,
     GreedyProposer,
+)
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
 )
 from torchrec.distributed.planner.types import PlannerError, Stats
 
@@ -21,6 +25,7 @@ from tests.builders import QUICK, analytic, bag_sharders, gpus, make_ebc, make_p
 from torchrec_neuroshard import cut_off
 from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.planner import (
+    NeuroShardPlanLoader,
     NeuroShardPlanner,
     NeuroShardProposer,
     guards,
@@ -97,6 +102,31 @@ def test_performance_model_that_never_returns(never: Any) -> None:
     stuck = with_method(NoopPerfModel, "rate", never)(gpus(2))
     with pytest.raises(PlannerError, match="performance model Stuck did not return"):
         plan(performance_model=stuck)
+
+
+@NEVER
+@pytest.mark.parametrize(
+    ("argument", "base", "method"),
+    [
+        ("storage_reservation", FixedPercentageStorageReservation, "reserve"),
+        ("enumerator", EmbeddingEnumerator, "enumerate"),
+        ("plan_loader", NeuroShardPlanLoader, "load"),
+        ("plan_loader", NeuroShardPlanLoader, "plan_context_hash"),
+    ],
+)
+def test_parts_that_no_plan_is_without(
+    argument: str, base: type, method: str, never: Any
+) -> None:
+    made = {
+        "storage_reservation": (0.1,),
+        "enumerator": (gpus(2), 64),
+        "plan_loader": ("plan.json", make_planner(2, "cuda")),
+    }
+    stuck = with_method(base, method, never)(*made[argument])
+    name = argument.replace("_", " ")
+    with pytest.raises(PlannerError, match=f"{name} Stuck did not return within 0"):
+        plan(**{argument: stuck})
+    assert method not in vars(stuck), "it is as it was"
 
 
 @NEVER

@@ -5,8 +5,9 @@ A part of this package keeps to its budget by itself and is called as it is.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -73,11 +74,46 @@ class Guard:
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._seconds
-        left = max(self._end - now, LEAST_CALL_SECONDS)
+        return self._call_within(self._end - now, what, function, **kwargs)
+
+    @contextlib.contextmanager
+    def methods(self, what: str, part: Any, *names: str) -> Iterator[None]:
+        """Limit methods of a part whose attributes TorchRec reads, for a while.
+
+        Without it there is no plan: each call gets all the time.
+
+        Args:
+            what: The part is: "enumerator". One of this package, or None, is left be.
+            part: Whose methods.
+            names: Of the methods.
+        """
+        own = () if part is None or is_own(part) else names
+        before = {name: vars(part)[name] for name in own if name in vars(part)}
+        what = f"{what} {type(part).__name__}"
+        for name in own:
+            method = getattr(part, name)
+            setattr(part, name, partial(self._call_within, self._seconds, what, method))
         try:
-            return call_within(left, function, **kwargs)
+            yield
+        finally:
+            for name in own:
+                delattr(part, name)
+            for name, method in before.items():
+                setattr(part, name, method)
+
+    def _call_within(
+        self,
+        seconds: float,
+        what: str,
+        function: Callable[..., Result],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Result:
+        seconds = max(seconds, LEAST_CALL_SECONDS)
+        try:
+            return call_within(seconds, function, *args, **kwargs)
         except TimeIsUpError:
-            reason = f"the {what} did not return within {left:.1f} s"
+            reason = f"the {what} did not return within {seconds:.1f} s"
             self.cut = self.cut or reason
             raise OutOfTimeError(reason) from None
 

@@ -96,6 +96,7 @@ logger = logging.getLogger(__name__)
 
 _Constraints = dict[str, ParameterConstraints] | None
 
+_ENUMERATING = ("enumerate", "populate_estimates")
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
@@ -398,8 +399,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
         reservation = planner_part(self, "storage_reservation")
+        limited = run.torchrec.guard.methods
         try:
-            with replaced_parts(self, **parts), report_full(reservation):
+            with (
+                replaced_parts(self, **parts),
+                report_full(reservation),
+                limited("storage reservation", reservation, "reserve"),
+                limited("enumerator", self.enumerator, *_ENUMERATING),
+                limited("plan loader", self.plan_loader, "load", "plan_context_hash"),
+            ):
                 plan = super().plan(module, sharders)
         except PlannerError as error:
             if error.error_type not in _NO_PLAN:
@@ -434,7 +442,20 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
         """List the options of every table."""
-        return list(self.enumerator.enumerate(module, sharders))
+        with self._guard().methods("enumerator", self.enumerator, *_ENUMERATING):
+            return list(self.enumerator.enumerate(module, sharders))
+
+    def _guard(self) -> Guard:
+        """Return what limits the calls of foreign parts in one run."""
+        timeout = self._arguments["timeout_seconds"]
+        return Guard(timeout or self._run_seconds() + GRACE_SECONDS)
+
+    def _run_seconds(self) -> float:
+        """Return what the searches of one run may take."""
+        partitioner = planner_part(self, "partitioner")
+        own = isinstance(partitioner, NeuroShardPartitioner)
+        budget = partitioner.searcher.time_budget_seconds if own else math.inf
+        return min(budget, self._budget_seconds)
 
     def _start(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -446,9 +467,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         partitioner = planner_part(self, "partitioner")
         own = isinstance(partitioner, NeuroShardPartitioner)
         perf_model = planner_part(self, "perf_model")
-        budget = partitioner.searcher.time_budget_seconds if own else math.inf
-        budget = min(budget, self._budget_seconds)
-        guard = Guard(self._arguments["timeout_seconds"] or budget + GRACE_SECONDS)
+        budget, guard = self._run_seconds(), self._guard()
         torchrec = TorchRecPlan(
             self._torchrec_arguments,
             module=module,

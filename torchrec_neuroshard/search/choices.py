@@ -14,6 +14,8 @@ Shapes: `T` tables, one index for each way, `C` choices, `G` fusion groups, `S` 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -50,6 +52,8 @@ MIN_ESTIMATED_GAIN = 0.05
 """The same for switches to kernels that were not measured."""
 FILL = 0.95
 """Part of the memory that a choice may fill on average."""
+MAX_CHOICES_PRICED = 1000
+"""Choices that are all priced, where there are no more."""
 MAX_STEPS = 40
 """Switches on a path."""
 PRICE_STEPS = 32
@@ -225,6 +229,23 @@ class Choices:
                 low, high = price, 4.0 * high if found is None else high
         return found
 
+    def _cheapest(self) -> list[Ints]:
+        """Return the cheapest of all choices on balanced ranks, where these are few.
+
+        One of those that should fit, and one that may if ranks are filled to the brim.
+        """
+        ways = [[w for w in ways if self.fits_T[w]] for ways in self.ways]
+        if not 0 < math.prod(map(len, ways)) <= MAX_CHOICES_PRICED:
+            return []
+        every = np.array(list(itertools.product(*ways)))
+        size_C, cost_C = self._bytes_T[every].sum(axis=1), self.costs(every)
+        best = [
+            np.where(size_C <= room, cost_C, np.inf).argmin()
+            for room in (self.room, self.bank.caps_W.sum())
+            if size_C.min() <= room
+        ]
+        return [every[number] for number in dict.fromkeys(best)]
+
     def best(self, most: int, deadline: float) -> list[Ints]:
         """Return the most promising choices, those at which no switch pays first.
 
@@ -233,7 +254,9 @@ class Choices:
             deadline: `time.monotonic()` after which none is improved.
         """
         first = self.first()
-        starts = np.stack([first, *self._within_memory(), *self._uniform(first)])
+        starts = np.stack(
+            [first, *self._within_memory(), *self._uniform(first), *self._cheapest()]
+        )
         order = np.argsort(self.costs(starts), kind="stable")
         cheapest = starts[order[: max(1, most - 1)]]
         found: dict[bytes, tuple[bool, float, Ints]] = {}
@@ -545,9 +568,8 @@ def block_widths(
         `W` widths; None where too few blocks have memory and are allowed.
     """
     task = bank.task
-    size, dim = int(bank.block_T[table]), int(bank.dims_T[table])
-    width = min(dim, int(task.min_widths[table]))
-    count = -(-dim // width)
+    size, count = int(bank.block_T[table]), task.num_blocks(table)
+    width = min(int(bank.dims_T[table]), int(task.min_widths[table]))
     room_W = free_W >= bank.bytes(np.array([table]), np.array([width]))[0]
     if bank.rules:
         room_W &= bank.rules.open_ranks(width_TW, table)

@@ -31,7 +31,12 @@ from torchrec_neuroshard.search.choices import (
     place_blocks,
 )
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher, count_placements
-from torchrec_neuroshard.search.feasibility import PACK_SECONDS, check_memory, pack
+from torchrec_neuroshard.search.feasibility import (
+    PACK_SECONDS,
+    check_memory,
+    pack,
+    pack_exactly,
+)
 from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.rules import check_constraints, follow, merged
@@ -163,8 +168,9 @@ class NeuroShardSearcher(Searcher):
         check_memory(merged(task))
         if task.has_choices:
             limit = min(limit, MAX_TRIED_CHOICES)
-        # One rank has one placement, but as many sets of shards as all others.
-        if count_placements(task) <= limit and task.world_size > 1:
+        # One rank has one placement of columns, but as many sets of shards as others.
+        several = task.world_size > 1 or task.has_choices
+        if several and count_placements(task) <= limit:
             result = ExhaustiveSearcher().search(
                 task, simulator.cost_model, simulator.comms_model
             )
@@ -280,7 +286,11 @@ class NeuroShardSearcher(Searcher):
                 break
         if not found:
             assert problem is not None, "some choice was tried"
-            raise problem
+            left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
+            packed, _ = pack_exactly(bank.task, min(left, PACK_SECONDS))
+            if packed is None:
+                raise problem
+            found.append((Plan(bank, packed).critical_ms, next(numbers), packed))
         # The best plan of each choice; the last choice is all that fits.
         starts = {choices.of(f[2]).tobytes(): f for f in sorted(found)[::-1]}
         far_ms = min(found)[0] * (1 + FAR_CHOICE)

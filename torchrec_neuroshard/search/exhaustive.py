@@ -139,7 +139,7 @@ def count_placements(task: ShardingTask) -> float:
         units = task.tables[table].embedding_dim // COLUMN_MULTIPLE
         if not task.sharding_type(table).in_columns:
             blocks = ranks // task.block_size(table)
-            return math.comb(blocks, min(blocks, _num_blocks(task, table)))
+            return math.comb(blocks, min(blocks, task.num_blocks(table)))
         whole = task.has_choices and task.max_shards[table] <= 1
         cuts = math.lgamma(units + ranks) - math.lgamma(units + 1)
         return ranks if whole else math.exp(min(cuts - math.lgamma(ranks), 700.0))
@@ -176,15 +176,9 @@ def _options(task: ShardingTask, table: int) -> Ints:
     return np.array(found, dtype=np.int64)
 
 
-def _num_blocks(task: ShardingTask, table: int) -> int:
-    """Blocks that the columns of a table which is split by rows lie in."""
-    width = task.tables[table].embedding_dim
-    return -(-width // min(width, task.min_widths[table]))
-
-
 def _block_options(task: ShardingTask, table: int) -> Ints:
     """Every way to put a table on whole blocks, `O x W` in units of four columns."""
-    size, count = task.block_size(table), _num_blocks(task, table)
+    size, count = task.block_size(table), task.num_blocks(table)
     units = task.tables[table].embedding_dim // count // COLUMN_MULTIPLE
     closed = np.zeros(task.world_size, dtype=bool)
     allowed_TW = Rules(task).allowed_TW

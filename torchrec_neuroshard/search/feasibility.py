@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from torchrec_neuroshard.search.rules import Rules
 from torchrec_neuroshard.search.shards import Floats, Ints, legal_splits, split_widths
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["check_memory", "pack", "spread_columns"]
+__all__ = ["check_memory", "pack", "pack_exactly", "spread_columns"]
 
 
 PACK_SECONDS = 10.0
@@ -151,7 +152,8 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
     """Find a placement within memory and the rules on ranks, costs aside.
 
     Args:
-        task: The task; of tables that lie together only leaders count (see `rules`).
+        task: The task, of column shards; of tables that lie together only leaders count
+            (see `rules`).
         seconds: Time limit of the exact packing.
 
     Returns:
@@ -160,9 +162,11 @@ def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
     Raises:
         InfeasibleError: None exists (the message says proven), or none was found.
     """
-    found = _fill(task)
+    found, proven = _fill(task), False
     if found is None:
-        found = _solve(task, seconds)
+        found, proven = pack_exactly(task, seconds)
+    if found is None:
+        raise InfeasibleError(_no_packing(task, proven))
     return found
 
 
@@ -249,30 +253,40 @@ def _room_for_columns(task: ShardingTask, table: int, free_N: Floats) -> Floats:
     return room * COLUMN_MULTIPLE
 
 
-def _solve(task: ShardingTask, seconds: float) -> Ints:
-    """Pack exactly by mixed-integer programming.
+def pack_exactly(task: ShardingTask, seconds: float) -> tuple[Ints | None, bool]:
+    """Pack by mixed-integer programming.
 
-    Raises:
-        InfeasibleError: None exists, or none was found in time.
+    Args:
+        task: The task, with all ways to shard its tables; otherwise as for `pack`.
+        seconds: Time limit.
+
+    Returns:
+        `T x W` widths, None where none were found; whether that there are none is
+        proven.
     """
+    end = time.monotonic() + seconds
+    if len(task.tables) * task.world_size > MAX_PACK_VARIABLES:
+        return None, False
+    # Solvers keep constraints to a tolerance: where a packing breaks a limit by that
+    # much, a slightly smaller limit is tried.
+    for shrink in (0.0, 1e-6):
+        program, left = _mixed_integer_program(task, shrink), end - time.monotonic()
+        try:
+            outcome = program.solve(max(left, 0.1))
+        except TimeIsUpError:
+            break
+        if outcome is None:
+            break
+        if isinstance(outcome, str):
+            return None, outcome == "infeasible" and shrink == 0.0
+        if _within_memory(task, outcome):
+            return outcome, False
+    return None, False
+
+
+def _no_packing(task: ShardingTask, proven: bool) -> str:
+    """Say that tables fit no ranks, and what would make them."""
     num_tables, num_ranks = len(task.tables), task.world_size
-    proven, end = False, time.monotonic() + seconds
-    if num_tables * num_ranks <= MAX_PACK_VARIABLES:
-        # Solvers keep constraints to a tolerance: where a packing breaks a limit by
-        # that much, a slightly smaller limit is tried.
-        for shrink in (0.0, 1e-6):
-            program, left = _mixed_integer_program(task, shrink), end - time.monotonic()
-            try:
-                outcome = program.solve(max(left, 0.1))
-            except TimeIsUpError:
-                break
-            if outcome is None:
-                break
-            if isinstance(outcome, str):
-                proven = outcome == "infeasible" and shrink == 0.0
-                break
-            if _within_memory(task, outcome):
-                return outcome
     caps = np.asarray(_limits(task))
     total = sum(task.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables))
     status = (
@@ -292,7 +306,7 @@ def _solve(task: ShardingTask, seconds: float) -> Ints:
     rules = Rules(task)
     if rules:
         remedy += ", or allow tables more ranks (allowed_ranks, apart)"
-    raise InfeasibleError(
+    return (
         f"the tables need {format_bytes(total)} in all and the {num_ranks} ranks have "
         f"{format_bytes(caps.sum())}, but no split allowed puts every shard on a rank "
         f"{'that may take it ' if rules else ''}({status}); the largest is "
@@ -375,23 +389,28 @@ def _membership(task: ShardingTask) -> npt.NDArray[np.bool_]:
 def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
     """Variables per rank and kind of shard: how many units of columns, and whether any.
 
-    With `uneven` the kinds are the tables; else one kind per table and number of equal
-    shards, whose units all have the shard's width.
+    One more per kind says whether its table is laid out so. With `uneven` each way to
+    shard a table is a kind; else each number of equal shards of it, whose units all
+    have the shard's width. The same holds for blocks of ranks (see `sharding_types`).
     """
     num_ranks = task.world_size
-    kinds: list[tuple[int, int, int, int]] = []  # table, unit, most units, fewest units
+    kinds: list[tuple[int, int, int, int]] = []  # way, unit, most units, fewest units
     counts: list[int] = []
-    for table, config in enumerate(task.tables):
+    for way, config in enumerate(task.tables):
         width = config.embedding_dim
-        if task.uneven:
+        if not task.sharding_type(way).in_columns:
+            blocks_of_columns = task.num_blocks(way)
+            kinds.append((way, width // blocks_of_columns, 1, 1))
+            counts.append(blocks_of_columns * task.block_size(way))
+        elif task.uneven:
             units = width // COLUMN_MULTIPLE
-            fewest = min(units, max(1, -(-task.min_widths[table] // COLUMN_MULTIPLE)))
-            kinds.append((table, COLUMN_MULTIPLE, units, fewest))
-            counts.append(max(1, min(task.max_shards[table], num_ranks)))
-            continue
-        for k in legal_splits(task, table):
-            kinds.append((table, width // k, 1, 1))
-            counts.append(k)
+            fewest = min(units, max(1, -(-task.min_widths[way] // COLUMN_MULTIPLE)))
+            kinds.append((way, COLUMN_MULTIPLE, units, fewest))
+            counts.append(max(1, min(task.max_shards[way], num_ranks)))
+        else:
+            for k in legal_splits(task, way):
+                kinds.append((way, width // k, 1, 1))
+                counts.append(k)
     num_kinds = len(kinds)
     table_K, unit_K, most_K, fewest_K = (np.array(c) for c in zip(*kinds, strict=True))
     size = num_kinds * num_ranks
@@ -408,59 +427,68 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
     fixed = np.asarray(task.fixed_bytes)[table_K][kind] * scale
     column = np.asarray(task.column_bytes)[table_K][kind] * unit_K[kind] * scale
     num_tables = len(task.tables)
-    dims = np.array([t.embedding_dim for t in task.tables], dtype=np.float64)
-    cell = table_K[kind] * num_ranks + ranks
-    width_matrix = sparse.csr_array(
-        (unit_K[kind].astype(np.float64), (cell, cells)),
-        shape=(num_tables * num_ranks, 2 * size),
-    )
-    caps = np.asarray(_limits(task)) * scale * (1 - shrink)
-    per_table = block(unit_K[kind], table_K[kind], num_tables)
-    per_kind = block(1.0, kind, num_kinds)
-    most, fewest = block(most_K[kind], cells, size), block(fewest_K[kind], cells, size)
-    memory = [block(column, ranks, num_ranks), block(fixed, ranks, num_ranks)]
     limits = np.asarray(counts, dtype=np.float64)
-    blocks: list[tuple[sparse.csr_array, Floats | float, Floats | float]] = [
+    sizes_K = np.array([task.block_size(t) for t in table_K.tolist()])
+    # Over all ranks: each rank of a block has the columns of its rows.
+    dims_K = np.array([task.tables[t].embedding_dim for t in table_K], dtype=np.float64)
+    columns, shards = block(unit_K[kind], kind, num_kinds), block(1.0, kind, num_kinds)
+    most, fewest = block(most_K[kind], cells, size), block(fewest_K[kind], cells, size)
+    memory = block(column, ranks, num_ranks), block(fixed, ranks, num_ranks)
+    caps = np.asarray(_limits(task)) * scale * (1 - shrink)
+    number_T = np.empty(num_tables, dtype=np.int64)
+    for number, ways in enumerate(task.ways):
+        number_T[list(ways)] = number
+    of_table = sparse.csr_array(
+        (np.ones(num_kinds), (number_T[table_K], np.arange(num_kinds))),
+        shape=(len(task.ways), num_kinds),
+    )
+    # Each shard of a block, less that on the block's first rank.
+    later = np.flatnonzero(ranks % sizes_K[kind])
+    like_first = one[later] - one[later - ranks[later] % sizes_K[kind[later]]]
+
+    def line(
+        units: Any, shards: Any, chosen: Any, low: Floats | float, high: Floats | float
+    ) -> tuple[sparse.csr_array, Floats | float, Floats | float]:
+        height = next(b for b in (units, shards, chosen) if b is not None).shape[0]
+        widths = size, size, num_kinds
+        parts = [
+            sparse.csr_array((height, width)) if b is None else b
+            for b, width in zip((units, shards, chosen), widths, strict=True)
+        ]
+        return sparse.hstack(parts), low, high
+
+    blocks = [
         # Units only where there is a shard, and then at least the fewest.
-        (sparse.hstack([one, -most]), -np.inf, 0.0),
-        (sparse.hstack([one, -fewest]), 0.0, np.inf),
-        # All columns, no more shards than allowed, no rank over its memory.
-        (sparse.hstack([per_table, 0 * per_table]), dims, dims),
-        (sparse.hstack([0 * per_kind, per_kind]), 0.0, limits),
-        (sparse.hstack(memory), -np.inf, caps),
+        line(one, -most, None, -np.inf, 0.0),
+        line(one, -fewest, None, 0.0, np.inf),
+        # One kind of each table, all its columns, no more shards than allowed.
+        line(None, None, of_table, 1.0, 1.0),
+        line(columns, None, sparse.diags_array(-sizes_K * dims_K), 0.0, 0.0),
+        line(None, shards, sparse.diags_array(-limits), -np.inf, 0.0),
+        line(None, like_first, None, 0.0, 0.0),
+        # No rank over its memory.
+        line(*memory, None, -np.inf, caps),
     ]
     if task.apart:
         # Of the tables of a set at most one on each rank.
-        apart = _membership(task)[:, table_K[kind]]
-        number, cell = np.nonzero(apart)
+        number, cell = np.nonzero(_membership(task)[:, table_K[kind]])
         row = number * num_ranks + ranks[cell]
-        matrix = sparse.csr_array(
-            (np.ones(len(row)), (row, size + cell)),
-            shape=(len(task.apart) * num_ranks, 2 * size),
-        )
-        blocks.append((matrix, 0.0, 1.0))
+        shape = len(task.apart) * num_ranks, size
+        crowd = sparse.csr_array((np.ones(len(row)), (row, cell)), shape=shape)
+        blocks.append(line(None, crowd, None, 0.0, 1.0))
     upper = np.concatenate([most_K[kind], np.ones(size)])
     allowed_TW = Rules(task).allowed_TW
     if allowed_TW is not None:
         upper *= np.tile(allowed_TW[table_K[kind], ranks], 2)
-    if not task.uneven:
-        # A binary per kind says whether its table is split this way.
-        blocks = [
-            (sparse.hstack([b, sparse.csr_array((b.shape[0], num_kinds))]), low, high)
-            for b, low, high in blocks
-        ]
-        chosen = sparse.csr_array(np.diag(limits))
-        blocks.append((sparse.hstack([0 * per_kind, per_kind, -chosen]), 0.0, 0.0))
-        upper = np.concatenate([upper, np.ones(num_kinds)])
-        width_matrix = sparse.hstack(
-            [width_matrix, sparse.csr_array((width_matrix.shape[0], num_kinds))],
-            format="csr",
-        )
+    width_matrix = sparse.csr_array(
+        (unit_K[kind].astype(np.float64), (table_K[kind] * num_ranks + ranks, cells)),
+        shape=(num_tables * num_ranks, 2 * size + num_kinds),
+    )
     return _Program(
         matrix=sparse.vstack([b[0] for b in blocks], format="csr"),
         low=np.concatenate([np.broadcast_to(b[1], b[0].shape[0]) for b in blocks]),
         high=np.concatenate([np.broadcast_to(b[2], b[0].shape[0]) for b in blocks]),
-        upper=upper,
+        upper=np.concatenate([upper, np.ones(num_kinds)]),
         width_matrix=width_matrix,
         shape=(num_tables, num_ranks),
     )

@@ -1369,7 +1369,7 @@ def refine(
     """
     base = Plan(bank, starts[0])
     best, best_ms = base.width_TW, base.critical_ms
-    if bank.task.world_size < 2:
+    if bank.task.world_size < 2 and choices is None:
         return best, best_ms
     num_tables = len(bank.task.ways)
     starts = starts[: max(1, MAX_START_TABLES // num_tables)]
