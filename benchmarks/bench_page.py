@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import html
 import json
+import logging
 import re
 import statistics
 import sys
@@ -251,6 +252,7 @@ def take_pictures(run: PageRun, folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     run = read_options(PageRun, arguments, __doc__ or "")
+    logging.disable(logging.WARNING)  # TorchRec's notices about its own code
     warnings.simplefilter("ignore")  # reports hold the planner's
     with tempfile.TemporaryDirectory() as folder:
         (take_pictures if run.screenshots else measure)(run, Path(folder))
