@@ -16,7 +16,9 @@ import hashlib
 import html
 import json
 import logging
+import os
 import re
+import resource
 import statistics
 import sys
 import tempfile
@@ -158,7 +160,7 @@ def in_rows(report: PlanReport) -> PlanReport:
 
 
 def opened(path: Path) -> dict[str, float]:
-    """Open a page with a clock in it; returns what that reads [ms]."""
+    """Open a page with a clock in it; returns what that reads [ms], CPU and load."""
     text = path.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(_CLOCK.encode()).digest()).decode()
     text = text.replace("script-src ", f"script-src 'sha256-{digest}' ", 1)
@@ -166,40 +168,53 @@ def opened(path: Path) -> dict[str, float]:
     timed.write_text(
         text.replace("</body>", f"<script>{_CLOCK}</script></body>"), encoding="utf-8"
     )
+    load, before = os.getloadavg()[0], _cpu_seconds()
     dom, said = open_page(timed)
     title = re.search(r"<title>(\{.*?\})</title>", dom)
     if said or title is None:
         raise RuntimeError(f"the page does not open: {said or 'no time in it'}")
-    found: dict[str, float] = json.loads(html.unescape(title[1]))
-    return found
+    return {
+        **json.loads(html.unescape(title[1])),
+        "cpu_seconds": _cpu_seconds() - before,
+        "load_average": load,
+    }
+
+
+def _cpu_seconds() -> float:
+    """Return what browsers that have ended took of the processor."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def page(settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     lines = [
         "# How long the report's page takes to open",
         "",
-        "| page | MB | shards | loaded [ms] | laid out [ms], median (least to most) |",
-        "| --- | --- | --- | --- | --- |",
+        "| page | MB | shards | laid out [ms], median (range) | CPU [s] | load |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         out = [start["laid_out_ms"] for start in row["starts"]]
-        loaded = statistics.median(start["loaded_ms"] for start in row["starts"])
+        cpu, load = (
+            statistics.median(start[name] for start in row["starts"])
+            for name in ("cpu_seconds", "load_average")
+        )
         lines.append(
             f"| {row['page']} | {row['bytes'] / 1e6:.2f} | {row['shards']:,} | "
-            f"{loaded:.0f} | {statistics.median(out):.0f} ({min(out):.0f} to "
-            f"{max(out):.0f}) |"
+            f"{statistics.median(out):.0f} ({min(out):.0f} to {max(out):.0f}) | "
+            f"{cpu:.2f} | {load:.1f} |"
         )
     lines += [
         "",
-        f"{settings['tables']:,} tables on {settings['ranks']} ranks; each start is a "
-        "new headless Chromium with an empty profile and the file on disk. Both times "
-        "begin with the navigation (`performance.timing`, `performance.now`): to the "
-        "load event, and until everything shown then has its place; painting is not in "
-        "them. *Every table in rows* is made up of the first: each table has a shard "
-        "on every rank.",
+        f"{settings['tables']:,} tables on {settings['ranks']} ranks; each of "
+        f"{len(rows[0]['starts'])} starts is a new headless Chromium with an empty "
+        "profile and the file on disk. Times begin with the navigation and end when "
+        "everything shown after the load event has its place; painting is not in "
+        "them. CPU: of the whole browser, from its start to its end. *Every table in "
+        "rows* is made up of the plan: each table has a shard on every rank.",
         "",
-        f"{settings['hardware']['device']}, a machine that other work shares (load "
-        f"{settings['load_average'][0]:.1f}); {settings['date']}, commit "
+        f"{settings['hardware']['device']}, {os.cpu_count()} cores that other work "
+        f"shares: its load average stands above; {settings['date']}, commit "
         f"{settings['commit']}. Command: `{settings['command']}`",
         "",
     ]
@@ -208,7 +223,8 @@ def page(settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def measure(run: PageRun, folder: Path) -> None:
     report, compared = plan(run, draw_tables(run.tables), run.nodes, torchrec=False)
-    pages: dict[str, PlanReport | PlanComparison] = {
+    pages: dict[str, PlanReport | PlanComparison | None] = {
+        "nothing, to compare with": None,
         "a plan": report,
         "two plans": compared,
         "every table in rows": in_rows(report),
@@ -221,8 +237,16 @@ def measure(run: PageRun, folder: Path) -> None:
     rows: list[dict[str, Any]] = []
     for name, shown in pages.items():
         path = folder / "page.html"
-        write_html(shown, path)
-        both = [shown] if isinstance(shown, PlanReport) else [shown.first, shown.second]
+        both: list[PlanReport] = []
+        if shown is None:
+            path.write_text("<!DOCTYPE html><title></title><body></body>")
+        else:
+            write_html(shown, path)
+            both = (
+                [shown.first, shown.second]
+                if isinstance(shown, PlanComparison)
+                else [shown]
+            )
         rows.append(
             {
                 "page": name,
