@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import ast
+import contextlib
+import json
+import logging
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -17,6 +22,18 @@ from tests.builders import load_script
 from torchrec_neuroshard.planner.topologies import GB_PER_S
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Let scripts say what they like; what they change of that ends with them."""
+    level = logging.root.manager.disable
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no bundle for this device; TorchRec's
+            yield
+    finally:
+        logging.disable(level)
 
 
 @pytest.mark.distributed
@@ -133,12 +150,57 @@ def test_bad_profile_files_are_named(
     assert "not a feature profile" in capsys.readouterr().err
 
 
+def test_tables_that_do_not_fit_get_caches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load_script(EXAMPLES / "host_memory_caches.py")
+    page = tmp_path / "caches.html"
+    with quiet():
+        assert script.main(["--seconds", "0.3", "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "104.5 GB of tables, 80.0 GB of GPU memory" in out
+    factors = re.findall(r"cache_load_factor ([\d.]+)", out)
+    assert factors and len(factors) == out.count("(fused_uvm_caching)")
+    assert "table_wise, rank 0" in out  # what fits needs no cache
+    (share,) = re.findall(r"this plan takes .* \(([-+.\d]+)%\)", out)
+    assert float(share) < -5
+    assert "every cache 0.2" in page.read_text(encoding="utf-8")
+    with quiet():
+        assert script.main(["--host-memory-gb", "1"]) == 2
+    assert "host_memory_caches: " in capsys.readouterr().err
+
+
+def test_notebook_runs_and_shows_its_reports(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (EXAMPLES / "read_a_plan.ipynb").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    shown = {}
+    for cell in json.loads(text)["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        assert not cell["outputs"] and cell["execution_count"] is None
+        code = ast.parse("".join(cell["source"]))
+        last = code.body.pop() if isinstance(code.body[-1], ast.Expr) else None
+        with quiet():
+            exec(compile(code, cell["id"], "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = ast.Expression(last.value)
+                shown[cell["id"]] = eval(compile(value, cell["id"], "eval"), names)
+    assert [value._repr_html_()[:7] for value in shown.values()] == ["<iframe"] * 2
+    assert shown["report"].num_tables == 8 and len(shown["report"].ranks) == 4
+    assert shown["compare"].first_name == "TorchRec's plan"
+    said = capsys.readouterr().out
+    assert [line.split(":")[0] for line in said.splitlines()] == [
+        f"rank {rank}" for rank in range(4)
+    ]
+
+
 def test_readme_example_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     code = text.split("```python\n", 1)[1].split("```", 1)[0]
     assert len([line for line in code.splitlines() if line]) <= 12
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no bundle for this device; TorchRec's own
+    with quiet():
         exec(compile(code, "README.md", "exec"), {})
     out = capsys.readouterr().out
     for table in ("user", "item", "shop", "city"):

@@ -204,9 +204,11 @@ def test_plan_without_splits_limits_or_bound() -> None:
         fallback="it is <faster>",
     )
     page = Page(html_report(plain))
-    assert "No table is split" in page.text and "Warnings" not in page.text
+    assert "No table is split." in page.text and "Warnings" not in page.text
     assert "not known how far above the best possible is unknown" in page.text
     assert "TorchRec's own plan was taken: it is <faster>" in page.text
+    stored = dataclasses.replace(plain, num_split=3)  # in a file, without reasons
+    assert "3 tables are; what for is not known." in Page(html_report(stored)).text
     (plan,) = page.data["plans"]
     assert len(plan["ranks"]) == 100 and plan["ranks"][7][3] is None
     assert plan["path_ms"] == 0.0  # JSON has no NaN

@@ -177,13 +177,12 @@ def _plan(report: PlanReport, number: int) -> Iterator[str]:
     yield "<h2>Split tables, and why</h2>"
     if report.splits:
         yield _view("splits", number)
+        if more := report.num_split - len(report.splits):
+            yield f"<p class='note'>... and {more:,} more, which matter less.</p>"
+    elif report.num_split:
+        yield f"<p>{report.num_split:,} tables are; what for is not known.</p>"
     else:
-        yield "<p>No table is split, or it is not known why.</p>"
-    if report.num_split > len(report.splits) > 0:
-        yield (
-            f"<p class='note'>... and {report.num_split - len(report.splits)} more, "
-            "which cost less in one piece.</p>"
-        )
+        yield "<p>No table is split.</p>"
     yield from _basis(report.basis)
     yield from _warnings(report)
 

@@ -4,6 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const CHUNK = 100; // rows of a table that are laid out at a time
   const FEW = 24; // ranks whose bars have room between them
+  const [RANK, ROWS, COLUMNS, USED, COMPUTE, COMMS] = [0, 1, 2, 3, 4, 5]; // of a shard
 
   // ---- small things ----
 
@@ -17,12 +18,29 @@
     return node;
   }
 
+  const naming = new Intl.Collator("en", { numeric: true });
   const whole = (x) => x.toLocaleString("en-US");
   const ms = (x) => x.toFixed(3);
   const gib = (x) => (x / 2 ** 30).toFixed(2);
   const sum = (values) => values.reduce((a, b) => a + b, 0);
   const largest = (values) => values.reduce((a, b) => Math.max(a, b), 0);
   const swatch = (name) => make("i", { class: `swatch ${name}` });
+
+  const ranksOf = (table) => [...new Set(table.shards.map((s) => s[RANK]))]
+    .sort((a, b) => a - b);
+
+  // What shards take together.
+  function held(table, shards) {
+    const row = { table, shards, rows: 0, columns: 0, used: 0, compute: 0, comms: 0 };
+    for (const shard of shards) {
+      row.rows = Math.max(row.rows, shard[ROWS]);
+      row.columns = Math.max(row.columns, shard[COLUMNS]);
+      row.used += shard[USED];
+      row.compute += shard[COMPUTE];
+      row.comms += shard[COMMS];
+    }
+    return row;
+  }
 
   function runs(ranks) {
     const found = [];
@@ -134,14 +152,12 @@
       if (order) {
         const { get } = order.column;
         const sign = order.down ? -1 : 1;
-        shown.sort((a, b) => {
-          const [x, y] = [get(a), get(b)];
+        const compare = (x, y) => {
           if (x === null || y === null) return (x === null) - (y === null);
-          if (typeof x === "string") {
-            return sign * x.localeCompare(y, "en", { numeric: true });
-          }
-          return sign * (x - y);
-        });
+          return sign * (typeof x === "string" ? naming.compare(x, y) : x - y);
+        };
+        shown = shown.map((row) => [get(row), row])
+          .sort((a, b) => compare(a[0], b[0])).map((pair) => pair[1]);
       }
       for (const column of columns) {
         const on = order && order.column === column;
@@ -175,20 +191,14 @@
       rank, shards, columns, used, memory, phases, total: sum(phases),
     }));
     const tables = given.tables.map(([name, type, kernel, rows, columns, note, shards]) => ({
-      name, type, kernel, rows, columns, note,
-      shards: shards.map(([rank, r, c, used, compute, comms]) => ({
-        rank, rows: r, columns: c, used, compute, comms,
-      })),
+      name, type, kernel, rows, columns, note, shards,
     }));
-    for (const table of tables) {
-      table.ranks = [...new Set(table.shards.map((s) => s.rank))].sort((a, b) => a - b);
-    }
     const worst = data.phases.map((_, p) => largest(ranks.map((r) => r.phases[p])));
     const slowest = worst.map((value, p) =>
       (value > 0 ? ranks.filter((r) => r.phases[p] === value).map((r) => r.rank) : []));
     return {
       ...given, ranks, tables, worst, slowest,
-      costed: tables.some((t) => t.shards.some((s) => s.compute || s.comms)),
+      costed: tables.some((t) => t.shards.some((s) => s[COMPUTE] || s[COMMS])),
       charts: [], // columns of each chart, by rank
       rank: null, // the one that is looked at
       pick: () => {},
@@ -316,8 +326,8 @@
     },
 
     memory(plan) {
-      const held = (r) => Math.max(r.used, r.memory ?? 0);
-      const top = largest(plans.flatMap((p) => p.ranks.map(held))) / 2 ** 30 || 1;
+      const room = (r) => Math.max(r.used, r.memory ?? 0);
+      const top = largest(plans.flatMap((p) => p.ranks.map(room))) / 2 ** 30 || 1;
       return [chart(plan, {
         label: "Memory of each rank", top, unit: "GiB", low: true,
         parts: (rank) => [
@@ -361,31 +371,28 @@
     },
 
     tables(plan) {
-      const on = (table) => (plan.rank === null
-        ? table.shards : table.shards.filter((s) => s.rank === plan.rank));
       const count = (title, get, show) => ({
         title, number: true, get, show: (row) => show(get(row)),
       });
-      const total = (key) => (row) => sum(row.held.map((s) => s[key]));
       const columns = [
         { title: "table", get: (r) => r.table.name, kind: "name" },
         { title: "sharding", get: (r) => r.table.type },
         { title: "kernel", get: (r) => r.table.kernel },
         {
-          title: "ranks", get: (r) => r.table.ranks[0] ?? -1, number: true,
-          show: (r) => runs(r.table.ranks),
+          title: "ranks", number: true,
+          get: (r) => (r.table.shards.length ? r.table.shards[0][RANK] : null),
+          show: (r) => runs(ranksOf(r.table)),
         },
-        count("rows", (r) => (plan.rank === null
-          ? r.table.rows : largest(r.held.map((s) => s.rows))), whole),
-        count("columns", (r) => (plan.rank === null
-          ? r.table.columns : largest(r.held.map((s) => s.columns))), whole),
-        count("GiB", total("used"), gib),
+        count("rows", (r) => (plan.rank === null ? r.table.rows : r.rows), whole),
+        count("columns",
+          (r) => (plan.rank === null ? r.table.columns : r.columns), whole),
+        count("GiB", (r) => r.used, gib),
       ];
       if (plan.costed) {
         columns.push(
-          count("kernels [ms]", total("compute"), ms),
-          count("collectives [ms]", total("comms"), ms),
-          count("ms", (r) => sum(r.held.map((s) => s.compute + s.comms)), ms),
+          count("kernels [ms]", (r) => r.compute, ms),
+          count("collectives [ms]", (r) => r.comms, ms),
+          count("ms", (r) => r.compute + r.comms, ms),
         );
       }
       const said = make("p", { class: "note" });
@@ -399,21 +406,22 @@
         label: "tables", columns, tools: [select],
         rows: () => rows,
         start: { column: columns[columns.length - 1], down: true },
-        hover: (row) => light(plan, row ? row.table.ranks : []),
+        hover: (row) => light(plan, row ? ranksOf(row.table) : []),
         detail: (row) => [
           ...(row.table.note ? [make("p", {}, row.table.note)] : []),
-          make("div", { class: "shards" }, ...row.held.map((s) => make("span", {},
-            `rank ${s.rank}: ${whole(s.rows)} \u00d7 ${whole(s.columns)}, `
-            + `${gib(s.used)} GiB`
-            + (plan.costed ? `, ${ms(s.compute + s.comms)} ms` : "")))),
+          make("div", { class: "shards" }, ...row.shards.map((s) => make("span", {},
+            `rank ${s[RANK]}: ${whole(s[ROWS])} \u00d7 ${whole(s[COLUMNS])}, `
+            + `${gib(s[USED])} GiB`
+            + (plan.costed ? `, ${ms(s[COMPUTE] + s[COMMS])} ms` : "")))),
         ],
       });
 
       function choose(rank) {
         plan.rank = rank;
         select.value = rank === null ? "" : `${rank}`;
-        rows = plan.tables.map((t) => ({ table: t, held: on(t) }))
-          .filter((row) => rank === null || row.held.length);
+        rows = plan.tables.map((t) => held(t,
+          rank === null ? t.shards : t.shards.filter((s) => s[RANK] === rank)))
+          .filter((row) => rank === null || row.shards.length);
         const r = plan.ranks[rank];
         said.textContent = rank === null
           ? "Of all of a table's ranks together. A table's name opens its shards; the "
@@ -446,11 +454,11 @@
   };
 
   function moves() {
-    const [first, second] = plans.map((plan) => new Map(plan.tables.map((t) => [t.name, t])));
-    const cost = (known) => ([name]) => {
-      const held = known.get(name)?.shards ?? [];
-      return sum(held.map((s) => s.compute + s.comms));
-    };
+    const [first, second] = plans.map((plan) => new Map(plan.tables.map((t) => {
+      const row = held(t, t.shards);
+      return [t.name, row.compute + row.comms];
+    })));
+    const cost = (known) => ([name]) => known.get(name) ?? 0;
     const columns = [
       { title: "table", get: (m) => m[0], kind: "name" },
       ...plans.map((plan, k) => ({ title: plan.name, get: (m) => m[1 + k] || "not there" })),
