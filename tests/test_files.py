@@ -88,12 +88,11 @@ def test_dataclasses_are_made_by_the_types_of_their_fields() -> None:
             "inner": inner,
             "many": [inner],
             "rates": {"a": [1]},
-            "rest": [],
         },
     )
     made = Inner(names=("a",), pair=(1.0, 2.5))
     assert found == Outer(
-        count=3, inner=made, many=(made,), rates={"a": (1.0,)}, rest=[]
+        count=3, inner=made, many=(made,), rates={"a": (1.0,)}
     )
     assert type(found.count) is int
 
