@@ -55,6 +55,7 @@ def test_json_is_strict_both_ways(tmp_path: Path) -> None:
         ('{"a": 1e999}', "not finite"),
         ("[" * 10**5, "nested too deep"),
         ('["\\ud800"]', "surrogates"),
+        ('["\\u001b[2J"]', "control character"),
         ("9" * 5000, "4300 digits"),
         ("{", "Expecting"),
     ],
