@@ -104,11 +104,11 @@ SOUND: dict[str, Any] = {"count": 1, "inner": {"names": []}}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"count": 1.5}, "count must be a whole number of 64 bits, got 1.5"),
-        ({"count": True}, "count must be a whole number"),
-        ({"count": 2**63}, "count must be a whole number"),
-        ({"count": float("nan")}, "count must be a whole number"),
-        ({"count": None}, "count must be a whole number"),
+        ({"count": 1.5}, "count must be a number, whole and of 64 bits, got 1.5"),
+        ({"count": True}, "count must be a number, whole"),
+        ({"count": 2**63}, "count must be a number, whole"),
+        ({"count": float("nan")}, "count must be a number, whole"),
+        ({"count": None}, "count must be a number, whole"),
         ({"inner": 3}, "inner must be an object"),
         ({"inner": {}}, "field 'names' is missing"),
         ({"inner": {"names": "ab"}}, "names must be a list"),

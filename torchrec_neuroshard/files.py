@@ -147,7 +147,7 @@ def _number(value: Any, where: str) -> float:
 def _whole(value: Any, where: str) -> int:
     if type(value) in (int, float) and abs(value) < _MOST and value == int(value):
         return int(value)
-    raise _wrong(where, "a whole number of 64 bits", value)
+    raise _wrong(where, "a number, whole and of 64 bits", value)
 
 
 def _text(value: Any, where: str) -> str:
@@ -215,8 +215,9 @@ def _of_dataclass(kind: Any) -> _Read:
         for name in value:
             if name not in reads:
                 raise ValueError(f"unknown field {name!r:.60}")
+        found = {name: reads[name](v, name) for name, v in value.items()}
         if missing := required - value.keys():
             raise ValueError(f"field '{min(missing)}' is missing")
-        return kind(**{name: reads[name](v, name) for name, v in value.items()})
+        return kind(**found)
 
     return fields_of
