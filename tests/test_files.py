@@ -55,6 +55,7 @@ def test_json_is_strict_both_ways(tmp_path: Path) -> None:
         ('{"a": 1e999}', "not finite"),
         ("[" * 10**5, "nested too deep"),
         ('["\\ud800"]', "surrogates"),
+        ('["\\u001b[2J"]', "control character"),
         ("9" * 5000, "4300 digits"),
         ("{", "Expecting"),
     ],
@@ -88,12 +89,11 @@ def test_dataclasses_are_made_by_the_types_of_their_fields() -> None:
             "inner": inner,
             "many": [inner],
             "rates": {"a": [1]},
-            "rest": [],
         },
     )
     made = Inner(names=("a",), pair=(1.0, 2.5))
     assert found == Outer(
-        count=3, inner=made, many=(made,), rates={"a": (1.0,)}, rest=[]
+        count=3, inner=made, many=(made,), rates={"a": (1.0,)}
     )
     assert type(found.count) is int
 
@@ -104,11 +104,11 @@ SOUND: dict[str, Any] = {"count": 1, "inner": {"names": []}}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"count": 1.5}, "count must be a whole number of 64 bits, got 1.5"),
-        ({"count": True}, "count must be a whole number"),
-        ({"count": 2**63}, "count must be a whole number"),
-        ({"count": float("nan")}, "count must be a whole number"),
-        ({"count": None}, "count must be a whole number"),
+        ({"count": 1.5}, "count must be a number, whole and of 64 bits, got 1.5"),
+        ({"count": True}, "count must be a number, whole"),
+        ({"count": 2**63}, "count must be a number, whole"),
+        ({"count": float("nan")}, "count must be a number, whole"),
+        ({"count": None}, "count must be a number, whole"),
         ({"inner": 3}, "inner must be an object"),
         ({"inner": {}}, "field 'names' is missing"),
         ({"inner": {"names": "ab"}}, "names must be a list"),

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import re
 import types
 import typing
 import uuid
@@ -23,6 +24,8 @@ __all__ = ["from_fields", "json_text", "parse_json", "read_json", "write_whole"]
 
 T = TypeVar("T")
 
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:[bf]|u00[01][0-9a-f])|[\x7f-\x9f])")
+"""In JSON: all but tabulators and ends of lines."""
 _MOST = 2**63
 """Whole numbers are below: arrays, files and kernels hold no larger ones."""
 
@@ -72,6 +75,8 @@ def read_json(path: str | Path) -> Any:
 def parse_json(text: str) -> Any:
     """Parse JSON whose numbers are finite and whose strings are text.
 
+    So no name in it can move a terminal's cursor or speak to it.
+
     Raises:
         ValueError: It is no such JSON, or nested too deep.
     """
@@ -84,6 +89,8 @@ def parse_json(text: str) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     again.encode()  # which halves of characters do not survive
+    if found := _CONTROL.search(again):
+        raise ValueError(f"it holds the control character {found[1]!r}")
     return data
 
 
@@ -140,7 +147,7 @@ def _number(value: Any, where: str) -> float:
 def _whole(value: Any, where: str) -> int:
     if type(value) in (int, float) and abs(value) < _MOST and value == int(value):
         return int(value)
-    raise _wrong(where, "a whole number of 64 bits", value)
+    raise _wrong(where, "a number, whole and of 64 bits", value)
 
 
 def _text(value: Any, where: str) -> str:
@@ -208,8 +215,9 @@ def _of_dataclass(kind: Any) -> _Read:
         for name in value:
             if name not in reads:
                 raise ValueError(f"unknown field {name!r:.60}")
+        found = {name: reads[name](v, name) for name, v in value.items()}
         if missing := required - value.keys():
             raise ValueError(f"field '{min(missing)}' is missing")
-        return kind(**{name: reads[name](v, name) for name, v in value.items()})
+        return kind(**found)
 
     return fields_of

@@ -677,7 +677,8 @@ def _edit_weights(path: Path, rng: np.random.Generator) -> None:
     data = bytearray(path.read_bytes())
     if len(data) < 16:
         return
-    values = np.frombuffer(data, dtype=np.uint8)[-64:].view(np.float32)
+    count = min(64, len(data)) // 4 * 4
+    values = np.frombuffer(data, dtype=np.uint8)[-count:].view(np.float32)
     values[:] = float(rng.choice([np.nan, np.inf, 1e38, 0.0, -5.0]))
     path.write_bytes(data)
 

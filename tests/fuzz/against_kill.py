@@ -238,7 +238,7 @@ class CollectCommand(Command):
     def arguments(self, folder: Path) -> list[str]:
         text = (
             "collect compute --num-sets 6 --seed 5 --max-gib 0.001 --max-lookups 500 "
-            "--max-shards 2 --batch-sizes 16"
+            "--max-shards 2 --batch-sizes 16 32"
         )
         return [*text.split(), "--out", str(folder / "r.parquet")]
 
@@ -264,9 +264,9 @@ class TrainCommand(Command):
                 1.0 + index % 5,
                 index=index,
                 batch_size=batch_size,
-                held_out=index < 8,
+                held_out=index < 20,
             )
-            for index in range(40)
+            for index in range(80)
             for batch_size, tables in [draw_set(rng, f"s{index}", 2, 4)]
         ]
         write_records(folder / "r.parquet", make_header(), records)
@@ -278,7 +278,7 @@ class TrainCommand(Command):
     def check(self, folder: Path, told: int) -> None:
         names = ("new",) if told else ("cpu", "new")
         assert load_bundle(folder).name in names
-        assert len(read_records([folder / "r.parquet"])[1]) == 40
+        assert len(read_records([folder / "r.parquet"])[1]) == 80
 
 
 class PolicyCommand(Command):

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_neuroshard.errors import ConfigError, RankFailureError
+from torchrec_neuroshard.planner.from_first import from_first
 
 __all__ = ["Exchange"]
 
@@ -125,9 +126,9 @@ class Exchange:
 
     def from_first(self, message: Any) -> Any:
         """Give rank 0's message to all ranks; they wait for it."""
-        sent = [message]
-        dist.broadcast_object_list(sent, src=0)
-        return sent[0]
+        group = dist.group.WORLD
+        assert group is not None, "this object has asked for it"
+        return from_first(message, group, "told what it measured")
 
 
 def _read(buffer: torch.Tensor) -> Any:

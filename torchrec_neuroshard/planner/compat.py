@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel, collective_utils
 from torchrec.distributed import comm as torchrec_comm
@@ -64,6 +65,7 @@ __all__ = [
     "can_reshard",
     "codec_registry",
     "enumerator_constraints",
+    "group_timeout_seconds",
     "is_codec",
     "is_sharder",
     "is_wrapped_by_ddp",
@@ -677,6 +679,12 @@ def all_lookups(model: nn.Module) -> list[nn.Module]:
     TorchRec keeps them in lists, where `modules` does not find them.
     """
     return [m for owner in model.modules() for m in getattr(owner, "_lookups", ())]
+
+
+def group_timeout_seconds(pg: dist.ProcessGroup) -> float:
+    """Return how long the operations of a gloo group wait."""
+    options = pg._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
 
 
 def num_output_collectives(sharded: nn.Module) -> int:

@@ -52,6 +52,7 @@ from torchrec_neuroshard.planner.first_launch import (
     has_device,
     is_measurable,
 )
+from torchrec_neuroshard.planner.from_first import from_first
 from torchrec_neuroshard.planner.topologies import whole_nodes
 from torchrec_neuroshard.records import CostRecord, steady_records
 from torchrec_neuroshard.search.base import Finalist, Searcher, SearchResult
@@ -230,8 +231,7 @@ class Finalists:
         address = "127.0.0.1" if self._pg is None else find_address(self._topology)
         offer = Offer(request, address, free_port())
         if self._pg is not None:
-            root = dist.get_global_rank(self._pg, 0)
-            dist.broadcast_object_list([offer], root, group=self._pg)
+            from_first(offer, self._pg, "planned")
         return _measured(offer, 0)
 
     def help(self, offer: Offer, rank: int) -> None:

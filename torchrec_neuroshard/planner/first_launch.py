@@ -33,6 +33,7 @@ from torchrec_neuroshard.errors import (
     RankFailureError,
 )
 from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.from_first import from_first
 from torchrec_neuroshard.planner.spread_options import sample_shards
 from torchrec_neuroshard.planner.table_reader import is_dense, table_name
 from torchrec_neuroshard.planner.topologies import GB_PER_S, whole_nodes
@@ -155,7 +156,10 @@ class FirstLaunch:
     def on_all_ranks(self, options: Options, pg: dist.ProcessGroup) -> None:
         """Before a collective plan: have all ranks measure where nothing was.
 
-        Called by every rank; rank 0 decides. No error is raised.
+        Called by every rank; rank 0 decides.
+
+        Raises:
+            RankFailureError: A rank is not there; nothing else is raised.
         """
         world_size = int(self._costs.topology.world_size)
         if self._is_off or self._is_through or not self.seconds:
@@ -170,13 +174,11 @@ class FirstLaunch:
                     offer = self._offer(options, locked)
                 except Exception as error:
                     reason = error_text(error)
-            sent = [offer]
-            if world_size > 1:
-                dist.broadcast_object_list(sent, dist.get_global_rank(pg, 0), group=pg)
+            offer = from_first(offer, pg, "looked for measured costs")
             self._is_through = True
-            if sent[0] is not None:
+            if offer is not None:
                 try:
-                    self._measure(sent[0], pg.rank(), True)
+                    self._measure(offer, pg.rank(), True)
                 except Exception as error:
                     reason = error_text(error)
         if reason is not None:

@@ -45,7 +45,13 @@ from torchrec.distributed.types import (
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
+from torchrec_neuroshard.files import (
+    from_fields,
+    json_text,
+    parse_json,
+    read_json,
+    write_whole,
+)
 from torchrec_neuroshard.planner.compat import (
     SETTING_TYPES,
     planner_part,
@@ -504,7 +510,12 @@ def save_plan(
         },
         "predicted": None if result is None else _predicted(result),
     }
-    write_whole(path, json_text(data))
+    text = json_text(data)
+    try:
+        parse_json(text)
+    except ValueError as error:
+        raise PlanFileError(f"the plan cannot be stored: {error}") from error
+    write_whole(path, text)
 
 
 def load_plan(
@@ -876,7 +887,7 @@ def _show(value: Any) -> str:
 
 
 def _damaged(path: str | Path, reason: str) -> str:
-    return f"plan file '{path}' is damaged: {reason}. Restore it, or plan anew"
+    return f"plan file '{path}' is damaged: {reason:.500}. Restore it, or plan anew"
 
 
 def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:

@@ -61,6 +61,7 @@ from torchrec_neuroshard.planner.costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.finalists import Finalists
 from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer
+from torchrec_neuroshard.planner.from_first import from_first
 from torchrec_neuroshard.planner.given_plans import (
     PlanOptions,
     model_tables,
@@ -97,6 +98,7 @@ logger = logging.getLogger(__name__)
 _Constraints = dict[str, ParameterConstraints] | None
 
 _ENUMERATING = ("enumerate", "populate_estimates")
+_PLANNED = "planned"
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
@@ -526,6 +528,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         Raises:
             Exception: What `plan` raised on the first rank; where that cannot be sent,
                 an error of the same kind that quotes it.
+            RankFailureError: A rank died, or was silent for as long as the group waits.
             RuntimeError: There is no process group.
         """
         if pg is None:
@@ -542,24 +545,20 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._first_launch.on_all_ranks(partial(self._options, module, sharders), pg)
         plan: ShardingPlan | None = None
         error: Exception | None = None
-        root = dist.get_global_rank(pg, 0)
         if pg.rank() == 0:
             try:
                 with self._finalists.among(pg):
                     plan = self.plan(module, sharders)
             except Exception as caught:
                 error = caught
-            if pg.size() > 1:
-                sent = [(plan, self._known, _portable(error))]
-                dist.broadcast_object_list(sent, root, group=pg)
+            from_first((plan, self._known, _portable(error)), pg, _PLANNED)
         else:
-            found: list[Any] = [None]
-            dist.broadcast_object_list(found, root, group=pg)
-            while isinstance(found[0], Offer):
-                self._finalists.help(found[0], pg.rank())
-                dist.broadcast_object_list(found, root, group=pg)
+            found: Any = from_first(None, pg, _PLANNED)
+            while isinstance(found, Offer):
+                self._finalists.help(found, pg.rank())
+                found = from_first(None, pg, _PLANNED)
             self._selected = []
-            plan, self._known, error = found[0]
+            plan, self._known, error = found
             self._plan = plan
         if error is not None:
             raise error

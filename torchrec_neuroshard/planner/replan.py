@@ -55,6 +55,7 @@ from torchrec_neuroshard.planner.compat import (
 )
 from torchrec_neuroshard.planner.constraints import ranks_by_table
 from torchrec_neuroshard.planner.costs import PlanCosts
+from torchrec_neuroshard.planner.from_first import from_first
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.table_reader import table_name
@@ -539,17 +540,18 @@ def apply_moves(
     Raises:
         ConfigError: The moves cannot be carried out, or start from another plan; on
             all ranks alike, with nothing moved.
+        RankFailureError: A rank is not there; nothing has moved.
     """
-    sent = [None if result is None else (result.changed, result.replaced)]
-    executable = [result is not None and result.executable]
-    dist.broadcast_object_list(sent, src=0)
-    dist.broadcast_object_list(executable, src=0)
-    if sent[0] is None:
+    group = dist.group.WORLD
+    assert group is not None, "a sharded model has one"
+    mine = result and (result.changed, result.replaced, result.executable)
+    sent = from_first(mine, group, "came to apply moves")
+    if sent is None:
         raise ConfigError("rank 0 carries out its result: pass it there")
-    changed, replaced = sent[0]
+    changed, replaced, executable = sent
     if not changed:
         return
-    _check_moves(model, replaced, executable[0])
+    _check_moves(model, replaced, executable)
     devices = [model.device] if is_accelerator(model.device.type) else []
     with torch.random.fork_rng(devices):
         for path, tables in changed.items():

@@ -1,0 +1,70 @@
+"""Ranks that die, fall silent or are slow while the first one tells them something."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from torchrec_neuroshard.errors import RankFailureError
+from torchrec_neuroshard.planner.from_first import from_first
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WORLD_SIZE, WAITS_SECONDS, ENDS_SECONDS = 3, 1.5, 60.0
+
+
+def _rank(rank: int, odd: int, way: str, folder: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=WAITS_SECONDS),
+    )
+    dist.barrier()
+    if rank == odd:
+        if way == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(ENDS_SECONDS if way == "is silent" else WAITS_SECONDS / 5)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        said = str(from_first({"from": rank}, group, "planned"))
+    except RankFailureError as error:
+        said = str(error)
+    (folder / f"{rank}").write_text(said)
+    os._exit(0)  # the group of a dead rank may be long in ending
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("way", ["dies", "is silent", "is slow"])
+def test_all_others_end_and_name_it(tmp_path: Path, odd: int, way: str) -> None:
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=_rank, args=(rank, odd, way, tmp_path))
+        for rank in range(WORLD_SIZE)
+    ]
+    for process in ranks:
+        process.start()
+    end = time.monotonic() + ENDS_SECONDS / 2
+    for rank, process in enumerate(ranks):
+        if rank != odd or way == "is slow":
+            process.join(max(0.1, end - time.monotonic()))
+    for process in ranks:
+        process.kill()
+        process.join()
+    told = {int(p.name): p.read_text() for p in tmp_path.glob("[0-9]")}
+    if way == "is slow":
+        assert told == dict.fromkeys(range(WORLD_SIZE), "{'from': 0}")
+        return
+    assert told.keys() == set(range(WORLD_SIZE)) - {odd}
+    for text in told.values():
+        assert re.match(rf"rank {odd}\b.* died or fell silent", text), text

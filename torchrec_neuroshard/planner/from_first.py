@@ -1,0 +1,91 @@
+"""What a group's first rank tells all others, and who was not there to hear it."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torchrec_neuroshard.errors import RankFailureError
+from torchrec_neuroshard.planner.compat import group_timeout_seconds
+
+__all__ = ["from_first"]
+
+T = TypeVar("T")
+
+_SHARE = 0.8
+"""Of a group's time-out, what the first rank waits for others: the rest is for telling
+those that are there."""
+
+
+def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
+    """Return the first rank's value on every rank of a group; all ranks call it.
+
+    Args:
+        value: What the first rank says; of the others, anything.
+        pg: The group. Over gloo, ranks that are not there are named.
+        doing: What the first rank did before, for the error.
+
+    Raises:
+        RankFailureError: A rank died, or was silent for as long as the group waits.
+    """
+    if pg.size() == 1:
+        return value
+    sent = [value]
+    root = dist.get_global_rank(pg, 0)
+    try:
+        missing = _missing(pg, root) if dist.get_backend(pg) == "gloo" else []
+        if not missing:
+            dist.broadcast_object_list(sent, root, group=pg)
+    except RuntimeError as error:
+        raise RankFailureError(
+            f"rank {root}, which {doing}, or what leads to it died or fell silent: "
+            f"{' '.join(str(error).split()):.300}"
+        ) from error
+    if missing:
+        raise RankFailureError(
+            f"rank {missing[0]} died or fell silent while rank {root} {doing}; restart "
+            "the job"
+        )
+    return sent[0]
+
+
+def _missing(pg: dist.ProcessGroup, root: int) -> list[int]:
+    """Return a rank that is not there, on all that are."""
+    verdict = torch.full((1,), -1)
+    if pg.rank():
+        dist.send(verdict, root, group=pg)
+        dist.recv(verdict, root, group=pg)
+        return [] if verdict < 0 else [int(verdict)]
+    found: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+
+    def hear(rank: int) -> None:
+        try:
+            dist.recv(torch.empty_like(verdict), rank, group=pg)
+            found.put((rank, True))
+        except RuntimeError:
+            found.put((rank, False))
+
+    # A wait of gloo's that is not answered in time ends the whole group: these go on
+    # waiting while the others are told.
+    others = [dist.get_global_rank(pg, r) for r in range(1, pg.size())]
+    for rank in others:
+        threading.Thread(target=hear, args=(rank,), daemon=True).start()
+    end = time.monotonic() + _SHARE * group_timeout_seconds(pg)
+    known: dict[int, bool] = {}
+    with contextlib.suppress(queue.Empty):
+        while len(known) < len(others):
+            rank, is_there = found.get(timeout=max(0.0, end - time.monotonic()))
+            known[rank] = is_there
+    missing = [r for r in others if not known.get(r)]
+    if missing:
+        verdict[0] = missing[0]
+    for rank in others:
+        if known.get(rank):
+            dist.send(verdict, rank, group=pg)
+    return missing
