@@ -72,6 +72,9 @@ FOUND = {
         {"t0": {"compute_kernels": ["fused_uvm_caching"]}},
         proposer=["scaleup"],
     ),
+    "a cache of no rows, which no kernel in the device's memory has": case(
+        "ebc", [table()], {"world_size": 2}, {"t0": {"cache_load_factor": 0.0}}
+    ),
 }
 """What was wrong -> the case."""
 

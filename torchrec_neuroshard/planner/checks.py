@@ -145,7 +145,8 @@ def _check_cache(where: str, constraint: ParameterConstraints) -> None:
     if params is None or (kernels and _CACHING not in kernels):
         return
     load = params.load_factor
-    if load is not None and not 0 < load <= 1:
+    # Where other kernels may be, too, there is no way with such a cache.
+    if _CACHING in kernels and load is not None and not 0 < load <= 1:
         raise ConfigError(
             f"{where}: cache_params.load_factor is {load}; give the share of the rows "
             "that the cache holds, above 0 and at most 1, or leave it out for the "

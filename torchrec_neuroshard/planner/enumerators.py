@@ -51,6 +51,7 @@ from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 __all__ = ["NeuroShardEnumerator"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
+_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _ROW_WISE = ShardingType.ROW_WISE.value
 _TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
@@ -295,7 +296,12 @@ class NeuroShardEnumerator(HookedEnumerator):
         asked = constraint.compute_kernels if constraint else None
         if not (asked or table in self._offloadable):
             return [_FUSED]
-        return [k for k in kernels if k == _FUSED or k in OFFLOADED_KERNELS]
+        params = constraint.cache_params if constraint else None
+        load = None if params is None else params.load_factor
+        kept = OFFLOADED_KERNELS | {_FUSED}
+        if load is not None and not 0 < load <= 1:
+            kept -= {_CACHING}  # it could not run
+        return [k for k in kernels if k in kept]
 
 
 def _sizes_of(name: str, sizes: Sequence[tuple[str, int]]) -> list[int]:
