@@ -168,19 +168,6 @@ def test_ids_seen_once_each_stay_new() -> None:
     )
 
 
-@pytest.mark.parametrize("samples", [64, 65, 200, 6_400])
-@pytest.mark.parametrize("exponent", [0.0, 1.05])
-@pytest.mark.parametrize("rows", [5, 3_000, 10**9])
-def test_distinct_ids_alone_are_those_of_the_whole_profile(
-    samples: int, exponent: float, rows: int
-) -> None:
-    profile = zipf_profile(
-        batch_size=64, pooling_factor=3.0, num_embeddings=rows, exponent=exponent
-    )
-    whole = profile.at_batch_size(samples, rows).num_distinct
-    assert profile.num_distinct_at(samples, rows) == pytest.approx(whole, rel=1e-12)
-
-
 def test_ids_seen_often_bring_no_new_ones() -> None:
     profile = FeatureProfile(
         batch_size=10, num_lookups=1_200, access_histogram=(*[0] * 7, 10, *[0] * 9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from torchrec_neuroshard.errors import ConfigError
@@ -110,6 +110,32 @@ _NIC_400 = _published(
 _NIC_200 = _assumed(17.5, "one 200G NIC per GPU (DGX A100), as 35 of 50 at 400G")
 _NIC_100 = _assumed(8.75, "one 100G NIC per GPU, as 35 of 50 at 400G")
 
+_H100_SXM = GpuCard(
+    name="h100",
+    title="NVIDIA H100 SXM 80 GB",
+    device_names=(r"H100 80GB HBM3", r"H100 SXM5 80GB"),
+    memory_gb=_sheet(80.0, _H100),
+    hbm_gb_per_s=_sheet(3_350.0, _H100),
+    l2_mib=_sheet(50.0, _HOPPER),
+    l3_mib=_NO_L3,
+    host_gb_per_s=_PCIE_5,
+    intra_gb_per_s=_NVSWITCH_4,
+    inter_gb_per_s=_NIC_400,
+)
+
+_A100_80GB = GpuCard(
+    name="a100",
+    title="NVIDIA A100 SXM 80 GB",
+    device_names=(r"A100-SXM4?-80GB", r"A100 80GB PCIe", r"A100-PG509-210"),
+    memory_gb=_sheet(80.0, _A100),
+    hbm_gb_per_s=_sheet(2_039.0, _A100),
+    l2_mib=_sheet(40.0, _AMPERE),
+    l3_mib=_NO_L3,
+    host_gb_per_s=_PCIE_4,
+    intra_gb_per_s=_NVSWITCH_3,
+    inter_gb_per_s=_NIC_200,
+)
+
 _CARDS = (
     GpuCard(
         name="v100",
@@ -125,68 +151,35 @@ _CARDS = (
         ),
         inter_gb_per_s=_NIC_100,
     ),
-    GpuCard(
-        name="a100",
-        title="NVIDIA A100 SXM 80 GB",
-        device_names=(r"A100-SXM4?-80GB", r"A100 80GB PCIe", r"A100-PG509-210"),
-        memory_gb=_sheet(80.0, _A100),
-        hbm_gb_per_s=_sheet(2_039.0, _A100),
-        l2_mib=_sheet(40.0, _AMPERE),
-        l3_mib=_NO_L3,
-        host_gb_per_s=_PCIE_4,
-        intra_gb_per_s=_NVSWITCH_3,
-        inter_gb_per_s=_NIC_200,
-    ),
-    GpuCard(
+    _A100_80GB,
+    replace(
+        _A100_80GB,
         name="a100-40gb",
         title="NVIDIA A100 SXM 40 GB",
         device_names=(r"A100-SXM4?-40GB", r"A100-PCIE-40GB", r"A100-PG509-200"),
         memory_gb=_sheet(40.0, _A100),
         hbm_gb_per_s=_sheet(1_555.0, _A100),
-        l2_mib=_sheet(40.0, _AMPERE),
-        l3_mib=_NO_L3,
-        host_gb_per_s=_PCIE_4,
-        intra_gb_per_s=_NVSWITCH_3,
-        inter_gb_per_s=_NIC_200,
     ),
-    GpuCard(
-        name="h100",
-        title="NVIDIA H100 SXM 80 GB",
-        device_names=(r"H100 80GB HBM3", r"H100 SXM5 80GB"),
-        memory_gb=_sheet(80.0, _H100),
-        hbm_gb_per_s=_sheet(3_350.0, _H100),
-        l2_mib=_sheet(50.0, _HOPPER),
-        l3_mib=_NO_L3,
-        host_gb_per_s=_PCIE_5,
-        intra_gb_per_s=_NVSWITCH_4,
-        inter_gb_per_s=_NIC_400,
-    ),
-    GpuCard(
+    _H100_SXM,
+    replace(
+        _H100_SXM,
         name="h100-pcie",
         title="NVIDIA H100 PCIe 80 GB",
         device_names=(r"H100( 80GB)? PCIe",),
-        memory_gb=_sheet(80.0, _H100),
         hbm_gb_per_s=_sheet(2_000.0, "NVIDIA H100 data sheet (2022): 2 TB/s"),
-        l2_mib=_sheet(50.0, _HOPPER),
-        l3_mib=_NO_L3,
-        host_gb_per_s=_PCIE_5,
         intra_gb_per_s=_assumed(
             48.0,
             "over PCIe 5.0, as NCCL's topology takes it: NVLink bridges join two cards",
         ),
         inter_gb_per_s=_NIC_200,
     ),
-    GpuCard(
+    replace(
+        _H100_SXM,
         name="h200",
         title="NVIDIA H200 SXM 141 GB",
         device_names=(r"H200",),
         memory_gb=_sheet(141.0, _H200),
         hbm_gb_per_s=_sheet(4_800.0, _H200),
-        l2_mib=_sheet(50.0, _HOPPER),
-        l3_mib=_NO_L3,
-        host_gb_per_s=_PCIE_5,
-        intra_gb_per_s=_NVSWITCH_4,
-        inter_gb_per_s=_NIC_400,
     ),
     GpuCard(
         name="b200",

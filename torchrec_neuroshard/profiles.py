@@ -106,21 +106,6 @@ class FeatureProfile:
         """Distinct ids among the lookups (0 when no histogram is known)."""
         return float(sum(self.access_histogram))
 
-    def num_distinct_at(self, batch_size: int, num_embeddings: int) -> float:
-        """Distinct ids of more samples: what `at_batch_size` makes, their number alone.
-
-        Args:
-            batch_size: At least as many as the profile's.
-            num_embeddings: Rows of the table; caps the distinct ids.
-        """
-        ratio = batch_size / self.batch_size
-        assert ratio >= 1, "of fewer samples the counts are thinned"
-        known, cap = self.num_distinct, min(self.num_lookups * ratio, num_embeddings)
-        if ratio > 1 and known > 0 and self.access_histogram[0] > 0:
-            ids = np.asarray(self.access_histogram, dtype=np.float64)
-            known += _RareIds.fit(ids).num_fresh(float(ids[0]), ratio - 1)
-        return float(min(known, cap) if cap > 0 else known)
-
     def access_rates(
         self, num_embeddings: int
     ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:

@@ -189,9 +189,12 @@ def test_a_callers_estimator_keeps_counting() -> None:
     topology = gpus(2, hbm_cap=8 * GIB)
     theirs = EmbeddingEnumerator(topology, 512)
     kept: list[ShardingOption] = []
-    planner = make_planner(
-        topology=topology, enumerator=theirs, callbacks=[lambda o: kept.extend(o) or o]
-    )
+
+    def keep(options: list[ShardingOption]) -> list[ShardingOption]:
+        kept.extend(options)
+        return options
+
+    planner = make_planner(topology=topology, enumerator=theirs, callbacks=[keep])
     planner.plan(make_ebc([(1000, 16), (1000, 32)]), bag_sharders())
     listed = {o.storage_hash(): o.shards for o in theirs.last_stored_search_space or ()}
     assert len(kept) == 2

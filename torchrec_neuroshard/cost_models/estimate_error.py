@@ -41,7 +41,7 @@ FACTOR_NAMES: tuple[str, ...] = tuple(f.name for f in fields(EstimateFactors))
 """The order of `EstimateError.correlation`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CardCheck:
     """One card's published timings, predicted by constants fitted without them.
 
@@ -58,48 +58,12 @@ class CardCheck:
 
 
 CHECKED_CARDS: Mapping[str, CardCheck] = {
-    "a100": CardCheck(
-        timings=9,
-        forward_ratio=0.96,
-        forward_error=0.21,
-        backward_ratio=0.85,
-        backward_error=0.15,
-    ),
-    "h100": CardCheck(
-        timings=17,
-        forward_ratio=1.05,
-        forward_error=0.06,
-        backward_ratio=1.24,
-        backward_error=0.28,
-    ),
-    "h200": CardCheck(
-        timings=4,
-        forward_ratio=0.97,
-        forward_error=0.03,
-        backward_ratio=1.06,
-        backward_error=0.19,
-    ),
-    "mi250x": CardCheck(
-        timings=6,
-        forward_ratio=0.79,
-        forward_error=0.21,
-        backward_ratio=None,
-        backward_error=None,
-    ),
-    "mi350": CardCheck(
-        timings=69,
-        forward_ratio=None,
-        forward_error=None,
-        backward_ratio=0.83,
-        backward_error=0.20,
-    ),
-    "v100": CardCheck(
-        timings=24,
-        forward_ratio=1.20,
-        forward_error=0.33,
-        backward_ratio=1.42,
-        backward_error=0.42,
-    ),
+    "a100": CardCheck(9, 0.96, 0.21, 0.85, 0.15),
+    "h100": CardCheck(17, 1.05, 0.06, 1.24, 0.28),
+    "h200": CardCheck(4, 0.97, 0.03, 1.06, 0.19),
+    "mi250x": CardCheck(6, 0.79, 0.21, None, None),
+    "mi350": CardCheck(69, None, None, 0.83, 0.20),
+    "v100": CardCheck(24, 1.20, 0.33, 1.42, 0.42),
 }
 """Name of a card (A100 of both sizes, H100 of both makes as one) -> its check, of
 tables in its memory; `benchmarks/results/published_202611.json` holds them in full."""

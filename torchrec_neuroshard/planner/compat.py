@@ -619,7 +619,7 @@ class SharingOption(ShardingOption):
     def of(cls, option: ShardingOption) -> Self:
         """Return an option with all that another one holds, shards included."""
         new = cls.__new__(cls)
-        vars(new).update(vars(option))
+        new.__dict__.update(vars(option))
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharingOption:

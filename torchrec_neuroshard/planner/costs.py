@@ -31,10 +31,7 @@ from torchrec_neuroshard.cost_models import (
     CostModel,
     load_cost_model,
 )
-from torchrec_neuroshard.cost_models.relieved import (
-    JoinedCostModel,
-    RelievedCommsModel,
-)
+from torchrec_neuroshard.cost_models.scaled import JoinedCostModel, RelievedCommsModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import check_constraints

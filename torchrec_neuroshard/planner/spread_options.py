@@ -39,7 +39,7 @@ class SpreadOption(SharingOption):
     def spread(cls, option: ShardingOption, world_size: int) -> SpreadOption:
         """Return an option that was listed for one rank, spread over so many."""
         new = cls.of(option)
-        del vars(new)["shards"]
+        del new.__dict__["shards"]
         new._world_size = world_size
         rows, width = (int(n) for n in new.tensor.shape)
         part = SHARDING_TYPES[new.sharding_type].part_rows(rows, world_size)

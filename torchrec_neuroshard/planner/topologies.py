@@ -71,9 +71,9 @@ class _Setting:
     title: str
     default: float
     """TorchRec's, in its own unit."""
-    unit: str
-    card_field: str | None
+    card_field: str | None = None
     """Of `GpuCard`; None: no card has it."""
+    unit: str = "GB/s"
     plausible: tuple[float, float] = (0.0, float("inf"))
     """Least and most that it can be, in `unit`."""
     usual: tuple[float, float] = (0.0, float("inf"))
@@ -89,13 +89,10 @@ _SETTINGS: Mapping[str, _Setting] = {
     "hbm_cap": _Setting(
         title="memory of a rank", default=HBM_CAP, unit="GB", card_field="memory_gb"
     ),
-    "ddr_cap": _Setting(
-        title="host memory of a rank", default=DDR_CAP, unit="GB", card_field=None
-    ),
+    "ddr_cap": _Setting(title="host memory of a rank", default=DDR_CAP, unit="GB"),
     "hbm_mem_bw": _Setting(
         title="memory bandwidth",
         default=HBM_MEM_BW,
-        unit="GB/s",
         card_field="hbm_gb_per_s",
         plausible=(0.5, 50_000.0),
         usual=(100.0, 50_000.0),
@@ -103,15 +100,12 @@ _SETTINGS: Mapping[str, _Setting] = {
     "ddr_mem_bw": _Setting(
         title="host memory bandwidth",
         default=DDR_MEM_BW,
-        unit="GB/s",
-        card_field=None,
         plausible=(1.0, 5_000.0),
         usual=(5.0, 5_000.0),
     ),
     "hbm_to_ddr_mem_bw": _Setting(
         title="link to the host",
         default=HBM_TO_DDR_MEM_BW,
-        unit="GB/s",
         card_field="host_gb_per_s",
         plausible=(0.5, 5_000.0),
         usual=(2.0, 5_000.0),
@@ -119,7 +113,6 @@ _SETTINGS: Mapping[str, _Setting] = {
     "intra_host_bw": _Setting(
         title="links inside a node",
         default=INTRA_NODE_BANDWIDTH,
-        unit="GB/s",
         card_field="intra_gb_per_s",
         plausible=(0.05, 10_000.0),
         usual=(1.0, 10_000.0),
@@ -127,7 +120,6 @@ _SETTINGS: Mapping[str, _Setting] = {
     "inter_host_bw": _Setting(
         title="links between nodes",
         default=CROSS_NODE_BANDWIDTH,
-        unit="GB/s",
         card_field="inter_gb_per_s",
         plausible=(0.01, 5_000.0),
         usual=(0.1, 5_000.0),
