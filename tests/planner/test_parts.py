@@ -173,6 +173,17 @@ def test_host_memory_is_offered_where_device_memory_is_scarce() -> None:
     }
 
 
+@pytest.mark.parametrize(("num_large", "all_offered"), [(1, False), (2, True)])
+def test_small_tables_stay_on_the_devices(num_large: int, all_offered: bool) -> None:
+    size = 1000 * 64 * 4
+    sizes = [(36_000, 64)] * num_large + [(1000, 64)]
+    enumerator = NeuroShardEnumerator(gpus(4, hbm_cap=32 * size), 64, **analytic())
+    options = enumerator.enumerate(make_ebc(sizes), bag_sharders())
+    offered = {o.name for o in options if o.compute_kernel == "fused_uvm"}
+    small = {f"t{num_large}"} if all_offered else set()
+    assert offered == {f"t{i}" for i in range(num_large)} | small
+
+
 @pytest.mark.parametrize(
     ("placement", "offered"),
     [

@@ -56,10 +56,9 @@ _ROW_WISE = ShardingType.ROW_WISE.value
 _TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
 _NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 
-_MANY_TABLES = 4000
 _NEARLY_ALL = 0.9
 """Part of the devices' memory that tables fill with the state of an optimizer: if less,
-the small ones of many stay there."""
+the small ones stay there."""
 _SMALL_SHARE = 1 / 16
 """Part of a device's memory that a small table fills with that state at most."""
 
@@ -77,9 +76,9 @@ class NeuroShardEnumerator(HookedEnumerator):
     - kernels that read the host's memory, where no constraint asks for them and device
       memory is not scarce: all tables, with the state of an optimizer, fill less than
       half of the devices, and none fills one alone. The same is asked of tables that
-      placement constraints pin to some devices or keep together on one. Of very many
-      tables that fill more than that, but not nearly all, the small ones go without
-      these kernels, too: it is the large ones that make room.
+      placement constraints pin to some devices or keep together on one. Of tables that
+      fill more than that, but not nearly all, the small ones go without these kernels,
+      too: it is the large ones that make room.
 
     An option that a constraint leaves no alternative to stays, and so does every option
     of other tables.
@@ -217,8 +216,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             return set()
         total, room = (sum(part) for part in needs[0])
         small = max(caps.values()) * _SMALL_SHARE / 2
-        few = len(sizes) <= _MANY_TABLES
-        if few or any(scarce[1:]) or 2 * total > _NEARLY_ALL * room:
+        if any(scarce[1:]) or 2 * total > _NEARLY_ALL * room:
             small = 0.0
         return {name for name, size in sizes if size > small}
 

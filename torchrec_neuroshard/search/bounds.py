@@ -590,14 +590,13 @@ class _Part:
         shards = np.stack(picks, axis=1)[1:]
         return _Sets(shards[..., 0].copy(), shards[..., 1].copy())
 
-    def singles(self) -> _Sets:
-        """Every table alone: whole, about half of it, and as narrow as it may be."""
-        table = np.arange(len(self.tables))
-        narrow, whole = np.zeros_like(table), self.num_widths_T - 1
+    def singles(self, table: Ints) -> _Sets:
+        """Tables alone: whole, about half of each, and as narrow as it may be."""
+        whole = self.num_widths_T[table] - 1
         shards = np.concatenate(
             [
                 np.stack([table, self.widths_TU[table, place]], axis=1)
-                for place in (narrow, whole // 2, whole)
+                for place in (np.zeros_like(table), whole // 2, whole)
             ]
         )
         shards = np.unique(shards, axis=0)
@@ -650,7 +649,11 @@ class _Prices:
         self.alone_T3: Floats = self._alone_costs(every, part.dims_T)
         self._lay_out(cutoff_ms)
         everything = part.enumerate()
-        singles = part.singles()
+        alone = every
+        if part.num_own > MANY_TABLES:
+            # Of so many, the light ones are never worth a rank: no set by themselves.
+            alone = np.flatnonzero(self.heavy_T >= 0)
+        singles = part.singles(alone)
         self.holds_all = everything is not None
         if everything is None and isinstance(placed, _Prices):
             self.pool = _Sets.join([self._inherited(placed), singles])
@@ -889,20 +892,24 @@ class _Prices:
         widths_HU = part.widths_TU[self.split_H]
         self.alone_HU3: Floats = np.full((*widths_HU.shape, 3), np.inf)
         self.dips_H: Floats = np.ones(len(self.split_H))
-        if self.holds_all:
+        if self.holds_all or not len(self.split_H):
             return
         lightest = np.argsort(cost_T, kind="stable")
         lightest = lightest[self.moves_T[lightest]][:NUM_COMPANIONS]
+        place = np.arange(part.widths_TU.shape[1])
+        line_N, place_N = np.nonzero(place < part.num_widths_T[self.split_H, None])
+        width_N = part.widths_TU[self.split_H[line_N], place_N]
+        costs = self._alone_costs(self.split_H[line_N], width_N)
+        self.alone_HU3[line_N, place_N] = costs
+        cost_HU = self.alone_HU3.sum(axis=2)
         for line, table in enumerate(self.split_H.tolist()):
-            widths = part.widths_TU[table, : part.num_widths_T[table]]
-            costs = self._alone_costs(np.full_like(widths, table), widths)
-            self.alone_HU3[line, : len(widths)] = costs
-            cost = costs.sum(axis=1)
-            if np.isfinite(cost).any():
-                widest = int(np.flatnonzero(np.isfinite(cost))[-1])
+            possible = np.flatnonzero(np.isfinite(cost_HU[line]))
+            if len(possible):
+                widest = int(possible[-1])
+                width = int(part.widths_TU[table, widest])
                 company = lightest[part.own_T[lightest] != part.own_T[table]]
-                least = self._in_company(table, int(widths[widest]), company)
-                self.dips_H[line] = min(1.0, least / cost[widest])
+                least = self._in_company(table, width, company)
+                self.dips_H[line] = min(1.0, least / cost_HU[line, widest])
 
     def _in_company(self, table: int, width: int, company_N: Ints) -> float:
         """Cost of a shard with others that lower the cost most, one after another."""
@@ -1217,7 +1224,10 @@ class _Case:
                     return checked_ms
                 # Cheaper sets were found: they may be the cure.
                 best_ms = target_ms = checked_ms
-        if num_rounds:
+        before_ms = math.inf
+        while num_rounds and best_ms < before_ms * (1 - MIN_GAP):
+            # A search starts from the best sets of those before it.
+            before_ms = best_ms
             self._search(self.best_V, best_ms, best_ms, NUM_FINAL_STEPS)
             best_ms = self._choose(tried)
         return best_ms

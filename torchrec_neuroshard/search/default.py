@@ -47,7 +47,7 @@ from torchrec_neuroshard.simulator import Simulator, placed_arrays
 __all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
 
 BOUND_SHARE = 0.2
-"""Share of the time budget that is left for the bound, and the most it takes."""
+"""Share of the time budget that is left for the bound, beside what is not needed."""
 CHOICE_SHARE = 0.25
 """Share of the time for choices of ways on balanced ranks."""
 LEAST_PACK_SECONDS = 0.5
@@ -55,6 +55,9 @@ LEAST_PACK_SECONDS = 0.5
 MAX_CHOICES, MORE_CHOICES = 4, 4
 """Choices of ways that are placed, of those found on balanced ranks; and how many more
 where caches of many sizes are among the ways."""
+LEAST_CHOICES, CHOSEN_TABLES = 2, 4000
+"""Of many tables fewer choices, at least so many and no more tables together: improving
+one gains more than placing the next."""
 MAX_TRIED_CHOICES = 3000
 """Placements of tables with several ways that are all tried."""
 MAX_REPAIRS = 8
@@ -264,7 +267,10 @@ class NeuroShardSearcher(Searcher):
         numbers = itertools.count()  # so that plans are never compared by widths
         problem: InfeasibleError | None = None
         now = time.monotonic()
-        most = MAX_CHOICES + MORE_CHOICES * choices.has_caches
+        most = min(
+            MAX_CHOICES + MORE_CHOICES * choices.has_caches,
+            max(LEAST_CHOICES, CHOSEN_TABLES // len(bank.task.ways)),
+        )
         promising = choices.best(most, now + CHOICE_SHARE * (deadline - now))
         for number, chosen in enumerate((*promising, choices.smallest())):
             if found and (time.monotonic() > deadline or number >= most):
@@ -376,8 +382,6 @@ class NeuroShardSearcher(Searcher):
     ) -> float:
         """Bound the task with each table for itself."""
         task, each = bank.simulator.task, bank
-        share = BOUND_SHARE * self.config.time_budget_seconds
-        deadline = min(deadline, time.monotonic() + share)
         if task.together:
             each = ShardBank(bank.simulator)
             plans = [follow(task, p.copy()) for p in plans]
