@@ -279,14 +279,15 @@ def large_report() -> PlanReport:
 @pytest.mark.skipif(find_browser() is None, reason="needs Debian's package 'chromium'")
 def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     """Clicks through four pages, each in a frame of one; a start takes seconds."""
-    framed = {
-        name: f'srcdoc="{html.escape(html_report(report))}"'
-        for name, report in {
-            "plan": REPORT,
-            "compared": comparison(),
-            "large": large_report(),
-        }.items()
+    reports: dict[str, PlanReport | PlanComparison] = {
+        "plan": REPORT,
+        "compared": comparison(),
+        "large": large_report(),
     }
+    frames = "".join(
+        f'<iframe id="{name}" srcdoc="{html.escape(html_report(report))}"></iframe>'
+        for name, report in reports.items()
+    )
     shown = REPORT._repr_html_()
     # Once as it is, and once for the test to look inside, as notebooks cannot.
     shown += shown.replace("sandbox='allow-scripts'", "id='notebook'")
@@ -294,10 +295,7 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     outer = tmp_path / "outer.html"
     outer.write_text(
         "<!DOCTYPE html><meta charset='utf-8'><pre id='found'></pre>"
-        + "".join(
-            f"<iframe id='{name}' {srcdoc}></iframe>" for name, srcdoc in framed.items()
-        )
-        + f"{shown}<script>{drive}</script>",
+        f"{frames}{shown}<script>{drive}</script>",
         encoding="utf-8",
     )
     dom, said = open_page(outer)

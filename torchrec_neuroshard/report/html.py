@@ -51,7 +51,9 @@ def html_report(
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     )
-    compared = isinstance(report, PlanComparison)
+    body = (
+        _comparison(report) if isinstance(report, PlanComparison) else _plan(report, 0)
+    )
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -64,7 +66,7 @@ def html_report(
             f"<header><h1>{html.escape(title)}</h1>",
             "<button id='theme' type='button'>Dark</button></header>",
             f"<noscript><p class='warning'>{_NO_SCRIPTS}</p></noscript>",
-            *(_comparison(report) if compared else _plan(report, 0)),
+            *body,
             f"<script type='application/json' id='data'>{_data(report)}</script>",
             f"<script>{script}</script>",
             "</body></html>",
