@@ -92,9 +92,7 @@ def test_dataclasses_are_made_by_the_types_of_their_fields() -> None:
         },
     )
     made = Inner(names=("a",), pair=(1.0, 2.5))
-    assert found == Outer(
-        count=3, inner=made, many=(made,), rates={"a": (1.0,)}
-    )
+    assert found == Outer(count=3, inner=made, many=(made,), rates={"a": (1.0,)})
     assert type(found.count) is int
 
 

@@ -15,7 +15,7 @@ The tree, with the built-in class that each branch also derives from:
     - PlacementError (ValueError): a placement breaks one of its own rules
         - InfeasibleError: no placement satisfies the limits given
     - RankFailureError (RuntimeError): a rank died or fell silent while the others
-      measured
+      waited for it
     - DeviceFailureError (RuntimeError): a GPU failed for good while it was measured
     - EnvironmentMismatchError (RuntimeError): installed packages are missing
       or do not belong together; `neuroshard doctor` prints the repair
@@ -92,7 +92,7 @@ class InfeasibleError(PlacementError):
 
 
 class RankFailureError(NeuroShardError, RuntimeError):
-    """A rank died or fell silent while the others measured."""
+    """A rank died or fell silent while the others waited for it."""
 
 
 class DeviceFailureError(NeuroShardError, RuntimeError):

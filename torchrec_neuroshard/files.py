@@ -104,7 +104,8 @@ def from_fields(kind: type[T], data: Any) -> T:
         ValueError: A field is missing, unknown or of another type, or what the
             dataclass itself raises.
     """
-    return typing.cast(T, _reader(kind)(data, kind.__name__))
+    made: T = _reader(typing.cast(Any, kind))(data, kind.__name__)
+    return made
 
 
 _Read = Callable[[Any, str], Any]

@@ -181,6 +181,11 @@ class CommsHeader(RunHeader):
     rank alone in this run: ties the two units of time together. 0 for GPUs."""
     kind: str = "comms"
 
+    def __post_init__(self) -> None:
+        for ranks in (*self.compute_slowdown, *self.column_order_ms_per_mb):
+            if not ranks.isdecimal():
+                raise RecordError(f"{ranks!r:.60} is no number of ranks")
+
     def check_same_run(self, other: RunHeader, where: str) -> None:
         """Refuse to mix in records of another group of ranks; see `RunHeader`."""
         for name in ("backend", "world_size", "local_world_size"):

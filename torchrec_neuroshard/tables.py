@@ -37,6 +37,7 @@ OPTIMIZERS: tuple[str, ...] = ("rowwise_adagrad", "sgd", "adam", "adagrad")
 
 
 _MOST = 2**63
+_MOST_FEATURES = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +66,15 @@ class TableConfig:
     """One of OPTIMIZERS."""
 
     def __post_init__(self) -> None:
-        where = f"table '{self.name}'"
+        where = f"table '{self.name!s:.100}'"
         sizes = self.num_embeddings, self.embedding_dim, self.num_features
         if max(sizes) >= _MOST:
             raise TableError(f"{where}: a size is beyond 64 bits, {max(sizes):.3g}")
+        if self.num_features > _MOST_FEATURES:
+            raise TableError(
+                f"{where}: num_features must be at most {_MOST_FEATURES:,}, got "
+                f"{self.num_features:,}"
+            )
         if not self.num_embeddings >= 1:  # also when it is NaN
             raise TableError(
                 f"{where}: num_embeddings must be at least 1, got {self.num_embeddings}"

@@ -62,6 +62,7 @@ from torchrec_neuroshard.cost_models.loading import (
     load_cost_model,
 )
 from torchrec_neuroshard.errors import NeuroShardError
+from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.planner import load_plan, read_plan, save_plan
 from torchrec_neuroshard.planner.given_models import (
     build_model,
@@ -81,7 +82,6 @@ from torchrec_neuroshard.records import (
     steady_records,
 )
 from torchrec_neuroshard.report.html import html_report
-from torchrec_neuroshard.shard_encoder import ShardFeaturizer
 from torchrec_neuroshard.workloads import load_dlrm_dataset
 from torchrec_neuroshard.workloads.loaders import load_tables
 
@@ -152,7 +152,7 @@ def _compute_records(folder: Path) -> None:
         batch_size, tables = draw_set(rng, f"s{index}", 3, 8)
         records.append(make_record(tables, index=index, batch_size=batch_size))
     write_records(folder / "r.parquet", make_header(), records[:2])
-    lines = [make_header(), *records[2:]]
+    lines: list[Any] = [make_header(), *records[2:]]
     text = "".join(json.dumps(line.to_json()) + "\n" for line in lines)
     journal_path(folder / "r.parquet").write_text(text)
 
@@ -185,7 +185,7 @@ def _comms_records(folder: Path) -> None:
         for index in range(4)
     ]
     write_records(folder / "r.parquet", make_comms_header(), records[:2])
-    lines = [make_comms_header(), *records[2:]]
+    lines: list[Any] = [make_comms_header(), *records[2:]]
     text = "".join(json.dumps(line.to_json()) + "\n" for line in lines)
     journal_path(folder / "r.parquet").write_text(text)
 
@@ -222,6 +222,10 @@ TABLES = (
     "name,num_embeddings,embedding_dim,pooling_factor,num_features,weighted\n"
     "a,1000,32,2.5,1,\nb,50,8,1,2,true\n"
 )
+
+
+def _tables_csv(folder: Path) -> None:
+    (folder / "t.csv").write_text(TABLES)
 
 
 def _profile(rows: int) -> Any:
@@ -268,7 +272,7 @@ def _use_profiles(folder: Path) -> None:
 
 
 def _constraints(folder: Path) -> None:
-    found = {
+    found: dict[str, Any] = {
         "*": {"sharding_types": ["column_wise", "table_wise"], "min_partition": 8},
         "t0": {"compute_kernels": ["fused"], "pooling_factors": [2.0]},
         "t1": {"enforce_hbm": True, "cache_load_factor": 0.5, "batch_sizes": [4]},
@@ -382,7 +386,7 @@ KINDS: dict[str, Kind] = {
     "comms records": Kind(_comms_records, _use_comms_records),
     "plan": Kind(make_plan, _use_plan),
     "tables, csv": Kind(
-        lambda folder: (folder / "t.csv").write_text(TABLES) and None,
+        _tables_csv,
         _use_tables("t.csv"),
     ),
     "tables, json": Kind(_tables_json, _use_tables("t.json")),
@@ -502,6 +506,7 @@ def apply(case: Case, folder: Path) -> None:
     description = next(folder.glob("*.json"), None)
     if case["sealed"] and path.suffix == ".safetensors" and path.is_file():
         with contextlib.suppress(Exception):
+            assert description is not None
             data = json.loads(description.read_text())
             data["weights_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
             description.write_text(json.dumps(data))

@@ -366,8 +366,8 @@ def _collect(
 class _KernelTimes(NamedTuple):
     """What ranks do beside collectives; fields as in `CommsHeader`."""
 
-    slowdown: dict[str, tuple[float, ...]]
-    column_order_ms_per_mb: dict[str, tuple[float, ...]]
+    slowdown: dict[str, tuple[float, float]]
+    column_order_ms_per_mb: dict[str, tuple[float, float]]
     reference_ms: float
 
 
@@ -389,11 +389,13 @@ def _time_kernels(ranks: Ranks, num_rounds: int) -> _KernelTimes:
         rounds[count].append(everyone.mean(axis=1))
     times = {n: np.median(rounds[n], axis=0) for n in counts}
     alone = times[1][:2]
-    return _KernelTimes(
-        {str(n): tuple(map(float, times[n][:2] / alone)) for n in counts},
-        {str(n): tuple(map(float, times[n][2:] / order.MEGABYTES)) for n in counts},
-        float(alone.sum()),
-    )
+    slowdown, column_order = {}, {}
+    for n in counts:
+        forward, backward = map(float, times[n][:2] / alone)
+        slowdown[str(n)] = forward, backward
+        forward, backward = map(float, times[n][2:] / order.MEGABYTES)
+        column_order[str(n)] = forward, backward
+    return _KernelTimes(slowdown, column_order, float(alone.sum()))
 
 
 class _ColumnOrder:

@@ -151,7 +151,7 @@ def build_model(tables: Sequence[TableConfig]) -> GivenModel:
     for table in tables:
         if "." in table.name or not table.name:
             raise TableError(
-                f"table '{table.name}': a model's table has a name without a dot"
+                f"table '{table.name:.100}': a model's table has a name without a dot"
             )
     kinds = {
         name: [t for t in tables if t.weighted == (name == "weighted")]
@@ -193,8 +193,8 @@ def _checked(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
             except Exception as error:
                 reason = str(error).splitlines()[0]
                 raise TableError(
-                    f"table '{table.name}' ({table.num_embeddings} x "
-                    f"{table.embedding_dim}) cannot be built: {reason}. Give it "
+                    f"table '{table.name:.100}' ({table.num_embeddings} x "
+                    f"{table.embedding_dim}) cannot be built: {reason:.300}. Give it "
                     "another name or size"
                 ) from error
         raise

@@ -544,7 +544,9 @@ def apply_moves(
     """
     group = dist.group.WORLD
     assert group is not None, "a sharded model has one"
-    mine = result and (result.changed, result.replaced, result.executable)
+    mine = None
+    if result is not None:
+        mine = result.changed, result.replaced, result.executable
     sent = from_first(mine, group, "came to apply moves")
     if sent is None:
         raise ConfigError("rank 0 carries out its result: pass it there")

@@ -276,16 +276,18 @@ def _model_before(folder: Path | None, backend: str) -> CommsNetwork | None:
 
 
 def _merge(
-    files: Sequence[Mapping[str, Sequence[float]]],
-) -> dict[str, tuple[float, ...]]:
+    files: Sequence[Mapping[str, tuple[float, float]]],
+) -> dict[str, tuple[float, float]]:
     """Median over the files of each number of ranks."""
-    found: dict[int, list[Sequence[float]]] = {}
+    found: dict[int, list[tuple[float, float]]] = {}
     for of_file in files:
         for count, values in of_file.items():
             found.setdefault(int(count), []).append(values)
-    return {
-        str(n): tuple(map(float, np.median(found[n], axis=0))) for n in sorted(found)
-    }
+    merged = {}
+    for n in sorted(found):
+        forward, backward = map(float, np.median(found[n], axis=0))
+        merged[str(n)] = forward, backward
+    return merged
 
 
 def _check_world_sizes(known: set[int], test_world_sizes: Sequence[int]) -> None:
