@@ -25,10 +25,15 @@ def case(
     tables: list[dict[str, Any]],
     topology: dict[str, Any],
     constraints: dict[str, Any] | None = None,
+    second: list[dict[str, Any]] | None = None,
     **planner: Any,
 ) -> cases.Case:
+    modules = [tables, *([second] if second else [])]
     return {
-        "modules": [{"kind": kind, "path": "m0", "tables": tables}],
+        "modules": [
+            {"kind": kind, "path": f"m{number}", "tables": own}
+            for number, own in enumerate(modules)
+        ],
         "topology": {"compute_device": "cuda", **topology},
         "constraints": constraints or {},
         "planner": planner,
@@ -74,6 +79,29 @@ FOUND = {
     ),
     "a cache of no rows, which no kernel in the device's memory has": case(
         "ebc", [table()], {"world_size": 2}, {"t0": {"cache_load_factor": 0.0}}
+    ),
+    "a wide table kept TorchRec's planner from making the plan that it makes": case(
+        "ebc",
+        [
+            table(name="t1", rows=3, dim=256, features=["f", "g"]),
+            table(name="t2", rows=358664, dim=1024, features=["h", "i"]),
+            table(name="t3", rows=658, dim=1024),
+        ],
+        {
+            "world_size": 4,
+            # Rows cut in proportion to memory are nothing that the search knows.
+            "custom": {"hbm_cap": [887 * 10**12, 3237 * 10**12, 2313 * 10**12, 10**15]},
+        },
+        {
+            "t1": {
+                "sharding_types": ["table_wise", "row_wise"],
+                "pooling_factors": [4.907, 0.75],
+                "batch_sizes": [862, 862],
+            },
+            "t0": {"pooling_factors": [15.668]},
+        },
+        second=[table(dim=4096)],
+        batch_size=59,
     ),
 }
 """What was wrong -> the case."""

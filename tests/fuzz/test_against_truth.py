@@ -30,6 +30,7 @@ def table(
 
 
 COLUMN, HOST = ["column_wise", None], ["column_wise", "uvm"]
+NODE_COLUMN = ["table_column_wise", None]
 ROW, NODE_ROW, GRID, REPLICA = (
     ["row_wise", None],
     ["table_row_wise", None],
@@ -63,14 +64,14 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
             "tables": [
                 table(42, 4, GRID, module=1),
                 table(542, 8, HOST),
-                table(3757, 12, ["table_column_wise", None], module=1),
+                table(3757, 12, NODE_COLUMN, module=1),
             ]
         },
         "best",
     ),
     "a grid took the only ranks with room for columns that lie apart from it": (
         {"ranks": 4, "node": 2, "memory": [5759, 5760, 2704, 2704], "apart": [0, 1]}
-        | {"tables": [table(191, 8, ["table_column_wise", None]), table(169, 4, GRID)]},
+        | {"tables": [table(191, 8, NODE_COLUMN), table(169, 4, GRID)]},
         "best",
     ),
     "one of two tables on a node took the only node with room for the other": (
@@ -96,6 +97,17 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
                 table(2908, 12, REPLICA, module=1),
                 table(536, 8, COLUMN, HOST),
                 table(123, 4, NODE_ROW, HOST),
+            ]
+        },
+        "best",
+    ),
+    "ways that fill the ranks to more than 95 % were never tried": (
+        {"ranks": 3, "memory": [26560, 23920, 26560], "models": 137535, "even": True}
+        | {
+            "tables": [
+                table(2, 8, NODE_ROW, NODE_COLUMN, HOST, module=1, pooling=8.529),
+                table(1489, 12, GRID, ROW, REPLICA, HOST, pooling=4.639),
+                table(169, 8, COLUMN, GRID, HOST, pooling=2.338),
             ]
         },
         "best",

@@ -201,6 +201,10 @@ class TorchRecPlan:
             # TorchRec's clock starts when the options are listed.
             left = max(start + allowed - time.monotonic(), 0.1)
             _, options = self._run({**arguments, "timeout_seconds": left})
+            if self._arguments["enumerator"] is None and self._too_wide(options):
+                arguments["enumerator"] = self._timed_options(deadline, split=True)
+                left = max(start + allowed - time.monotonic(), 0.1)
+                _, options = self._run({**arguments, "timeout_seconds": left})
         except PlannerError as error:
             logger.info("TorchRec's own planner has no plan: %s", error)
             late = isinstance(error, OutOfTimeError) or time.monotonic() > deadline
@@ -236,31 +240,48 @@ class TorchRecPlan:
                     f"TorchRec's own plan cannot run table '{table_name(option)}': "
                     f"{fault.cause}"
                 )
-            width = max(int(s.size[1]) for s in option.shards)
-            if width > max_columns(self._arguments["topology"]):
-                return (
-                    f"TorchRec's own plan gives table '{table_name(option)}' shards of "
-                    f"{width} columns, more than a GPU's kernels take"
-                )
+        if wide := self._too_wide(options):
+            return (
+                f"TorchRec's own plan gives table '{table_name(wide)}' shards of more "
+                "columns than a GPU's kernels take"
+            )
         violation = self._violation(options)
         if violation is None:
             return None
         return f"TorchRec's own plan breaks placement constraints: {violation}"
 
-    def _timed_options(self, deadline: float) -> EmbeddingEnumerator:
+    def _too_wide(self, options: Sequence[ShardingOption]) -> ShardingOption | None:
+        """Return an option of shards too wide for a GPU's kernels, if any is."""
+        most = max_columns(self._arguments["topology"])
+        return next(
+            (o for o in options if max(int(s.size[1]) for s in o.shards) > most), None
+        )
+
+    def _timed_options(
+        self, deadline: float, split: bool = False
+    ) -> EmbeddingEnumerator:
         """TorchRec's enumerator, but it gives up at the deadline."""
         listed = self._enumerator.last_stored_search_space or ()
         needed = LEAST_SHARD_SECONDS * sum(o.num_shards for o in listed)
         if time.monotonic() + needed > deadline:
             raise OutOfTimeError("TorchRec's estimates would take too long")
-        return self._every_option(deadline)
+        return self._every_option(deadline, split)
 
-    def _every_option(self, deadline: float = math.inf) -> EmbeddingEnumerator:
-        """TorchRec's enumerator, with the state of all optimizers in the memory."""
+    def _every_option(
+        self, deadline: float = math.inf, split: bool = True
+    ) -> EmbeddingEnumerator:
+        """TorchRec's enumerator, with the state of all optimizers in the memory.
+
+        Args:
+            deadline: See `TimedEstimator`.
+            split: Whether what is too wide for a GPU's kernels must be split. It is
+                where TorchRec leaves it whole, and only there: else its plan would not
+                be the one that it makes by itself.
+        """
         topology = self._arguments["topology"]
         constraints = dict(self._arguments["constraints"] or {})
         for config in table_configs(self._job[0]):
-            if config.embedding_dim > max_columns(topology):
+            if split and config.embedding_dim > max_columns(topology):
                 given = constraints.get(config.name) or ParameterConstraints()
                 kinds = given.sharding_types or SPLITTING_TYPES
                 constraints[config.name] = dataclasses.replace(
