@@ -436,8 +436,8 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
     memory = block(column, ranks, num_ranks), block(fixed, ranks, num_ranks)
     caps = np.asarray(_limits(task)) * scale * (1 - shrink)
     number_T = np.empty(num_tables, dtype=np.int64)
-    for number, ways in enumerate(task.ways):
-        number_T[list(ways)] = number
+    for table, ways in enumerate(task.ways):
+        number_T[list(ways)] = table
     of_table = sparse.csr_array(
         (np.ones(num_kinds), (number_T[table_K], np.arange(num_kinds))),
         shape=(len(task.ways), num_kinds),
