@@ -86,6 +86,10 @@ Floats = npt.NDArray[np.float64]
 class LaunchedPerf(Perf):
     """TorchRec's estimate of a shard, with the launch of a kernel of its own."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LaunchedPerf:
+        """Copy the type as well, which TorchRec's copy does not from 1.9 on."""
+        return LaunchedPerf(**vars(self))
+
 
 class PlanCosts:
     """Costs of sharding options and plans, by one cost model and one topology.
