@@ -90,16 +90,20 @@ def plan(
     }
 
 
-def coded(codec: str, nodes: int) -> dict[str, Any]:
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{i}",
-            num_embeddings=rows,
-            embedding_dim=WIDTH,
-            feature_names=[f"t{i}"],
-        )
-        for i, (rows, _) in enumerate(POOLED)
+def table_fields(tables: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"t{i}",
+            "num_embeddings": rows,
+            "embedding_dim": WIDTH,
+            "feature_names": [f"t{i}"],
+        }
+        for i, (rows, _) in enumerate(tables)
     ]
+
+
+def coded(codec: str, nodes: int) -> dict[str, Any]:
+    tables = [EmbeddingBagConfig(**fields) for fields in table_fields(POOLED)]
     kind = CommType(codec)
     config = QCommsConfig(forward_precision=kind, backward_precision=kind)
     sharder = EmbeddingBagCollectionSharder(
@@ -113,15 +117,7 @@ def coded(codec: str, nodes: int) -> dict[str, Any]:
 
 
 def deduplicated(dedup: bool, exponent: float) -> dict[str, Any]:
-    tables = [
-        EmbeddingConfig(
-            name=f"t{i}",
-            num_embeddings=rows,
-            embedding_dim=WIDTH,
-            feature_names=[f"t{i}"],
-        )
-        for i, (rows, _) in enumerate(SEQUENCES)
-    ]
+    tables = [EmbeddingConfig(**fields) for fields in table_fields(SEQUENCES)]
     model = EmbeddingCollection(tables=tables, device=torch.device("meta"))
     sharder = EmbeddingCollectionSharder(use_index_dedup=dedup)
     row = plan(model, sharder, SEQUENCES, nodes=1, samples=SAMPLES, exponent=exponent)

@@ -20,13 +20,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["from_fields", "json_text", "parse_json", "read_json", "write_whole"]
+__all__ = [
+    "TOO_LARGE",
+    "from_fields",
+    "json_text",
+    "parse_json",
+    "read_json",
+    "write_whole",
+]
 
 T = TypeVar("T")
 
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:[bf]|u00[01][0-9a-f])|[\x7f-\x9f])")
 """In JSON: all but tabulators and ends of lines."""
-_MOST = 2**63
+TOO_LARGE = 2**63
 """Whole numbers are below: arrays, files and kernels hold no larger ones."""
 
 
@@ -146,7 +153,7 @@ def _number(value: Any, where: str) -> float:
 
 
 def _whole(value: Any, where: str) -> int:
-    if type(value) in (int, float) and abs(value) < _MOST and value == int(value):
+    if type(value) in (int, float) and abs(value) < TOO_LARGE and value == int(value):
         return int(value)
     raise _wrong(where, "a number, whole and of 64 bits", value)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.errors import TableError
-from torchrec_neuroshard.files import from_fields
+from torchrec_neuroshard.files import TOO_LARGE, from_fields
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 
 __all__ = [
@@ -36,7 +36,6 @@ OPTIMIZERS: tuple[str, ...] = ("rowwise_adagrad", "sgd", "adam", "adagrad")
 """Optimizers that the cost models know by name."""
 
 
-_MOST = 2**63
 _MOST_FEATURES = 100_000
 
 
@@ -68,7 +67,7 @@ class TableConfig:
     def __post_init__(self) -> None:
         where = f"table '{self.name!s:.100}'"
         sizes = self.num_embeddings, self.embedding_dim, self.num_features
-        if max(sizes) >= _MOST:
+        if max(sizes) >= TOO_LARGE:
             raise TableError(f"{where}: a size is beyond 64 bits, {max(sizes):.3g}")
         if self.num_features > _MOST_FEATURES:
             raise TableError(
