@@ -2,10 +2,11 @@
 
 A data-parallel table runs TorchRec's dense kernel, whose backward pass writes a
 gradient of every row; DistributedDataParallel copies and reduces it, and an optimizer
-passes over all rows. No bundle holds that kernel: `planner/kernels.py` derives it from
-the fused one. Here both kernels run on the same ids, taking turns, so that a machine
-whose speed drifts slows both, and what counts is how much longer the dense one takes,
-predicted and measured. Then two or more ranks reduce gradients of the same sizes.
+passes over all rows. No bundle holds that kernel: `planner/costs/kernels.py` derives it
+from the fused one. Here both kernels run on the same ids, taking turns, so that a
+machine whose speed drifts slows both, and what counts is how much longer the dense one
+takes, predicted and measured. Then two or more ranks reduce gradients of the same
+sizes.
 
     torchrun --nproc-per-node 2 benchmarks/bench_dense.py --cost-model cpu_epyc_zen5 \
         --out benchmarks/results/dense_epyc_zen5_202611
@@ -50,8 +51,8 @@ from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.planner import NeuroShardEnumerator
 from torchrec_neuroshard.tables import TableConfig
 
-# The factors in planner/kernels.py were fitted to rows 1,000 to 1,000,000, widths 16
-# and 64, 512 and 4,096 samples, 1 and 20 ids; these lie between.
+# The factors in planner/costs/kernels.py were fitted to rows 1,000 to 1,000,000, widths
+# 16 and 64, 512 and 4,096 samples, 1 and 20 ids; these lie between.
 ROWS = (3_000, 30_000, 300_000)
 WIDTHS = (32, 128)
 SAMPLES = (1_024, 2_048)

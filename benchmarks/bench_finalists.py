@@ -38,8 +38,8 @@ from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.finalists import Finalists
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.launch.finalists import Finalists
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.search import (
     NeuroShardSearcher,

@@ -43,7 +43,7 @@ from torchrec_neuroshard.cost_models.loading import physical_estimate, pretraine
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.first_launch import FirstLaunch
+from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.training.compute import best_factor
 from torchrec_neuroshard.training.first_launch import LaunchRequest, draw_launch_set

@@ -54,8 +54,8 @@ from harness.models import OPTIMIZER_CLASSES, build_collection
 from harness.provenance import commit, now
 from memory.one_rank import NODE, Bags, make_batch, measure
 from torchrec_neuroshard import NeuroShardPlanner, SearchConfig, rehearse
-from torchrec_neuroshard.planner.given_plans import PlanOptions
-from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.inputs import feature_names
 from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2

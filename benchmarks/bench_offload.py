@@ -47,7 +47,7 @@ from harness.provenance import describe_run, keep_rows, kept_rows
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, topology_for
 from torchrec_neuroshard.cost_models.row_cache import MissCurve
 from torchrec_neuroshard.planner import NeuroShardEnumerator, NeuroShardPerfModel
-from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
+from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.workloads import mlperf_dlrm_v2
 

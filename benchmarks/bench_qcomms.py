@@ -2,9 +2,9 @@
 
 First what codecs take: on one rank each codes and decodes values in turn with fused
 kernels that read rows and next to nothing: in their bytes and launches counts
-`planner/kernels.py`. Then TorchRec's exchanges of pooled outputs themselves run over
-all ranks, one codec after the other in every pass, so that a machine whose speed drifts
-slows all alike, and what counts is how much longer than without codec they take,
+`planner/costs/kernels.py`. Then TorchRec's exchanges of pooled outputs themselves run
+over all ranks, one codec after the other in every pass, so that a machine whose speed
+drifts slows all alike, and what counts is how much longer than without codec they take,
 predicted and measured.
 
     torchrun --nproc-per-node 2 benchmarks/bench_qcomms.py --cost-model cpu_epyc_zen5 \

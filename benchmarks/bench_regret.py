@@ -63,9 +63,9 @@ from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
 from torchrec_neuroshard.planner import PlanCosts
-from torchrec_neuroshard.planner.given_plans import PlanOptions
-from torchrec_neuroshard.planner.hedging import draw_truths
-from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.hedging import draw_truths
+from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.shard_encoder import ShardEncoder
 from torchrec_neuroshard.workloads import generate_dlrm_tables, mlperf_dlrm_v2
 

@@ -50,8 +50,8 @@ from bench_search import make_dlrm_task, make_job, make_task
 from harness.planning import count_types
 from harness.provenance import describe_run, keep_rows, kept_rows
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, topology_for
-from torchrec_neuroshard.planner.shard_estimators import StorageEstimator
-from torchrec_neuroshard.planner.table_reader import run_fault
+from torchrec_neuroshard.planner.options.table_reader import run_fault
+from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.workloads import load_json, mlperf_dlrm_v2
 
 GIB = 2**30

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.builders import load_script
-from torchrec_neuroshard.planner.topologies import GB_PER_S
+from torchrec_neuroshard.planner.options.topologies import GB_PER_S
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.monitor import PlanMonitor
     from torchrec_neuroshard.phase_timer import PhaseTimer
     from torchrec_neuroshard.placement import Placement
-    from torchrec_neuroshard.planner.constraints import PlacementConstraints
-    from torchrec_neuroshard.planner.group_sizes import recommend_group_size
-    from torchrec_neuroshard.planner.groups import group_topology
-    from torchrec_neuroshard.planner.plan_files import load_plan, save_plan
+    from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
+    from torchrec_neuroshard.planner.options.groups import group_topology
+    from torchrec_neuroshard.planner.options.topologies import topology_for
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+    from torchrec_neuroshard.planner.plans.group_sizes import recommend_group_size
+    from torchrec_neuroshard.planner.plans.plan_files import load_plan, save_plan
+    from torchrec_neuroshard.planner.plans.rehearse import rehearse
+    from torchrec_neuroshard.planner.plans.replan import apply_moves, replan
     from torchrec_neuroshard.planner.provider import NeuroShardPlannerProvider
-    from torchrec_neuroshard.planner.rehearse import rehearse
-    from torchrec_neuroshard.planner.replan import apply_moves, replan
-    from torchrec_neuroshard.planner.topologies import topology_for
     from torchrec_neuroshard.profiles import FeatureProfile, profile_inputs
     from torchrec_neuroshard.report.html import write_html
     from torchrec_neuroshard.schedules import DenseMs
@@ -70,21 +70,21 @@ _LOCATIONS = {
     "PaperSearcher": "torchrec_neuroshard.baselines.neuroshard",
     "PhaseTimer": "torchrec_neuroshard.phase_timer",
     "Placement": "torchrec_neuroshard.placement",
-    "PlacementConstraints": "torchrec_neuroshard.planner.constraints",
+    "PlacementConstraints": "torchrec_neuroshard.planner.options.constraints",
     "PlanMonitor": "torchrec_neuroshard.monitor",
     "SearchConfig": "torchrec_neuroshard.search.base",
     "SearchResult": "torchrec_neuroshard.search.base",
     "TableConfig": "torchrec_neuroshard.tables",
-    "apply_moves": "torchrec_neuroshard.planner.replan",
-    "group_topology": "torchrec_neuroshard.planner.groups",
+    "apply_moves": "torchrec_neuroshard.planner.plans.replan",
+    "group_topology": "torchrec_neuroshard.planner.options.groups",
     "load_cost_model": "torchrec_neuroshard.cost_models",
-    "load_plan": "torchrec_neuroshard.planner.plan_files",
+    "load_plan": "torchrec_neuroshard.planner.plans.plan_files",
     "profile_inputs": "torchrec_neuroshard.profiles",
-    "recommend_group_size": "torchrec_neuroshard.planner.group_sizes",
-    "rehearse": "torchrec_neuroshard.planner.rehearse",
-    "replan": "torchrec_neuroshard.planner.replan",
-    "save_plan": "torchrec_neuroshard.planner.plan_files",
-    "topology_for": "torchrec_neuroshard.planner.topologies",
+    "recommend_group_size": "torchrec_neuroshard.planner.plans.group_sizes",
+    "rehearse": "torchrec_neuroshard.planner.plans.rehearse",
+    "replan": "torchrec_neuroshard.planner.plans.replan",
+    "save_plan": "torchrec_neuroshard.planner.plans.plan_files",
+    "topology_for": "torchrec_neuroshard.planner.options.topologies",
     "write_html": "torchrec_neuroshard.report.html",
 }
 

@@ -60,7 +60,7 @@ COMMANDS = (
     Command(
         "plan",
         "plan a model or a file of tables for any devices",
-        "torchrec_neuroshard.planner.plan_cli",
+        "torchrec_neuroshard.planner.cli.plan",
     ),
     Command(
         "profile",
@@ -70,22 +70,22 @@ COMMANDS = (
     Command(
         "show",
         "show a stored plan",
-        "torchrec_neuroshard.planner.show_cli",
+        "torchrec_neuroshard.planner.cli.show",
     ),
     Command(
         "diff",
         "say what moved between two stored plans",
-        "torchrec_neuroshard.planner.diff_cli",
+        "torchrec_neuroshard.planner.cli.diff",
     ),
     Command(
         "sweep",
         "foretell a model's cost on many cards, ranks and batches",
-        "torchrec_neuroshard.planner.sweep_cli",
+        "torchrec_neuroshard.planner.cli.sweep",
     ),
     Command(
         "rehearse",
         "build every rank of a stored plan without its devices",
-        "torchrec_neuroshard.planner.rehearse_cli",
+        "torchrec_neuroshard.planner.cli.rehearse",
     ),
     Command(
         "train-policy",

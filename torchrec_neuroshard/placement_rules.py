@@ -1,7 +1,8 @@
 """Rules on ranks, by index: where tables may lie, and with which others or not.
 
-The one description and the one check of them. What a caller says of a model by names is
-resolved into these once (`planner.constraints`); a `ShardingTask` gives its own.
+The one description and the one check of them. What a caller says of a model by names
+is resolved into these once (`planner.options.constraints`); a `ShardingTask` gives its
+own.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torchrec_neuroshard.cost_models.physical import (
     host_memory_ms,
     shard_times,
 )
-from torchrec_neuroshard.planner.hardware_config import softened
+from torchrec_neuroshard.planner.costs.hardware_config import softened
 
 __all__ = [
     "FORWARD_GAP_US",

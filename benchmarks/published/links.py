@@ -19,7 +19,7 @@ from torchrec_neuroshard.cost_models.comms_published import (
     card_collectives,
 )
 from torchrec_neuroshard.gpu_cards import card_named
-from torchrec_neuroshard.planner.hardware_config import softened
+from torchrec_neuroshard.planner.costs.hardware_config import softened
 
 __all__ = ["CollectiveRow", "fit_links", "line_rate", "predict_links", "read_links"]
 

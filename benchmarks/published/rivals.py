@@ -17,7 +17,7 @@ import numpy.typing as npt
 from published.fitting import group
 from published.kernels import KernelRow, device_constants
 from torchrec_neuroshard.features import FEATURE_NAMES
-from torchrec_neuroshard.planner.hardware_config import (
+from torchrec_neuroshard.planner.costs.hardware_config import (
     fit_coefficients,
     torchrec_sizes,
 )

@@ -20,7 +20,7 @@ from harness.models import (
     local_tables,
 )
 from tests.builders import ATTACHES_OPTIMIZERS
-from torchrec_neuroshard.planner.table_reader import TableReader
+from torchrec_neuroshard.planner.options.table_reader import TableReader
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 
 pytestmark = ATTACHES_OPTIMIZERS

@@ -104,7 +104,7 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
     """Run with a cache of its own and, if given, a program in place of measuring."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEUROSHARD_CACHE", str(folder))
-        patch.setattr("torchrec_neuroshard.planner.first_launch.GRACE_S", 60.0)
+        patch.setattr("torchrec_neuroshard.planner.launch.first_launch.GRACE_S", 60.0)
         if program is None:
             # However noisy the machine is under the tests.
             patch.setattr(
@@ -115,7 +115,9 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
                 "torchrec_neuroshard.training.first_launch._PROGRAM", ("-c", program)
             )
         if program == FAILURES["a rank is late"]:
-            patch.setattr("torchrec_neuroshard.planner.first_launch.GRACE_S", -1.0)
+            patch.setattr(
+                "torchrec_neuroshard.planner.launch.first_launch.GRACE_S", -1.0
+            )
         found: dict[str, Any] = action()
     return found
 

@@ -235,7 +235,7 @@ def new_plan(case: Case, planner: Any, plan: Any) -> Any:
     if not case.by_hand:
         return replan(plan, **arguments)
     # As if the search had found it.
-    module: Any = sys.modules["torchrec_neuroshard.planner.replan"]
+    module: Any = sys.modules["torchrec_neuroshard.planner.plans.replan"]
     goal = state_of(case.by_hand)
     original = module._improve
     module._improve = lambda job, *_: (
@@ -335,7 +335,7 @@ def run_refusals(rank: int) -> dict[str, Any]:
     seen = {"none": message_of(lambda: apply_moves(sharded))}
     impossible = result and dataclasses.replace(result, executable=False)
     seen["impossible"] = message_of(lambda: apply_moves(sharded, impossible))
-    module: Any = sys.modules["torchrec_neuroshard.planner.replan"]
+    module: Any = sys.modules["torchrec_neuroshard.planner.plans.replan"]
     module.hash = lambda text: rank
     seen["hashes"] = message_of(lambda: apply_moves(sharded, result))
     del module.hash

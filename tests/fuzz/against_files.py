@@ -64,7 +64,7 @@ from torchrec_neuroshard.cost_models.loading import (
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.planner import load_plan, read_plan, save_plan
-from torchrec_neuroshard.planner.given_models import (
+from torchrec_neuroshard.planner.cli.given_models import (
     build_model,
     read_constraints,
     read_placement,

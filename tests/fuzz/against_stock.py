@@ -28,11 +28,11 @@ from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
     PlanFileError,
 )
-from torchrec_neuroshard.planner.given_plans import PlanOptions
-from torchrec_neuroshard.planner.greedy import memory_left, without
-from torchrec_neuroshard.planner.hedging import is_uncertain
-from torchrec_neuroshard.planner.table_reader import max_columns, run_fault
-from torchrec_neuroshard.planner.torchrec_plan import LEAST_STOCK_SECONDS, is_even
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.hedging import is_uncertain
+from torchrec_neuroshard.planner.options.table_reader import max_columns, run_fault
+from torchrec_neuroshard.planner.parts.greedy import memory_left, without
+from torchrec_neuroshard.planner.parts.torchrec_plan import LEAST_STOCK_SECONDS, is_even
 from torchrec_neuroshard.search import SearchConfig
 
 SEARCH = SearchConfig(

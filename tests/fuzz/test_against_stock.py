@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.fuzz import against_stock, cases
-from torchrec_neuroshard.planner import torchrec_plan
+from torchrec_neuroshard.planner.parts import torchrec_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrec_neuroshard.planner import torchrec_plan
+from torchrec_neuroshard.planner.parts import torchrec_plan
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from torchrec_neuroshard.planner import (
     load_plan,
     save_plan,
 )
-from torchrec_neuroshard.planner.table_reader import OFFLOADED_KERNELS
+from torchrec_neuroshard.planner.options.table_reader import OFFLOADED_KERNELS
 
 pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
 

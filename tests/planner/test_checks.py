@@ -13,7 +13,7 @@ from torchrec.distributed.planner.types import PlannerError
 
 from tests.builders import bag_sharders, make_ebc, make_planner
 from torchrec_neuroshard.errors import ConfigError, ProfileError
-from torchrec_neuroshard.planner.checks import (
+from torchrec_neuroshard.planner.options.checks import (
     check_profiles,
     odd_batch_size,
     suggestion,

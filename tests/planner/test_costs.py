@@ -16,7 +16,7 @@ from torchrec.distributed.types import CacheParams
 from tests.builders import gpus, make_ebc, sequences
 from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
-from torchrec_neuroshard.planner.plan_conversion import fusion_key
+from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.simulator import PHASES, Simulator

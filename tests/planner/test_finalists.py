@@ -26,7 +26,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.planner import PlanCosts
-from torchrec_neuroshard.planner.finalists import MAX_ROUNDS, Finalists
+from torchrec_neuroshard.planner.launch.finalists import MAX_ROUNDS, Finalists
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchResult, make_searcher
 from torchrec_neuroshard.tables import TableConfig

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from torchrec_neuroshard.errors import RankFailureError
-from torchrec_neuroshard.planner.from_first import from_first
+from torchrec_neuroshard.planner.launch.from_first import from_first
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -30,8 +30,8 @@ from torchrec_neuroshard.planner import (
     load_plan,
     save_plan,
 )
-from torchrec_neuroshard.planner.groups import sharding_group
-from torchrec_neuroshard.planner.rehearse import rehearse
+from torchrec_neuroshard.planner.options.groups import sharding_group
+from torchrec_neuroshard.planner.plans.rehearse import rehearse
 from torchrec_neuroshard.report import html_report
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 

@@ -28,10 +28,8 @@ from torchrec_neuroshard.planner import (
     NeuroShardPlanLoader,
     NeuroShardPlanner,
     NeuroShardProposer,
-    guards,
-    partitioners,
-    torchrec_plan,
 )
+from torchrec_neuroshard.planner.parts import guards, partitioners, torchrec_plan
 from torchrec_neuroshard.search import Searcher
 
 SECONDS = 0.4

@@ -18,7 +18,7 @@ from torchrec.distributed.planner.shard_estimators import (
 from tests.builders import bag_config, bags, stock_planner
 from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.planner import hardware_perf_config
-from torchrec_neuroshard.planner.hardware_config import HardwareConfigFit
+from torchrec_neuroshard.planner.costs.hardware_config import HardwareConfigFit
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 BATCH_SIZE = 256

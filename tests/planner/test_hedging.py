@@ -23,8 +23,8 @@ from torchrec_neuroshard.cost_models.estimate_error import (
     EstimateFactors,
 )
 from torchrec_neuroshard.planner import PlanCosts
-from torchrec_neuroshard.planner.given_plans import PlanOptions
-from torchrec_neuroshard.planner.hedging import (
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.hedging import (
     NUM_DRAWS,
     choose_plan,
     draw_truths,

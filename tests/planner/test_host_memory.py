@@ -21,7 +21,10 @@ from tests.builders import make_ebc
 from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
-from torchrec_neuroshard.planner.table_reader import note_sharders, option_codecs
+from torchrec_neuroshard.planner.options.table_reader import (
+    note_sharders,
+    option_codecs,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:no cost model was measured")
 

@@ -19,7 +19,7 @@ from tests.builders import (
     make_planner,
 )
 from torchrec_neuroshard.planner import NeuroShardEnumerator
-from torchrec_neuroshard.planner.memory import MemoryModel
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_202611.json"
 GIB = 2**30

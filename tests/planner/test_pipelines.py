@@ -34,9 +34,9 @@ from torchrec_neuroshard.planner import (
     replan,
     save_plan,
 )
-from torchrec_neuroshard.planner.given_plans import PlanOptions
-from torchrec_neuroshard.planner.memory import MemoryModel
-from torchrec_neuroshard.planner.plan_files import StalePlanWarning
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
+from torchrec_neuroshard.planner.plans.plan_files import StalePlanWarning
 from torchrec_neuroshard.report import html_report
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 

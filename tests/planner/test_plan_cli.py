@@ -16,14 +16,14 @@ from torchrec.distributed.planner import ParameterConstraints
 from tests.builders import bag_sharders, make_ebc
 from torchrec_neuroshard import load_plan
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.planner.given_models import (
+from torchrec_neuroshard.planner.cli.given_models import (
     build_model,
     devices_named,
     read_constraints,
     read_model,
 )
+from torchrec_neuroshard.planner.options.table_reader import TableReader
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.table_reader import TableReader
 from torchrec_neuroshard.profiles import FeatureProfile, save_profiles
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.loaders import TABLE_FIELDS

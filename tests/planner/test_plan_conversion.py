@@ -24,18 +24,18 @@ from tests.builders import (
 from torchrec_neuroshard.errors import PlacementError
 from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.compat import sharders_by_type
-from torchrec_neuroshard.planner.plan_conversion import (
+from torchrec_neuroshard.planner.costs.plan_conversion import (
     fusion_key,
     lower_plan,
     placement_from_plan,
 )
-from torchrec_neuroshard.planner.table_reader import (
+from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     device_tier,
     note_sharders,
     table_configs,
 )
-from torchrec_neuroshard.planner.ways import is_placeable
+from torchrec_neuroshard.planner.options.ways import is_placeable
 
 pytestmark = ATTACHES_OPTIMIZERS
 

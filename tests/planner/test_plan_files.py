@@ -46,7 +46,7 @@ from torchrec_neuroshard.planner import (
     read_plan,
     save_plan,
 )
-from torchrec_neuroshard.planner.plan_files import PLAN_SCHEMA_VERSION
+from torchrec_neuroshard.planner.plans.plan_files import PLAN_SCHEMA_VERSION
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCostModel
 

@@ -47,7 +47,8 @@ from tests.builders import (
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, ProfileError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner import NeuroShardPlanner, partitioners
+from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.parts import partitioners
 from torchrec_neuroshard.profiles import FeatureProfile, uniform_profile
 from torchrec_neuroshard.search import (
     SearchConfig,
@@ -637,7 +638,9 @@ def test_cost_model_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         loaded.append(name)
         return AnalyticCostModel()
 
-    monkeypatch.setattr("torchrec_neuroshard.planner.costs.load_cost_model", load)
+    monkeypatch.setattr(
+        "torchrec_neuroshard.planner.costs.plan_costs.load_cost_model", load
+    )
     planner = make_planner(cost_model="cpu")
     planner.plan(make_ebc(CPU_SIZES), bag_sharders())
     assert loaded == ["cpu"]

@@ -21,7 +21,7 @@ from tests.builders import (
     shards_of,
 )
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts

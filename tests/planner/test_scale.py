@@ -17,7 +17,10 @@ from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     PlanCosts,
 )
-from torchrec_neuroshard.planner.spread_options import SpreadOption, sample_shards
+from torchrec_neuroshard.planner.options.spread_options import (
+    SpreadOption,
+    sample_shards,
+)
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 

@@ -21,9 +21,9 @@ from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardPartitioner,
     PlanCosts,
-    torchrec_plan,
 )
-from torchrec_neuroshard.planner.partitioners import SearchLog
+from torchrec_neuroshard.planner.parts import torchrec_plan
+from torchrec_neuroshard.planner.parts.partitioners import SearchLog
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 

@@ -31,7 +31,7 @@ from torchrec_neuroshard.collect.timing import Measurement, SetTimer
 from torchrec_neuroshard.cost_models import CostModel, cache, load_bundle
 from torchrec_neuroshard.cost_models.loading import bundle_folder, physical_estimate
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.first_launch import FirstLaunch
+from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 from torchrec_neuroshard.training import first_launch

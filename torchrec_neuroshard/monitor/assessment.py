@@ -20,10 +20,10 @@ from torch import nn
 from torchrec_neuroshard.monitor.move_times import MoveRates
 from torchrec_neuroshard.phase_timer import PhaseTimes, critical_times
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.planner.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.replan import ReplanConfig, ReplanResult, replan
-from torchrec_neuroshard.planner.table_reader import table_name
+from torchrec_neuroshard.planner.plans.replan import ReplanConfig, ReplanResult, replan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts
 from torchrec_neuroshard.tables import TableConfig

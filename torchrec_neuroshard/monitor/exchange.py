@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_neuroshard.errors import ConfigError, RankFailureError
-from torchrec_neuroshard.planner.from_first import from_first
+from torchrec_neuroshard.planner.launch.from_first import from_first
 
 __all__ = ["Exchange"]
 

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 
 from torchrec_neuroshard.devices import synchronize
-from torchrec_neuroshard.planner.replan import ReplanResult
+from torchrec_neuroshard.planner.plans.replan import ReplanResult
 
 __all__ = ["MoveRates", "fill_ms_per_byte"]
 

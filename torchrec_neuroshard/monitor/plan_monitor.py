@@ -29,9 +29,9 @@ from torchrec_neuroshard.monitor.kernel_records import (
 )
 from torchrec_neuroshard.monitor.move_times import MoveRates, fill_ms_per_byte
 from torchrec_neuroshard.phase_timer import PhaseTimer
-from torchrec_neuroshard.planner.plan_files import save_plan
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.replan import apply_moves
+from torchrec_neuroshard.planner.plans.plan_files import save_plan
+from torchrec_neuroshard.planner.plans.replan import apply_moves
 
 __all__ = ["PlanMonitor", "Replanned"]
 

@@ -1,20 +1,28 @@
 """TorchRec's planner interfaces, implemented on learned costs.
 
+From below: `compat` (TorchRec's privates and releases), `options` (what a table may
+be), `costs` (what that takes), `launch` (what is measured when a job starts), `parts`
+(what stands behind TorchRec's interfaces), `planners` and `provider` (the planner
+itself), `plans` (stored, rehearsed, mended), `cli`.
+
 Beside it only `phase_timer` imports torchrec.
 """
 
-from torchrec_neuroshard.planner.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.given_plans import PlanFileError
-from torchrec_neuroshard.planner.hardware_config import hardware_perf_config
-from torchrec_neuroshard.planner.partitioners import NeuroShardPartitioner
-from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
-from torchrec_neuroshard.planner.plan_conversion import (
+from torchrec_neuroshard.planner.costs.given_plans import PlanFileError
+from torchrec_neuroshard.planner.costs.hardware_config import hardware_perf_config
+from torchrec_neuroshard.planner.costs.plan_conversion import (
     PlanPlacement,
     placement_from_plan,
 )
-from torchrec_neuroshard.planner.plan_files import (
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.parts.partitioners import NeuroShardPartitioner
+from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel
+from torchrec_neuroshard.planner.parts.proposers import NeuroShardProposer
+from torchrec_neuroshard.planner.parts.shard_estimators import NeuroShardEstimator
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.plans.plan_files import (
     NeuroShardPlanLoader,
     PlanFingerprint,
     PlanMismatch,
@@ -25,16 +33,13 @@ from torchrec_neuroshard.planner.plan_files import (
     read_plan,
     save_plan,
 )
-from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.proposers import NeuroShardProposer
-from torchrec_neuroshard.planner.replan import (
+from torchrec_neuroshard.planner.plans.replan import (
     Move,
     ReplanConfig,
     ReplanResult,
     apply_moves,
     replan,
 )
-from torchrec_neuroshard.planner.shard_estimators import NeuroShardEstimator
 
 __all__ = [
     "Move",

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from torchrec.distributed.planner.types import Proposer, ShardingOption
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.hedging import (
+from torchrec_neuroshard.planner.costs.hedging import (
     choose_plan,
     draw_paths,
     is_uncertain,
     robustness,
 )
-from torchrec_neuroshard.planner.partitioners import SearchLog
-from torchrec_neuroshard.planner.proposers import NeuroShardProposer
-from torchrec_neuroshard.planner.torchrec_plan import TorchRecOption, TorchRecPlan
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.parts.partitioners import SearchLog
+from torchrec_neuroshard.planner.parts.proposers import NeuroShardProposer
+from torchrec_neuroshard.planner.parts.torchrec_plan import TorchRecOption, TorchRecPlan
 from torchrec_neuroshard.report import Robustness
 
 __all__ = ["PlanRun"]

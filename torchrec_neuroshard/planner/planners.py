@@ -40,12 +40,6 @@ from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner.checks import (
-    check_profiles,
-    odd_batch_size,
-    odd_constraints,
-    unmatched_constraints,
-)
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
     nothing_collected,
@@ -53,36 +47,42 @@ from torchrec_neuroshard.planner.compat import (
     replaced_parts,
     report_full,
 )
-from torchrec_neuroshard.planner.constraints import (
-    PlacementConstraints,
-    ranks_by_table,
-)
-from torchrec_neuroshard.planner.costs import CostedPart, PlanCosts
-from torchrec_neuroshard.planner.enumerators import NeuroShardEnumerator
-from torchrec_neuroshard.planner.finalists import Finalists
-from torchrec_neuroshard.planner.first_launch import FirstLaunch, Offer
-from torchrec_neuroshard.planner.from_first import from_first
-from torchrec_neuroshard.planner.given_plans import (
+from torchrec_neuroshard.planner.costs.given_plans import (
     PlanOptions,
     model_tables,
     table_moves,
 )
-from torchrec_neuroshard.planner.guards import GRACE_SECONDS, Guard
-from torchrec_neuroshard.planner.hedging import is_uncertain
+from torchrec_neuroshard.planner.costs.hedging import is_uncertain
+from torchrec_neuroshard.planner.costs.plan_costs import CostedPart, PlanCosts
+from torchrec_neuroshard.planner.launch.finalists import Finalists
+from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch, Offer
+from torchrec_neuroshard.planner.launch.from_first import from_first
+from torchrec_neuroshard.planner.options.checks import (
+    check_profiles,
+    odd_batch_size,
+    odd_constraints,
+    unmatched_constraints,
+)
+from torchrec_neuroshard.planner.options.constraints import (
+    PlacementConstraints,
+    ranks_by_table,
+)
+from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.planner.options.topologies import default_topology
 from torchrec_neuroshard.planner.outline import outline_of
-from torchrec_neuroshard.planner.partitioners import (
+from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, Guard
+from torchrec_neuroshard.planner.parts.partitioners import (
     NeuroShardPartitioner,
 )
-from torchrec_neuroshard.planner.perf_models import NeuroShardPerfModel
-from torchrec_neuroshard.planner.plan_run import PlanRun
-from torchrec_neuroshard.planner.proposers import (
+from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel
+from torchrec_neuroshard.planner.parts.proposers import (
     NeuroShardProposer,
 )
+from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
+from torchrec_neuroshard.planner.parts.torchrec_plan import TorchRecPlan
+from torchrec_neuroshard.planner.plan_run import PlanRun
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
-from torchrec_neuroshard.planner.shard_estimators import OutOfTimeError
-from torchrec_neuroshard.planner.table_reader import table_name
-from torchrec_neuroshard.planner.topologies import default_topology
-from torchrec_neuroshard.planner.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanComparison, PlanReport, explain
 from torchrec_neuroshard.schedules import DenseMs

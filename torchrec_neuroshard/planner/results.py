@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner.costs import PlanCosts
-from torchrec_neuroshard.planner.kernels import is_estimated
-from torchrec_neuroshard.planner.partitioners import SearchRecord
-from torchrec_neuroshard.planner.table_reader import (
+from torchrec_neuroshard.planner.costs.kernels import is_estimated
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     device_tier,
     has_cache,
     table_name,
 )
+from torchrec_neuroshard.planner.parts.partitioners import SearchRecord
 from torchrec_neuroshard.report import (
     HostTable,
     PlanBasis,

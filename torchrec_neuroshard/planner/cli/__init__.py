@@ -1,0 +1,1 @@
+"""The command lines that plan, and that read plans."""

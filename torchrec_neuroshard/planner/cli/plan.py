@@ -1,0 +1,258 @@
+"""`neuroshard plan`: a model or a file of tables in, a plan and its report out."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import json_text, write_whole
+from torchrec_neuroshard.planner.cli.given_models import (
+    MODEL_HELP,
+    GivenModel,
+    devices_named,
+    read_constraints,
+    read_model,
+    read_placement,
+)
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.planner.plans.plan_files import save_plan
+from torchrec_neuroshard.planner.plans.rehearse import rehearse
+from torchrec_neuroshard.profiles import load_profiles
+from torchrec_neuroshard.report import PlanComparison, Rehearsal, write_html
+from torchrec_neuroshard.report.terminal import print_report
+from torchrec_neuroshard.schedules import SCHEDULES
+from torchrec_neuroshard.search import SEARCHES, SearchConfig
+
+__all__ = [
+    "add_arguments",
+    "add_planner_arguments",
+    "check_outputs",
+    "planner_arguments",
+    "planning",
+    "run",
+    "write_json",
+]
+
+_TORCHREC_SECONDS = 60
+"""How long TorchRec's own planner may look for the plan to compare with."""
+
+
+def add_planner_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of every command that plans."""
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument(
+        "--profiles", type=Path, help="features' profiles, as save_profiles writes them"
+    )
+    parser.add_argument(
+        "--constraints", type=Path, help="JSON or YAML: table (or *) -> constraints"
+    )
+    parser.add_argument(
+        "--cost-model",
+        default="auto",
+        help="auto, the name of a shipped bundle or of a card, or a bundle's folder",
+    )
+    parser.add_argument("--pipeline", choices=list(SCHEDULES), help="of the training")
+    parser.add_argument(
+        "--dense-ms", type=float, help="what the other layers take in an iteration"
+    )
+
+
+def planner_arguments(args: argparse.Namespace, given: GivenModel) -> dict[str, Any]:
+    """Return what these options say, as `NeuroShardPlanner` takes it.
+
+    Raises:
+        NeuroShardError: A file cannot be used.
+    """
+    constraints = dict(given.constraints)
+    if args.constraints is not None:
+        constraints = read_constraints(args.constraints, given)
+    profiles = dict(given.profiles)
+    if args.profiles is not None:
+        profiles |= load_profiles(args.profiles)
+    measures = {} if args.cost_model == "measure" else {"calibrate": "never"}
+    return {
+        "constraints": constraints or None,
+        "profiles": profiles,
+        "cost_model": args.cost_model,
+        "pipeline_type": args.pipeline,
+        "dense_ms": args.dense_ms,
+        "debug": False,
+        "stats": [],
+        **measures,
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_planner_arguments(parser)
+    parser.add_argument("--card", default="h100", help="of every rank, or cpu (h100)")
+    parser.add_argument("--ranks", type=int, default=8, help="all of them (8)")
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="as the card's nodes are sold, of CPUs all"
+    )
+    parser.add_argument("--memory-gb", type=float, help="of a GPU (as sold)")
+    parser.add_argument("--batch-size", type=int, help="samples per rank (512)")
+    parser.add_argument(
+        "--placement", type=Path, help="JSON or YAML: pin, together, apart, ..."
+    )
+    parser.add_argument("--search", choices=sorted(SEARCHES), default="default")
+    parser.add_argument(
+        "--seconds", type=float, help="that the default search may take (20)"
+    )
+    parser.add_argument(
+        "--compare", action="store_true", help="set TorchRec's own plan beside it"
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="build every rank without its device"
+    )
+    parser.add_argument("--out", type=Path, help="file for load_plan to take")
+    parser.add_argument("--html", type=Path, help="write the report there as a page")
+    parser.add_argument("--json", type=Path, help="write it there as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan; 1 where some rank cannot run the plan as rehearsed.
+
+    Raises:
+        NeuroShardError: Something that is given cannot be used, or no plan fits.
+    """
+    outputs = check_outputs(args.out, args.html, args.json)
+    console = Console()
+    given = read_model(args.model)
+    search: str | SearchConfig = args.search
+    if args.seconds is not None:
+        if search != "default":
+            raise ConfigError(f"--seconds is for the default search, not '{search}'")
+        search = SearchConfig(time_budget_seconds=args.seconds)
+    placement = None if args.placement is None else read_placement(args.placement)
+    start = time.monotonic()
+    compared: PlanComparison | str | None = None
+    rehearsed: Rehearsal | None = None
+    with planning(args.model):
+        planner = NeuroShardPlanner(
+            topology=devices_named(
+                args.card, args.ranks, args.ranks_per_node, args.memory_gb
+            ),
+            batch_size=args.batch_size,
+            search=search,
+            placement_constraints=placement,
+            **planner_arguments(args, given),
+        )
+        plan = planner.plan(given.module, given.sharders)
+        seconds = time.monotonic() - start
+        report = planner.report()
+        if args.compare:
+            compared = _compared(planner, given)
+        if args.rehearse:
+            rehearsed = rehearse(
+                given.module,
+                plan,
+                planner.topology,
+                given.sharders,
+                batch_size=planner.batch_size,
+                constraints=planner.constraints,
+                profiles=planner.profiles,
+                pipeline_type=args.pipeline,
+            )
+    console.print(
+        f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s",
+        soft_wrap=True,
+        highlight=False,
+        markup=False,
+    )
+    print_report(report, console)
+    found: dict[str, Any] = {"plan": report.to_json()}
+    shown: Any = report
+    if compared is not None:
+        print(f"\n{compared}")
+    if isinstance(compared, PlanComparison):
+        shown, found["compared"] = compared, compared.to_json()
+    if rehearsed is not None:
+        print(f"\n{rehearsed}")
+        found["rehearsed"] = rehearsed.to_json()
+    if args.out:
+        save_plan(plan, args.out, model=given.module, planner=planner)
+    if args.html:
+        write_html(shown, args.html, f"Plan of {args.model}")
+    if args.json:
+        write_json(found, args.json)
+    for path in outputs:
+        print(f"wrote {path}")
+    return 0 if rehearsed is None or rehearsed.runs else 1
+
+
+def _compared(planner: NeuroShardPlanner, given: GivenModel) -> PlanComparison | str:
+    """The plan beside that of TorchRec's own planner; why there is none."""
+    torchrecs = EmbeddingShardingPlanner(
+        topology=planner.topology,
+        batch_size=planner.batch_size,
+        constraints=dict(planner.constraints),
+        debug=False,
+        stats=[],
+        timeout_seconds=_TORCHREC_SECONDS,
+    )
+    try:
+        plan: ShardingPlan = torchrecs.plan(given.module, given.sharders)
+    except PlannerError as error:
+        reason = str(error).strip().splitlines()[0]
+        return f"TorchRec's own planner has no plan: {reason}"
+    name = "TorchRec's own plan"
+    return planner.compare(plan, given.module, given.sharders, name)
+
+
+@contextlib.contextmanager
+def planning(name: str) -> Iterator[None]:
+    """Plan quietly: reports hold every warning; what fails is an error of ours.
+
+    Raises:
+        ConfigError: No plan fits.
+    """
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except PlannerError as error:
+        raise ConfigError(f"no plan for '{name}': {error}") from error
+    except RuntimeError as error:
+        # What TorchRec's enumerator says of constraints that leave a table nothing.
+        if not str(error).startswith("No available sharding type"):
+            raise
+        raise ConfigError(
+            f"no plan for '{name}': {error}. Allow the table more sharding types or "
+            "compute kernels"
+        ) from error
+    finally:
+        logging.disable(before)
+
+
+def check_outputs(*paths: Path | None) -> list[Path]:
+    """Return the files to write, before the work that they are to hold is done.
+
+    Raises:
+        ConfigError: One is a folder, or has none to be in.
+    """
+    wanted = [path for path in paths if path is not None]
+    for path in wanted:
+        if path.is_dir() or not path.parent.is_dir():
+            why = "that is a folder" if path.is_dir() else f"no folder '{path.parent}'"
+            raise ConfigError(f"cannot write '{path}': {why}")
+    return wanted
+
+
+def write_json(data: Any, path: Path) -> None:
+    """Write JSON; what is infinite or not known becomes null."""
+    write_whole(path, json_text(data))

@@ -1,0 +1,110 @@
+"""`neuroshard rehearse`: a plan file and a model in, a report on every rank out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from torchrec.distributed.planner.types import ParameterConstraints, Topology
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import json_text, write_whole
+from torchrec_neuroshard.planner.cli.given_models import MODEL_HELP, read_model
+from torchrec_neuroshard.planner.plans.plan_files import PlanFingerprint, read_plan
+from torchrec_neuroshard.planner.plans.rehearse import rehearse
+from torchrec_neuroshard.schedules import SCHEDULES
+
+__all__ = ["add_arguments", "run"]
+
+_GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("plan", type=Path, help="file that save_plan wrote")
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("--batch-size", type=int, help="samples per rank (the plan's)")
+    parser.add_argument(
+        "--hbm-gib", type=float, help="memory of a device (what the plan was made for)"
+    )
+    parser.add_argument(
+        "--pipeline",
+        choices=list(SCHEDULES),
+        default="none",
+        help="of the training loop",
+    )
+    parser.add_argument(
+        "--pooling-factor",
+        action="append",
+        default=[],
+        metavar="TABLE=N[,N]",
+        help="ids per sample of a table's features (the plan's)",
+    )
+    parser.add_argument("--json", type=Path, help="write the report there, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse; 1 where some rank cannot run the plan.
+
+    Raises:
+        NeuroShardError: The plan file or the model cannot be used.
+    """
+    stored = read_plan(args.plan)
+    made_for = stored.fingerprint
+    batch_size = args.batch_size or made_for.batch_size
+    if batch_size is None:
+        raise ConfigError(
+            f"plan file '{args.plan}' does not say for which batch size it was made; "
+            "pass --batch-size"
+        )
+    given = read_model(args.model)
+    report = rehearse(
+        given.module,
+        stored.plan,
+        _topology(made_for, args.hbm_gib),
+        given.sharders,
+        batch_size=batch_size,
+        constraints=_constraints(made_for, args.pooling_factor),
+        pipeline_type=None if args.pipeline == "none" else args.pipeline,
+    )
+    print(report)
+    if args.json:
+        write_whole(args.json, json_text(report.to_json()))
+    return 0 if report.runs else 1
+
+
+def _topology(made_for: PlanFingerprint, hbm_gib: float | None) -> Topology:
+    topology = Topology(
+        world_size=made_for.world_size,
+        local_world_size=made_for.local_world_size,
+        compute_device=made_for.compute_device,
+    )
+    tier = "ddr" if made_for.compute_device == "cpu" else "hbm"
+    for device, size in zip(topology.devices, made_for.memory_bytes, strict=True):
+        bytes_ = size if hbm_gib is None else int(hbm_gib * _GIB)
+        device.storage = dataclasses.replace(device.storage, **{tier: bytes_})
+    return topology
+
+
+def _constraints(
+    made_for: PlanFingerprint, given: list[str]
+) -> dict[str, ParameterConstraints]:
+    known: dict[str, list[float]] = {}
+    for table in made_for.tables:
+        factor = (made_for.pooling_factors or {}).get(table.full_name)
+        if factor is not None:
+            count = max(1, len(table.feature_names))
+            known[table.name] = [factor / count] * count
+    for text in given:
+        name, _, numbers = text.partition("=")
+        try:
+            known[name] = [float(n) for n in numbers.split(",")]
+        except ValueError:
+            raise ConfigError(
+                f"--pooling-factor must be TABLE=N or TABLE=N,N, got '{text}'"
+            ) from None
+    return {
+        name: ParameterConstraints(pooling_factors=factors)
+        for name, factors in known.items()
+    }

@@ -1,0 +1,232 @@
+"""`neuroshard sweep`: what a model would take, on many devices."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torchrec.distributed.planner.types import PlannerError, Topology
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import write_whole
+from torchrec_neuroshard.planner.cli.given_models import (
+    GivenModel,
+    devices_named,
+    read_model,
+)
+from torchrec_neuroshard.planner.cli.plan import (
+    add_planner_arguments,
+    check_outputs,
+    planner_arguments,
+    planning,
+)
+from torchrec_neuroshard.planner.options.groups import group_topology
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.report import Sweep, SweepCell
+from torchrec_neuroshard.search import SearchConfig
+
+__all__ = ["add_arguments", "run"]
+
+_SECONDS = 3.0
+"""That the search of a cell may take: less than a plan's that is to run."""
+_MOST_JOBS = 8
+"""Processes at once, unless asked for: each holds torch and the model."""
+
+T = TypeVar("T")
+
+
+class _Where(NamedTuple):
+    """What a cell is for."""
+
+    card: str
+    num_ranks: int
+    batch_size: int
+    group_size: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_planner_arguments(parser)
+    parser.add_argument(
+        "--cards", type=_list_of(str), default=["h100"], help="such as a100,h100"
+    )
+    parser.add_argument(
+        "--ranks", type=_list_of(int), default=[8, 16, 32], help="such as 8,16,32"
+    )
+    parser.add_argument("--ranks-per-node", type=int, help="as the nodes are sold")
+    parser.add_argument(
+        "--batch-sizes",
+        type=_list_of(int),
+        default=[4096],
+        help="samples per rank, such as 2048,4096",
+    )
+    parser.add_argument(
+        "--group-sizes",
+        type=_list_of(int),
+        default=[],
+        help="ranks of a sharding group, too; those that divide the ranks",
+    )
+    parser.add_argument(
+        "--sync-interval", type=int, default=1, help="of the groups' averages"
+    )
+    parser.add_argument(
+        "--price",
+        action="append",
+        default=[],
+        metavar="CARD=USD",
+        help="of one rank for an hour",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=_SECONDS, help=f"of a search ({_SECONDS:g})"
+    )
+    parser.add_argument(
+        "--jobs", type=int, help="processes (as many as cores, at most 8)"
+    )
+    parser.add_argument("--csv", type=Path, help="write all cells there")
+    parser.add_argument("--svg", type=Path, help="write a picture there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan every cell; 1 where none fits.
+
+    Raises:
+        NeuroShardError: Something that is given cannot be used.
+    """
+    outputs = check_outputs(args.csv, args.svg)
+    _model.cache_clear()  # the file may be another one by now
+    given = _model(args.model)
+    prices = dict(_price(text, args.cards) for text in args.price)
+    cells = list(_cells(args))
+    _check(args, cells)
+    planner_arguments(args, given)  # before any process starts: are the files good?
+    jobs = args.jobs or min(os.cpu_count() or 1, _MOST_JOBS)
+    console = Console(stderr=True)
+    shown = functools.partial(
+        track,
+        total=len(cells),
+        description="planning",
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    if min(jobs, len(cells)) == 1:
+        found = [_plan(cell, args, prices) for cell in shown(cells)]
+    else:
+        work = functools.partial(_plan, args=args, prices=prices)
+        try:
+            with ProcessPoolExecutor(
+                min(jobs, len(cells)),
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=torch.set_num_threads,
+                initargs=(1,),
+            ) as pool:
+                found = list(shown(pool.map(work, cells)))
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"one of {jobs} processes died, most likely for want of memory: each "
+                "holds torch and the model. Use --jobs 1"
+            ) from error
+    swept = Sweep(cells=tuple(found))
+    print(swept)
+    if args.csv:
+        write_whole(args.csv, swept.to_csv())
+    if args.svg:
+        write_whole(args.svg, swept.to_svg())
+    for path in outputs:
+        print(f"wrote {path}")
+    return 0 if any(cell.fits for cell in swept.cells) else 1
+
+
+@functools.cache
+def _model(name: str) -> GivenModel:
+    """Read a model once in each process: it need not survive being sent."""
+    return read_model(name)
+
+
+def _cells(args: argparse.Namespace) -> Iterator[_Where]:
+    for card, ranks, batch_size in itertools.product(
+        args.cards, args.ranks, args.batch_sizes
+    ):
+        yield _Where(card, ranks, batch_size, ranks)
+        for size in args.group_sizes:
+            if size < ranks and size > 0 and ranks % size == 0:
+                yield _Where(card, ranks, batch_size, size)
+
+
+def _check(args: argparse.Namespace, cells: list[_Where]) -> None:
+    """Check what the cells are for before any is planned.
+
+    Raises:
+        ConfigError: It cannot be.
+    """
+    for cell in cells:
+        _devices(cell, args)
+        if cell.batch_size < 1:
+            raise ConfigError(f"--batch-sizes must be above 0, got {cell.batch_size}")
+    for size in args.group_sizes:
+        if size not in {cell.group_size for cell in cells}:
+            raise ConfigError(
+                f"--group-sizes has {size}, which is no part of any of the --ranks "
+                f"{', '.join(map(str, args.ranks))}: take a divisor of one"
+            )
+    if args.jobs is not None and args.jobs < 1:
+        raise ConfigError(f"--jobs must be above 0, got {args.jobs}")
+
+
+def _devices(cell: _Where, args: argparse.Namespace) -> Topology:
+    topology = devices_named(cell.card, cell.num_ranks, args.ranks_per_node)
+    if cell.group_size == cell.num_ranks:
+        return topology
+    return group_topology(topology, cell.group_size, sync_interval=args.sync_interval)
+
+
+def _plan(
+    cell: _Where, args: argparse.Namespace, prices: dict[str, float]
+) -> SweepCell:
+    given = _model(args.model)
+    where = {**cell._asdict(), "usd_per_hour": prices.get(cell.card)}
+    with planning(args.model):
+        planner = NeuroShardPlanner(
+            topology=_devices(cell, args),
+            batch_size=cell.batch_size,
+            search=SearchConfig(time_budget_seconds=args.seconds),
+            consider_stock=False,
+            **planner_arguments(args, given),
+        )
+        try:
+            planner.plan(given.module, given.sharders)
+        except PlannerError as error:
+            return SweepCell(obstacle=str(error).strip().splitlines()[0], **where)
+        return SweepCell.of(planner.report(), **where)
+
+
+def _list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    def parse(text: str) -> list[T]:
+        return [kind(part) for part in text.split(",")]
+
+    parse.__name__ = f"list of {kind.__name__}s, with commas between"
+    return parse
+
+
+def _price(text: str, cards: list[str]) -> tuple[str, float]:
+    card, _, number = text.partition("=")
+    try:
+        price = float(number)
+    except ValueError:
+        price = -1.0
+    if card not in cards or not 0 <= price < float("inf"):
+        raise ConfigError(
+            f"--price must be CARD=USD, of one of {', '.join(cards)}, got '{text}'"
+        )
+    return card, price

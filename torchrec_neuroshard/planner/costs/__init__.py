@@ -1,0 +1,1 @@
+"""What shards, kernels, collectives and whole plans take: time and memory."""

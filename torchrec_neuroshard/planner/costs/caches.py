@@ -1,0 +1,153 @@
+"""Sizes of the caches of tables in the host's memory, by the memory that a plan leaves.
+
+Tables of one kernel share its cache: where each has room for the rows of as many
+batches, each keeps what it is predicted to. So each rank's caches grow, or shrink, to
+the batches that fill its memory.
+
+Shapes: `N` shards of cached tables, `T` such tables, `W` ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.types import CacheParams
+
+from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
+from torchrec_neuroshard.planner.costs.kernels import miss_curve
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+
+__all__ = ["size_caches", "with_load"]
+
+Floats = npt.NDArray[np.float64]
+
+MOST_BATCHES, MAX_LOAD = 2.0**20, 0.95
+"""What caches may hold, in batches and as a share of the rows."""
+_STEPS = 24
+_NUM_KNOTS = 61
+
+
+def size_caches(
+    plan: Sequence[ShardingOption],
+    sized: Sequence[bool],
+    costs: PlanCosts,
+    memory: MemoryModel,
+    topology: Topology,
+) -> list[ShardingOption]:
+    """Give caches the sizes that fill each rank's memory, where that pays.
+
+    Args:
+        plan: Placed options, one of each table.
+        sized: Of each, whether its cache's size may be chosen.
+        costs: What plans cost.
+        memory: What ranks allocate.
+        topology: The devices, with the memory that plans may take.
+
+    Returns:
+        The plan, or a plan that differs in the sizes of caches alone and costs less.
+    """
+    numbers = [n for n, may in enumerate(sized) if may]
+    if not numbers or not all(map(memory.knows, plan)):
+        return list(plan)
+    caches = _Caches([plan[n] for n in numbers], plan, memory, costs, topology)
+    found = list(plan)
+    for number, load in zip(numbers, caches.fill().tolist(), strict=True):
+        found[number] = with_load(plan[number], load)
+    before, after = (
+        costs.evaluate(costs.lower(p)).critical_path_ms for p in (plan, found)
+    )
+    return found if after < before else list(plan)
+
+
+def with_load(option: ShardingOption, load: float) -> ShardingOption:
+    """Return a copy of an option with such a load factor, to four digits, rounded down.
+
+    The shards are the option's own.
+    """
+    other = copy.copy(option)
+    params = option.cache_params or CacheParams()
+    unit = 10.0 ** (math.floor(math.log10(load)) - 3)
+    rounded = float(f"{math.floor(load / unit) * unit:.4g}")
+    other.cache_params = dataclasses.replace(params, load_factor=rounded)
+    return other
+
+
+class _Caches:
+    """What caches of a plan take of its ranks, by the batches whose rows they hold."""
+
+    def __init__(
+        self,
+        cached: Sequence[ShardingOption],
+        plan: Sequence[ShardingOption],
+        memory: MemoryModel,
+        costs: PlanCosts,
+        topology: Topology,
+    ) -> None:
+        shards = [(t, s) for t, o in enumerate(cached) for s in o.shards]
+        self._table_N = np.array([t for t, _ in shards])
+        self._rank_N = np.array([int(s.rank) for _, s in shards])
+        self._rows_N = np.array([float(s.size[0]) for _, s in shards])
+        slots_N, self._slot_bytes_N = memory.cache_slots(cached, plan)
+        self._log_batches = np.linspace(0.0, np.log(MOST_BATCHES), _NUM_KNOTS)
+        curves = [miss_curve(o, costs.topology, costs.reader) for o in cached]
+        loads_TK = np.stack([c.load_factors(np.exp(self._log_batches)) for c in curves])
+        least_T = np.array([ASSOCIATIVITY / o.tensor.shape[0] for o in cached])
+        self._loads_TK = np.clip(loads_TK, least_T[:, None], MAX_LOAD)
+        caps_W = np.array([float(d.storage.hbm) for d in topology.devices])
+        used_W = np.array([r.peak for r in memory.ranks(plan)])
+        self._room_W = caps_W - used_W + self._of_ranks(slots_N, len(caps_W))
+
+    def _loads(self, log_batches_T: Floats) -> Floats:
+        """Load factors of caches of so many batches, `T`."""
+        place = np.interp(
+            log_batches_T, self._log_batches, np.arange(len(self._log_batches))
+        )
+        low = np.minimum(place.astype(int), len(self._log_batches) - 2)
+        table = np.arange(len(place))
+        first, second = self._loads_TK[table, low], self._loads_TK[table, low + 1]
+        loads_T: Floats = first + (second - first) * (place - low)
+        return loads_T
+
+    def _of_ranks(self, slots_N: Floats, num_ranks: int) -> Floats:
+        """Bytes of so many slots of each shard, `W`."""
+        bytes_W: Floats = np.bincount(
+            self._rank_N, weights=slots_N * self._slot_bytes_N, minlength=num_ranks
+        ).astype(np.float64)
+        return bytes_W
+
+    def _full(self, log_batches_T: Floats) -> npt.NDArray[np.bool_]:
+        """Whether ranks lack the memory for caches of so many batches, `W`."""
+        slots_N = self._rows_N * self._loads(log_batches_T)[self._table_N]
+        slots_N = np.ceil(slots_N / ASSOCIATIVITY + 1e-3) * ASSOCIATIVITY
+        over: npt.NDArray[np.bool_] = (
+            self._of_ranks(slots_N, len(self._room_W)) > self._room_W
+        )
+        return over
+
+    def fill(self) -> Floats:
+        """Return load factors, `T`: all tables grow until a rank of theirs is full."""
+        count = len(self._loads_TK)
+        log_T = np.zeros(count)
+        growing_T = np.ones(count, dtype=bool)
+        if self._full(log_T).any():
+            return self._loads(log_T)
+        while growing_T.any():
+            low, high = float(log_T[growing_T].min()), float(self._log_batches[-1])
+            for _ in range(_STEPS):
+                middle = (low + high) / 2
+                fits = not self._full(np.where(growing_T, middle, log_T)).any()
+                low, high = (middle, high) if fits else (low, middle)
+            full_W = self._full(np.where(growing_T, high, log_T))
+            log_T = np.where(growing_T, low, log_T)
+            stuck = full_W[self._rank_N] & growing_T[self._table_N]
+            if not stuck.any():  # all of them as large as caches are
+                break
+            growing_T[self._table_N[stuck]] = False
+        return self._loads(log_T)

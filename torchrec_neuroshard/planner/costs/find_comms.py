@@ -1,0 +1,99 @@
+"""Which collectives' model goes with a topology: measured, published, or bandwidths."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from torchrec_neuroshard.cost_models import (
+    BandwidthCommsModel,
+    CommsModel,
+    CostModel,
+    load_comms_model,
+)
+from torchrec_neuroshard.cost_models.rank_groups import RankGroups
+from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel
+from torchrec_neuroshard.planner.options.groups import sharding_group
+from torchrec_neuroshard.planner.options.topologies import (
+    GB_PER_S,
+    PlannedDevices,
+    node_size,
+    whole_nodes,
+)
+
+__all__ = ["find_comms_model", "find_rank_groups"]
+
+
+def find_rank_groups(
+    devices: PlannedDevices, world: CommsModel, cost_model: str | Path | CostModel
+) -> CommsModel:
+    """Collectives of all ranks and of the groups that TorchRec makes of them."""
+    if isinstance(world, ScaledCommsModel):  # made of a model that knows the groups
+        return world
+    topology = devices.topology
+    world_size, size = int(topology.world_size), node_size(topology)
+    node = cross = world
+    job, group = None, sharding_group(topology)
+    if size < world_size:
+        local = min(int(topology.local_world_size), size)
+        node = find_comms_model(devices, cost_model, size, local)
+        cross = find_comms_model(devices, cost_model, world_size // size, 1)
+    elif group is None:
+        return world
+    if group is not None:
+        ranks = group.num_ranks, group.ranks_per_node
+        job = find_comms_model(devices, cost_model, *ranks)
+    return RankGroups(
+        world,
+        node=node,
+        cross=cross,
+        node_size=size,
+        job=job,
+        job_size=group.num_ranks if group else 0,
+    )
+
+
+def find_comms_model(
+    devices: PlannedDevices,
+    cost_model: str | Path | CostModel,
+    world_size: int,
+    local_world_size: int,
+) -> CommsModel:
+    """Find the collectives' model: measured, published, or the topology's bandwidths.
+
+    Bandwidths that the caller gave the topology replace the measured ones; others
+    replace nothing, but stand in for links that were not measured. Where ranks do not
+    fill whole nodes, the largest nodes stand in that they do fill.
+    """
+    nodes = whole_nodes(world_size, local_world_size)
+    if nodes < min(local_world_size, world_size):
+        warnings.warn(
+            f"{world_size} ranks do not fill nodes of {local_world_size}: collectives "
+            f"are costed as in nodes of {nodes}",
+            stacklevel=2,
+        )
+    local_world_size = nodes
+    topology, given = devices.topology, devices.given
+    intra = topology.intra_host_bw * GB_PER_S
+    inter = topology.inter_host_bw * GB_PER_S
+    known = load_comms_model(
+        None if isinstance(cost_model, CostModel) else cost_model,
+        device_type=topology.compute_device,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        intra_gb_per_s=intra if "intra_host_bw" in given else None,
+        inter_gb_per_s=inter if "inter_host_bw" in given else None,
+        unmeasured_inter_gb_per_s=inter,
+        card=devices.card,
+    )
+    if known is not None:
+        return known
+    named = {"intra_host_bw", "inter_host_bw"} & given
+    return BandwidthCommsModel(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        intra_gb_per_s=intra,
+        inter_gb_per_s=inter,
+        source=f"{'topology' if named else 'TorchRec default'} bandwidths, "
+        "not measured",
+    )

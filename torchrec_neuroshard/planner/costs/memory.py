@@ -1,0 +1,573 @@
+"""What a rank of a plan allocates: its tables at rest, and the peak of a step.
+
+A step of the embedding part has six instants at which memory may be at its peak:
+
+- FORWARD: a kernel's output has been copied for the all-to-all, or lies beside what the
+  reduce-scatter returns;
+- ARRIVAL: outputs that came from the ranks are put side by side;
+- OUTPUTS: gradients of the outputs are put in the order of the ranks;
+- EXCHANGE: they have been reordered for the way back, and what arrives has its room;
+- KERNEL: a kernel sorts its lookups to update the rows;
+- REPLICAS: so does one of replicated tables, whose gradient is as large as they are.
+
+What shards *hold* at an instant adds up over all of a rank's shards; what *passes*,
+such as the room for sorting, is one kernel's at a time; what is *common* every rank
+has, whatever its shards: the outputs of its own samples. A rank's peak is the largest
+of the instants' sums. `benchmarks/bench_memory.py` compares it with the allocator's.
+
+Units: n lookups that a kernel gets, f its bags, o elements of its output, s elements of
+the outputs of a rank's own samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ShardingType
+
+from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
+from torchrec_neuroshard.planner.compat import torchrec_pipeline
+from torchrec_neuroshard.planner.costs.kernels import load_factor
+from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
+from torchrec_neuroshard.planner.options.spread_options import sample_shards
+from torchrec_neuroshard.planner.options.table_reader import (
+    OFFLOADED_KERNELS,
+    TableReader,
+    has_cache,
+    is_dense,
+    is_lfu,
+)
+from torchrec_neuroshard.planner.options.topologies import node_size
+
+__all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
+
+Floats = npt.NDArray[np.float64]
+
+INSTANTS = ("forward", "arrival", "outputs", "exchange", "kernel", "replicas")
+"""When memory may be at its peak, in the order of a step."""
+
+_BY_NODE = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+_BY_ROWS = (*_BY_NODE, ShardingType.ROW_WISE.value)
+_BY_COLUMNS = (
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+)
+
+_PERMUTED = (
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+    ShardingType.GRID_SHARD.value,
+)
+"""Sharding types whose pooled outputs TorchRec puts back into whole tables."""
+
+_INDEX, _LENGTH, _OFFSET, _FLOAT, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4, 4
+"""Bytes of an index, a bag's length, its offset; of an output, of a lookup's weight and
+of its place in the cache."""
+
+_SORTING, _SORTING_SEQUENCE = 40, 48
+"""Bytes for each lookup while a kernel prepares its update: linear indices, sorted
+ones, what goes with them, and the runs of equal ones."""
+_SORT_TEMPORARY = 12.2
+"""Bytes for each lookup that the radix sort itself takes (measured: 12.18)."""
+_ALLOCATOR = 2 << 20
+"""What torch's allocator adds by rounding, in all."""
+_NUM_CAME = 3.0
+"""Batches that a TorchRec pipeline holds on the device as they came."""
+_NUM_SENT: Mapping[str, tuple[int, ...]] = {
+    "train_sparse_dist": (2, 2, 1, 1, 1, 1),
+    "train_prefetch_sparse_dist": (1, 1, 0, 0, 0, 0),
+}
+"""Those, at each instant, that it holds with features as they are sent to shards."""
+
+_STATES: Mapping[str, int] = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
+"""Optimizer -> values that it keeps of each weight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaticMemory:
+    """What tables take of a device at rest [bytes]."""
+
+    weights: float = 0.0
+    optimizer: float = 0.0
+    cache: float = 0.0
+    """Cached rows of tables that live in the host's memory."""
+    index_tables: float = 0.0
+    """What is known of the cache's slots and of every row that may be cached."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.optimizer + self.cache + self.index_tables
+
+    def __add__(self, other: StaticMemory) -> StaticMemory:
+        """Return both together."""
+        return StaticMemory(
+            **{
+                f.name: getattr(self, f.name) + getattr(other, f.name)
+                for f in dataclasses.fields(self)
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """What one rank allocates on its device [bytes]."""
+
+    static: StaticMemory
+    activations: float
+    """At the peak of a step, beside what is there at rest."""
+    instant: str
+    """When that is; one of `INSTANTS`."""
+    num_kernels: int
+
+    @property
+    def peak(self) -> float:
+        """Tables and activations."""
+        return self.static.total + self.activations
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the memory of a shard depends on."""
+
+    rows: int
+    width: int
+    lookups: float
+    """n: of the shard, in a step."""
+    bags: float
+    """f: of the shard, in a step."""
+    samples: float
+    """Samples whose bags the kernel sees."""
+    parts: int
+    """Ranks that share the table's rows."""
+
+
+class MemoryModel:
+    """Foretells what shards and ranks allocate on CUDA devices.
+
+    Args:
+        topology: The devices to plan for.
+        reader: Describes the tables.
+        constraints: Table name -> TorchRec's constraints on it.
+        pipeline_type: A member of TorchRec's `PipelineType`, or None: of a plain loop,
+            whose outputs and their gradients are held until the step ends, as by
+            `outputs.backward(gradients)`. TorchRec's pipelines let go of them, and
+            hold the batches that they prepare.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        reader: TableReader,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        pipeline_type: Any = None,
+    ) -> None:
+        self._world_size = int(topology.world_size)
+        self._node = node_size(topology)
+        self._is_cuda = topology.compute_device != "cpu"
+        self._reader = reader
+        self._constraints = constraints or {}
+        name = torchrec_pipeline(pipeline_type).value
+        self._is_pipelined = name in _NUM_SENT
+        self._num_sent = np.array(_NUM_SENT.get(name, (0,) * len(INSTANTS)))
+        self._prefetches = name == "train_prefetch_sparse_dist"
+
+    def knows(self, option: ShardingOption) -> bool:
+        """Whether it can foretell the memory of an option's shards."""
+        return self._is_cuda and self._reader.has_cost(option)
+
+    def shard_bytes(
+        self, options: Sequence[ShardingOption]
+    ) -> list[dict[tuple[int, ...], tuple[float, float]]]:
+        """Bound the memory of shards, one by one, so that sums bound that of ranks.
+
+        Args:
+            options: That it `knows`; kernels are taken to be as wide as the widest
+                table that may share their cache.
+
+        Returns:
+            Of each option, size of a shard -> bytes of the device and of the host.
+        """
+        widest: dict[tuple[Any, ...], int] = defaultdict(int)
+        for option in options:
+            if has_cache(option):
+                key = option.path, self._element_size(option)
+                width = max(int(s.size[1]) for s in sample_shards(option))
+                widest[key] = max(widest[key], width)
+        found = []
+        for option in options:
+            width = widest.get((option.path, self._element_size(option)), 0)
+            # Shards of one size are many, and take the same.
+            by_size = {tuple(s.size): s for s in sample_shards(option)}
+            found.append(
+                {
+                    size: (self._bound(option, s, width), self._host_bytes(option, s))
+                    for size, s in by_size.items()
+                }
+            )
+        return found
+
+    def estimate(self, options: Sequence[ShardingOption]) -> None:
+        """Set the storage of shards by `shard_bytes`, in place."""
+        for option, sizes in zip(options, self.shard_bytes(options), strict=True):
+            for shard in sample_shards(option):
+                device, host = sizes[tuple(shard.size)]
+                shard.storage = Storage(hbm=math.ceil(device), ddr=math.ceil(host))
+
+    def common_bytes(self, options: Sequence[ShardingOption]) -> float:
+        """Return what every rank takes, whatever its shards.
+
+        Args:
+            options: One of each table; those that it does not know count nothing.
+        """
+        known = [o for o in options if self.knows(o)]
+        if not known:
+            return 0.0
+        total = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
+        return float(total.max()) + _ALLOCATOR
+
+    def ranks(self, options: Sequence[ShardingOption]) -> tuple[RankMemory, ...]:
+        """Foretell what each rank of a plan allocates.
+
+        Args:
+            options: Placed, one of each table; those that it does not know count with
+                the memory that their shards carry.
+        """
+        known = [o for o in options if self.knows(o)]
+        common = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
+        common += self._of_modules(known)
+        first = {o.path: is_dense(o) for o in reversed(known)}
+        kernels: list[dict[tuple[Any, ...], list[tuple[ShardingOption, Shard]]]] = [
+            defaultdict(list) for _ in range(self._world_size)
+        ]
+        others = [0.0] * self._world_size
+        for option in options:
+            if not self.knows(option):
+                for shard in option.shards:
+                    others[shard.rank] += shard.storage.hbm if shard.storage else 0
+                continue
+            key = fusion_key(option, self._reader, option.sharding_type)
+            for shard in option.shards:
+                if shard.size[0] or option.sharding_type in _BY_ROWS:
+                    kernels[shard.rank][key].append((option, shard))
+        return tuple(
+            self._rank(kernels[r], common if known else common * 0, others[r], first)
+            for r in range(self._world_size)
+        )
+
+    def cache_slots(
+        self, cached: Sequence[ShardingOption], plan: Sequence[ShardingOption]
+    ) -> tuple[Floats, Floats]:
+        """Return the slots of each shard's cache, and what one more slot takes [bytes].
+
+        Args:
+            cached: Tables with caches.
+            plan: All placed options: kernels' slots are as wide as their widest table.
+
+        Returns:
+            Both of all shards of `cached`, one table after the other.
+        """
+        widest: dict[tuple[Any, ...], int] = defaultdict(int)
+        shards: list[tuple[tuple[Any, ...], ShardingOption, Shard]] = []
+        for option in plan:
+            if has_cache(option) and self.knows(option):
+                key = fusion_key(option, self._reader, option.sharding_type)
+                for shard in option.shards:
+                    place = (shard.rank, key)
+                    widest[place] = max(widest[place], int(shard.size[1]))
+        for option in cached:
+            key = fusion_key(option, self._reader, option.sharding_type)
+            shards += [((s.rank, key), option, s) for s in option.shards]
+        slots = [_slots(int(s.size[0]), o) for _, o, s in shards]
+        slot_bytes = [
+            widest[place] * self._element_size(o) + (8.0 if is_lfu(o) else 16.0)
+            for place, o, _ in shards
+        ]
+        return np.array(slots, dtype=np.float64), np.array(slot_bytes)
+
+    def attribute(self, options: Sequence[ShardingOption]) -> None:
+        """Make the storage of each rank's shards add up to what it allocates, in place.
+
+        Args:
+            options: Placed and estimated, one of each table.
+        """
+        known = [o for o in options if self.knows(o)]
+        shards: dict[int, list[Shard]] = defaultdict(list)
+        for option in known:
+            for shard in option.shards:
+                shards[shard.rank].append(shard)
+        if not known:
+            return
+        for rank, memory in enumerate(self.ranks(known)):
+            bounds = [s.storage.hbm for s in shards[rank]]
+            scale = memory.peak / sum(bounds) if sum(bounds) else 0.0
+            for shard, bound in zip(shards[rank], bounds, strict=True):
+                shard.storage = Storage(
+                    hbm=math.ceil(bound * scale), ddr=shard.storage.ddr
+                )
+
+    def _rank(
+        self,
+        kernels: Mapping[Any, Sequence[tuple[ShardingOption, Shard]]],
+        common: Floats,
+        other: float,
+        replicated_first: Mapping[str, bool],
+    ) -> RankMemory:
+        static = StaticMemory(weights=other)
+        held = common + (_ALLOCATOR if common.any() else 0)
+        passing = np.zeros(len(INSTANTS))
+        for shards in kernels.values():
+            cached = [(o, s) for o, s in shards if has_cache(o)]
+            width = max((int(s.size[1]) for _, s in cached), default=0)
+            kernel_passing = np.zeros(len(INSTANTS))
+            for option, shard in shards:
+                static += self._static(option, shard, width)
+                holds, passes = self._activations(option, shard, bool(cached))
+                if replicated_first[option.path] and not is_dense(option):
+                    holds[-1] = holds[0]  # autograd begins with the last
+                held = held + holds
+                kernel_passing = kernel_passing + passes
+            passing = np.maximum(passing, kernel_passing)
+        total = held + passing
+        instant = int(total.argmax())
+        return RankMemory(
+            static=static,
+            activations=float(total[instant]),
+            instant=INSTANTS[instant],
+            num_kernels=len(kernels),
+        )
+
+    def _bound(self, option: ShardingOption, shard: Shard, cache_width: int) -> float:
+        cached = has_cache(option)
+        static = self._static(option, shard, max(cache_width, int(shard.size[1])))
+        held, passing = self._activations(option, shard, cached)
+        return static.total + float((held + passing).max())
+
+    def _element_size(self, option: ShardingOption) -> int:
+        return int(option.tensor.element_size())
+
+    def _host_bytes(self, option: ShardingOption, shard: Shard) -> float:
+        if option.compute_kernel not in OFFLOADED_KERNELS:
+            return 0.0
+        values = float(shard.size[0]) * int(shard.size[1])
+        state = _STATES.get(self._reader.optimizer(option), 2)
+        return values * (self._element_size(option) + _FLOAT * state)
+
+    def _static(
+        self, option: ShardingOption, shard: Shard, cache_width: int
+    ) -> StaticMemory:
+        rows, width = int(shard.size[0]), int(shard.size[1])
+        optimizer = self._reader.optimizer(option)
+        state = float(_FLOAT * _STATES.get(optimizer, 2) * rows * width)
+        row_state = float(_FLOAT * rows) if optimizer == "rowwise_adagrad" else 0.0
+        weights = float(rows * width * self._element_size(option))
+        if is_dense(option):
+            # The gradients of all rows, in DistributedDataParallel's buckets.
+            return StaticMemory(weights=2 * weights, optimizer=state + row_state)
+        if option.compute_kernel not in OFFLOADED_KERNELS:
+            return StaticMemory(weights=weights, optimizer=state + row_state)
+        if not has_cache(option):
+            return StaticMemory(optimizer=row_state)  # even of tables in the host
+        slots = _slots(rows, option)
+        ages = rows if is_lfu(option) else slots
+        return StaticMemory(
+            optimizer=row_state,
+            cache=float(slots * cache_width * self._element_size(option)),
+            index_tables=float(4 * rows + 8 * slots + 8 * ages),
+        )
+
+    def _shape(self, option: ShardingOption, shard: Shard) -> _Shape:
+        table = self._reader.table(option)
+        local = float(option.batch_size)
+        world = 1 if is_dense(option) else self._world_size
+        parts = 1
+        if option.sharding_type in _BY_ROWS:
+            parts = self._node if option.sharding_type in _BY_NODE else world
+        features = self._reader.bags_per_sample(option)
+        return _Shape(
+            rows=int(shard.size[0]),
+            width=int(shard.size[1]),
+            lookups=table.pooling_factor * local * world / parts,
+            bags=features * local * world,
+            samples=local * world,
+            parts=parts,
+        )
+
+    def _activations(
+        self, option: ShardingOption, shard: Shard, is_cached: bool
+    ) -> tuple[Floats, Floats]:
+        """What a shard adds to each instant: held by all kernels, passing in one."""
+        shape = self._shape(option, shard)
+        n, f = shape.lookups, shape.bags
+        weight = _WEIGHT if self._reader.table(option).weighted else 0
+        location = _LOCATION if is_cached else 0
+        saved = (_INDEX + weight + location) * n + _OFFSET * f
+        if self._is_pipelined and not is_dense(option):
+            ahead = location if self._prefetches else 0
+            saved += (_INDEX + weight + ahead) * n + _LENGTH * f
+        output = f * shape.width if option.is_pooled else n * shape.width
+        gradient = _FLOAT * output
+        sorting = (_SORTING if option.is_pooled else _SORTING_SEQUENCE) * n
+        if weight or location:
+            sorting = (_SORTING + weight + location + _SORT_TEMPORARY) * n
+        held = np.full(len(INSTANTS), saved)
+        if is_dense(option):
+            rows = shape.rows * shape.width * self._element_size(option)
+            return held, np.array([_OFFSET * f, 0, 0, 0, 0, sorting - 8 * n + rows])
+        if not option.is_pooled:
+            # Lengths as they arrived and as they are sent back, until the step ends.
+            held += 2 * _LENGTH * f + np.array([0, 0, 0, gradient, gradient, gradient])
+            permuted = gradient + 12 * f
+            if option.sharding_type in _BY_ROWS:  # where each id came from
+                held += _INDEX * n * shape.parts / self._world_size
+            return held, np.array(
+                [gradient + permuted, 0, 0, 0, max(sorting, permuted), 0]
+            )
+        copied = gradient if option.sharding_type in _BY_COLUMNS else 0.0
+        if option.sharding_type in _BY_NODE and not self._is_reduced_at_once(option):
+            held += [0, 0, 0, 0, gradient, gradient]
+            reduced = gradient / shape.parts
+            forward = gradient + 2 * reduced + _OFFSET * f
+            return held, np.array([forward, 0, 0, reduced, max(sorting, reduced), 0])
+        held += [0, 0, 0, gradient, gradient, gradient]
+        return held, np.array([gradient + copied + _OFFSET * f, 0, 0, 0, sorting, 0])
+
+    def _common(self, option: ShardingOption) -> Floats:
+        """What every rank holds at each instant of the outputs of its own samples."""
+        table, local = self._reader.table(option), float(option.batch_size)
+        repeats = self._reader.repeats(option)
+        lookups = table.pooling_factor * repeats * local
+        bags = self._reader.bags_per_sample(option) * local
+        outputs = bags if option.is_pooled else lookups
+        size = _FLOAT * outputs * int(option.tensor.shape[1])
+        batches = np.zeros(len(INSTANTS))
+        if self._is_pipelined:
+            ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
+            copies, pieces = self._num_pieces(option)
+            sent = copies * ids + pieces * _LENGTH * bags
+            num_sent = np.ones(1) if is_dense(option) else self._num_sent
+            batches = _NUM_CAME * (ids + _LENGTH * bags) + num_sent * sent
+        kept = 0 if self._is_pipelined else 1
+        if is_dense(option):
+            parts = [1, 1, 1 + kept, 1 + kept, 1 + kept, 1 + kept]
+        elif not option.is_pooled:
+            parts = [1, 1, 2 + kept, 1 + 2 * kept, 2 * kept, 2 * kept]
+        elif self._is_reduced_at_once(option):
+            parts = [1, 1, 2, 1 + kept, 2 * kept, 2 * kept]
+        else:  # gradients, cut by rank, lie beside what they are put together from
+            parts = [1, 2, 3 + kept, 2 + kept, 2 * kept, 2 * kept]
+        if repeats > 1:  # where each id is among the distinct ones, and their rows
+            batches += 2 * _INDEX * lookups
+            batches += size / repeats * np.array([0, 1, 1, 1, 0, 0])
+        return size * np.array(parts) + batches
+
+    def _is_reduced_at_once(self, option: ShardingOption) -> bool:
+        """Whether a reduce-scatter alone brings the outputs to their samples."""
+        kind = option.sharding_type
+        within = kind in _BY_NODE and self._world_size <= self._node
+        return within or kind == ShardingType.ROW_WISE.value
+
+    def _num_pieces(self, option: ShardingOption) -> tuple[int, int]:
+        """Of a table's features on their way to its shards: copies, and pieces.
+
+        Column shards get copies of them; of rows, the ids are parted.
+        """
+        columns = len({int(s.offset[1]) for s in option.shards})
+        if option.sharding_type == ShardingType.ROW_WISE.value:
+            return 1, self._world_size
+        if option.sharding_type in _BY_NODE:
+            return columns, columns * self._node
+        return columns, columns
+
+    def _of_modules(self, options: Sequence[ShardingOption]) -> Floats:
+        """What putting outputs of a module together takes, whatever the shards."""
+        extra = np.zeros(len(INSTANTS))
+        modules: dict[str, dict[str, list[ShardingOption]]] = {}
+        for option in options:
+            kinds = modules.setdefault(option.path, {})
+            kinds.setdefault(option.sharding_type, []).append(option)
+        for kinds in modules.values():
+            for kind, members in kinds.items():
+                # A pipeline lets go of gradients once they are in the other order.
+                if not self._is_pipelined and self._is_permuted(kind, members):
+                    size = sum(self._output_bytes(o) for o in members)
+                    extra += size * np.array([0, 0, 1, 1, 0, 0])
+            if len(kinds) > 1:
+                members = [o for several in kinds.values() for o in several]
+                replicas = any(map(is_dense, members))
+                extra += sum(self._beside_others(o, replicas) for o in members)
+        return extra
+
+    def _beside_others(self, option: ShardingOption, beside_replicas: bool) -> Floats:
+        """What a table takes more in a module with several sharding types.
+
+        Its gradient is a part of that of all outputs, of which a copy is made. All
+        features are put in order together: while replicated tables look theirs up,
+        those of the others are there, too.
+        """
+        size = self._output_bytes(option) if option.is_pooled else 0.0
+        if is_dense(option):
+            return size * np.array([0, 0, 0, 0, 0, 1])
+        cut = self._is_reduced_at_once(option)
+        found = size * np.array([0, 0, 1, cut, 0, 0])
+        if beside_replicas:
+            if self._is_pipelined:
+                found += size * np.array([0, 0, 0, 0, 1, 1])
+            table, local = self._reader.table(option), float(option.batch_size)
+            ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
+            copies, _ = self._num_pieces(option)
+            one = (
+                copies * local * (ids + _LENGTH * self._reader.bags_per_sample(option))
+            )
+            there = 2 if self._is_pipelined else 1
+            is_sent = option.sharding_type in _BY_COLUMNS
+            found += one * (there - self._num_sent * is_sent)
+        return found
+
+    def _is_permuted(self, kind: str, options: Sequence[ShardingOption]) -> bool:
+        """Whether columns arrive in another order than that of their tables.
+
+        Tables are in the order in which the first of each arrives.
+        """
+        if kind not in _PERMUTED:
+            return False
+        size = self._node if kind in _BY_NODE else 1
+        groups: dict[tuple[int, tuple[Any, ...]], int] = {}
+        arriving = []
+        for table, option in enumerate(options):
+            key = fusion_key(option, self._reader, kind)
+            for shard in option.shards:
+                rank = int(shard.rank or 0)
+                if rank % size == 0:  # one of a node's ranks speaks for all
+                    group = groups.setdefault((rank, key), table)
+                    arriving.append((rank, group, table, int(shard.offset[1])))
+        arriving.sort()
+        first: dict[int, int] = {}
+        order = [(first.setdefault(t, len(first)), c) for _, _, t, c in arriving]
+        return any(a > b for a, b in itertools.pairwise(order))
+
+    def _output_bytes(self, option: ShardingOption) -> float:
+        bags = self._reader.bags_per_sample(option) * float(option.batch_size)
+        return _FLOAT * bags * int(option.tensor.shape[1])
+
+
+def _slots(rows: int, option: ShardingOption) -> int:
+    """Rows of a shard that its cache has room for."""
+    return math.ceil(rows * load_factor(option) / ASSOCIATIVITY) * ASSOCIATIVITY

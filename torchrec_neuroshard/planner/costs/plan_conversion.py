@@ -1,0 +1,363 @@
+"""TorchRec's placed options and plans as placements of column shards, and back.
+
+Which options these are, and what tables they have, is for `table_reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import (
+    Shard,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from torchrec_neuroshard.errors import PlacementError
+from torchrec_neuroshard.placement import (
+    ColumnShard,
+    KernelFactors,
+    Placement,
+    ShardingTask,
+)
+from torchrec_neuroshard.planner.compat import (
+    kernel_settings,
+    optimizer_arguments,
+    optimizer_classes,
+)
+from torchrec_neuroshard.planner.costs.kernels import priced_codecs
+from torchrec_neuroshard.planner.options.table_reader import (
+    TableReader,
+    has_cache,
+    is_dense,
+    table_name,
+)
+from torchrec_neuroshard.planner.options.topologies import node_size, whole_nodes
+from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
+
+__all__ = [
+    "FusionGroups",
+    "LoweredPlan",
+    "OptionShards",
+    "PlanPlacement",
+    "fusion_key",
+    "lower_plan",
+    "placement_from_plan",
+    "task_of",
+]
+
+Ints = npt.NDArray[np.int64]
+
+_FUSED = EmbeddingComputeKernel.FUSED.value
+
+
+def fusion_key(
+    option: ShardingOption, reader: TableReader, sharding_type: str
+) -> tuple[Any, ...]:
+    """Key of the fused kernel that TorchRec puts the option's shards into.
+
+    Tables of one module and sharding type fuse when weight type, pooling, optimizer
+    and the kernel's parameters agree.
+    """
+    config = reader.config(option)
+    pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else None
+    return (
+        option.path,
+        sharding_type,
+        str(config and config.data_type),
+        str(pooling),
+        bool(option.has_feature_processor),
+        tuple(c.__name__ for c in optimizer_classes(option.tensor)),
+        repr(optimizer_arguments(option.tensor)),
+        kernel_settings(option),
+        _cache_key(option),
+        is_dense(option),
+    )
+
+
+def _cache_key(option: ShardingOption) -> tuple[Any, ...]:
+    """How the cache of an offloaded table keeps it out of others' kernels.
+
+    Neither where a table lives nor how much of it is cached does; prefetching does, and
+    then every width has a kernel of its own.
+    """
+    params = option.cache_params
+    if params is None:
+        return ()
+    names = ("algorithm", "reserved_memory", "precision", "prefetch_pipeline")
+    values = ((name, getattr(params, name)) for name in names)
+    key = tuple((name, repr(value)) for name, value in values if value is not None)
+    if not (has_cache(option) and params.prefetch_pipeline):
+        return key
+    return (*key, *sorted({int(s.size[1]) for s in option.shards}))
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGroups:
+    """How TorchRec groups tables into kernels, and kernels into collectives."""
+
+    groups: tuple[int, ...]
+    """Per table: its fusion group."""
+    stages: tuple[int, ...]
+    """Per group: its stage; a module's tables of one sharding type share one."""
+    stage_names: tuple[str, ...]
+
+    @classmethod
+    def from_keys(cls, keys: Sequence[tuple[Any, ...]]) -> FusionGroups:
+        """Number the groups and stages in order of appearance.
+
+        Args:
+            keys: `fusion_key` of each table.
+        """
+        groups: dict[tuple[Any, ...], int] = {}
+        for key in keys:
+            groups.setdefault(key, len(groups))
+        stages: dict[tuple[Any, ...], int] = {}
+        for path, sharding_type, *_ in groups:
+            stages.setdefault((path, sharding_type), len(stages))
+        return cls(
+            tuple(groups[key] for key in keys),
+            tuple(stages[key[:2]] for key in groups),
+            tuple(f"{path or 'model'} ({kind})" for path, kind in stages),
+        )
+
+
+def task_of(
+    options: Sequence[ShardingOption],
+    reader: TableReader,
+    topology: Topology,
+    kernels: Sequence[KernelFactors | None],
+) -> ShardingTask:
+    """Describe options, with or without ranks, as ways to shard their tables.
+
+    Args:
+        options: Costed ones; several may be of one table.
+        reader: Describes their tables.
+        topology: The devices to plan for.
+        kernels: Of each option; see `ShardingTask`.
+    """
+    fused = FusionGroups.from_keys(
+        [fusion_key(o, reader, o.sharding_type) for o in options]
+    )
+    ways: dict[str, list[int]] = {}
+    for index, option in enumerate(options):
+        ways.setdefault(table_name(option), []).append(index)
+    world_size = int(topology.world_size)
+    return ShardingTask(
+        tables=tuple(reader.table(o) for o in options),
+        world_size=world_size,
+        batch_size=int(options[0].batch_size) * world_size,
+        local_world_size=whole_nodes(world_size, topology.local_world_size),
+        node_size=node_size(topology),
+        groups=fused.groups,
+        stages=fused.stages,
+        stage_names=fused.stage_names,
+        alternatives=tuple(tuple(w) for w in ways.values()),
+        sharding_types=tuple(o.sharding_type for o in options),
+        pooled=tuple(bool(o.is_pooled) for o in options),
+        codecs=tuple(priced_codecs(o, topology) for o in options),
+        repeats=tuple(reader.repeats(o) for o in options),
+        kernels=tuple(kernels),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OptionShards:
+    """Shards of options that the cost model has a price for, as arrays."""
+
+    options: tuple[ShardingOption, ...]
+    task: ShardingTask
+    """Its tables are the options, in their order."""
+    table_N: Ints
+    """Option of each shard."""
+    place_N: Ints
+    """Which of its option's shards it is."""
+    width_N: Ints
+    """Columns."""
+    rows_N: Ints
+    """Rows."""
+    is_first_N: npt.NDArray[np.bool_]
+    """Whether a shard begins at the first row."""
+
+    @classmethod
+    def of(
+        cls,
+        options: Sequence[ShardingOption],
+        reader: TableReader,
+        topology: Topology,
+        kernels: Sequence[KernelFactors | None],
+    ) -> OptionShards:
+        """Describe options and their shards; see `task_of`."""
+        counts = [len(o.shards) for o in options]
+        size_N2 = np.array([s.size for o in options for s in o.shards], dtype=np.int64)
+        first_row = [s.offset[0] for o in options for s in o.shards]
+        return cls(
+            options=tuple(options),
+            task=task_of(options, reader, topology, kernels),
+            table_N=np.repeat(np.arange(len(options)), counts),
+            place_N=np.concatenate([np.arange(n) for n in counts]),
+            width_N=size_N2[:, 1],
+            rows_N=size_N2[:, 0],
+            is_first_N=np.array(first_row) == 0,
+        )
+
+    @property
+    def shards(self) -> list[Shard]:
+        """TorchRec's records of the shards."""
+        return [shard for option in self.options for shard in option.shards]
+
+    @property
+    def rank_N(self) -> Ints:
+        """Rank of each shard; only of placed options."""
+        return np.array([shard.rank for shard in self.shards], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredPlan:
+    """A plan of sharding options, as far as a placement can express it."""
+
+    task: ShardingTask | None
+    """None when no option is column-sharded."""
+    placement: Placement
+    column_sharded: tuple[ShardingOption, ...]
+    """The option behind each of the task's tables."""
+    others: tuple[ShardingOption, ...]
+    """Options outside the placement."""
+
+
+def lower_plan(
+    plan: Sequence[ShardingOption], reader: TableReader, topology: Topology
+) -> LoweredPlan:
+    """Describe a plan whose shards have ranks.
+
+    Shards of one table on one rank stay apart, as TorchRec runs them. Memory limits
+    and widths are left open: the task says what is there, not what is allowed.
+    """
+    column_sharded: list[ShardingOption] = []
+    others: list[ShardingOption] = []
+    for option in plan:
+        (column_sharded if reader.is_column_sharded(option) else others).append(option)
+    if not column_sharded:
+        return LoweredPlan(None, Placement(topology.world_size, ()), (), tuple(others))
+    fused = FusionGroups.from_keys(
+        [fusion_key(o, reader, o.sharding_type) for o in column_sharded]
+    )
+    shards = []
+    for index, option in enumerate(column_sharded):
+        for shard in option.shards:
+            assert shard.rank is not None, "only plans with ranks can be lowered"
+            shards.append(
+                ColumnShard(
+                    index, int(shard.offset[1]), int(shard.size[1]), int(shard.rank)
+                )
+            )
+    task = ShardingTask(
+        tables=tuple(reader.table(o) for o in column_sharded),
+        world_size=topology.world_size,
+        batch_size=column_sharded[0].batch_size * topology.world_size,
+        local_world_size=whole_nodes(topology.world_size, topology.local_world_size),
+        groups=fused.groups,
+        stages=fused.stages,
+        stage_names=fused.stage_names,
+        codecs=tuple(priced_codecs(o, topology) for o in column_sharded),
+        repeats=tuple(reader.repeats(o) for o in column_sharded),
+    )
+    placement = Placement(topology.world_size, tuple(sorted(shards)))
+    return LoweredPlan(task, placement, tuple(column_sharded), tuple(others))
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPlacement:
+    """Where a TorchRec `ShardingPlan` puts each table."""
+
+    table_names: tuple[str, ...]
+    """The tables that the placement's indices mean."""
+    placement: Placement
+    """Column shards, as TorchRec runs them: several of a table may share a rank."""
+    not_column_sharded: Mapping[str, str]
+    """Tables of the plan that column shards cannot express -> their sharding type."""
+
+
+def placement_from_plan(
+    plan: ShardingPlan,
+    world_size: int,
+    table_names: Sequence[str] | None = None,
+) -> PlanPlacement:
+    """Read the column shards and ranks out of a finished `ShardingPlan`.
+
+    Args:
+        plan: What a planner returned.
+        world_size: Ranks that it is for.
+        table_names: Tables in the order that the placement should count them, as
+            "path.table" or, where that is unambiguous, as the bare table name. None:
+            all column-sharded tables of the plan, as "path.table", in its order.
+
+    Returns:
+        The placement; row-wise, grid and data-parallel tables, and those outside the
+        device's memory, are named in `not_column_sharded`.
+
+    Raises:
+        PlacementError: A name of `table_names` is not in the plan, or means several
+            tables.
+    """
+    entries: dict[str, Any] = {}
+    by_bare_name: dict[str, list[str]] = {}
+    for path, module_plan in plan.plan.items():
+        for name, sharding in module_plan.items():
+            full = f"{path}.{name}" if path else str(name)
+            entries[full] = sharding
+            by_bare_name.setdefault(name, []).append(full)
+    if table_names is None:
+        names = {full: full for full in entries}
+    else:
+        names = {_resolve(n, entries, by_bare_name): n for n in table_names}
+    not_column_sharded: dict[str, str] = {}
+    kept: list[str] = []
+    shards: list[ColumnShard] = []
+    for full, shown in names.items():
+        sharding = entries[full]
+        kind = sharding.sharding_type
+        if kind not in COLUMN_SHARDED_TYPES or sharding.compute_kernel != _FUSED:
+            kernel = sharding.compute_kernel
+            not_column_sharded[shown] = (
+                kind if kind not in COLUMN_SHARDED_TYPES else kernel
+            )
+            if table_names is None:
+                continue
+        else:
+            shards += [
+                ColumnShard(
+                    len(kept),
+                    int(meta.shard_offsets[1]),
+                    int(meta.shard_sizes[1]),
+                    int(rank),
+                )
+                for meta, rank in zip(
+                    sharding.sharding_spec.shards, sharding.ranks, strict=True
+                )
+            ]
+        kept.append(shown)
+    return PlanPlacement(
+        tuple(kept), Placement(world_size, tuple(sorted(shards))), not_column_sharded
+    )
+
+
+def _resolve(
+    name: str, entries: Mapping[str, Any], by_bare_name: Mapping[str, Sequence[str]]
+) -> str:
+    if name in entries:
+        return name
+    full = by_bare_name.get(name, [])
+    if len(full) != 1:
+        found = ", ".join(full) if full else f"none; it has {', '.join(entries)}"
+        raise PlacementError(
+            f"table '{name}' must mean one table of the plan, found {found}"
+        )
+    return full[0]

@@ -1,0 +1,857 @@
+"""The cost of a whole plan: one place for all parts of the planner.
+
+Shapes: `N` shards, `W` ranks, `G` fusion groups, `S` stages, `P` phases, `C` plans,
+`K` truths,
+`T` options or tables.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Perf,
+    ShardingOption,
+    Topology,
+)
+
+from torchrec_neuroshard.cost_models import (
+    CommsModel,
+    ConcurrentCostModel,
+    CostModel,
+    load_cost_model,
+)
+from torchrec_neuroshard.cost_models.scaled import JoinedCostModel, RelievedCommsModel
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner.compat import pipeline_name
+from torchrec_neuroshard.planner.costs.find_comms import (
+    find_comms_model,
+    find_rank_groups,
+)
+from torchrec_neuroshard.planner.costs.kernels import (
+    is_estimated,
+    kernel_factors,
+    load_factor,
+)
+from torchrec_neuroshard.planner.costs.plan_conversion import (
+    LoweredPlan,
+    OptionShards,
+    fusion_key,
+    lower_plan,
+)
+from torchrec_neuroshard.planner.options.checks import check_constraints
+from torchrec_neuroshard.planner.options.groups import sharding_group, synced_bytes
+from torchrec_neuroshard.planner.options.table_reader import (
+    DEFAULT_INPUTS,
+    OFFLOADED_KERNELS,
+    TableReader,
+    is_dense,
+    table_name,
+)
+from torchrec_neuroshard.planner.options.topologies import GB_PER_S, PlannedDevices
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.report import HostTable, PlanBasis, WeightSync
+from torchrec_neuroshard.schedules import DenseMs, find_schedule
+from torchrec_neuroshard.search.base import SearchResult
+from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
+from torchrec_neuroshard.shard_encoder import ShardEncoder
+from torchrec_neuroshard.simulator import (
+    PHASES,
+    PredictedCosts,
+    PricedShards,
+    RankCosts,
+    Simulator,
+    StageCosts,
+    critical_path,
+    stage_phases,
+    timed_phases,
+)
+
+__all__ = ["CostedPart", "LaunchedPerf", "PlanCosts", "PricedOptions"]
+
+Floats = npt.NDArray[np.float64]
+
+
+class LaunchedPerf(Perf):
+    """TorchRec's estimate of a shard, with the launch of a kernel of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LaunchedPerf:
+        """Copy the type as well, which TorchRec's copy does not from 1.9 on."""
+        return LaunchedPerf(**vars(self))
+
+
+class PlanCosts:
+    """Costs of sharding options and plans, by one cost model and one topology.
+
+    Attributes:
+        devices: What is planned for, and where each of its figures is from.
+        topology: Its topology: the caller's, completed.
+        reader: Describes sharding options as tables.
+        cost_model: Fused kernels.
+        comms_model: Collectives.
+        encoder: Keeps the encodings of all shards.
+        schedule: Of the training loop.
+        dense: What the rest of the model takes in it.
+        warnings: What to know of all this; part of every result.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        cost_model: str | Path | CostModel = "auto",
+        comms_model: CommsModel | None = None,
+        profiles: Mapping[str, FeatureProfile] | None = None,
+        pipeline_type: Any = None,
+        dense_ms: DenseMs | float | None = None,
+    ) -> None:
+        """Load the cost model.
+
+        Args:
+            topology: The devices to plan for.
+            constraints: Table name -> TorchRec's constraints on it.
+            cost_model: "auto", "measure", a bundle's name or folder, or a model.
+            comms_model: None: what the cost model's bundle measured, else published
+                links of this GPU, else bytes over the topology's bandwidths. It is for
+                all ranks; nodes of several and what is between them (table-row-wise and
+                grid) are looked for as if None were given.
+            profiles: Feature name -> its measured profile.
+            pipeline_type: Of the training loop: a member of TorchRec's `PipelineType`,
+                or a name among `schedules.SCHEDULES`. None: one phase after another.
+            dense_ms: What the rest of the model takes. None: nothing.
+
+        Raises:
+            ConfigError: There is no such cost model or pipeline, or constraints or
+                `dense_ms` hold a number that cannot be.
+            BundleError: The bundle cannot be used.
+        """
+        check_constraints(constraints or {})
+        self.devices = PlannedDevices.of(
+            topology,
+            cost_model,
+            comms_are_given=comms_model is not None,
+        )
+        self.topology = topology = self.devices.topology
+        self.reader = TableReader(
+            world_size=topology.world_size, constraints=constraints, profiles=profiles
+        )
+        self._given_comms = comms_model
+        self.cost_model: CostModel
+        self.dense = DenseMs.of(dense_ms)
+        self._pipeline = pipeline_name(pipeline_type)
+        self.schedule = find_schedule(self._pipeline, self.dense)
+        if topology.compute_device == "cpu" and self._pipeline != "train_base":
+            self.schedule = find_schedule("none", self.dense)
+        self._load(cost_model)
+
+    def use(self, bundle: Path) -> None:
+        """Go on with the models of a bundle that was measured since.
+
+        Raises:
+            BundleError: The bundle cannot be used; costs stay as they were.
+        """
+        self._load(bundle)
+
+    def correct(self, cost_model: CostModel) -> None:
+        """Go on with another model of the same kernels."""
+        if cost_model is not self.cost_model:
+            self.cost_model, self.encoder = cost_model, ShardEncoder(cost_model)
+
+    def _load(self, cost_model: str | Path | CostModel) -> None:
+        topology = self.topology
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compute = load_cost_model(
+                cost_model,
+                device_type=topology.compute_device,
+                hbm_gb_per_s=topology.hbm_mem_bw * GB_PER_S,
+                host_gb_per_s=topology.hbm_to_ddr_mem_bw * GB_PER_S,
+                card=self.devices.card,
+            )
+            ranks = topology.world_size, topology.local_world_size
+            comms = self._given_comms or find_comms_model(
+                self.devices, cost_model, *ranks
+            )
+            comms = find_rank_groups(self.devices, comms, cost_model)
+            if (group := sharding_group(topology)) is not None:
+                self._replicas = find_comms_model(
+                    self.devices,
+                    cost_model,
+                    group.num_replicas,
+                    group.replicas_per_node,
+                )
+        self.comms_model: CommsModel = comms
+        self.cost_model = ConcurrentCostModel.of(compute, comms)
+        found = [str(w.message) for w in caught]
+        texts = [*found, *self.devices.impossible, *self.devices.left_out]
+        if isinstance(cost_model, CostModel):
+            # Whoever makes models of their own is told by the result alone.
+            found = [*found, *self.devices.impossible]
+        else:
+            found = texts
+        if found:
+            warnings.warn("\n".join(dict.fromkeys(found)), stacklevel=4)
+        texts += self._loop_notes()
+        self.warnings: tuple[str, ...] = tuple(dict.fromkeys(texts))
+        self.encoder = ShardEncoder(self.cost_model)
+
+    def _loop_notes(self) -> list[str]:
+        """Say what to know of the training loop's schedule."""
+        if self.schedule.name != self._pipeline:
+            return [
+                f"pipeline_type '{self._pipeline}' counts as one phase after another: "
+                "CPUs have no streams on which phases could overlap"
+            ]
+        if not self.schedule.adds_up(self.dense) and not self.dense.total_ms:
+            return [
+                f"pipeline_type '{self._pipeline}' without dense_ms: the rest of the "
+                "model counts 0 ms, and what would run beside it counts in full"
+            ]
+        return []
+
+    def simulator(self, task: ShardingTask) -> Simulator:
+        """Return a simulator; all keep their encodings in one place."""
+        return Simulator(task, self.cost_model, self.comms_model, self.encoder)
+
+    def predict(
+        self, task: ShardingTask, result: SearchResult, const_ms: float | None
+    ) -> SearchResult:
+        """Return the result of a search that was given `searched_models`.
+
+        Args:
+            task: What was placed.
+            result: In the terms of these models.
+            const_ms: See there.
+        """
+        if self.schedule.adds_up(self.dense) and not self.dense.total_ms:
+            return result
+        simulator = self.simulator(task)
+        predicted = self._scheduled(simulator.evaluate(result.placement))
+        path_ms = predicted.critical_path_ms
+        bound_ms = 0.0
+        if const_ms is not None and result.lower_bound_ms > 0:
+            bound_ms = min(result.lower_bound_ms + const_ms, path_ms)
+        return replace(
+            result,
+            predicted=predicted,
+            lower_bound_ms=bound_ms,
+            gap=path_ms / bound_ms - 1 if bound_ms > 0 else math.inf,
+        )
+
+    def searched_models(
+        self, task: ShardingTask
+    ) -> tuple[CostModel, CommsModel, float | None]:
+        """Return models whose phases add up to the path under the loop's schedule.
+
+        Of one stage under `train_sparse_dist` they do so exactly; else as long as
+        phases are about what they are on balanced ranks.
+
+        Args:
+            task: What is to be placed.
+
+        Returns:
+            Kernels; collectives; and what to add to a lower bound of such a sum for
+            one of the path [ms], None where that would be none.
+        """
+        schedule, dense = self.schedule, self.dense
+        if schedule.adds_up(dense):
+            return self.cost_model, self.comms_model, dense.total_ms
+        later = {way for ways in task.alternatives for way in ways[1:]}
+        tables = [t for t in range(len(task.tables)) if t not in later]
+        blocks = np.array([task.block_size(t) for t in tables])
+        phases_S5 = self.simulator(task).balanced_phases(np.array(tables), blocks)
+        phases_WS6 = np.pad(phases_S5, ((0, 0), (0, 1)))[None]
+        kernels = self.cost_model
+        joined = schedule.joins_kernels(phases_WS6, dense)
+        if joined:
+            kernels = JoinedCostModel(kernels)
+        reliefs_ms = schedule.reliefs_ms(phases_WS6, dense)
+        is_bound = schedule.name == "train_sparse_dist" and not dense.lookups_first
+        return (
+            kernels,
+            RelievedCommsModel(self.comms_model, reliefs_ms),
+            dense.total_ms if is_bound else None,
+        )
+
+    def searched_simulator(self, task: ShardingTask) -> Simulator:
+        """Return a simulator by the `searched_models`."""
+        cost_model, comms_model, _ = self.searched_models(task)
+        own = cost_model is self.cost_model
+        return Simulator(task, cost_model, comms_model, self.encoder if own else None)
+
+    def _scheduled(self, predicted: PredictedCosts) -> PredictedCosts:
+        return replace(predicted, schedule=self.schedule, dense=self.dense)
+
+    def price(self, options: Sequence[ShardingOption]) -> PricedOptions:
+        """Price the shards of options.
+
+        Args:
+            options: Options that have a cost (`TableReader.has_cost`), with or without
+                ranks.
+        """
+        kernels = [kernel_factors(o, self.topology, self.reader) for o in options]
+        found = OptionShards.of(options, self.reader, self.topology, kernels)
+        simulator = self.simulator(found.task)
+        priced = simulator.price(found.table_N, found.width_N, found.rows_N)
+        return PricedOptions(found, simulator, priced)
+
+    def single_perfs(self, options: Sequence[ShardingOption]) -> list[list[Perf]]:
+        """Predict each shard as if it were alone on its rank, in one batch.
+
+        Args:
+            options: Options that have a cost.
+
+        Returns:
+            One `Perf` per shard of each option.
+
+        Raises:
+            ConfigError: The cost model predicts something that is not a time.
+        """
+        if not options:
+            return []
+        priced = self.price(options)
+        found, simulator = priced.found, priced.simulator
+        compute_N2 = simulator.single_compute(priced.shards)
+        self._check_finite(compute_N2, lambda n: table_name(options[found.table_N[n]]))
+        comms_N3 = priced.single_comms()
+        perfs = iter(priced.perfs(compute_N2, comms_N3))
+        return [[next(perfs) for _ in option.shards] for option in options]
+
+    def launch_ms(self) -> tuple[float, float]:
+        """Return forward and backward of the smallest kernel [ms]."""
+        forward, backward = self.encoder.launch_ms.tolist()
+        return forward, backward
+
+    def share_launches(self, options: Sequence[ShardingOption]) -> None:
+        """Count each rank's launch of a kernel once for all shards in it, in place.
+
+        Args:
+            options: Placed options; changed are shards with a `LaunchedPerf`.
+        """
+        kernels: dict[tuple[Any, ...], list[Any]] = {}
+        for option in options:
+            launched = [s for s in option.shards if isinstance(s.perf, LaunchedPerf)]
+            if launched:
+                key = fusion_key(option, self.reader, option.sharding_type)
+            for shard in launched:
+                kernels.setdefault((shard.rank, key), []).append(shard)
+        forward, backward = self.launch_ms()
+        for shards in kernels.values():
+            excess = 1 - 1 / len(shards)
+            for shard in shards:
+                shard.perf = Perf(**vars(shard.perf))
+                shard.perf.fwd_compute -= forward * excess
+                shard.perf.bwd_compute -= backward * excess
+
+    def lower(self, plan: Sequence[ShardingOption]) -> LoweredPlan:
+        """Describe a plan whose shards have ranks."""
+        return lower_plan(plan, self.reader, self.topology)
+
+    def evaluate(self, lowered: LoweredPlan) -> PredictedCosts:
+        """Predict one iteration.
+
+        Tables that the cost model has no price for count with the costs that their
+        shards carry.
+
+        Raises:
+            ConfigError: The cost model predicts something that is not a time.
+        """
+        costed, stock = self._split(lowered)
+        stages: list[StageCosts] = []
+        uncertainty = 0.0
+        if costed:
+            predicted = self._predicted(costed)
+            stages += predicted.stages
+            uncertainty = predicted.uncertainty
+        if stock:
+            stages.append(self._stock_stage(stock))
+        return PredictedCosts(
+            stages=tuple(stages),
+            uncertainty=uncertainty,
+            compute_source=self._compute_source(costed, stock),
+            comms_source=self.comms_model.source,
+            schedule=self.schedule,
+            dense=self.dense,
+        )
+
+    def paths_under(
+        self,
+        plans: Sequence[Sequence[ShardingOption]],
+        truths: Sequence[tuple[CostModel, CommsModel]],
+        table_std: float = 0.0,
+        seed: int = 0,
+    ) -> Floats:
+        """Predict plans under other costs of the same shards.
+
+        Tables that the cost model has no price for count as in `evaluate`.
+
+        Args:
+            plans: Placed options of each plan.
+            truths: Kernels and collectives, of each truth.
+            table_std: Standard deviation of the logarithm of a factor that each truth
+                has for the kernels of each table besides, forward and backward.
+            seed: Of these factors.
+
+        Returns:
+            `K x C` [ms]: critical path of each plan under each truth.
+        """
+        fixed: list[Floats] = []
+        priced: list[PricedOptions | None] = []
+        for plan in plans:
+            costed, stock = self._split(self.lower(plan))
+            stages = (self._stock_stage(stock),) if stock else ()
+            fixed.append(stage_phases(stages, self.topology.world_size))
+            priced.append(self.price(costed) if costed else None)
+        known = [p for p in priced if p is not None]
+        if not known:
+            fixed_C = [self._path_ms(phases_WS6) for phases_WS6 in fixed]
+            return np.tile(fixed_C, (len(truths), 1))
+        rows, first = np.unique(
+            np.concatenate([p.shards.row_N for p in known]), return_index=True
+        )
+        features = np.concatenate([p.features() for p in known])[first]
+        names = sorted({table_name(o) for p in known for o in p.found.options})
+        number_of = {name: number for number, name in enumerate(names)}
+        rng = np.random.default_rng(seed)
+        logs_KT2 = rng.standard_normal((len(truths), len(names), 2))
+        factors_KT2 = np.exp(table_std * logs_KT2)
+        paths_KC = np.zeros((len(truths), len(plans)))
+        tables = [
+            [number_of[table_name(o)] for o in one.found.options] if one else []
+            for one in priced
+        ]
+        for truth, (cost_model, comms_model) in enumerate(truths):
+            encoder = self.encoder.under(cost_model, rows, features)
+            for number, one in enumerate(priced):
+                phases_WS6 = fixed[number]
+                if one is not None:
+                    factors = factors_KT2[truth, tables[number]]
+                    own = one.phases_under(encoder, comms_model, factors)
+                    phases_WS6 = np.concatenate([phases_WS6, own], axis=1)
+                paths_KC[truth, number] = self._path_ms(phases_WS6)
+        return paths_KC
+
+    def _path_ms(self, phases_WS6: Floats) -> float:
+        """Critical path of a plan under the loop's schedule [ms].
+
+        Args:
+            phases_WS6: As `simulator.timed_phases` takes them.
+        """
+        if self.schedule.adds_up(self.dense):
+            tables_ms = critical_path(phases_WS6[None, ..., : len(PHASES)])
+            return float(tables_ms[0]) + self.dense.total_ms
+        timed = timed_phases(phases_WS6[None], self.schedule)
+        return float(self.schedule.path_ms(timed, self.dense)[0])
+
+    def _split(
+        self, lowered: LoweredPlan
+    ) -> tuple[list[ShardingOption], list[ShardingOption]]:
+        """Options that have a price, and those of stock cost."""
+        others = {True: list(lowered.column_sharded), False: []}
+        for option in lowered.others:
+            others[self.reader.has_cost(option)].append(option)
+        return others[True], others[False]
+
+    def _predicted(self, costed: Sequence[ShardingOption]) -> PredictedCosts:
+        predicted = self.price(costed).predicted()
+        for stage in predicted.stages:
+            phases_WP = np.array([[getattr(r, p) for p in PHASES] for r in stage.ranks])
+            self._check_finite(phases_WP, partial(_rank_name, stage.name))
+        return predicted
+
+    def _compute_source(
+        self, costed: Sequence[ShardingOption], stock: Sequence[ShardingOption]
+    ) -> str:
+        estimated = sum(map(is_estimated, costed)) + len(stock)
+        if not estimated:
+            return self.cost_model.source
+        total = len(costed) + len(stock)
+        return f"{self.cost_model.source}; estimated for {estimated} of {total} tables"
+
+    def basis(
+        self, plan: Sequence[ShardingOption], batch_size_is_default: bool
+    ) -> PlanBasis:
+        """Say what a plan's costs rest on.
+
+        Args:
+            plan: Its options.
+            batch_size_is_default: Whether the caller gave no batch size.
+        """
+        inputs: dict[str, str] = {}
+        for option in plan:
+            inputs.update(self.reader.inputs_from(option))
+        counts = Counter(inputs.values())
+        error = self.cost_model.error
+        devices = self.devices
+        return PlanBasis(
+            card=devices.card.title if devices.card else None,
+            figures=tuple(devices.figures.values()),
+            batch_size=int(plan[0].batch_size) if plan else 0,
+            batch_size_is_default=batch_size_is_default,
+            ids_per_sample=tuple(counts.most_common()),
+            assumed_features=tuple(
+                f for f, source in inputs.items() if source == DEFAULT_INPUTS
+            ),
+            estimate_error=None if error is None else str(error),
+        )
+
+    def weight_sync(self, plan: Sequence[ShardingOption]) -> WeightSync | None:
+        """Predict how replicas of a sharding group's plan are kept alike.
+
+        Args:
+            plan: Placed options, one of each table.
+
+        Returns:
+            None where there is one replica: of all ranks; see `group_topology`.
+        """
+        group = sharding_group(self.topology)
+        if group is None or group.num_replicas == 1:
+            return None
+        bytes_WK = synced_bytes(plan, self.reader, self.topology.world_size)
+        sent = np.repeat(bytes_WK.reshape(-1, 1), group.num_replicas, axis=1)
+        ms_WK = self._replicas.all_reduce(sent).max(axis=1).reshape(bytes_WK.shape)
+        slowest = int(ms_WK.sum(axis=1).argmax())
+        return WeightSync(
+            num_replicas=group.num_replicas,
+            interval=group.sync_interval,
+            rank_bytes=float(bytes_WK[slowest].sum()),
+            sync_ms=float(ms_WK[slowest].sum()),
+            source=self._replicas.source,
+        )
+
+    def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
+        """Say which tables of a plan run kernels whose cost is an estimate."""
+        costed, stock = self._split(lowered)
+        scaled = [o for o in stock if self.reader.fused_twin(o) is not None]
+        stock = [o for o in stock if self.reader.fused_twin(o) is None]
+        replicas = [o for o in costed if is_dense(o)]
+        offloaded = [o for o in costed if is_estimated(o) and not is_dense(o)]
+        texts = (
+            (
+                replicas,
+                "data-parallel: TorchRec's dense kernel and the optimizer's pass over "
+                "all rows are derived from the fused kernel",
+            ),
+            (offloaded, "in the host's memory: kernels that read it were not measured"),
+            (
+                scaled,
+                "kernels that were not measured: their cost is TorchRec's estimate, "
+                "rescaled by the fused kernel's",
+            ),
+            (
+                [o for o in (*costed, *stock) if self.reader.is_stashed(o)],
+                "stashed between uses: moving their weights is in nobody's estimate",
+            ),
+            (stock, "outside the cost model: their cost is TorchRec's estimate"),
+        )
+        return tuple(f"{_some(options)}: {text}" for options, text in texts if options)
+
+    def host_tables(self, plan: Sequence[ShardingOption]) -> dict[str, HostTable]:
+        """Say what tables in the host's memory take, by name.
+
+        Args:
+            plan: Placed options, with estimates of memory.
+        """
+        options = [
+            o
+            for o in plan
+            if o.compute_kernel in OFFLOADED_KERNELS and self.reader.has_cost(o)
+        ]
+        if not options:
+            return {}
+        priced = self.price(options)
+        ms_TW = np.zeros((len(options), self.topology.world_size))
+        where = priced.found.table_N, priced.found.rank_N
+        np.add.at(ms_TW, where, priced.host_ms())
+        found = {}
+        for option, kernel, ms in zip(
+            options, priced.found.task.kernels, ms_TW.max(axis=1).tolist(), strict=True
+        ):
+            assert kernel is not None and kernel.host is not None
+            held: Counter[int] = Counter()
+            for shard in option.shards:
+                held[int(shard.rank)] += shard.storage.ddr if shard.storage else 0
+            missed = kernel.host.missed
+            found[table_name(option)] = HostTable(
+                ms_per_iteration=ms,
+                rank_bytes=tuple(sorted(held.items())),
+                load_factor=None if missed is None else load_factor(option),
+                missed=missed,
+            )
+        return found
+
+    def _stock_stage(self, options: Sequence[ShardingOption]) -> StageCosts:
+        """Costs that the options' shards carry."""
+        phases = np.zeros((self.topology.world_size, len(PHASES) + 1))
+        for option in options:
+            for shard in option.shards:
+                perf = shard.perf
+                phases[shard.rank] += (
+                    0.0,
+                    perf.fwd_compute + perf.prefetch_compute,
+                    perf.fwd_comms,
+                    perf.bwd_comms,
+                    perf.bwd_compute,
+                    perf.prefetch_compute,
+                )
+        return StageCosts(
+            "others (TorchRec's estimate)",
+            tuple(RankCosts(*row) for row in phases.tolist()),
+        )
+
+    def attribute(self, plan: Sequence[ShardingOption]) -> None:
+        """Share each rank's cost out to its shards, in place.
+
+        Afterwards the shards' `Perf` of a rank add up to the cost of the set, so that
+        TorchRec's own sums over shards (its stats, its default performance model)
+        agree with it. A shard's part is in proportion to its cost alone. `Perf` knows
+        no index all-to-all: it is part of `fwd_comms`.
+        """
+        costed = [o for o in plan if self.reader.has_cost(o)]
+        if not costed:
+            return
+        priced = self.price(costed)
+        compute_N2, comms_N3 = priced.attributed()
+        perfs = priced.perfs(compute_N2, comms_N3)
+        for shard, perf in zip(priced.found.shards, perfs, strict=True):
+            shard.perf = perf
+
+    def range_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
+        """Name tables whose shards lie outside what the cost model was trained on."""
+        texts: tuple[str, ...] = ()
+        if lowered.task is not None:
+            texts = range_messages(self.simulator(lowered.task), lowered.placement)
+        others = [o for o in lowered.others if self.reader.has_cost(o)]
+        if not others:
+            return texts
+        names = [table_name(o) for o in others for _ in o.shards]
+        found = self.cost_model.range_warnings(self.price(others).features())
+        more = {
+            (names[w.shard], w.feature): f"table '{names[w.shard]}': {w.feature} "
+            f"{w.value:.4g} is outside the cost model's range {w.low:.4g} to "
+            f"{w.high:.4g}"
+            for w in found
+        }
+        return texts + tuple(list(more.values())[:MAX_WARNINGS])
+
+    def _check_finite(
+        self, values: npt.NDArray[Any], name: Callable[[int], str]
+    ) -> None:
+        wrong = np.flatnonzero(~np.isfinite(values).all(axis=1) | (values < 0).any(1))
+        if len(wrong):
+            raise ConfigError(
+                f"cost model '{self.cost_model.name}' predicts {values[wrong[0]]} ms "
+                f"for {name(int(wrong[0]))}; a time must be finite and at least 0. "
+                "Train the model again or pass another cost_model"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PricedOptions:
+    """Costed options with what their shards cost."""
+
+    found: OptionShards
+    simulator: Simulator
+    shards: PricedShards
+
+    def features(self) -> npt.NDArray[np.float32]:
+        """Features of all shards, `N x F`."""
+        found = self.found
+        return self.simulator.shard_features(found.table_N, found.width_N, found.rows_N)
+
+    def predicted(self) -> PredictedCosts:
+        """Predict one iteration of placed options."""
+        found = self.found
+        loads = self.simulator.add_up(self.shards, found.table_N, found.rank_N)
+        predicted = self.simulator.predict(loads, self._num_shards())
+        cache_WS = self._cache_loads(self.simulator)
+        if not cache_WS.any():
+            return predicted
+        stages = tuple(
+            replace(
+                stage,
+                ranks=tuple(
+                    replace(costs, cache=ms)
+                    for costs, ms in zip(stage.ranks, cache_W.tolist(), strict=True)
+                ),
+            )
+            for stage, cache_W in zip(predicted.stages, cache_WS.T, strict=True)
+        )
+        return replace(predicted, stages=stages)
+
+    def host_ms(self) -> Floats:
+        """What rows in the host's memory add to each shard's kernels, `N` [ms]."""
+        found = self.found
+        ms_N2 = self.simulator.host_ms(found.table_N, found.width_N, found.rows_N)
+        total_N: Floats = ms_N2.sum(axis=1)
+        return total_N
+
+    def _cache_loads(self, simulator: Simulator) -> Floats:
+        """What loading caches takes, `W x S` [ms]."""
+        found = self.found
+        return simulator.cache_loads(
+            found.table_N, found.width_N, found.rows_N, found.rank_N
+        )
+
+    def phases_under(
+        self, encoder: ShardEncoder, comms_model: CommsModel, factors_T2: Floats
+    ) -> Floats:
+        """Phases of placed options by other costs of the same shards.
+
+        Args:
+            encoder: Of another model; it knows all of the shards.
+            comms_model: Collectives.
+            factors_T2: On what each option's shards take above a launch.
+
+        Returns:
+            `W x S x 6` [ms], as `simulator.timed_phases` takes them.
+        """
+        found = self.found
+        simulator = self.simulator.under(encoder, comms_model)
+        shards = simulator.repriced(
+            self.shards, found.table_N, found.width_N, found.rows_N
+        )
+        if (factors_T2 != 1.0).any():
+            own_N2 = simulator.single_compute(shards) - encoder.launch_ms
+            extra_N2 = (factors_T2[found.table_N] - 1.0) * np.maximum(own_N2, 0.0)
+            shards = replace(shards, extra_N2=shards.extra_N2 + extra_N2)
+        loads = simulator.add_up(shards, found.table_N, found.rank_N)
+        phases_WS5 = simulator.rank_phases(loads, self._num_shards())
+        cache_WS = self._cache_loads(simulator)
+        return np.concatenate([phases_WS5, cache_WS[..., None]], axis=-1)
+
+    def ordered_columns(self) -> Floats:
+        """Count the output columns that TorchRec puts in order in each stage: `S`."""
+        columns_T = self.simulator.columns_per_table
+        return self.simulator.ordered_columns(self._num_shards(), columns_T)
+
+    def _num_shards(self) -> npt.NDArray[np.int64]:
+        """Parts that the columns of each option's table lie in."""
+        found = self.found
+        return np.bincount(
+            found.table_N[found.is_first_N], minlength=len(found.options)
+        )
+
+    def single_comms(self) -> Floats:
+        """Predict the collectives of each shard as if its table were alone.
+
+        Shards that TorchRec places one by one are alone, those of a node or of all
+        ranks are together.
+
+        Returns:
+            `N x 3` [ms]: index exchange, forward and backward.
+        """
+        found = self.found
+        size_T = np.array([found.task.block_size(t) for t in range(len(found.options))])
+        rank_N = found.place_N % size_T[found.table_N]
+        block_N = np.cumsum(rank_N == 0) - 1
+        return self.simulator.single_comms(self.shards, found.table_N, rank_N, block_N)
+
+    def attributed(self) -> tuple[Floats, Floats]:
+        """Share the ranks' costs out to placed shards: `N x 2` and `N x 3` [ms].
+
+        A shard's part of a set is in proportion to its cost alone.
+        """
+        found, simulator, shards = self.found, self.simulator, self.shards
+        task, rank_N = found.task, found.rank_N
+        loads = simulator.add_up(shards, found.table_N, rank_N)
+        alone = simulator.single_compute(shards) - shards.extra_N2
+        fused_WG2 = simulator.compute_costs(loads.sums_CWGE)
+        group_N = rank_N * task.num_groups + simulator.groups_T[found.table_N]
+        compute_N2 = shards.extra_N2 + _share(alone, group_N, fused_WG2.reshape(-1, 2))
+        comms_WS3 = simulator.collectives(loads, self._num_shards())
+        index_N, columns_N, gradients_N = shards.loads_N3.T
+        weights = np.stack([index_N, columns_N, columns_N + gradients_N], axis=1)
+        stage_N = rank_N * task.num_stages + simulator.stages_T[found.table_N]
+        return compute_N2, _share(weights, stage_N, comms_WS3.reshape(-1, 3))
+
+    def perfs(self, compute_N2: Floats, comms_N3: Floats) -> list[Perf]:
+        """Return TorchRec's record of each shard's costs.
+
+        Args:
+            compute_N2: Forward, loading of caches included, and backward [ms].
+            comms_N3: Index exchange, forward and backward [ms].
+        """
+        return [
+            Perf(
+                fwd_compute=forward,
+                fwd_comms=index + fwd_comms,
+                bwd_compute=backward,
+                bwd_comms=bwd_comms,
+            )
+            for (forward, backward), (index, fwd_comms, bwd_comms) in zip(
+                compute_N2.tolist(), comms_N3.tolist(), strict=True
+            )
+        ]
+
+
+class CostedPart:
+    """Base of the planner's parts, which price plans by one `PlanCosts`.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        costs: Shares one loaded cost model between parts. None: one of the part's own.
+        model: What `PlanCosts` takes: cost_model, comms_model, profiles.
+
+    Raises:
+        ConfigError: Both `costs` and some of these are given.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        costs: PlanCosts | None = None,
+        **model: Any,
+    ) -> None:
+        if costs is not None and model:
+            raise ConfigError(
+                f"costs has a model of its own: leave out {', '.join(sorted(model))}, "
+                "or costs"
+            )
+        self.costs = costs or PlanCosts(topology, constraints, **model)
+
+
+def _rank_name(stage: str, rank: int) -> str:
+    return f"rank {rank} of {stage}"
+
+
+def _some(options: Sequence[ShardingOption], most: int = 3) -> str:
+    """Name the first tables and count the rest."""
+    names = [f"'{table_name(o)}'" for o in options]
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    tables = "table" if len(names) == 1 else "tables"
+    return f"{tables} {', '.join(names[:most])}{more}"
+
+
+def _share(
+    weights_NP: npt.NDArray[np.float64],
+    set_N: npt.NDArray[np.int64],
+    totals_SP: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """Split each set's totals over its members in proportion to their weights."""
+    sums = np.zeros_like(totals_SP)
+    counts = np.zeros(len(totals_SP))
+    np.add.at(sums, set_N, weights_NP)
+    np.add.at(counts, set_N, 1.0)
+    equal = 1 / counts[set_N]
+    known = sums[set_N]
+    share = np.where(
+        known > 0, weights_NP / np.where(known > 0, known, 1), equal[:, None]
+    )
+    out: npt.NDArray[np.float64] = share * totals_SP[set_N]
+    return out

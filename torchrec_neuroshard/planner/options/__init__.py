@@ -1,0 +1,1 @@
+"""What a table may be: TorchRec's options, the devices and the rules on them."""

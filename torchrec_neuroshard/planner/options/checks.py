@@ -1,0 +1,306 @@
+"""What a caller says of tables and inputs, held against what can be meant.
+
+What TorchRec's planner cannot use either is an error. What it takes without a word
+though it can hardly be meant is a note: planning goes on as TorchRec's would.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import CommOp, ModuleSharder, ShardingType
+
+from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.planner.compat import (
+    can_remove_repeats,
+    codec_registry,
+    is_codec,
+    removes_repeats,
+    sharder_params,
+    wire_codec,
+)
+from torchrec_neuroshard.planner.options.table_reader import (
+    OFFLOADED_KERNELS,
+    table_configs,
+)
+from torchrec_neuroshard.profiles import FeatureProfile
+
+__all__ = [
+    "check_constraints",
+    "check_profiles",
+    "check_sharders",
+    "odd_batch_size",
+    "odd_constraints",
+    "suggestion",
+    "unmatched_constraints",
+]
+
+_KNOWN = {
+    "sharding_types": [t.value for t in ShardingType],
+    "compute_kernels": [k.value for k in EmbeddingComputeKernel],
+}
+"""Field of TorchRec's constraints -> the values that it may list."""
+
+_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+_TRIED_VALUES = 2**9
+"""Of a codec; whole rows of any."""
+_MAX_NAMED, _MAX_COMPARED = 8, 100
+"""Names that a message lists; of more, the first ones."""
+
+
+def suggestion(name: str, known: Collection[str], kind: str) -> str:
+    """Return what may have been meant by a name that is not known: a clause.
+
+    Args:
+        name: What was given.
+        known: What there is.
+        kind: Of what, in the plural.
+    """
+    names = sorted(set(known))
+    near = difflib.get_close_matches(name[:_MAX_COMPARED], names, n=3)
+    if near:
+        return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
+    shown = ", ".join(f"'{n}'" for n in names[:_MAX_NAMED]) or "none"
+    return f"the {kind} are {shown}{' and more' if len(names) > _MAX_NAMED else ''}."
+
+
+def odd_batch_size(batch_size: Any) -> tuple[str, ...]:
+    """Return notes on a batch size that can hardly be meant.
+
+    Args:
+        batch_size: Samples per rank; None: TorchRec's default.
+
+    Raises:
+        ConfigError: It is no number, or negative.
+    """
+    if batch_size is None:
+        return ()
+    number = isinstance(batch_size, numbers.Real) and not isinstance(batch_size, bool)
+    if not number or not 0 <= batch_size < math.inf:
+        raise ConfigError(
+            "batch_size is the number of samples per rank, such as 512; got "
+            f"{batch_size!r}"
+        )
+    if batch_size == 0:
+        return (
+            "batch_size=0 counts as not given: costs are those of TorchRec's default, "
+            f"{BATCH_SIZE} samples per rank. Pass the local batch of the training loop",
+        )
+    if batch_size != int(batch_size):
+        return (
+            f"batch_size={batch_size} is no whole number of samples; costs are "
+            "interpolated. Pass the local batch of the training loop",
+        )
+    return ()
+
+
+def check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
+    """Check what constraints say of features and of caches of rows.
+
+    Raises:
+        ConfigError: A number that is not finite or below 0, two lists of a table that
+            differ in length, or a cache that FBGEMM cannot run.
+    """
+    for name, constraint in constraints.items():
+        where = f"constraints of table '{name}'"
+        count = len(constraint.pooling_factors or [1.0])
+        for field in ("pooling_factors", "num_poolings", "batch_sizes"):
+            values = getattr(constraint, field) or []
+            if values and len(values) != count:
+                raise ConfigError(
+                    f"{where}: {field} has {len(values)} values, pooling_factors "
+                    f"{count}; give both one value per feature"
+                )
+            for number, value in enumerate(values):
+                if not 0 <= value < math.inf:  # nan is neither
+                    raise ConfigError(
+                        f"{where}: {field}[{number}] is {value}; give a finite number "
+                        "of at least 0, or leave the list out"
+                    )
+        if (constraint.min_partition or 0) < 0:
+            raise ConfigError(
+                f"{where}: min_partition is {constraint.min_partition}; give the "
+                "columns of the narrowest shard, at least 1, or leave it out"
+            )
+        _check_cache(where, constraint)
+
+
+def _check_cache(where: str, constraint: ParameterConstraints) -> None:
+    kernels, params = set(constraint.compute_kernels or ()), constraint.cache_params
+    if constraint.enforce_hbm and kernels and kernels <= OFFLOADED_KERNELS:
+        raise ConfigError(
+            f"{where}: enforce_hbm is True, and compute_kernels leaves "
+            f"{', '.join(sorted(kernels))}, whose rows are in the host's memory; allow "
+            "'fused', or leave enforce_hbm out"
+        )
+    if params is None or (kernels and _CACHING not in kernels):
+        return
+    load = params.load_factor
+    # Where other kernels may be, too, there is no way with such a cache.
+    if _CACHING in kernels and load is not None and not 0 < load <= 1:
+        raise ConfigError(
+            f"{where}: cache_params.load_factor is {load}; give the share of the rows "
+            "that the cache holds, above 0 and at most 1, or leave it out for the "
+            "search to choose. compute_kernels=['fused'] keeps all rows on the device"
+        )
+    is_lfu = params.algorithm is not None and params.algorithm.name == "LFU"
+    if is_lfu and params.prefetch_pipeline:
+        raise ConfigError(
+            f"{where}: cache_params has algorithm LFU and prefetch_pipeline, which "
+            "FBGEMM runs by LRU alone; leave one of them out"
+        )
+
+
+def odd_constraints(
+    constraints: Mapping[str, ParameterConstraints],
+) -> tuple[str, ...]:
+    """Return notes on constraints that say nothing, or name what is not there."""
+    notes = []
+    for name, constraint in constraints.items():
+        where = f"constraints of table '{name}'"
+        if constraint.min_partition == 0:
+            notes.append(
+                f"{where}: min_partition=0 counts as not given; give the columns of "
+                "the narrowest shard, or leave it out"
+            )
+        for field, known in _KNOWN.items():
+            values = getattr(constraint, field)
+            if values is not None and not values:
+                notes.append(
+                    f"{where}: {field} is empty, which counts as not given: all of "
+                    "them are allowed. List those that you want, or leave it out"
+                )
+            notes += [
+                f"{where}: {field} lists '{v}', which TorchRec does not have; "
+                + suggestion(str(v), known, field.replace("_", " "))
+                for v in values or ()
+                if v not in known
+            ]
+    return tuple(notes)
+
+
+def unmatched_constraints(
+    module: nn.Module, constraints: Mapping[str, ParameterConstraints]
+) -> tuple[str, ...]:
+    """Return notes on constraints that do not fit the model's tables.
+
+    TorchRec leaves those of tables that are not there unread, and reads the pooling
+    factors of a table with another number of features as their mean.
+    """
+    features: dict[str, set[int]] = {}
+    for config in table_configs(module):
+        features.setdefault(config.name, set()).add(len(config.feature_names) or 1)
+    notes = []
+    for name, constraint in constraints.items():
+        if name not in features:
+            notes.append(
+                f"constraints name table '{name}', which the model does not have; "
+                + suggestion(name, features, "tables")
+            )
+            continue
+        count = len(constraint.pooling_factors or ())
+        if count > 1 and count not in features[name]:
+            (*_, known) = sorted(features[name])
+            notes.append(
+                f"constraints of table '{name}': pooling_factors has {count} values "
+                f"for {known} feature{'' if known == 1 else 's'}; each feature is "
+                "taken to have their mean. Give one value per feature"
+            )
+    return tuple(notes)
+
+
+def check_sharders(sharders: Iterable[ModuleSharder[Any]], compute_device: str) -> None:
+    """Check what sharders ask of collectives and ids.
+
+    Args:
+        sharders: Of the model's modules.
+        compute_device: Of the topology; on CPUs every codec is tried.
+
+    Raises:
+        ConfigError: Repeated ids are to be removed where TorchRec does not, or a codec
+            is none, of no collective, or does not run.
+    """
+    for sharder in sharders:
+        where, module = type(sharder).__name__, sharder.module_type.__name__
+        params = sharder_params({module: sharder})[module]
+        if "use_index_dedup" in params or (
+            removes_repeats(sharder) and "EmbeddingBag" in module
+        ):
+            raise ConfigError(
+                f"{where}: use_index_dedup is not for {module}s; TorchRec looks "
+                "repeated ids up once in EmbeddingCollections alone. Leave it out, or "
+                "pass EmbeddingCollectionSharder(use_index_dedup=True) for those"
+            )
+        on_cpus = compute_device == "cpu"
+        if on_cpus and removes_repeats(sharder) and not can_remove_repeats("cpu"):
+            raise ConfigError(
+                f"{where}(use_index_dedup=True): FBGEMM finds the distinct ids of a "
+                "batch on GPUs alone; leave it out, or plan for GPUs"
+            )
+        for name, codecs in codec_registry(sharder).items():
+            if name not in CommOp.__members__:
+                raise ConfigError(
+                    f"{where}: qcomm_codecs_registry quantises '{name}', which is no "
+                    "collective; "
+                    + suggestion(str(name), CommOp.__members__, "collectives")
+                )
+            for way, codec in zip(("forward", "backward"), codecs, strict=True):
+                at = f"{where}: qcomm_codecs_registry['{name}'].{way}"
+                _check_codec(codec, at, compute_device)
+
+
+def _check_codec(codec: Any, where: str, compute_device: str) -> None:
+    if not is_codec(codec):
+        raise ConfigError(
+            f"{where} is {codec!r}, which codes nothing; get_qcomm_codecs_registry("
+            "QCommsConfig(...)) makes codecs"
+        )
+    if compute_device != "cpu":
+        return
+    precision = wire_codec(codec).name
+    try:
+        context = codec.create_context()
+        values = torch.zeros(_TRIED_VALUES)
+        codec.decode(codec.encode(values, context), context)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(
+            f"{where}: codec '{precision}' does not run on CPUs ({reason}). Choose "
+            "CommType.FP16 or INT8, or plan for GPUs"
+        ) from error
+
+
+def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:
+    """Check that each profile is one, and of a feature of the model.
+
+    Raises:
+        ProfileError: Something else than a profile, or one of a feature that no
+            embedding table reads.
+    """
+    for name, profile in profiles.items():
+        if not isinstance(profile, FeatureProfile):
+            raise ProfileError(
+                f"profiles['{name}'] is a {type(profile).__name__}, not a "
+                "FeatureProfile; profile_inputs(batches) makes the whole dictionary"
+            )
+    if not profiles:
+        return
+    known = {
+        feature
+        for config in table_configs(module)
+        for feature in (config.feature_names or [config.name])
+    }
+    for name in sorted(set(profiles) - known):
+        raise ProfileError(
+            f"profiles holds feature '{name}', which no embedding table reads; "
+            f"{suggestion(name, known, 'features')} Leave it out or correct its name"
+        )

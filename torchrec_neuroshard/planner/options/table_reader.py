@@ -1,0 +1,645 @@
+"""TorchRec's sharding options as tables of the cost model.
+
+An option is *column-sharded* where each shard is whole columns of a fused table on one
+rank: table-wise, column-wise or table-column-wise. It *has a cost* where the cost model
+prices it: column-sharded ones, row shards, replicas and tables in host memory. All
+others (tables on disk, quantised or of odd widths, modules of other kinds) keep
+TorchRec's own costs. Which of those with a cost a search may place, `ways` says.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.constants import POOLING_FACTOR
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import CommOp
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollectionInterface,
+)
+from torchrec.modules.fused_embedding_modules import (
+    FusedEmbeddingBagCollection,
+    FusedEmbeddingCollection,
+)
+
+from torchrec_neuroshard.devices import is_accelerator
+from torchrec_neuroshard.placement import WireCodec
+from torchrec_neuroshard.planner.compat import (
+    is_sharder,
+    optimizer_classes,
+    removes_repeats,
+    sharder_params,
+    wire_codecs,
+)
+from torchrec_neuroshard.planner.options.spread_options import sample_shards
+from torchrec_neuroshard.profiles import FeatureProfile, merge_profiles, zipf_profile
+from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES, SHARDING_TYPES
+from torchrec_neuroshard.tables import (
+    COLUMN_MULTIPLE,
+    DATA_TYPE_BYTES,
+    MAX_CUDA_COLUMNS,
+    TableConfig,
+)
+
+__all__ = [
+    "OFFLOADED_KERNELS",
+    "SPLITTING_TYPES",
+    "RunFault",
+    "TableReader",
+    "cache_load",
+    "codec_fault",
+    "device_tier",
+    "has_cache",
+    "has_open_cache",
+    "has_own_optimizer",
+    "is_dense",
+    "is_fused",
+    "is_lfu",
+    "is_modelled_config",
+    "max_columns",
+    "note_sharders",
+    "option_codecs",
+    "run_fault",
+    "table_configs",
+    "table_name",
+]
+
+_PLAIN = (WireCodec(), WireCodec())
+_SUMMABLE = ("", "fp32", "fp16", "bf16")
+"""Codecs whose values can be added up; of "" nothing is known."""
+_A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
+_SCATTER = CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER.name
+_SEQUENCES = CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name
+_COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "all_to_all": ((_A2A,), (_SEQUENCES,)),
+    "row_wise": ((_SCATTER,), (_SEQUENCES,)),
+    "node_row_wise": ((_SCATTER, _A2A), (_SEQUENCES,)),
+}
+"""Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
+_FUSED = EmbeddingComputeKernel.FUSED.value
+_DENSE = EmbeddingComputeKernel.DENSE.value
+SPLITTING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+"""Sharding types that may cut a table's columns."""
+
+OFFLOADED_KERNELS: frozenset[str] = frozenset(
+    {
+        EmbeddingComputeKernel.FUSED_UVM.value,
+        EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
+    }
+)
+"""Fused kernels whose tables live in the host's memory."""
+
+_OPTIMIZER_NAMES: Mapping[str, str] = {
+    # torch.optim and torchrec.optim classes
+    "SGD": "sgd",
+    "RowWiseAdagrad": "rowwise_adagrad",
+    "Adagrad": "adagrad",
+    "Adam": "adam",
+    # members of fbgemm's EmbOptimType
+    "EXACT_SGD": "sgd",
+    "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad",
+    "EXACT_ADAGRAD": "adagrad",
+    "ADAM": "adam",
+}
+"""Other optimizers are costed as Adam, which keeps as much state as any of them."""
+_STATE_BYTES_PER_VALUE: Mapping[str, int] = {"adagrad": 4, "adam": 8}
+"""Optimizer -> bytes of fp32 state for each weight."""
+_STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
+"""Optimizer -> bytes of fp32 state for each row of a shard."""
+
+DEFAULT_INPUTS = "TorchRec's default of 1 id"
+"""Said of features that nobody described."""
+
+_SHARDERS_OPTIMIZER, _CODECS, _DISTINCT = (
+    "sharders_optimizer",
+    "wire_codecs",
+    "looks_up_distinct",
+)
+_SHARDERS_CACHE_LOAD = "sharders_cache_load"
+"""Attributes of an option: see `note_sharders`."""
+
+
+def device_tier(topology: Topology) -> str:
+    """Return the memory that fused tables live in: "ddr" on CPUs, else "hbm"."""
+    return "hbm" if is_accelerator(topology.compute_device) else "ddr"
+
+
+def table_name(option: ShardingOption) -> str:
+    """Return the path of the option's module and the table's name, "module.table"."""
+    return f"{option.path}.{option.name}" if option.path else str(option.name)
+
+
+def is_dense(option: ShardingOption) -> bool:
+    """Whether the option runs PyTorch's own kernels instead of a fused one."""
+    return bool(option.compute_kernel == _DENSE)
+
+
+def has_cache(option: ShardingOption) -> bool:
+    """Whether a table in the host's memory has a cache of rows on the device."""
+    return bool(option.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
+
+
+def has_open_cache(option: ShardingOption) -> bool:
+    """Whether nobody said how many rows a table's cache holds."""
+    return has_cache(option) and cache_load(option) is None and not option.enforce_hbm
+
+
+def is_lfu(option: ShardingOption) -> bool:
+    """Whether a table's cache of rows lets the least frequently used ones go."""
+    params = option.cache_params
+    algorithm = params.algorithm if params is not None else None
+    return algorithm is not None and algorithm.name == "LFU"
+
+
+def cache_load(option: ShardingOption) -> float | None:
+    """Return the share of a table's rows that its cache is asked to hold.
+
+    None where neither its constraint nor its sharder says: TorchRec's is then
+    `UVM_CACHING_RATIO`.
+    """
+    params = option.cache_params
+    load = params.load_factor if params is not None else None
+    return vars(option).get(_SHARDERS_CACHE_LOAD) if load is None else float(load)
+
+
+def is_fused(option: ShardingOption) -> bool:
+    """Whether the option runs FBGEMM's fused kernel, wherever its rows are."""
+    return option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
+
+
+@dataclass(frozen=True, slots=True)
+class RunFault:
+    """Why TorchRec or FBGEMM refuse an option when it runs."""
+
+    cause: str
+    way_out: str
+
+
+def run_fault(option: ShardingOption) -> RunFault | None:
+    """Return what cannot run of an option, whatever its ranks; None: nothing known."""
+    widths = {int(s.size[1]) for s in sample_shards(option)}
+    quantised = str(option.compute_kernel).startswith("quant")
+    if not (is_dense(option) or quantised):
+        odd = sorted(w for w in widths if w % COLUMN_MULTIPLE)
+        if odd:
+            return RunFault(
+                f"kernel '{option.compute_kernel}' takes widths that are multiples of "
+                f"{COLUMN_MULTIPLE}, got {odd[0]}",
+                "Choose another embedding_dim or other column shards",
+            )
+    return codec_fault(option)
+
+
+def codec_fault(option: ShardingOption) -> RunFault | None:
+    """Return why the codecs of an option's collectives cannot carry its outputs."""
+    for collective, codecs in _used_codecs(option).items():
+        for way, codec in zip(("forward", "backward"), codecs, strict=True):
+            told = f"codec '{codec.name}' ({way}) of {collective}"
+            if collective == _SCATTER and codec.name not in _SUMMABLE:
+                return RunFault(
+                    f"{told}: its values cannot be added up, as "
+                    f"{option.sharding_type} sharding needs",
+                    "Quantise that collective to fp16 or bf16, leave it out (comm_ops "
+                    "of get_qcomm_codecs_registry), or allow sharding types that keep "
+                    "rows together",
+                )
+            # Of sequences any number of ids may be sent to a rank.
+            times = int(option.batch_size) if option.is_pooled else 1
+            for width in sorted({int(s.size[1]) for s in sample_shards(option)}):
+                if width * times % codec.row_values:
+                    return _unfilled(told, codec.row_values, width, times)
+    return None
+
+
+def _unfilled(told: str, row_values: int, width: int, num_samples: int) -> RunFault:
+    samples = f"{num_samples} samples of " if num_samples > 1 else ""
+    batch = f"a batch_size that is a multiple of {row_values // COLUMN_MULTIPLE}, "
+    return RunFault(
+        f"{told} takes rows of {row_values} values, which {samples}{width} columns do "
+        "not fill",
+        f"Choose fp16, {batch if num_samples > 1 else ''}or an embedding_dim that is a "
+        f"multiple of {row_values}",
+    )
+
+
+def _used_codecs(
+    option: ShardingOption,
+) -> dict[str, tuple[WireCodec, WireCodec]]:
+    """Collective that an option's outputs take -> its codecs, if any is quantised."""
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    known = vars(option).get(_CODECS, {})
+    if kind is None or kind.is_replicated or not known:
+        return {}
+    name = kind.pooled if option.is_pooled else kind.sequences
+    ops = _COMM_OPS[name][0 if option.is_pooled else 1]
+    return {op: known.get(op, _PLAIN) for op in ops}
+
+
+def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
+    """Return how an option's output values travel, and its gradients."""
+    used = _used_codecs(option).values() or [_PLAIN]
+    # Of two collectives one after the other, the larger.
+    forward, backward = (
+        max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)
+    )
+    return forward, backward
+
+
+def max_columns(topology: Topology) -> int:
+    """Return the most columns of a shard that the devices' kernels take.
+
+    On GPUs those of replicated tables and of tables in the host's memory do not take
+    more, either.
+    """
+    return MAX_CUDA_COLUMNS if is_accelerator(topology.compute_device) else sys.maxsize
+
+
+def has_own_optimizer(option: ShardingOption) -> bool:
+    """Whether `apply_optimizer_in_backward` gave the table an optimizer."""
+    return bool(optimizer_classes(option.tensor))
+
+
+def note_sharders(
+    options: Iterable[ShardingOption], sharders: Mapping[str, Any]
+) -> None:
+    """Leave on options what only their sharders know.
+
+    That is the optimizer and the size of caches that fused parameters ask for, the
+    codecs of quantised collectives, and whether repeated ids are looked up once.
+    TorchRec shows sharders to enumerators and estimators alone; the other parts of a
+    planner read it off the option, and copies keep it.
+
+    Args:
+        options: Changed in place.
+        sharders: By module type: sharders, or what TorchRec gives estimators of them;
+            that leaves alone what the sharder itself has said before.
+    """
+    params_of = sharder_params(sharders)
+    asked = {
+        kind: params["optimizer"]
+        for kind, params in params_of.items()
+        if params.get("optimizer") is not None
+    }
+    loads = {
+        kind: float(load)
+        for kind, params in params_of.items()
+        if (load := params.get("cache_load_factor"))
+    }
+    codecs = {kind: found for kind, s in sharders.items() if (found := wire_codecs(s))}
+    known = {kind for kind, s in sharders.items() if is_sharder(s)}
+    distinct = {kind for kind in known if removes_repeats(sharders[kind])}
+    for option in options if asked or loads or codecs or distinct else ():
+        kind, attributes = option.module_type_key, vars(option)
+        chosen = asked.get(kind)
+        if chosen is not None:
+            name = chosen.name if isinstance(chosen, Enum) else str(chosen)
+            attributes[_SHARDERS_OPTIMIZER] = name
+        if kind in loads:
+            attributes[_SHARDERS_CACHE_LOAD] = loads[kind]
+        if kind in codecs and (kind in known or _CODECS not in attributes):
+            attributes[_CODECS] = codecs[kind]
+        if kind in distinct:
+            attributes[_DISTINCT] = True
+
+
+def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
+    """Return TorchRec's configurations of the tables in `module`."""
+    for child in module.modules():
+        if isinstance(child, EmbeddingBagCollectionInterface):
+            yield from child.embedding_bag_configs()
+        elif isinstance(child, EmbeddingCollectionInterface):
+            yield from child.embedding_configs()
+
+
+def is_modelled_config(config: BaseEmbeddingConfig) -> bool:
+    """Whether the cost model knows tables of such a configuration."""
+    return bool(
+        config.data_type.value.lower() in DATA_TYPE_BYTES
+        and config.num_embeddings > 0
+        and config.embedding_dim > 0
+        and config.embedding_dim % COLUMN_MULTIPLE == 0
+    )
+
+
+class TableReader:
+    """Reads TorchRec's sharding options as tables of the cost model.
+
+    An option's optimizer is the one of its parameter or module, else what
+    `note_sharders` left on it, else TorchRec's default.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        constraints: Mapping[str, ParameterConstraints] | None,
+        profiles: Mapping[str, FeatureProfile] | None,
+    ) -> None:
+        """Take what the tables' inputs are described by."""
+        self._world_size = world_size
+        self._constraints = constraints or {}
+        self._profiles = profiles or {}
+        self._configs: weakref.WeakKeyDictionary[
+            nn.Module, dict[str, BaseEmbeddingConfig]
+        ] = weakref.WeakKeyDictionary()
+        self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._tables: dict[tuple[Any, ...], TableConfig] = {}
+
+    def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
+        """Return TorchRec's configuration of the option's table, if it has one."""
+        module = option.module[1]
+        if module not in self._configs:
+            self._configs[module] = {c.name: c for c in table_configs(module)}
+        return self._configs[module].get(option.name)
+
+    def _is_weighted(self, option: ShardingOption) -> bool:
+        """Whether lookups carry weights, given or made by a feature processor.
+
+        TorchRec's estimator notes in options of sequences, which have none, what a
+        constraint says.
+        """
+        if option.has_feature_processor:
+            return True
+        module = option.module[1]
+        if module not in self._weighted:
+            self._weighted[module] = any(
+                isinstance(child, EmbeddingBagCollectionInterface)
+                and bool(child.is_weighted())
+                for child in module.modules()
+            )
+        return self._weighted[module]
+
+    def is_column_sharded(self, option: ShardingOption) -> bool:
+        """Whether each shard is whole columns of a fused table on one rank."""
+        return (
+            option.sharding_type in COLUMN_SHARDED_TYPES
+            and option.compute_kernel == _FUSED
+            and self._is_modelled(option)
+        )
+
+    def has_cost(self, option: ShardingOption) -> bool:
+        """Whether the cost model has a price for the option; see the module."""
+        kind = SHARDING_TYPES.get(option.sharding_type)
+        if kind is None or not self._is_modelled(option):
+            return False
+        if kind.is_replicated:
+            return is_dense(option)
+        return is_fused(option)
+
+    def is_stashed(self, option: ShardingOption) -> bool:
+        """Whether the table's weights leave the device between uses."""
+        config = self.config(option)
+        return config is not None and bool(config.stash_weights)
+
+    def fused_twin(self, option: ShardingOption) -> ShardingOption | None:
+        """Return an option without a price as it would be with the fused kernel.
+
+        The shards are the option's own. None where that has no price either, and for
+        quantised tables, which are not trained.
+        """
+        if self.has_cost(option) or str(option.compute_kernel).startswith("quant"):
+            return None
+        twin = copy.copy(option)
+        twin.compute_kernel, twin.shards = _FUSED, option.shards
+        return twin if self.has_cost(twin) else None
+
+    def _is_modelled(self, option: ShardingOption) -> bool:
+        config = self.config(option)
+        return (
+            config is not None
+            and is_modelled_config(config)
+            and option.tensor.dim() == 2
+            and all(
+                width > 0 and width % COLUMN_MULTIPLE == 0
+                for width in {s.size[1] for s in sample_shards(option)}
+            )
+        )
+
+    def optimizer(self, option: ShardingOption) -> str:
+        """Return the table's optimizer, by a name that the cost models know."""
+        if has_own_optimizer(option):
+            first = optimizer_classes(option.tensor)[0]
+            return _OPTIMIZER_NAMES.get(first.__name__, "adam")
+        module = option.module[1]
+        if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
+            return _OPTIMIZER_NAMES.get(module.optimizer_type().__name__, "adam")
+        chosen = vars(option).get(_SHARDERS_OPTIMIZER)
+        if chosen is None or is_dense(option):  # which reads no fused_params
+            return "sgd"  # fbgemm's own default
+        return _OPTIMIZER_NAMES.get(chosen, "adam")
+
+    def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
+        """Return the optimizer's state for each weight, and each row of a shard."""
+        optimizer = self.optimizer(option)
+        return (
+            _STATE_BYTES_PER_VALUE.get(optimizer, 0),
+            _STATE_BYTES_PER_ROW.get(optimizer, 0),
+        )
+
+    def table(self, option: ShardingOption) -> TableConfig:
+        """Describe the option's table, whatever its shards.
+
+        Features that `profiles` holds are described by their profile, the others by
+        the constraints' pooling factors. A sequence table that looks up L ids per
+        sample reads like L features of one id each.
+
+        Args:
+            option: One that has a cost.
+        """
+        optimizer = self.optimizer(option)
+        config = self.config(option)
+        assert config is not None, "only options with a cost have tables"
+        key = (
+            table_name(option),
+            tuple(option.tensor.shape),
+            tuple(config.feature_names),
+            config.data_type,
+            tuple(option.input_lengths),
+            option.batch_size,
+            self._is_weighted(option),
+            option.is_pooled,
+            self.looks_up_distinct(option),
+            optimizer,
+        )
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._describe(option, config, optimizer)
+        return table
+
+    def looks_up_distinct(self, option: ShardingOption) -> bool:
+        """Whether repeated ids of a local batch are sent and looked up once."""
+        return not option.is_pooled and bool(vars(option).get(_DISTINCT))
+
+    def repeats(self, option: ShardingOption) -> float:
+        """Return how many times as many ids a table's samples have as are looked up.
+
+        Args:
+            option: One that has a cost.
+        """
+        looked_up = self.table(option).pooling_factor
+        if not self.looks_up_distinct(option) or not looked_up > 0:
+            return 1.0
+        config = self.config(option)
+        features = config.feature_names if config is not None else []
+        given = self.pooling_factor(option.name, features, option.batch_size)
+        return max(1.0, given / looked_up)
+
+    def _describe(
+        self, option: ShardingOption, config: BaseEmbeddingConfig, optimizer: str
+    ) -> TableConfig:
+        rows, width = (int(n) for n in option.tensor.shape)
+        features = list(config.feature_names or []) or [option.name]
+        pooling = self._pooling_factors(
+            option.name,
+            option.input_lengths,
+            len(features),
+            option.num_poolings,
+        )
+        # Of each feature, samples over those of the batch.
+        shares = self._batch_shares(option.name, len(features), option.batch_size)
+        batch_size = option.batch_size * self._world_size
+        weighted = self._is_weighted(option)
+        distinct = self.looks_up_distinct(option)
+        total = sum(p * s for p, s in zip(pooling, shares, strict=True))
+        profile: FeatureProfile | None = None
+        if distinct or any(f in self._profiles for f in features):
+            profile = merge_profiles(
+                [
+                    self._profile(f, p, batch_size, s, rows)
+                    for f, p, s in zip(features, pooling, shares, strict=True)
+                ]
+            )
+            if distinct:
+                profile = profile.distinct_in_parts(self._world_size, rows)
+            total = profile.pooling_factor
+        num_features, outputs = len(features), None
+        if not option.is_pooled:
+            num_features = max(1, round(total))
+            outputs = total if distinct and total > 0 else None
+        elif sum(shares) > 0 and sum(shares) != num_features:
+            outputs = sum(shares)
+        return TableConfig(
+            name=table_name(option),
+            num_embeddings=rows,
+            embedding_dim=width,
+            pooling_factor=total,
+            num_features=num_features,
+            outputs_per_sample=outputs,
+            profile=profile,
+            weighted=weighted,
+            data_type=config.data_type.value.lower(),
+            optimizer=optimizer,
+        )
+
+    def inputs_from(self, option: ShardingOption) -> dict[str, str]:
+        """Return feature -> where its ids per sample and their repeats are from.
+
+        Args:
+            option: One that has a cost.
+        """
+        config = self.config(option)
+        features = list(config.feature_names or []) if config else []
+        constraint = self._constraints.get(option.name)
+        pooling = list(constraint.pooling_factors or []) if constraint else []
+        described = constraint is not None and pooling != [POOLING_FACTOR]
+        found = {}
+        for feature in features or [option.name]:
+            known = self._profiles.get(feature)
+            if known is not None and known.access_histogram:
+                found[feature] = "profiles of batches"
+            elif known is not None:
+                found[feature] = "profiles without repeats, which are taken as Zipf's"
+            elif described:
+                found[feature] = "the constraints, repeats taken as Zipf's"
+            else:
+                found[feature] = DEFAULT_INPUTS
+        return found
+
+    def pooling_factor(
+        self, name: str, features: Sequence[str], batch_size: int | None
+    ) -> float:
+        """Return the ids that a sample looks up in a table, over its features.
+
+        Args:
+            name: Of the table, without its module.
+            features: That read it.
+            batch_size: Samples per rank; None: not known.
+        """
+        features = features or [name]
+        constraint = self._constraints.get(name)
+        lengths = constraint.pooling_factors if constraint else [POOLING_FACTOR]
+        pooling = self._pooling_factors(name, lengths, len(features))
+        shares = self._batch_shares(name, len(features), batch_size)
+        return sum(
+            s * (self._profiles[f].pooling_factor if f in self._profiles else p)
+            for f, p, s in zip(features, pooling, shares, strict=True)
+        )
+
+    def bags_per_sample(self, option: ShardingOption) -> float:
+        """Return the bags of an option's table per sample, over its features."""
+        config = self.config(option)
+        count = max(1, len(config.feature_names if config is not None else ()))
+        return sum(self._batch_shares(option.name, count, option.batch_size))
+
+    def _batch_shares(
+        self, name: str, count: int, batch_size: int | None
+    ) -> list[float]:
+        """Samples of each feature over those of the batch: less where it varies."""
+        constraint = self._constraints.get(name)
+        sizes = constraint.batch_sizes if constraint else None
+        if not (batch_size and sizes):
+            return [1.0] * count
+        shares = [float(size) / batch_size for size in sizes]
+        return shares if len(shares) == count else [sum(shares) / len(shares)] * count
+
+    def _pooling_factors(
+        self,
+        name: str,
+        input_lengths: Sequence[float],
+        count: int,
+        num_poolings: Sequence[float] | None = None,
+    ) -> list[float]:
+        """Ids in each feature's samples, by the constraints."""
+        lengths = [float(v) for v in input_lengths]
+        constraint = self._constraints.get(name)
+        repeats = num_poolings or (constraint.num_poolings if constraint else None)
+        if repeats and len(repeats) == len(lengths):
+            lengths = [a * b for a, b in zip(lengths, repeats, strict=True)]
+        if len(lengths) == count:
+            return lengths
+        # To TorchRec, no pooling factors are no lookups.
+        return [sum(lengths) / max(1, len(lengths))] * count
+
+    def _profile(
+        self, feature: str, pooling: float, batch_size: int, share: float, rows: int
+    ) -> FeatureProfile:
+        """A feature over the batch, of which it may have only a share of samples."""
+        known = self._profiles.get(feature)
+        samples = max(1, round(batch_size * share))
+        if known is not None and known.access_histogram:
+            found = known.at_batch_size(samples, rows)
+        else:
+            found = zipf_profile(
+                batch_size=samples,
+                pooling_factor=pooling if known is None else known.pooling_factor,
+                num_embeddings=rows,
+                pooling_std=0.0 if known is None else known.pooling_std,
+            )
+        return dataclasses.replace(found, batch_size=batch_size)

@@ -1,0 +1,161 @@
+"""The ways in which a table may be sharded, of those that TorchRec lists and more."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Shard,
+    ShardingOption,
+    Topology,
+)
+
+from torchrec_neuroshard.planner.options.spread_options import sample_shards
+from torchrec_neuroshard.planner.options.table_reader import (
+    TableReader,
+    codec_fault,
+    max_columns,
+    option_codecs,
+)
+from torchrec_neuroshard.planner.options.topologies import node_size
+from torchrec_neuroshard.sharding_types import (
+    COLUMN_SHARDED_TYPES,
+    COLUMN_WISE,
+    SHARDING_TYPES,
+    TABLE_WISE,
+)
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = [
+    "FreeOption",
+    "is_placeable",
+    "narrowest_shard",
+    "other_grids",
+]
+
+
+class FreeOption(ShardingOption):
+    """An option that stands for other ways to shard its table, too.
+
+    To parts of TorchRec's it is the option that it was made from.
+
+    Attributes:
+        ways: The options that a search may choose from, itself among them.
+    """
+
+    def __init__(self, option: ShardingOption, ways: Sequence[ShardingOption]) -> None:
+        self.__dict__.update(vars(option))
+        self._option, self.shards = option, option.shards
+        self.ways = tuple(ways)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingOption:
+        """Copy the option alone: it stands for nothing else where copies are made."""
+        copied: ShardingOption = copy.deepcopy(self._option, memo)
+        return copied
+
+    @staticmethod
+    def ways_of(option: ShardingOption) -> tuple[ShardingOption, ...]:
+        """Return the ways in which a proposed option's table may be sharded."""
+        return option.ways if isinstance(option, FreeOption) else (option,)
+
+
+def is_placeable(
+    option: ShardingOption, reader: TableReader, topology: Topology
+) -> bool:
+    """Whether a search may choose the option's shards and ranks.
+
+    It may where the cost model has a price and shards are cut as `sharding_types` says.
+    """
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    if kind is None or option.dependency is not None or not reader.has_cost(option):
+        return False
+    if codec_fault(option):
+        return False
+    if kind.in_columns:  # a search may leave them whole
+        whole = int(option.tensor.shape[1])
+        searched = option.sharding_type in (TABLE_WISE, COLUMN_WISE)
+        return searched and whole <= max_columns(topology)
+    size = kind.block_size(int(topology.world_size), node_size(topology))
+    # The first and the last shard tell: TorchRec cuts all others alike.
+    rows, shards = int(option.tensor.shape[0]), sample_shards(option)
+    first, last = (kind.rows_at(place, rows, size)[1] for place in (0, size - 1))
+    return (
+        option.num_shards % size == 0
+        and 0 < option.num_shards <= int(topology.world_size)
+        and int(shards[0].size[1]) == int(shards[-1].size[1])
+        and (int(shards[0].size[0]), int(shards[-1].size[0])) == (first, last)
+    )
+
+
+def other_grids(
+    option: ShardingOption,
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints],
+) -> list[ShardingOption]:
+    """Return copies of a grid-sharded option with its columns in other equal blocks.
+
+    TorchRec offers blocks of one width, `min_partition`, and puts several of a table on
+    a node where there are more of them than nodes. Here each block is on a node of its
+    own and may be wider, down to two blocks.
+
+    Args:
+        option: Any; of what is no grid there is no other.
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+
+    Returns:
+        Options without estimates.
+    """
+    kind = SHARDING_TYPES.get(option.sharding_type)
+    if kind is None or kind.in_columns or not kind.splits_columns:
+        return []
+    size = kind.block_size(int(topology.world_size), node_size(topology))
+    width, own = int(option.tensor.shape[1]), int(option.shards[0].size[1])
+    narrowest, widest = _min_partition(option, constraints), max_columns(topology)
+    found = []
+    for count in range(2, int(topology.world_size) // size + 1):
+        block, rest = divmod(width, count)
+        if rest or block % COLUMN_MULTIPLE or not narrowest <= block <= widest:
+            continue
+        if block == own:
+            continue
+        other = copy.copy(option)
+        other.shards = [
+            Shard(size=[int(s.size[0]), block], offset=[int(s.offset[0]), column])
+            for column in range(0, width, block)
+            for s in option.shards[:size]
+        ]
+        found.append(other)
+    return found
+
+
+def _min_partition(
+    option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
+) -> int:
+    """Columns of the narrowest shard that a constraint allows, a multiple of four."""
+    constraint = constraints.get(option.name)
+    asked = (constraint.min_partition if constraint else None) or COLUMN_MULTIPLE
+    return math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+
+
+def narrowest_shard(
+    option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
+) -> int:
+    """Return the columns of the narrowest shard that a table may be cut to.
+
+    Args:
+        option: An option of the table; its sharding type decides.
+        constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+    """
+    if option.sharding_type not in COLUMN_SHARDED_TYPES:
+        return int(sample_shards(option)[0].size[1])
+    if option.sharding_type != COLUMN_WISE or not option.is_pooled:
+        return int(option.tensor.shape[1])
+    least = COLUMN_MULTIPLE * int(option.batch_size)
+    if any(least % codec.row_values for codec in option_codecs(option)):
+        return int(option.tensor.shape[1])
+    return min(int(option.tensor.shape[1]), _min_partition(option, constraints))

@@ -1,0 +1,1 @@
+"""What stands behind TorchRec's interfaces, and what these share."""

@@ -1,0 +1,308 @@
+"""The search space: TorchRec's, in a fixed order and without what nothing reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingType
+
+from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.compat import (
+    HookedEnumerator,
+    SharingOption,
+    enumerator_constraints,
+    sharders_by_type,
+)
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.options.checks import check_sharders
+from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.options.spread_options import SpreadOption
+from torchrec_neuroshard.planner.options.table_reader import (
+    OFFLOADED_KERNELS,
+    SPLITTING_TYPES,
+    RunFault,
+    codec_fault,
+    is_modelled_config,
+    max_columns,
+    note_sharders,
+    table_configs,
+    table_name,
+)
+from torchrec_neuroshard.planner.parts.shard_estimators import (
+    NeuroShardEstimator,
+    StorageEstimator,
+)
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
+
+__all__ = ["NeuroShardEnumerator"]
+
+_FUSED = EmbeddingComputeKernel.FUSED.value
+_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+_ROW_WISE = ShardingType.ROW_WISE.value
+_TABLE_COLUMN_WISE = ShardingType.TABLE_COLUMN_WISE.value
+_NODE_TYPES = (ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+
+_NEARLY_ALL = 0.9
+"""Part of the devices' memory that tables fill with the state of an optimizer: if less,
+the small ones stay there."""
+_SMALL_SHARE = 1 / 16
+"""Part of a device's memory that a small table fills with that state at most."""
+
+
+class NeuroShardEnumerator(HookedEnumerator):
+    """TorchRec's enumerator with learned estimates and a fixed order of options.
+
+    Of tables that the cost model knows, options are left out that are no better than
+    others which stay:
+
+    - table-column-wise ones: the search splits columns by itself, down to the
+      constraint's `min_partition` (default 4);
+    - types that keep more columns together than a GPU's kernels take;
+    - table-row-wise ones where all ranks are in one node: row-wise is the same there;
+    - kernels that read the host's memory, where no constraint asks for them and device
+      memory is not scarce: all tables, with the state of an optimizer, fill less than
+      half of the devices, and none fills one alone. The same is asked of tables that
+      placement constraints pin to some devices or keep together on one. Of tables that
+      fill more than that, but not nearly all, the small ones go without these kernels,
+      too: it is the large ones that make room.
+
+    An option that a constraint leaves no alternative to stays, and so does every option
+    of other tables.
+
+    Attributes:
+        seconds: What the last `enumerate` took.
+        memory: What ranks allocate; None where the caller estimates memory.
+
+    Args:
+        topology: The devices to plan for.
+        batch_size: Samples per rank.
+        constraints: Table name -> TorchRec's constraints on it.
+        estimator: Replaces the learned estimator and that of memory.
+        cost_model: "auto", a bundle's name or folder, or a model.
+        comms_model: None: as measured, else as published, else by the topology.
+        profiles: Feature name -> its measured profile.
+        costs: Shares one loaded cost model between parts; replaces the three above.
+        placement: Which ranks tables may be on. None: any.
+        pipeline_type: TorchRec's, of the training loop: what it keeps on the device
+            counts as memory. None: no pipeline. Only without `estimator`.
+        kwargs: Passed to `EmbeddingEnumerator`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int = 512,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        estimator: ShardEstimator | list[ShardEstimator] | None = None,
+        *,
+        cost_model: str | Path | CostModel = "auto",
+        comms_model: CommsModel | None = None,
+        profiles: Mapping[str, FeatureProfile] | None = None,
+        costs: PlanCosts | None = None,
+        placement: PlacementConstraints | None = None,
+        pipeline_type: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        constraints = dict(constraints) if constraints else None
+        self.memory: MemoryModel | None = None
+        if estimator is None:
+            costs = costs or PlanCosts(
+                topology,
+                constraints,
+                cost_model=cost_model,
+                comms_model=comms_model,
+                profiles=profiles,
+            )
+            storage = StorageEstimator(
+                topology, constraints, reader=costs.reader, pipeline_type=pipeline_type
+            )
+            self.memory = storage.memory
+            estimator = [
+                NeuroShardEstimator(topology, constraints, costs=costs),
+                storage,
+            ]
+        super().__init__(
+            topology=topology,
+            batch_size=batch_size,
+            constraints=constraints,
+            estimator=estimator,
+            **kwargs,
+        )
+        self._modelled: set[str] = set()
+        self._sharders: Mapping[str, ModuleSharder[Any]] = {}
+        self._compute_device = str(topology.compute_device)
+        self._devices = topology.devices
+        self._max_columns = max_columns(topology)
+        self._wide: dict[str, int] = {}
+        self._one_node = topology.intra_group_size >= topology.world_size
+        self._offloadable: set[str] = set()
+        self._placement = placement or PlacementConstraints()
+        self.seconds = 0.0
+
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]]
+    ) -> list[ShardingOption]:
+        """Return the options of every table, with estimates.
+
+        Args:
+            module: The model, or the part of it to shard.
+            sharders: TorchRec's sharders of its embedding modules.
+
+        Raises:
+            ConfigError: A table has no way to be sharded that a GPU's kernels or the
+                codecs of quantised collectives can carry, or a sharder asks for what
+                there is not.
+        """
+        start = time.monotonic()
+        check_sharders(sharders, self._compute_device)
+        self._sharders = sharders_by_type(sharders)
+        known: dict[str, bool] = {}
+        self._wide = {}
+        sizes: list[tuple[str, int]] = []
+        for config in table_configs(module):
+            modelled = is_modelled_config(config)
+            known[config.name] = known.get(config.name, True) and modelled
+            size = 4 * config.num_embeddings * config.embedding_dim
+            sizes.append((config.name, size))
+            if modelled and config.embedding_dim > self._max_columns:
+                self._wide[config.name] = int(config.embedding_dim)
+        self._modelled = {name for name, modelled in known.items() if modelled}
+        self._offloadable = self._short_of_memory(sizes)
+        options: list[ShardingOption] = super().enumerate(module, sharders)
+        self._check_codecs(options)
+        self.seconds = time.monotonic() - start
+        return options
+
+    def _short_of_memory(self, sizes: Sequence[tuple[str, int]]) -> set[str]:
+        """Tables of these bytes, by name, for which device memory is scarce."""
+        placement = self._placement
+        caps = {
+            d.rank: d.storage.hbm
+            for d in self._devices
+            if d.rank not in placement.forbid_ranks
+        }
+        pinned: dict[tuple[int, ...], list[int]] = {}
+        for name, ranks in placement.pin.items():
+            pinned.setdefault(tuple(ranks), []).extend(_sizes_of(name, sizes))
+        needs = [([size for _, size in sizes], list(caps.values()))]
+        needs += [
+            (own, [caps[r] for r in ranks if r in caps])
+            for ranks, own in pinned.items()
+        ]
+        needs += [
+            ([sum(sum(_sizes_of(n, sizes)) for n in names)], list(caps.values()))
+            for names in placement.together
+        ]
+        # Weights and as much again for the state.
+        scarce = [
+            4 * sum(own) > sum(room) or 2 * max(own, default=0) > max(room, default=0)
+            for own, room in needs
+        ]
+        if not any(scarce):
+            return set()
+        total, room = (sum(part) for part in needs[0])
+        small = max(caps.values()) * _SMALL_SHARE / 2
+        if any(scarce[1:]) or 2 * total > _NEARLY_ALL * room:
+            small = 0.0
+        return {name for name, size in sizes if size > small}
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Set storage and perf of all shards; afterwards options are cheap to copy.
+
+        Args:
+            sharding_options: Changed in place.
+        """
+        sharding_options[:] = [
+            SharingOption.of(o) if type(o) is ShardingOption else o
+            for o in sharding_options
+        ]
+        # Estimators are told less of sharders.
+        note_sharders(sharding_options, self._sharders)
+        super().populate_estimates(sharding_options)
+
+    def spread(self, option: ShardingOption, world_size: int) -> ShardingOption:
+        """List the shards of a row-wise or data-parallel option when they are read."""
+        return SpreadOption.spread(option, world_size)
+
+    def narrowed_types(self, table: str, types: list[str]) -> list[str]:
+        """Return the sharding types to list, in a fixed order; see the class."""
+        types = sorted(types)
+        if table not in self._modelled:
+            return types
+        if table in self._wide:
+            types = self._splitting(table, types)
+        if not {TABLE_WISE, COLUMN_WISE}.isdisjoint(types):
+            types = [t for t in types if t != _TABLE_COLUMN_WISE]
+        if _ROW_WISE in types and self._one_node:
+            types = [t for t in types if t not in _NODE_TYPES]
+        return types
+
+    def _check_codecs(self, options: Sequence[ShardingOption]) -> None:
+        """Refuse tables that no option can carry over quantised collectives.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        faults: dict[str, RunFault | None] = {}
+        for option in options:
+            name = table_name(option)
+            if faults.get(name, True):
+                faults[name] = codec_fault(option)
+        for name, fault in faults.items():
+            if fault:
+                raise ConfigError(f"table '{name}': {fault.cause}. {fault.way_out}")
+
+    def _splitting(self, table: str, types: Sequence[str]) -> list[str]:
+        """Of sharding types those that cut a table's columns as far as kernels need.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        constraint = enumerator_constraints(self).get(table)
+        block = (constraint.min_partition if constraint else None) or 0
+        kept = [t for t in types if t in SPLITTING_TYPES and block <= self._max_columns]
+        if not kept:
+            raise ConfigError(
+                f"table '{table}' (embedding_dim={self._wide[table]}) is too wide for "
+                f"a GPU: kernels take at most {self._max_columns:,} columns, and its "
+                f"constraints leave it {', '.join(types)} with min_partition={block}. "
+                "Allow column_wise sharding for it, with a min_partition of at most "
+                f"{self._max_columns}, or lower embedding_dim"
+            )
+        return kept
+
+    def narrowed_kernels(self, table: str, kernels: list[str]) -> list[str]:
+        """Return the kernels to list, in a fixed order; see the class."""
+        kernels = sorted(kernels)
+        if table not in self._modelled or _FUSED not in kernels:
+            return kernels
+        constraint = enumerator_constraints(self).get(table)
+        asked = constraint.compute_kernels if constraint else None
+        if not (asked or table in self._offloadable):
+            return [_FUSED]
+        params = constraint.cache_params if constraint else None
+        load = None if params is None else params.load_factor
+        kept = OFFLOADED_KERNELS | {_FUSED}
+        if load is not None and not 0 < load <= 1:
+            kept -= {_CACHING}  # it could not run
+        return [k for k in kernels if k in kept]
+
+
+def _sizes_of(name: str, sizes: Sequence[tuple[str, int]]) -> list[int]:
+    """Bytes of the tables that a name, with or without its module, may mean."""
+    bare = name.rpartition(".")[2]
+    return [size for known, size in sizes if known in (name, bare)]

@@ -1,0 +1,178 @@
+"""Places options that no search places, by TorchRec's own greedy routine."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Sequence
+
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
+from torchrec.distributed.planner.types import (
+    DeviceHardware,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.compat import with_devices
+from torchrec_neuroshard.planner.options.constraints import ranks_by_table
+from torchrec_neuroshard.planner.options.table_reader import table_name
+
+__all__ = ["memory_left", "option_copies", "place_greedily", "without"]
+
+
+def place_greedily(
+    options: Sequence[ShardingOption], topology: Topology, rules: PlacementRules
+) -> list[ShardingOption]:
+    """Return placed copies of the options.
+
+    Options whose ranks the rules restrict come first, with those colocated: the ones
+    with the fewest ranks, then the largest.
+
+    Args:
+        options: With estimates.
+        topology: The devices and the memory that shards may take.
+        rules: Which ranks tables may be on.
+
+    Raises:
+        PlannerError: Of type PARTITION, when nothing fits.
+    """
+    placed = option_copies(options)
+    free: list[ShardingOption] = []
+    units: dict[tuple[int, ...], list[ShardingOption]] = {}
+    for option in placed:
+        table = rules.index[table_name(option)]
+        if rules.is_free(table):
+            free.append(option)
+        else:
+            units.setdefault(rules.colocated_with(table), []).append(option)
+    done: list[ShardingOption] = []
+    while units:
+        now = rules.restricted(ranks_by_table(done, rules))
+        tables = min(
+            units, key=lambda t: (len(now.ranks(t[0])), *_negative_size(units[t]))
+        )
+        unit = units.pop(tables)
+        _place_unit(unit, _less(topology, done), now)
+        done += unit
+    if free:
+        less = _less(topology, done)
+        try:
+            GreedyPerfPartitioner().partition(free, less)
+        except PlannerError as error:
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=_what_lacks(free, less) or str(error),
+            ) from error
+    return placed
+
+
+def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str | None:
+    """Name a table of which a shard fits no rank, be all others elsewhere."""
+    for option in options:
+        shard = max((s.storage for s in option.shards), key=lambda s: (s.hbm, s.ddr))
+        if any(shard.fits_in(d.storage) for d in topology.devices):
+            continue
+        rows, width = option.tensor.shape
+        hbm = max(d.storage.hbm for d in topology.devices)
+        ddr = max(d.storage.ddr for d in topology.devices)
+        return (
+            f"table '{table_name(option)}' (num_embeddings={rows}, "
+            f"embedding_dim={width}) fits no rank: as {option.sharding_type}, "
+            f"{option.compute_kernel} a shard needs {format_bytes(shard.hbm)} of a "
+            f"device's memory and {format_bytes(shard.ddr)} of the host's; ranks have "
+            f"{format_bytes(hbm)} and {format_bytes(ddr)} at most. Allow other "
+            "sharding types or kernels for it, give the topology more memory "
+            f"(hbm_cap, ddr_cap) or raise world_size ({topology.world_size})"
+        )
+    return None
+
+
+def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Copies of options with shards of their own."""
+    copies = []
+    for option in options:
+        new = copy.copy(option)
+        new.shards = copy.deepcopy(option.shards)
+        copies.append(new)
+    return copies
+
+
+def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[Storage]:
+    """Return the memory that placed options leave of each rank."""
+    left = [d.storage for d in topology.devices]
+    for option in placed:
+        for shard in option.shards:
+            left[shard.rank] = left[shard.rank] - shard.storage
+    return left
+
+
+def without(topology: Topology, num_bytes: float) -> Topology:
+    """Return the topology with less memory on every device."""
+    taken = Storage(hbm=math.ceil(num_bytes), ddr=0)
+    return with_devices(
+        topology,
+        [DeviceHardware(d.rank, d.storage - taken, d.perf) for d in topology.devices],
+    )
+
+
+def _negative_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:
+    """Memory of tables that are placed as one; the more, the less."""
+    storages = [s.storage for o in unit for s in o.shards]
+    return -sum(s.hbm for s in storages), -sum(s.ddr for s in storages)
+
+
+def _place_unit(
+    unit: list[ShardingOption], topology: Topology, rules: PlacementRules
+) -> None:
+    """Place one table, or tables that belong together, in place."""
+    table = rules.index[table_name(unit[0])]
+    ranks = rules.ranks(table)
+    choices: list[Collection[int]] = [ranks]
+    if len(rules.colocated_with(table)) > 1:
+        load = [d.perf.total for d in topology.devices]
+        choices = [(r,) for r in sorted(ranks, key=lambda r: (load[r], r))]
+    for allowed in choices:
+        try:
+            GreedyPerfPartitioner().partition(unit, _only(topology, allowed))
+            return
+        except PlannerError:
+            for option in unit:
+                for shard in option.shards:
+                    shard.rank = None
+    raise PlannerError(
+        error_type=PlannerErrorType.PARTITION,
+        message=f"tables {', '.join(map(table_name, unit))} do not fit where placement "
+        f"constraints and the tables placed so far leave them: on ranks "
+        f"{', '.join(map(str, ranks)) or 'none'}",
+    )
+
+
+def _less(topology: Topology, placed: Sequence[ShardingOption]) -> Topology:
+    """Return the topology with the placed options on it."""
+    if not placed:
+        return topology
+    devices = [
+        DeviceHardware(d.rank, storage, copy.copy(d.perf))
+        for d, storage in zip(
+            topology.devices, memory_left(topology, placed), strict=True
+        )
+    ]
+    for option in placed:
+        for shard in option.shards:
+            devices[shard.rank].perf += shard.perf
+    return with_devices(topology, devices)
+
+
+def _only(topology: Topology, ranks: Collection[int]) -> Topology:
+    """Return the topology with room on some ranks alone."""
+    nothing = Storage(hbm=-1, ddr=-1)
+    devices = [
+        d if d.rank in ranks else DeviceHardware(d.rank, nothing, d.perf)
+        for d in topology.devices
+    ]
+    return with_devices(topology, devices)

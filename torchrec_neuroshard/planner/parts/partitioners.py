@@ -1,0 +1,377 @@
+"""Places the tables of a proposal by a search, inside TorchRec's loop."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Partitioner,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder
+
+from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
+from torchrec_neuroshard.errors import InfeasibleError, PlacementError
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.compat import sharders_by_type
+from torchrec_neuroshard.planner.costs.caches import size_caches
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
+from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
+from torchrec_neuroshard.planner.launch.finalists import Finalists
+from torchrec_neuroshard.planner.options.constraints import (
+    PlacementConstraints,
+    ranks_by_table,
+)
+from torchrec_neuroshard.planner.options.table_reader import (
+    OFFLOADED_KERNELS,
+    has_cache,
+    has_open_cache,
+    note_sharders,
+    table_name,
+)
+from torchrec_neuroshard.planner.options.ways import FreeOption, is_placeable
+from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.parts.greedy import (
+    memory_left,
+    option_copies,
+    place_greedily,
+    without,
+)
+from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, is_own
+from torchrec_neuroshard.planner.parts.search_space import SearchSpace
+from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
+from torchrec_neuroshard.search import SearchConfig, make_searcher
+from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.choosing import ChoosingSearcher
+
+__all__ = ["NeuroShardPartitioner", "SearchLog", "SearchRecord"]
+
+LATER_EFFORT = 0.3
+"""Effort of the searches after a plan's first one, relative to it."""
+LATER_SHARE = 4.0
+"""What all of them may take together, relative to the first one."""
+LEAST_SECONDS = 0.5
+"""A first search that took less counts as this."""
+QUICK_SECONDS = 0.05
+"""What a search gets that comes later still: enough to place tables, not to improve."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchRecord:
+    """One search that a partitioner made."""
+
+    task: ShardingTask
+    result: SearchResult
+
+
+@dataclass(slots=True)
+class SearchLog:
+    """The searches of one planning run, which share a time budget.
+
+    All but the first make less effort.
+    """
+
+    records: list[SearchRecord] = dataclasses.field(default_factory=list)
+    infeasible: str | None = None
+    """Why the first proposal that did not fit did not."""
+    seconds: float = 0.0
+    """What the searches took."""
+    plans: list[list[ShardingOption]] = dataclasses.field(default_factory=list)
+    """Every plan that fits, placed and priced, in the order of the proposals."""
+
+    def keep(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """Remember a plan, and return it."""
+        self.plans.append(plan)
+        return plan
+
+    def next(self, searcher: Searcher) -> Searcher:
+        """Return the search with what is left of the budget."""
+        if not self.records:
+            return searcher
+        first = max(self.records[0].result.search_seconds, LEAST_SECONDS)
+        left = searcher.time_budget_seconds - self.seconds
+        share = first * (1 + LATER_SHARE) - self.seconds
+        effort = LATER_EFFORT if share > 0 else 0.0
+        return searcher.with_budget(max(min(left, share), QUICK_SECONDS), effort)
+
+
+class NeuroShardPartitioner(CostedPart, Partitioner):
+    """Shards and places a proposal's tables by searching on the learned cost of sets.
+
+    An option of `NeuroShardProposer`'s leaves the search every way that its table may
+    be sharded in; any other is kept to its type and kernel. Column-wise options
+    may be split at any multiple of four columns, down to the constraint's
+    `min_partition` (default 4) and at most once per rank, into unequal widths only for
+    CPU topologies. Options that the cost model has no price for are placed first, by
+    TorchRec's greedy routine, and the memory they take is left out of the search.
+
+    A proposal whose shards all have ranks is a plan already and is only priced.
+
+    Placement constraints hold for all of them: tables that are not searched are placed
+    by the same routine on the ranks that they may be on, one by one, before all others.
+
+    The proposal is not changed; the options returned are copies, whose shards' `perf`
+    adds up to the cost of each rank's set, and whose `storage` to what the rank
+    allocates, where `NeuroShardEnumerator` estimates memory.
+
+    The other arguments are those of `CostedPart`.
+
+    Attributes:
+        searcher: What searches the placements.
+        placement: Which ranks tables may be on.
+        log: The searches made.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        search: A search's name, its settings, or a searcher.
+        enumerator: The planner's; says how much memory a split takes. None: what a
+            table needs beside its weights is counted in full for each of its shards.
+        placement: Which ranks tables may be on. None: any.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        search: str | SearchConfig | Searcher = "default",
+        enumerator: Enumerator | None = None,
+        placement: PlacementConstraints | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(topology, constraints, **kwargs)
+        self._topology = topology
+        self._constraints = constraints or {}
+        self.placement = placement or PlacementConstraints()
+        self.searcher = make_searcher(search)
+        self._enumerator = enumerator
+        self.log = SearchLog()
+        self._finalists: Finalists | None = None
+        self._sharders: Mapping[str, ModuleSharder[Any]] = {}
+
+    def for_run(
+        self,
+        log: SearchLog,
+        sharders: Iterable[ModuleSharder[Any]] = (),
+        finalists: Finalists | None = None,
+    ) -> NeuroShardPartitioner:
+        """Return the same partitioner for one planning run.
+
+        Args:
+            log: Of the run.
+            sharders: Of the run, for options whose estimators did not read them.
+            finalists: Has plans of the first search measured. None: nothing is.
+        """
+        other = copy.copy(self)
+        other.log, other._sharders = log, sharders_by_type(sharders)
+        other._finalists = finalists
+        return other
+
+    def partition(
+        self, proposal: list[ShardingOption], storage_constraint: Topology
+    ) -> list[ShardingOption]:
+        """Choose shards and ranks.
+
+        Args:
+            proposal: One option per table, with estimates.
+            storage_constraint: The devices and the memory that shards may take.
+
+        Returns:
+            The chosen options, in the order of the proposal.
+
+        Raises:
+            PlannerError: Of type PARTITION, when nothing fits.
+            ConfigError: The cost model predicts something that is not a time, or
+                placement constraints cannot be kept, whatever the sizes.
+        """
+        for option in proposal:
+            note_sharders((option, *FreeOption.ways_of(option)), self._sharders)
+        rules, room = self.rules(proposal), storage_constraint
+        if self._memory is not None:
+            common = self._memory.common_bytes(proposal)
+            storage_constraint = without(storage_constraint, common)
+        if all(s.rank is not None for o in proposal for s in o.shards):
+            return self.log.keep(self._keep(proposal, storage_constraint, rules))
+        ways = [
+            tuple(o for o in FreeOption.ways_of(option) if self._is_placeable(o))
+            for option in proposal
+        ]
+        plan = self._place(proposal, ways, storage_constraint, rules)
+        if _full_rank(storage_constraint, plan) is not None:
+            # The search counts the devices' memory; TorchRec places by the host's, too.
+            offloaded = [o.compute_kernel in OFFLOADED_KERNELS for o in plan]
+            again = [
+                chosen if out else option
+                for option, chosen, out in zip(proposal, plan, offloaded, strict=True)
+            ]
+            ways = [() if out else w for w, out in zip(ways, offloaded, strict=True)]
+            self.costs.attribute(plan)
+            plan = self._place(_without_ranks(again), ways, storage_constraint, rules)
+        if self._memory is not None:
+            sized = [
+                has_cache(chosen)
+                and any(map(has_open_cache, FreeOption.ways_of(option)))
+                for option, chosen in zip(proposal, plan, strict=True)
+            ]
+            plan = size_caches(plan, sized, self.costs, self._memory, room)
+        self._attribute(plan)
+        return self.log.keep(plan)
+
+    @property
+    def _memory(self) -> MemoryModel | None:
+        if isinstance(self._enumerator, NeuroShardEnumerator):
+            return self._enumerator.memory
+        return None
+
+    def _attribute(self, plan: Sequence[ShardingOption]) -> None:
+        """Share out to shards what each rank takes, time and memory."""
+        self.costs.attribute(plan)
+        if self._memory is not None:
+            self._memory.attribute(plan)
+
+    def _is_placeable(self, option: ShardingOption) -> bool:
+        return is_placeable(option, self.costs.reader, self._topology)
+
+    def _place(
+        self,
+        proposal: Sequence[ShardingOption],
+        ways: Sequence[tuple[ShardingOption, ...]],
+        storage_constraint: Topology,
+        rules: PlacementRules,
+    ) -> list[ShardingOption]:
+        """Place tables without ways by TorchRec's routine, the others by the search."""
+        # By name: the order that a model lists its tables in must not matter.
+        both = sorted(zip(proposal, ways, strict=True), key=lambda p: table_name(p[0]))
+        given = [o for o, w in both if not w]
+        searched = [w for _, w in both if w]
+        try:
+            others = place_greedily(given, storage_constraint, rules)
+        except PlannerError as error:
+            self.log.infeasible = self.log.infeasible or str(error)
+            raise
+        self.costs.share_launches(others)
+        chosen: list[ShardingOption] = []
+        if searched:
+            chosen = self._search(
+                searched,
+                memory_left(storage_constraint, others),
+                rules.restricted(ranks_by_table(others, rules)) if rules else rules,
+            )
+        placed = {table_name(o): o for o in (*others, *chosen)}
+        return [placed[table_name(o)] for o in proposal]
+
+    def rules(self, options: Sequence[ShardingOption]) -> PlacementRules:
+        """Say what the placement constraints mean for a plan of these options.
+
+        Raises:
+            ConfigError: They name what is not there, or contradict each other.
+        """
+        return self.placement.rules(
+            map(table_name, options), int(self._topology.world_size)
+        )
+
+    def _keep(
+        self,
+        plan: Sequence[ShardingOption],
+        storage_constraint: Topology,
+        rules: PlacementRules,
+    ) -> list[ShardingOption]:
+        """Price a plan that somebody else made."""
+        violation = rules.violation(ranks_by_table(plan, rules))
+        if violation is not None:
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=f"a given plan breaks the placement constraints: {violation}",
+            )
+        kept = option_copies(plan)
+        full = _full_rank(storage_constraint, kept)
+        if full is not None:
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=f"rank {full} of a given plan holds more than its memory",
+            )
+        self.costs.share_launches(kept)
+        self._attribute(kept)
+        return kept
+
+    def _search(
+        self,
+        tables: Sequence[Sequence[ShardingOption]],
+        memory: Sequence[Storage],
+        rules: PlacementRules,
+    ) -> list[ShardingOption]:
+        space = SearchSpace.of(
+            tables,
+            reader=self.costs.reader,
+            topology=self._topology,
+            constraints=self._constraints,
+            enumerator=self._enumerator,
+            memory=memory,
+            rules=rules,
+        )
+        log, start = self.log, time.monotonic()
+        searcher = log.next(self.searcher)
+        # Searches of this package keep to their budget by themselves.
+        budget = math.inf if is_own(searcher) else searcher.time_budget_seconds
+        seconds = budget + GRACE_SECONDS
+        if space.task.has_choices and not searcher.takes_choices:
+            searcher = ChoosingSearcher(searcher)
+        try:
+            cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
+            if self._finalists is not None and not log.records:
+                result = self._finalists.choose(searcher, space.task, self.costs)
+            else:
+                result = call_within(
+                    seconds, searcher.search, space.task, cost_model, comms_model
+                )
+        except TimeIsUpError:
+            log.infeasible = (
+                f"search '{searcher.name}' did not return within {seconds:.1f} s"
+            )
+            raise OutOfTimeError(log.infeasible) from None
+        except InfeasibleError as error:
+            log.infeasible = log.infeasible or str(error)
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION, message=str(error)
+            ) from error
+        finally:
+            log.seconds += time.monotonic() - start
+        try:
+            result.placement.check(space.task)
+        except PlacementError as error:
+            raise type(error)(
+                f"search '{searcher.name}' returned what cannot be used: {error}"
+            ) from error
+        result = self.costs.predict(space.task, result, const_ms)
+        log.records.append(SearchRecord(space.task, result))
+        return space.placed(result.placement)
+
+
+def _full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None:
+    """Return a rank that lacks the memory, on the device or in the host, for a plan."""
+    nothing = Storage(hbm=0, ddr=0)
+    left = memory_left(topology, plan)
+    return next((r for r, m in enumerate(left) if not nothing.fits_in(m)), None)
+
+
+def _without_ranks(options: Sequence[ShardingOption]) -> list[ShardingOption]:
+    """Copies of options whose shards are to be placed."""
+    copies = option_copies(options)
+    for option in copies:
+        for shard in option.shards:
+            shard.rank = None
+    return copies

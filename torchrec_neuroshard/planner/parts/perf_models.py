@@ -1,0 +1,24 @@
+"""Rates whole plans by their predicted iteration."""
+
+from __future__ import annotations
+
+from torchrec.distributed.planner.types import PerfModel, ShardingOption
+
+from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
+
+__all__ = ["NeuroShardPerfModel"]
+
+
+class NeuroShardPerfModel(CostedPart, PerfModel):
+    """Rates a plan by the critical path of one iteration.
+
+    The arguments are those of `CostedPart`.
+    """
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        """Return the predicted milliseconds of one iteration; lower is better.
+
+        Raises:
+            ConfigError: The cost model predicts something that is not a time.
+        """
+        return self.costs.evaluate(self.costs.lower(plan)).critical_path_ms

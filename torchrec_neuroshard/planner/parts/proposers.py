@@ -1,0 +1,218 @@
+"""Proposes to the partitioner every table in all the ways it may be sharded in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    Proposer,
+    ShardingOption,
+    Topology,
+)
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
+from torchrec_neuroshard.planner.options.constraints import (
+    PlacementConstraints,
+    permits,
+)
+from torchrec_neuroshard.planner.options.spread_options import sample_shards
+from torchrec_neuroshard.planner.options.table_reader import (
+    device_tier,
+    run_fault,
+    table_name,
+)
+from torchrec_neuroshard.planner.options.topologies import node_size
+from torchrec_neuroshard.planner.options.ways import (
+    FreeOption,
+    is_placeable,
+    narrowest_shard,
+    other_grids,
+)
+from torchrec_neuroshard.planner.parts.search_space import other_caches
+from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
+
+__all__ = ["NeuroShardProposer"]
+
+
+class NeuroShardProposer(CostedPart, Proposer):
+    """Proposes one option per table; `NeuroShardPartitioner` does the search.
+
+    First, every table in all the ways that its constraints allow: an option that
+    `NeuroShardPartitioner` takes for all of them and any other partitioner for one,
+    column-wise or table-wise where that fits a rank, else the cheapest that does. Where
+    that does not fit, every table by its option of least memory.
+
+    Options that placement constraints leave no ranks for are never proposed.
+
+    The other arguments are those of `CostedPart`.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        placement: Which ranks tables may be on. None: any.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        placement: PlacementConstraints | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(topology, constraints, **kwargs)
+        self._placement = placement or PlacementConstraints()
+        self._topology = topology
+        self._constraints = constraints or {}
+        self._tier = device_tier(topology)
+        self._queue: list[list[ShardingOption]] = []
+        self.best_rating: float | None = None
+        """Rating of the best plan since `load` [ms]; None where nothing fitted."""
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Prepare the proposals.
+
+        Args:
+            search_space: All options, with estimates.
+            enumerator: Estimates grids in other blocks than TorchRec's, and caches of
+                other sizes (see `ways`). None: these are not proposed.
+
+        Raises:
+            ConfigError: Placement constraints contradict each other or the model, or
+                leave a table no way to be sharded.
+        """
+        by_table: dict[str, list[ShardingOption]] = {}
+        for option in search_space:
+            by_table.setdefault(option.fqn, []).append(option)
+        names = [table_name(options[0]) for options in by_table.values()]
+        self._rules = self._placement.rules(names, int(self._topology.world_size))
+        if enumerator is not None:
+            others = [
+                other
+                for option in search_space
+                for other in (
+                    *other_grids(option, self._topology, self._constraints),
+                    *other_caches(option, self._topology, self.costs.reader),
+                )
+            ]
+            enumerator.populate_estimates(others)
+            for other in others:
+                by_table[other.fqn].append(other)
+        tables = list(map(self._permitted, by_table.values()))
+        self.best_rating = None
+        self._room: dict[tuple[int, ...], int] = {}
+        self._queue = [[self._free(options) for options in tables]]
+        least = [_least(options, _memory_order) for options in tables]
+        if any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
+            self._queue.append(least)
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Return the next proposal, None after the last one."""
+        return self._queue[0] if self._queue else None
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Learn how the proposal did.
+
+        Args:
+            partitionable: Whether it fits; if so, no other is made.
+            plan: Not needed.
+            perf_rating: The critical path of its plan [ms].
+            storage_constraint: Not needed.
+        """
+        del plan, storage_constraint
+        self._queue = [] if partitionable else self._queue[1:]
+        if partitionable and perf_rating is not None:
+            self.best_rating = min(perf_rating, self.best_rating or perf_rating)
+
+    def _permitted(self, options: list[ShardingOption]) -> list[ShardingOption]:
+        """Options that can be where placement constraints allow the table."""
+        if self._rules.is_free(self._rules.index[table_name(options[0])]):
+            return options
+        size = node_size(self._topology)
+        kept = [o for o in options if permits(self._rules, o, size)]
+        if not kept:
+            kinds = ", ".join(sorted({o.sharding_type for o in options}))
+            raise ConfigError(
+                f"table '{table_name(options[0])}' may only be sharded {kinds}, which "
+                "needs more ranks than placement constraints leave it. Allow "
+                "table-wise or column-wise sharding for it, or more ranks"
+            )
+        return kept
+
+    def _free(self, options: Sequence[ShardingOption]) -> ShardingOption:
+        """Return the table in all ways that a search can place."""
+        reader = self.costs.reader
+        ways = [o for o in options if is_placeable(o, reader, self._topology)]
+        ranks = self._rules.ranks(self._rules.index[table_name(options[0])])
+        if ranks not in self._room:
+            self._room[ranks] = max(
+                getattr(self._topology.devices[r].storage, self._tier) for r in ranks
+            )
+        room = self._room[ranks]
+        least = _least(
+            ways or options, partial(self._cost_order, room, bool(ways)), _cost_ms
+        )
+        return FreeOption(least, ways) if ways else least
+
+    def _cost_order(
+        self, room: int, may_be_split: bool, option: ShardingOption
+    ) -> tuple[Any, ...]:
+        """Options that run and fit first; of these, those by columns."""
+        size = max(float(getattr(s.storage, self._tier)) for s in sample_shards(option))
+        if may_be_split:
+            size *= narrowest_shard(option, self._constraints) / max(
+                int(s.size[1]) for s in sample_shards(option)
+            )
+        first, second = (COLUMN_WISE, TABLE_WISE)
+        if not option.is_pooled:
+            first, second = second, first
+        kind = option.sharding_type
+        fused = option.compute_kernel == "fused"
+        return (
+            run_fault(option) is not None,
+            size > room,
+            not (fused and kind in (first, second)),
+            not (fused and kind == first),
+        )
+
+
+def _least(
+    options: Sequence[ShardingOption],
+    order: Callable[[ShardingOption], Any],
+    then: Callable[[ShardingOption], Any] = lambda option: 0,
+) -> ShardingOption:
+    """Return the first option by an order; `then` is asked where that is a draw."""
+    orders = [order(option) for option in options]
+    least = min(orders)
+    drawn = [o for o, own in zip(options, orders, strict=True) if own == least]
+    return (
+        min(drawn, key=lambda o: (then(o), *_name_order(o))) if drawn[1:] else drawn[0]
+    )
+
+
+def _cost_ms(option: ShardingOption) -> float:
+    return float(max(s.perf.total for s in option.shards))
+
+
+def _memory_order(option: ShardingOption) -> tuple[Any, ...]:
+    scarce = max(s.storage.hbm for s in sample_shards(option))
+    other = max(s.storage.ddr for s in sample_shards(option))
+    return (run_fault(option) is not None, scarce, other, *_name_order(option))
+
+
+def _name_order(option: ShardingOption) -> tuple[Any, ...]:
+    kind = option.sharding_type
+    return kind != TABLE_WISE, kind, option.compute_kernel

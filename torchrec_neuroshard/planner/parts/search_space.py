@@ -1,0 +1,404 @@
+"""TorchRec's options as the task of a search, and its placement as options."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    Shard,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+
+from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
+from torchrec_neuroshard.devices import is_accelerator
+from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.costs.caches import with_load
+from torchrec_neuroshard.planner.costs.kernels import (
+    is_estimated,
+    kernel_factors,
+    miss_curve,
+)
+from torchrec_neuroshard.planner.costs.plan_conversion import task_of
+from torchrec_neuroshard.planner.options.constraints import permits
+from torchrec_neuroshard.planner.options.spread_options import (
+    sample_shards,
+    unpriced_shards,
+)
+from torchrec_neuroshard.planner.options.table_reader import (
+    OFFLOADED_KERNELS,
+    TableReader,
+    device_tier,
+    has_open_cache,
+    has_own_optimizer,
+    table_name,
+)
+from torchrec_neuroshard.planner.options.topologies import node_size
+from torchrec_neuroshard.planner.options.ways import narrowest_shard
+from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.sharding_types import (
+    COLUMN_SHARDED_TYPES,
+    COLUMN_WISE,
+    TABLE_WISE,
+)
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["SearchSpace", "other_caches"]
+
+_TIERS = ("hbm", "ddr", "ssd")
+CACHED_BATCHES = tuple(2.0**n for n in range(9))
+"""Batches whose rows the caches that a search chooses from hold."""
+MAX_CACHE_LOAD, MIN_CACHE_GROWTH = 0.8, 1.2
+"""Share of a table's rows above which a cache is as good as the table, and how much
+larger the next cache must be."""
+
+
+def other_caches(
+    option: ShardingOption, topology: Topology, reader: TableReader
+) -> list[ShardingOption]:
+    """Return copies of an option with caches of other sizes.
+
+    TorchRec offers one size, `UVM_CACHING_RATIO` of the rows. Tables of one kernel
+    share its cache, where a row stays for so many batches whatever its table: each
+    copy's cache holds the rows that one of `CACHED_BATCHES` has.
+
+    Args:
+        option: Any; where it has no cache, or was given its size, there is no other.
+        topology: The devices to plan for.
+        reader: Knows how tables are accessed.
+
+    Returns:
+        Options without estimates.
+    """
+    if not has_open_cache(option) or not reader.has_cost(option):
+        return []
+    curve = miss_curve(option, topology, reader)
+    loads = curve.load_factors(CACHED_BATCHES)
+    loads = np.maximum(loads, ASSOCIATIVITY / int(option.tensor.shape[0]))
+    kept: list[float] = []
+    for load in loads[loads <= MAX_CACHE_LOAD].tolist():
+        if not kept or load > MIN_CACHE_GROWTH * kept[-1]:
+            kept.append(load)
+    found = []
+    for load in kept:
+        other = with_load(option, load)
+        other.shards = [Shard(size=s.size, offset=s.offset) for s in option.shards]
+        found.append(other)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardStorage:
+    """Memory of a table's shards, as TorchRec estimates it: linear in the width."""
+
+    fixed: Mapping[str, float]
+    per_column: Mapping[str, float]
+
+    def at(self, width: int) -> Storage:
+        """Memory of a shard of `width` columns."""
+        return Storage(
+            **{
+                tier: math.ceil(self.fixed[tier] + self.per_column[tier] * width)
+                for tier in _TIERS
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """A task for a search, and the options that its indices stand for."""
+
+    options: tuple[ShardingOption, ...]
+    """Of each index of the task."""
+    task: ShardingTask
+    _storages: tuple[_ShardStorage, ...]
+    _may_be_table_wise: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls,
+        tables: Sequence[Sequence[ShardingOption]],
+        *,
+        reader: TableReader,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints],
+        enumerator: Enumerator | None,
+        memory: Sequence[Storage],
+        rules: PlacementRules,
+    ) -> SearchSpace:
+        """Describe tables and the ways in which each may be sharded.
+
+        Args:
+            tables: The ways of each table, all placeable.
+            reader: Describes them.
+            topology: The devices to plan for.
+            constraints: Table name -> TorchRec's constraints on it.
+            enumerator: Says how much memory a split takes. None: what a table needs
+                beside its weights is counted in full for each of its shards.
+            memory: What each rank has left.
+            rules: Which ranks tables may be on.
+
+        Raises:
+            PlannerError: No rank is left for a table.
+        """
+        whole = _whole_modules(tables)
+        tables = [_useful(ways, whole, rules, topology) for ways in tables]
+        options = [option for ways in tables for option in ways]
+        tier = device_tier(topology)
+        storages = _storages(options, reader, enumerator, tier)
+        kernels = [kernel_factors(o, topology, reader) for o in options]
+        task = task_of(options, reader, topology, kernels)
+        most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
+        return cls(
+            options=tuple(options),
+            task=dataclasses.replace(
+                task,
+                memory_bytes=tuple(max(0, getattr(m, tier)) for m in memory),
+                fixed_bytes=tuple(math.ceil(s.fixed[tier]) for s in storages),
+                column_bytes=tuple(s.per_column[tier] for s in storages),
+                min_widths=tuple(narrowest_shard(o, constraints) for o in options),
+                max_shards=tuple(most),
+                uneven=not is_accelerator(topology.compute_device),
+                **_placement_fields(options, rules),
+            ),
+            _storages=tuple(storages),
+            _may_be_table_wise=tuple(
+                _may_be_table_wise(constraints.get(o.name)) for o in options
+            ),
+        )
+
+    def placed(self, placement: Placement) -> list[ShardingOption]:
+        """Return the chosen options, with shards and ranks, in the order of tables.
+
+        A module of which some table is split gets all its column-wise options as
+        column-wise shards, so that a rank runs one kernel for them; where none is
+        split, they become table-wise as far as the constraints allow.
+        """
+        held: dict[int, list[ColumnShard]] = {}
+        for shard in placement.shards:
+            held.setdefault(shard.table, []).append(shard)
+        column_wise = {
+            self.options[way].path
+            for way, shards in held.items()
+            if self.options[way].sharding_type == COLUMN_WISE
+            and (len(shards) > 1 or not self._may_be_table_wise[way])
+        }
+        chosen = []
+        for ways in self.task.ways:
+            way = next(w for w in ways if w in held)
+            option = copy.copy(self.options[way])
+            if option.sharding_type not in COLUMN_SHARDED_TYPES:
+                option.shards = _with_ranks(option, held[way])
+            else:
+                if option.path not in column_wise:
+                    option.sharding_type = TABLE_WISE
+                rows = int(option.tensor.shape[0])
+                option.shards = [
+                    Shard(
+                        size=[rows, s.width],
+                        offset=[0, s.offset],
+                        storage=self._storages[way].at(s.width),
+                        rank=s.rank,
+                    )
+                    for s in held[way]
+                ]
+            chosen.append(option)
+        return chosen
+
+
+def _with_ranks(option: ShardingOption, held: Sequence[ColumnShard]) -> list[Shard]:
+    """Copies of the option's shards, on the ranks of those held."""
+    ranks = {(s.offset, s.row_offset, i): s.rank for i, s in _numbered(held)}
+    placed = []
+    for number, shard in _numbered(unpriced_shards(option)):
+        row, column = (int(n) for n in shard.offset)
+        placed.append(
+            Shard(
+                size=shard.size,
+                offset=shard.offset,
+                storage=copy.copy(shard.storage),
+                perf=copy.copy(shard.perf),
+                rank=ranks[column, row, number],
+            )
+        )
+    return placed
+
+
+def _numbered(shards: Sequence[Any]) -> list[tuple[int, Any]]:
+    """Number shards of equal offsets: replicas, and parts without rows."""
+    seen: dict[tuple[int, int], int] = {}
+    found = []
+    for shard in shards:
+        if isinstance(shard, ColumnShard):
+            key = shard.row_offset, shard.offset
+        else:
+            key = int(shard.offset[0]), int(shard.offset[1])
+        found.append((seen.get(key, 0), shard))
+        seen[key] = seen.get(key, 0) + 1
+    return found
+
+
+def _may_be_table_wise(constraint: ParameterConstraints | None) -> bool:
+    allowed = constraint.sharding_types if constraint else None
+    return not allowed or TABLE_WISE in allowed
+
+
+def _useful(
+    ways: Sequence[ShardingOption],
+    whole_modules: Collection[str],
+    rules: PlacementRules,
+    topology: Topology,
+) -> list[ShardingOption]:
+    """Leave out ways that others include, and those that rules have no ranks for.
+
+    A table that may be split may stay whole: table-wise shards are of use only where
+    another table of the module can be nothing else, so that both share a kernel.
+    """
+    size = node_size(topology)
+    kept = [o for o in ways if permits(rules, o, size)] if rules else list(ways)
+    columns = {o.compute_kernel for o in kept if o.sharding_type == COLUMN_WISE}
+    if not ways[0].is_pooled:
+        # Sequences are not split: table-wise shards are the same.
+        whole = {o.compute_kernel for o in kept if o.sharding_type == TABLE_WISE}
+        kept = [
+            o
+            for o in kept
+            if o.sharding_type != COLUMN_WISE or o.compute_kernel not in whole
+        ]
+    else:
+        kept = [
+            o
+            for o in kept
+            if o.sharding_type != TABLE_WISE
+            or o.compute_kernel not in columns
+            or o.path in whole_modules
+        ]
+    if rules and len(rules.colocated_with(rules.index[table_name(ways[0])])) > 1:
+        # Those that lie together are moved as one: one way, the fastest.
+        alone = [o for o in kept if o.sharding_type in COLUMN_SHARDED_TYPES]
+        kept = sorted(alone, key=is_estimated)[:1] or kept
+    return kept
+
+
+def _whole_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
+    """Modules with a table that can lie in column shards only in one piece."""
+    return {
+        ways[0].path
+        for ways in tables
+        if {o.sharding_type for o in ways if o.sharding_type in COLUMN_SHARDED_TYPES}
+        == {TABLE_WISE}
+    }
+
+
+def _storages(
+    options: Sequence[ShardingOption],
+    reader: TableReader,
+    enumerator: Enumerator | None,
+    tier: str,
+) -> list[_ShardStorage]:
+    """Memory of each option's shards as a function of their width."""
+    found: dict[int, _ShardStorage] = {}
+    probes, probed = [], []
+    for index, option in enumerate(options):
+        if option.sharding_type not in COLUMN_SHARDED_TYPES:
+            found[index] = _largest_storage(option)
+        elif enumerator is None:
+            found[index] = _bounded_storage(option)
+        else:
+            rows, width = (int(n) for n in option.tensor.shape)
+            probe = copy.copy(option)
+            probe.sharding_type = COLUMN_WISE
+            # The narrow one first; a table of four columns cannot be split.
+            widths = (COLUMN_MULTIPLE, max(width, 2 * COLUMN_MULTIPLE))
+            probe.shards = [Shard(size=[rows, w], offset=[0, 0]) for w in widths]
+            probes.append(probe)
+            probed.append(index)
+    counts_all = isinstance(enumerator, NeuroShardEnumerator)
+    memory = enumerator.memory if isinstance(enumerator, NeuroShardEnumerator) else None
+    if memory is not None and all(map(memory.knows, probes)):
+        memory.estimate(probes)  # what they cost is not asked
+    elif enumerator is not None and probes:
+        enumerator.populate_estimates(probes)
+    for index, probe in zip(probed, probes, strict=True):
+        option = options[index]
+        narrow, wide = probe.shards
+        fixed, per_column = {}, {}
+        for name in _TIERS:
+            low, high = getattr(narrow.storage, name), getattr(wide.storage, name)
+            slope = (high - low) / (wide.size[1] - narrow.size[1])
+            per_column[name] = slope
+            fixed[name] = max(0.0, low - slope * narrow.size[1])
+        counted = has_own_optimizer(option) or counts_all
+        if memory is not None and memory.knows(option):
+            counted = False  # it counts what each shard keeps
+        if counted and reader.optimizer(option) == "rowwise_adagrad":
+            # TorchRec spreads one value per row over the columns; in truth each
+            # shard keeps its own.
+            where = "ddr" if option.compute_kernel in OFFLOADED_KERNELS else tier
+            rows, width = (int(n) for n in option.tensor.shape)
+            fixed[where] += 4.0 * rows
+            per_column[where] -= 4.0 * rows / width
+        found[index] = _ShardStorage(fixed, per_column)
+    return [found[index] for index in range(len(options))]
+
+
+def _largest_storage(option: ShardingOption) -> _ShardStorage:
+    """Memory of the largest shard, whatever its width."""
+    return _ShardStorage(
+        {t: max(getattr(s.storage, t) for s in sample_shards(option)) for t in _TIERS},
+        dict.fromkeys(_TIERS, 0.0),
+    )
+
+
+def _bounded_storage(option: ShardingOption) -> _ShardStorage:
+    """Upper bound on a shard's memory from the storage of the whole table."""
+    rows, width = (int(n) for n in option.tensor.shape)
+    weights = rows * option.tensor.element_size()
+    fixed, per_column = {}, {}
+    for tier in _TIERS:
+        # Equal in all shards; of one whole table it is the table's.
+        total = sum(getattr(s.storage, tier) for s in option.shards)
+        per_column[tier] = min(weights, total / width)
+        fixed[tier] = total - per_column[tier] * width
+    return _ShardStorage(fixed, per_column)
+
+
+def _placement_fields(
+    options: Sequence[ShardingOption], rules: PlacementRules
+) -> dict[str, Any]:
+    """Fields of a task that say which ranks its tables may be on, and with whom."""
+    if not rules:
+        return {}
+    tables = [rules.index[table_name(o)] for o in options]
+    ranks_T = tuple(rules.allowed.get(table) for table in tables)
+    for table, ranks in zip(tables, ranks_T, strict=True):
+        if ranks == ():
+            raise PlannerError(
+                error_type=PlannerErrorType.PARTITION,
+                message=f"table '{rules.names[table]}': tables that are not searched "
+                "took the last rank that placement constraints left it",
+            )
+    ways: dict[int, list[int]] = {}
+    for index, table in enumerate(tables):
+        ways.setdefault(table, []).append(index)
+    together, apart = (
+        tuple(tuple(i for t in members if t in ways for i in ways[t]) for members in s)
+        for s in (rules.together, rules.apart)
+    )
+    return {
+        "allowed_ranks": tuple(ranks or () for ranks in ranks_T),
+        "together": together,
+        "apart": apart,
+    }

@@ -1,0 +1,266 @@
+"""Costs and memory of single shards, for TorchRec's enumerator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torchrec.distributed.planner.shard_estimators import (
+    EmbeddingPerfEstimator,
+    EmbeddingStorageEstimator,
+)
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Perf,
+    PlannerError,
+    ShardEstimator,
+    ShardingOption,
+    Topology,
+)
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from torchrec_neuroshard.planner.compat import (
+    torchrec_pipeline,
+    with_optimizer,
+)
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
+from torchrec_neuroshard.planner.costs.plan_costs import CostedPart, LaunchedPerf
+from torchrec_neuroshard.planner.options.spread_options import (
+    SpreadOption,
+    price_later,
+)
+from torchrec_neuroshard.planner.options.table_reader import (
+    TableReader,
+    has_own_optimizer,
+    is_dense,
+    note_sharders,
+)
+
+__all__ = [
+    "NeuroShardEstimator",
+    "OutOfTimeError",
+    "StorageEstimator",
+    "TimedEstimator",
+]
+
+_STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+}
+"""Optimizers that keep state -> the class by which TorchRec knows how much."""
+
+_AT_ONCE = 32
+"""Options estimated between two looks at the clock; TorchRec takes about a millisecond
+for each shard."""
+
+
+class OutOfTimeError(PlannerError):
+    """A planner gives up, for want of time."""
+
+
+class TimedEstimator(EmbeddingPerfEstimator):
+    """TorchRec's estimator, but it gives up when it takes too long.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        deadline: When to give up (`time.monotonic()`).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        deadline: float,
+    ) -> None:
+        super().__init__(
+            topology=topology, constraints=dict(constraints) if constraints else None
+        )
+        self._deadline = deadline
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Set the `perf` of every shard.
+
+        Args:
+            sharding_options: Changed in place.
+            args: As in TorchRec.
+            kwargs: As in TorchRec.
+
+        Raises:
+            OutOfTimeError: The deadline has passed.
+        """
+        for start in range(0, len(sharding_options), _AT_ONCE):
+            if time.monotonic() > self._deadline:
+                raise OutOfTimeError("TorchRec's estimates take too long")
+            some = sharding_options[start : start + _AT_ONCE]
+            super().estimate(some, *args, **kwargs)
+
+
+class NeuroShardEstimator(CostedPart, ShardEstimator):
+    """Predicts the shards of each option as if its table were alone.
+
+    All options of a search space are predicted in one batch, row shards, replicas and
+    tables in the host's memory included. Kernels that no cost model holds (Triton's,
+    tables on disk, virtual ones) cost as many times the fused kernel as TorchRec
+    estimates. Other options without a price (quantised tables, odd widths) keep
+    TorchRec's estimate, which knows no launch overhead: what the cost model says any
+    kernel costs is added to their compute, so that both can be compared.
+
+    The arguments are those of `CostedPart`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(topology, constraints, **kwargs)
+        self._stock = EmbeddingPerfEstimator(
+            topology=topology, constraints=dict(constraints) if constraints else None
+        )
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Set the `perf` of every shard.
+
+        Args:
+            sharding_options: Changed in place.
+            args: TorchRec 1.6 passes the sharders here, by position.
+            kwargs: Later releases pass their data by keyword.
+        """
+        _note_sharders(sharding_options, *args, *kwargs.values())
+        costed: list[ShardingOption] = []
+        others: list[ShardingOption] = []
+        for option in sharding_options:
+            known = self.costs.reader.has_cost(option)
+            (costed if known else others).append(option)
+        later = [o for o in costed if isinstance(o, SpreadOption) and not o.is_listed]
+        price_later(later, self.costs.single_perfs)
+        now = [o for o in costed if not isinstance(o, SpreadOption) or o.is_listed]
+        perfs = self.costs.single_perfs(now)
+        for option, shard_perfs in zip(now, perfs, strict=True):
+            for shard, perf in zip(option.shards, shard_perfs, strict=True):
+                shard.perf = perf
+        if others:
+            self._estimate(others, *args, **kwargs)
+
+    def _estimate(
+        self, options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Price options by TorchRec, in the terms of the fused kernel where it can."""
+        twins = [self.costs.reader.fused_twin(o) for o in options]
+        fused = [t for t in twins if t is not None]
+        self._stock.estimate(fused, *args, **kwargs)
+        scales = iter(
+            [
+                _ratios(ours, shard.perf)
+                for twin, perfs in zip(
+                    fused, self.costs.single_perfs(fused), strict=True
+                )
+                for shard, ours in zip(twin.shards, perfs, strict=True)
+            ]
+        )
+        self._stock.estimate(options, *args, **kwargs)
+        for option, twin in zip(options, twins, strict=True):
+            for shard in option.shards if twin is not None else ():
+                for name, ratio in next(scales).items():
+                    setattr(shard.perf, name, getattr(shard.perf, name) * ratio)
+        launches = self.costs.launch_ms()
+        for option, twin in zip(options, twins, strict=True):
+            # Of twins, the launch is part of the fused kernel's time.
+            forward, backward = launches if twin is None else (0.0, 0.0)
+            for shard in () if is_dense(option) else option.shards:
+                shard.perf = LaunchedPerf(**vars(shard.perf))
+                shard.perf.fwd_compute += forward
+                shard.perf.bwd_compute += backward
+
+
+class StorageEstimator(EmbeddingStorageEstimator):
+    """What shards take of memory; of GPUs, as FBGEMM and TorchRec allocate it.
+
+    Sums of its estimates, with `memory.common_bytes`, bound what ranks allocate from
+    above; `memory.ranks` says it exactly. Of CPUs, and of options that the cost model
+    has no price for, the estimate is TorchRec's with the state of every optimizer:
+    TorchRec counts that of optimizers which `apply_optimizer_in_backward` sets; here,
+    what a sharder's `fused_params` or a fused collection asks for counts as well.
+
+    Attributes:
+        memory: What ranks allocate.
+
+    Args:
+        topology: The devices to plan for.
+        constraints: Table name -> TorchRec's constraints on it.
+        reader: Knows the tables' optimizers.
+        pipeline_type: As in TorchRec's estimator. None: no pipeline.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: Mapping[str, ParameterConstraints] | None = None,
+        *,
+        reader: TableReader,
+        pipeline_type: Any = None,
+    ) -> None:
+        given = {}
+        if pipeline_type is not None:
+            given["pipeline_type"] = torchrec_pipeline(pipeline_type)
+        super().__init__(
+            topology=topology,
+            constraints=dict(constraints) if constraints else None,
+            **given,
+        )
+        self._reader = reader
+        self.memory = MemoryModel(
+            topology, reader, constraints, pipeline_type=pipeline_type
+        )
+
+    def estimate(
+        self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Set the `storage` of every shard.
+
+        Args:
+            sharding_options: Changed in place.
+            args: As in TorchRec.
+            kwargs: As in TorchRec.
+        """
+        _note_sharders(sharding_options, *args, *kwargs.values())
+        known = [o for o in sharding_options if self.memory.knows(o)]
+        others = [o for o in sharding_options if not self.memory.knows(o)]
+        if others:
+            named = [self._with_optimizer(option) for option in others]
+            super().estimate(named, *args, **kwargs)
+        self.memory.estimate(known)
+
+    def _with_optimizer(self, option: ShardingOption) -> ShardingOption:
+        """Name the optimizer where TorchRec looks for it; the shards are the same."""
+        state = _STATE_CLASSES.get(self._reader.optimizer(option))
+        if state is None or has_own_optimizer(option):
+            return option
+        return with_optimizer(option, state)
+
+
+def _ratios(ours: Perf, torchrecs: Perf) -> dict[str, float]:
+    """How many times TorchRec's estimate of a shard each part of this package's is."""
+    return {
+        name: getattr(ours, name) / theirs
+        if (theirs := getattr(torchrecs, name))
+        else 1.0
+        for name in ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms")
+    }
+
+
+def _note_sharders(options: list[ShardingOption], *given: Any) -> None:
+    """Read the sharders that TorchRec gave an estimator."""
+    for sharders in given:
+        if isinstance(sharders, Mapping):
+            note_sharders(options, sharders)

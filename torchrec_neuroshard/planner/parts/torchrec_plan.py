@@ -1,0 +1,369 @@
+"""The plan of TorchRec's own planner: a candidate, and a last resort."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.planner.constants import BATCH_SIZE
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    Proposer,
+    ShardingOption,
+    StorageReservation,
+    Topology,
+)
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
+
+from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
+from torchrec_neuroshard.planner.compat import report_full
+from torchrec_neuroshard.planner.options.table_reader import (
+    SPLITTING_TYPES,
+    TableReader,
+    max_columns,
+    run_fault,
+    table_configs,
+    table_name,
+)
+from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, Guard
+from torchrec_neuroshard.planner.parts.shard_estimators import (
+    OutOfTimeError,
+    StorageEstimator,
+    TimedEstimator,
+)
+from torchrec_neuroshard.sharding_types import COLUMN_WISE
+
+__all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan", "is_even"]
+
+logger = logging.getLogger(__name__)
+
+STOCK_TIMEOUT_SECONDS = 60
+"""How long TorchRec's own planner may look for a plan where the search has none."""
+
+LEAST_STOCK_SECONDS = 2.0
+"""How long TorchRec's own planner may always look for a plan to compare with."""
+ESTIMATING_SHARE = 0.75
+"""Part of that in which it must have estimated its options."""
+
+LEAST_SHARD_SECONDS = 5e-6
+"""Less than TorchRec takes to estimate a shard on any machine."""
+
+
+class TorchRecOption(ShardingOption):
+    """A placed option of a plan that TorchRec's own planner made."""
+
+    def __init__(self, option: ShardingOption) -> None:
+        self.__dict__.update(vars(option))
+
+
+class TorchRecPlan:
+    """The plan of TorchRec's own planner, with what the caller passed.
+
+    Attributes:
+        proposer: Proposes it in TorchRec's loop, after all others.
+        seconds: What it took.
+        skipped: Why there is none, where time was short or it failed.
+        guard: See below.
+
+    Args:
+        arguments: Of TorchRec's planner; proposers are copied before use.
+        module: The model.
+        sharders: Of its embedding modules.
+        storage_reservation: The planner's.
+        enumerator: The planner's: this package's, unless the caller passed one.
+        reader: Knows the tables' optimizers.
+        violation: Says how a plan breaks the caller's constraints on placement.
+        pipeline_type: TorchRec's, of the training loop; None: no pipeline.
+        time_budget_seconds: Of planning as a whole, which starts now.
+        guard: Of the run; after a part of the caller's did not return, TorchRec's
+            planner is not started with it.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        *,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        storage_reservation: StorageReservation,
+        enumerator: Any,
+        reader: TableReader,
+        violation: Callable[[Sequence[ShardingOption]], str | None],
+        pipeline_type: Any,
+        time_budget_seconds: float,
+        guard: Guard,
+    ) -> None:
+        self.proposer = PlacedPlanProposer(self._candidate)
+        self.seconds = 0.0
+        self.guard = guard
+        self.skipped: str | None = None
+        self._arguments = arguments
+        self._job = module, sharders
+        self._storage_reservation = storage_reservation
+        self._enumerator = enumerator
+        self._reader = reader
+        self._violation = violation
+        self._pipeline_type = pipeline_type
+        self._time_budget_seconds = time_budget_seconds
+        self._timeout_seconds = arguments["timeout_seconds"] or math.inf
+        self._started = time.monotonic()
+
+    def last_resort(self) -> tuple[ShardingPlan, list[ShardingOption]]:
+        """Plan where the search has no plan.
+
+        Returns:
+            The plan, and its options as the caller's callbacks left them.
+
+        Raises:
+            PlannerError: TorchRec has none either, or none that may be used.
+        """
+        arguments = dict(self._arguments)
+        if arguments["enumerator"] is None:
+            arguments["enumerator"] = self._every_option()
+        timeout = arguments["timeout_seconds"] or STOCK_TIMEOUT_SECONDS
+        start = time.monotonic()
+        plan, options = self._run({**arguments, "timeout_seconds": timeout})
+        self.seconds += time.monotonic() - start
+        if obstacle := self._obstacle(options):
+            raise PlannerError(
+                error_type=PlannerErrorType.STRICT_CONSTRAINTS, message=obstacle
+            )
+        return plan, options
+
+    def _run(
+        self, arguments: Mapping[str, Any]
+    ) -> tuple[ShardingPlan, list[ShardingOption]]:
+        module, sharders = self._job
+        options: list[ShardingOption] = []
+
+        def take(chosen: list[ShardingOption]) -> list[ShardingOption]:
+            options[:] = chosen
+            return chosen
+
+        own = {
+            "callbacks": [*(arguments["callbacks"] or []), take],
+            "proposer": copy.deepcopy(arguments["proposer"]),
+        }
+        planner = EmbeddingShardingPlanner(**{**arguments, **own})
+        seconds = arguments["timeout_seconds"] + GRACE_SECONDS
+        try:
+            with report_full(self._storage_reservation):
+                return call_within(seconds, planner.plan, module, sharders), options
+        except TimeIsUpError:
+            raise OutOfTimeError(
+                f"TorchRec's own planner did not return within {seconds:.1f} s"
+            ) from None
+
+    def _candidate(self) -> list[ShardingOption] | None:
+        """Plan to compare with the search's, within the time there is."""
+        start = time.monotonic()
+        if self.guard.cut is not None:
+            self.skipped = f"TorchRec's own plan was not looked at: {self.guard.cut}"
+            return None
+        try:
+            return self._timed_candidate(start, self._allowed(start))
+        finally:
+            self.seconds += time.monotonic() - start
+
+    def _allowed(self, now: float) -> float:
+        """Seconds that TorchRec's planner may take."""
+        passed, searched = now - self._started, now - self.proposer.loaded
+        allowed = max(
+            LEAST_STOCK_SECONDS, min(searched, self._time_budget_seconds - passed)
+        )
+        return min(allowed, self._timeout_seconds - passed)
+
+    def _timed_candidate(
+        self, start: float, allowed: float
+    ) -> list[ShardingOption] | None:
+        arguments = {
+            **self._arguments,
+            "storage_reservation": self._storage_reservation,
+            "callbacks": [],
+            "stats": [],
+            "plan_loader": None,
+        }
+        deadline = start + ESTIMATING_SHARE * allowed
+        try:
+            if arguments["enumerator"] is None:
+                arguments["enumerator"] = self._timed_options(deadline)
+            # TorchRec's clock starts when the options are listed.
+            left = max(start + allowed - time.monotonic(), 0.1)
+            _, options = self._run({**arguments, "timeout_seconds": left})
+            if self._arguments["enumerator"] is None and self._too_wide(options):
+                arguments["enumerator"] = self._timed_options(deadline, split=True)
+                left = max(start + allowed - time.monotonic(), 0.1)
+                _, options = self._run({**arguments, "timeout_seconds": left})
+        except PlannerError as error:
+            logger.info("TorchRec's own planner has no plan: %s", error)
+            late = isinstance(error, OutOfTimeError) or time.monotonic() > deadline
+            if late:
+                self.skipped = (
+                    "TorchRec's own plan was not looked at: its planner has none after "
+                    f"{max(allowed, 0.0):.1f} s, all that it may take beside the search"
+                )
+            return None
+        except Exception as error:  # it is only a candidate
+            self.skipped = (
+                "TorchRec's own plan was not looked at: its planner failed: "
+                f"{type(error).__name__}: {error}"
+            )
+            return None
+        if obstacle := self._obstacle(options):
+            logger.info("%s", obstacle)
+            return None
+        # Its costs are comparable once they come from where all others do.
+        self._enumerator.populate_estimates(options)
+        return [TorchRecOption(option) for option in options]
+
+    def _obstacle(self, options: Sequence[ShardingOption]) -> str | None:
+        """Why a plan of TorchRec's cannot be used, if so."""
+        if not is_even(options):
+            return (
+                "TorchRec's own plan splits sequences of one module to unlike widths, "
+                "which its all-to-all cannot run"
+            )
+        for option in options:
+            if fault := run_fault(option):
+                return (
+                    f"TorchRec's own plan cannot run table '{table_name(option)}': "
+                    f"{fault.cause}"
+                )
+        if wide := self._too_wide(options):
+            return (
+                f"TorchRec's own plan gives table '{table_name(wide)}' shards of more "
+                "columns than a GPU's kernels take"
+            )
+        violation = self._violation(options)
+        if violation is None:
+            return None
+        return f"TorchRec's own plan breaks placement constraints: {violation}"
+
+    def _too_wide(self, options: Sequence[ShardingOption]) -> ShardingOption | None:
+        """Return an option of shards too wide for a GPU's kernels, if any is."""
+        most = max_columns(self._arguments["topology"])
+        return next(
+            (o for o in options if max(int(s.size[1]) for s in o.shards) > most), None
+        )
+
+    def _timed_options(
+        self, deadline: float, split: bool = False
+    ) -> EmbeddingEnumerator:
+        """TorchRec's enumerator, but it gives up at the deadline."""
+        listed = self._enumerator.last_stored_search_space or ()
+        needed = LEAST_SHARD_SECONDS * sum(o.num_shards for o in listed)
+        if time.monotonic() + needed > deadline:
+            raise OutOfTimeError("TorchRec's estimates would take too long")
+        return self._every_option(deadline, split)
+
+    def _every_option(
+        self, deadline: float = math.inf, split: bool = True
+    ) -> EmbeddingEnumerator:
+        """TorchRec's enumerator, with the state of all optimizers in the memory.
+
+        Args:
+            deadline: See `TimedEstimator`.
+            split: Whether what is too wide for a GPU's kernels must be split. It is
+                where TorchRec leaves it whole, and only there: else its plan would not
+                be the one that it makes by itself.
+        """
+        topology = self._arguments["topology"]
+        constraints = dict(self._arguments["constraints"] or {})
+        for config in table_configs(self._job[0]):
+            if split and config.embedding_dim > max_columns(topology):
+                given = constraints.get(config.name) or ParameterConstraints()
+                kinds = given.sharding_types or SPLITTING_TYPES
+                constraints[config.name] = dataclasses.replace(
+                    given, sharding_types=[k for k in kinds if k in SPLITTING_TYPES]
+                )
+        estimators = [
+            TimedEstimator(topology, constraints, deadline=deadline),
+            StorageEstimator(
+                topology,
+                constraints,
+                reader=self._reader,
+                pipeline_type=self._pipeline_type,
+            ),
+        ]
+        batch_size = self._arguments["batch_size"] or BATCH_SIZE
+        return EmbeddingEnumerator(topology, batch_size, constraints, estimators)
+
+
+class PlacedPlanProposer(Proposer):
+    """Proposes a whole plan, ranks and all, that somebody else made.
+
+    Attributes:
+        rating: How it was rated; None where there was none or it did not fit.
+        loaded: When the search space was there (`time.monotonic()`).
+
+    Args:
+        make_plan: Called after all other proposals; returns placed options, or None.
+    """
+
+    def __init__(
+        self, make_plan: Callable[[], Sequence[ShardingOption] | None]
+    ) -> None:
+        self._make_plan = make_plan
+        self._done = False
+        self.rating: float | None = None
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        """Prepare to ask for the plan once.
+
+        Args:
+            search_space: Not needed.
+            enumerator: Not needed.
+        """
+        del search_space, enumerator
+        self._done = False
+        self.rating = None
+        self.loaded = time.monotonic()
+
+    def propose(self) -> list[ShardingOption] | None:
+        """Return the plan, then None."""
+        if self._done:
+            return None
+        self._done = True
+        plan = self._make_plan()
+        return None if plan is None else [copy.copy(option) for option in plan]
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        """Remember how the plan is rated.
+
+        Args:
+            partitionable: Not needed.
+            plan: Not needed.
+            perf_rating: Its critical path [ms].
+            storage_constraint: Not needed.
+        """
+        del partitionable, plan, storage_constraint
+        self.rating = perf_rating
+
+
+def is_even(options: Sequence[ShardingOption]) -> bool:
+    """Whether column shards of sequences are of one width in each module."""
+    widths: dict[str, set[int]] = {}
+    for option in options:
+        if not option.is_pooled and option.sharding_type == COLUMN_WISE:
+            found = {int(s.size[1]) for s in option.shards}
+            widths.setdefault(option.path, set()).update(found)
+    return all(len(found) == 1 for found in widths.values())

@@ -1,0 +1,1 @@
+"""Plans that are there: stored, rehearsed, mended, for groups of ranks."""

@@ -1,0 +1,420 @@
+"""Build every rank of a plan on one machine, without its devices.
+
+    report = rehearse(model, plan, topology, sharders, batch_size=8192)
+    print(report)
+
+TorchRec shards the model for one rank after another, on the "meta" device and with a
+process group that sends nothing: what `DistributedModelParallel` refuses on some rank,
+it refuses here. Of ranks that hold the same, as row-wise tables have them, one tells.
+No weight is allocated. What each rank takes of its device's memory is foretold by
+`memory`, at rest and at the peak of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardingOption,
+    Topology,
+)
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+)
+
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.planner.compat import (
+    all_lookups,
+    pipeline_name,
+    sharders_by_type,
+    without_other_ranks,
+)
+from torchrec_neuroshard.planner.costs.given_plans import plan_options
+from torchrec_neuroshard.planner.costs.memory import RankMemory, StaticMemory
+from torchrec_neuroshard.planner.options.checks import check_sharders
+from torchrec_neuroshard.planner.options.table_reader import (
+    TableReader,
+    max_columns,
+    note_sharders,
+    run_fault,
+    table_name,
+)
+from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
+from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.report import RankRehearsal, Rehearsal, TableFault
+
+__all__ = ["rehearse"]
+
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def rehearse(
+    model: nn.Module,
+    plan: ShardingPlan,
+    topology: Topology,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
+    *,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints] | None = None,
+    profiles: Mapping[str, FeatureProfile] | None = None,
+    pipeline_type: Any = None,
+) -> Rehearsal:
+    """Say of every rank of a plan what it holds, and whether it can run it.
+
+    Args:
+        model: As it was before `DistributedModelParallel` took it, best on "meta"; it
+            is not changed.
+        plan: Of the model, whoever made it.
+        topology: The devices, with their memory.
+        sharders: Of the embedding modules. None: TorchRec's defaults.
+        batch_size: Samples per rank.
+        constraints: Table name -> TorchRec's constraints on it: ids per sample
+            (`pooling_factors`) are read there.
+        profiles: Feature name -> its profile, where measured; in place of those.
+        pipeline_type: TorchRec's `PipelineType` of the training loop. None: none.
+
+    Returns:
+        What `print` shows as text and `to_json` makes a dictionary of. Memory is that
+        of the embedding part: dense layers, their activations and, without a pipeline,
+        the batch come on top.
+
+    Raises:
+        ConfigError: This process has a process group, `batch_size` is below 1, or a
+            sharder asks for what there is not.
+        PlanFileError: The plan is not one of this model on these ranks.
+    """
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "rehearse needs a process without a process group, since it makes one for "
+            f"each rank in turn; this one has one of {dist.get_world_size()} ranks. "
+            "Call it before torch.distributed.init_process_group, or in another process"
+        )
+    if batch_size < 1:
+        raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+    start = time.monotonic()
+    given = list(sharders or get_default_sharders())
+    check_sharders(given, str(topology.compute_device))
+    world_size = int(topology.world_size)
+    reader = TableReader(
+        world_size=world_size, constraints=constraints, profiles=profiles
+    )
+    storage = StorageEstimator(
+        topology, constraints, reader=reader, pipeline_type=pipeline_type
+    )
+    enumerator = EmbeddingEnumerator(
+        topology,
+        batch_size,
+        dict(constraints) if constraints else None,
+        estimator=[storage],
+    )
+    offered: dict[tuple[str, str], list[ShardingOption]] = {}
+    listed = enumerator.enumerate(model, given)
+    note_sharders(listed, sharders_by_type(given))
+    for option in listed:
+        offered.setdefault((option.path, option.name), []).append(option)
+    options = plan_options(plan, model, offered, world_size)
+    enumerator.populate_estimates(options)
+    memory = _memory(options, storage, topology)
+    built, errors, notes = _build(model, plan, given, topology)
+    if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
+        notes.append(
+            f"{len(unknown)} of {len(options)} tables count with TorchRec's estimate "
+            f"of their memory, '{unknown[0]}' among them"
+        )
+    kernels = [_own_faults(options, r, topology) for r in range(world_size)]
+    ranks = []
+    for rank, found in enumerate(memory):
+        shards = [(o, s) for o in options for s in o.shards if s.rank == rank]
+        held = [(o, s) for o, s in shards if s.size[0]]
+        available = _available(topology, rank)
+        faults = [*kernels[rank]]
+        if rank in errors:
+            faults.append(_explain(errors[rank], options))
+        if found.peak > available:
+            faults.append(_overflow(found, available, held))
+        ranks.append(
+            RankRehearsal(
+                rank=rank,
+                num_shards=len(held),
+                num_kernels=built.get(rank, found.num_kernels),
+                weights_bytes=found.static.weights,
+                optimizer_bytes=found.static.optimizer,
+                index_bytes=found.static.index_tables,
+                cache_bytes=found.static.cache,
+                activation_bytes=found.activations,
+                instant=found.instant,
+                memory_bytes=available,
+                faults=tuple(faults),
+            )
+        )
+    return Rehearsal(
+        world_size=world_size,
+        batch_size=batch_size,
+        pipeline=pipeline_name(pipeline_type),
+        num_tables=len(options),
+        ranks=tuple(ranks),
+        num_built=len(built),
+        seconds=time.monotonic() - start,
+        notes=tuple(notes),
+    )
+
+
+def _memory(
+    options: Sequence[ShardingOption], storage: StorageEstimator, topology: Topology
+) -> tuple[RankMemory, ...]:
+    if topology.compute_device != "cpu":
+        return storage.memory.ranks(options)
+    used = [0.0] * int(topology.world_size)
+    for option in options:
+        for shard in option.shards:
+            used[shard.rank] += shard.storage.ddr
+    return tuple(
+        RankMemory(
+            static=StaticMemory(weights=size), activations=0, instant="", num_kernels=0
+        )
+        for size in used
+    )
+
+
+def _available(topology: Topology, rank: int) -> int:
+    storage = topology.devices[rank].storage
+    return int(storage.ddr if topology.compute_device == "cpu" else storage.hbm)
+
+
+def _own_faults(
+    options: Sequence[ShardingOption], rank: int, topology: Topology
+) -> list[TableFault]:
+    """What kernels refuse, but only when they run."""
+    found, widest = [], max_columns(topology)
+    for option in options:
+        widths = [int(s.size[1]) for s in option.shards if s.rank == rank]
+        if not widths:
+            continue
+        if fault := run_fault(option):
+            found.append(
+                TableFault(
+                    table=table_name(option), cause=fault.cause, way_out=fault.way_out
+                )
+            )
+        elif max(widths) > widest:
+            found.append(
+                TableFault(
+                    table=table_name(option),
+                    cause="a GPU's kernels take at most "
+                    f"{widest} columns, got {max(widths)}",
+                    way_out="Split its columns: allow column_wise sharding for it",
+                )
+            )
+    return found
+
+
+def _overflow(found: RankMemory, available: int, held: Sequence[Any]) -> TableFault:
+    """Blame the largest shard."""
+    need = (
+        f"the rank needs {format_bytes(found.peak)} at the peak of a step "
+        f"({format_bytes(found.static.total)} at rest), its device has "
+        f"{format_bytes(available)}"
+    )
+    if not held:
+        return TableFault(
+            table="",
+            cause=f"{need}, all of it for the outputs of its own samples",
+            way_out="Lower batch_size",
+        )
+    option, shard = max(held, key=lambda pair: pair[1].storage.hbm)
+    rows, width = (int(n) for n in shard.size)
+    return TableFault(
+        table=table_name(option),
+        cause=f"{need}; its largest shard is one of this table's, {rows} x {width} "
+        f"({option.sharding_type}, {option.compute_kernel})",
+        way_out="Plan with this memory and batch_size, allow row-wise or column-wise "
+        "sharding for it or keep it in the host's memory (fused_uvm_caching), lower "
+        "batch_size or raise world_size",
+    )
+
+
+def _explain(error: Exception, options: Sequence[ShardingOption]) -> TableFault:
+    text = " ".join(str(error).split())[:400]
+    named = [table_name(o) for o in options if f"'{o.name}'" in text or o.name in text]
+    return TableFault(
+        table=named[0] if len(named) == 1 else "",
+        cause=f"DistributedModelParallel raises {type(error).__name__}: {text}",
+        way_out="Change the table's sharding in the plan, or plan again with "
+        "constraints that leave it out",
+    )
+
+
+def _build(
+    model: nn.Module,
+    plan: ShardingPlan,
+    sharders: Sequence[ModuleSharder[Any]],
+    topology: Topology,
+) -> tuple[dict[int, int], dict[int, Exception], list[str]]:
+    """Shard the model as each rank does.
+
+    Returns:
+        Rank -> kernels, rank -> what was raised, and what to know.
+    """
+    if any(p.compute_kernel not in _BUILDABLE for p in _entries(plan)):
+        return (
+            {},
+            {},
+            ["not built: tables on disk or quantised ones need their devices"],
+        )
+    world_size = int(topology.world_size)
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        with _rank(0, topology, FakeStore()):
+            pass
+    except Exception as error:  # whatever a release lacks
+        text = f"{type(error).__name__}: {error}"
+        return {}, {}, [f"not built, since torch {torch.__version__} cannot: {text}"]
+    meta_plan, memo = _on_meta(plan), _meta_tensors(model)
+    built: dict[int, int] = {}
+    errors: dict[int, Exception] = {}
+    for ranks in _alike(plan, world_size):
+        rank = ranks[0]
+        with _rank(rank, topology, FakeStore()):
+            try:
+                sharded = DistributedModelParallel(
+                    copy.deepcopy(model, dict(memo)),
+                    env=ShardingEnv.from_process_group(dist.group.WORLD),
+                    device=torch.device("meta"),
+                    plan=meta_plan,
+                    sharders=list(sharders),
+                    init_data_parallel=False,
+                )
+            except Exception as error:
+                errors.update(dict.fromkeys(ranks, error))
+            else:
+                built.update(dict.fromkeys(ranks, _num_kernels(sharded)))
+    return built, errors, []
+
+
+def _alike(plan: ShardingPlan, world_size: int) -> list[list[int]]:
+    """Group ranks that hold shards of the same tables and sizes: one tells for all."""
+    held: list[list[Any]] = [[] for _ in range(world_size)]
+    for path, module_plan in plan.plan.items():
+        for name, sharding in module_plan.items():
+            spec = sharding.sharding_spec
+            if spec is not None:
+                for shard, rank in zip(spec.shards, sharding.ranks, strict=True):
+                    held[rank].append((path, name, *shard.shard_sizes))
+    groups: dict[Any, list[int]] = {}
+    for rank, shards in enumerate(held):
+        groups.setdefault(tuple(shards), []).append(rank)
+    return list(groups.values())
+
+
+_BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})
+
+
+def _entries(plan: ShardingPlan) -> Iterator[ParameterSharding]:
+    for module_plan in plan.plan.values():
+        yield from module_plan.values()
+
+
+def _on_meta(plan: ShardingPlan) -> ShardingPlan:
+    """The plan with shards placed on "meta", where TorchRec compares devices."""
+    found: dict[str, Any] = {}
+    for path, module_plan in plan.plan.items():
+        tables = EmbeddingModuleShardingPlan()
+        for name, sharding in module_plan.items():
+            entry = copy.copy(sharding)
+            if sharding.sharding_spec is not None:
+                entry.sharding_spec = EnumerableShardingSpec(
+                    [
+                        ShardMetadata(
+                            shard_offsets=list(shard.shard_offsets),
+                            shard_sizes=list(shard.shard_sizes),
+                            placement=f"rank:{rank}/meta",
+                        )
+                        for shard, rank in zip(
+                            sharding.sharding_spec.shards, sharding.ranks, strict=True
+                        )
+                    ]
+                )
+            tables[name] = entry
+        found[path] = tables
+    return ShardingPlan(found)
+
+
+def _meta_tensors(model: nn.Module) -> dict[int, Any]:
+    """What a copy of the model has in place of its tensors: none with values.
+
+    Shared by all copies, and with what `apply_optimizer_in_backward` noted on them.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        twin = parameter
+        if not parameter.is_meta:
+            twin = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), parameter.requires_grad
+            )
+            twin.__dict__.update(parameter.__dict__)
+        memo[id(parameter)] = twin
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return memo
+
+
+def _num_kernels(sharded: nn.Module) -> int:
+    kinds = ("SplitTableBatchedEmbeddingBagsCodegen", "DenseTableBatchedEmbeddingBags")
+    kernels = {
+        id(module)
+        for lookup in all_lookups(sharded)
+        for module in lookup.modules()
+        if type(module).__name__.startswith(kinds)
+    }
+    return len(kernels)
+
+
+@contextlib.contextmanager
+def _rank(rank: int, topology: Topology, store: Any) -> Iterator[None]:
+    """Be a rank, of a process group that sends nothing; leave nothing behind."""
+    world_size, node = int(topology.world_size), int(topology.local_world_size)
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    values = (rank, world_size, rank % node, node)
+    disabled, hook = logging.root.manager.disable, sys.excepthook
+    os.environ.update(zip(_ENVIRONMENT, map(str, values), strict=True))
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), without_other_ranks():
+            warnings.simplefilter("ignore")
+            dist.init_process_group(
+                "fake", rank=rank, world_size=world_size, store=store
+            )
+            yield
+    finally:
+        logging.disable(disabled)
+        sys.excepthook = hook  # torch's names the rank, and keeps the one before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if dist.is_initialized():
+            dist.destroy_process_group()

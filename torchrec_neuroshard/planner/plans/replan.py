@@ -1,0 +1,623 @@
+"""A better plan for a job that is running, within a budget of bytes to move.
+
+Ids drift, and with them what tables cost. `replan` starts from the plan at work and
+looks for moves of shards between ranks that pay, with the search that plans are made
+by: among plans within the budget that are about as good as the best one, it takes one
+that moves few bytes.
+`apply_moves` carries them out by TorchRec's dynamic resharding, without a restart:
+
+    result = replan(plan, planner=planner, model=model, budget_bytes=2 * 2**30)
+    apply_moves(sharded_model, result)
+
+TorchRec can move less than a plan can say; what it cannot move is not proposed unless
+`executable_only=False`, and `ReplanResult.obstacles` says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.sharding_plan import get_default_sharders, placement
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ModuleSharder,
+    ParameterSharding,
+    ShardingPlan,
+    ShardMetadata,
+)
+
+from torchrec_neuroshard.devices import backend_of, is_accelerator
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.placement import (
+    ColumnShard,
+    Placement,
+    ShardingTask,
+    format_bytes,
+)
+from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.planner.compat import (
+    can_reshard,
+    is_wrapped_by_ddp,
+    permute_features_again,
+)
+from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.launch.from_first import from_first
+from torchrec_neuroshard.planner.options.checks import check_profiles
+from torchrec_neuroshard.planner.options.constraints import ranks_by_table
+from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.planner.options.ways import is_placeable
+from torchrec_neuroshard.planner.parts.search_space import SearchSpace
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.search.base import SearchConfig
+from torchrec_neuroshard.search.budget import MoveBudget, Shards
+from torchrec_neuroshard.search.refine import refine_within
+from torchrec_neuroshard.search.shards import ShardBank
+from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
+from torchrec_neuroshard.simulator import PredictedCosts
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
+
+__all__ = ["Move", "ReplanConfig", "ReplanResult", "apply_moves", "replan"]
+
+_FUSED = EmbeddingComputeKernel.FUSED.value
+
+_MAX_SHOWN = 20
+"""Moves that the text of a result lists."""
+
+_MOVED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+"""Optimizers whose whole state TorchRec moves: at most one tensor per table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplanConfig:
+    """Settings of the search for moves."""
+
+    max_candidates: int = 500
+    """Most moves compared exactly per step; of more, those that promise the most."""
+    time_budget_seconds: float = 20.0
+    """The best plan so far is returned after this."""
+    min_gain: float = 1e-3
+    """Moves must save this part of the predicted iteration."""
+
+    def __post_init__(self) -> None:
+        if self.max_candidates < 1 or not self.time_budget_seconds > 0:
+            raise ConfigError(
+                "max_candidates must be at least 1 and time_budget_seconds above 0, "
+                f"got {self.max_candidates} and {self.time_budget_seconds}"
+            )
+        if not 0 <= self.min_gain < 1:
+            raise ConfigError(f"min_gain must be in [0, 1), got {self.min_gain}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Move:
+    """Columns of a table that change ranks."""
+
+    path: str
+    """Module that holds the table."""
+    table: str
+    offset: int
+    """First column."""
+    width: int
+    """Columns."""
+    from_rank: int
+    to_rank: int
+    num_bytes: int
+    """Weights and the optimizer's state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplanResult:
+    """A plan that is better than the one at work, and the way to it."""
+
+    plan: ShardingPlan
+    moves: tuple[Move, ...]
+    budget_bytes: int
+    before: PredictedCosts
+    """Of the plan at work, under the inputs as the planner knows them now."""
+    after: PredictedCosts
+    obstacles: Mapping[str, str]
+    """Table -> why TorchRec cannot move any of it."""
+    executable: bool
+    """Whether `apply_moves` can carry out these moves."""
+    changed: Mapping[str, EmbeddingModuleShardingPlan]
+    """Module -> its tables that change, as the new plan has them."""
+    replaced: Mapping[str, EmbeddingModuleShardingPlan]
+    """Module -> the same tables as they are now."""
+    num_evaluated: int
+    """Sets of shards on a rank that were costed."""
+    search_seconds: float
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that the moves send from rank to rank."""
+        return sum(move.num_bytes for move in self.moves)
+
+    def __str__(self) -> str:
+        """Return what moves, and what it brings, as text."""
+        before, after = self.before.critical_path_ms, self.after.critical_path_ms
+        change = f" ({after / before - 1:+.1%})" if before > 0 else ""
+        lines = [
+            f"critical path {before:.3f} -> {after:.3f} ms{change}; "
+            f"{len(self.moves)} moves of {format_bytes(self.moved_bytes)} in all, "
+            f"{format_bytes(self.budget_bytes)} allowed"
+            + ("" if self.executable else "; apply_moves cannot carry them out")
+        ]
+        for move in self.moves[:_MAX_SHOWN]:
+            name = f"{move.path}.{move.table}" if move.path else move.table
+            lines.append(
+                f"{name}: columns {move.offset} to {move.offset + move.width - 1} "
+                f"from rank {move.from_rank} to {move.to_rank}, "
+                f"{format_bytes(move.num_bytes)}"
+            )
+        if len(self.moves) > _MAX_SHOWN:
+            lines.append(f"... and {len(self.moves) - _MAX_SHOWN} more")
+        lines += [f"{t} stays: {why}" for t, why in sorted(self.obstacles.items())]
+        return "\n".join(lines)
+
+
+def replan(
+    current_plan: ShardingPlan,
+    *,
+    planner: NeuroShardPlanner,
+    model: nn.Module,
+    budget_bytes: int,
+    sharders: Sequence[ModuleSharder[Any]] | None = None,
+    executable_only: bool = True,
+    config: ReplanConfig | None = None,
+) -> ReplanResult:
+    """Improve a plan by moving few bytes; call it on one rank.
+
+    Whole shards move or change places; column-wise tables are also split otherwise, and
+    their shards exchange columns. What stays on a rank is not moved. Sharding types and
+    kernels stay, and so do all tables but fused table-wise and column-wise ones.
+
+    Args:
+        current_plan: The plan at work.
+        planner: Says what plans cost and what fits: its cost model, its profiles (take
+            fresh ones), constraints, storage reservation.
+        model: The model before `DistributedModelParallel` took it, with its optimizers
+            applied; one on the "meta" device will do.
+        budget_bytes: Weights and optimizer state that may be sent in all.
+        sharders: None: TorchRec's defaults.
+        executable_only: Propose only what `apply_moves` can carry out with training
+            unchanged. The other moves need a restart from a checkpoint.
+        config: How hard to look. None: the defaults.
+
+    Returns:
+        The new plan; it is the old one where nothing within the budget helps.
+
+    Raises:
+        ConfigError: The budget is negative.
+        PlanFileError: The plan is not one of this model on these ranks.
+        ProfileError: A profile is of a feature that no table reads.
+    """
+    if budget_bytes < 0:
+        raise ConfigError(f"budget_bytes must be at least 0, got {budget_bytes}")
+    started = time.perf_counter()
+    job = _Job(current_plan, planner, model, list(sharders or get_default_sharders()))
+    before, num_evaluated = job.predict(current_plan), 0
+    changed: dict[int, Shards] = {}
+    if job.options:
+        changed, num_evaluated = _improve(
+            job, budget_bytes, executable_only, config or ReplanConfig()
+        )
+    plan = job.plan_with(changed)
+    after = job.predict(plan) if changed else before
+    if after.critical_path_ms >= before.critical_path_ms:
+        changed = {}
+        plan, after = job.plan_with(changed), before
+    return ReplanResult(
+        plan=plan,
+        moves=tuple(sorted(m for t in changed for m in job.moves(t, changed[t]))),
+        budget_bytes=budget_bytes,
+        before=before,
+        after=after,
+        obstacles={table_name(job.options[t]): why for t, why in job.obstacles.items()},
+        executable=all(job.is_executable(t, s) for t, s in changed.items()),
+        changed=job.subset(plan, changed),
+        replaced=job.subset(current_plan, changed),
+        num_evaluated=num_evaluated,
+        search_seconds=time.perf_counter() - started,
+    )
+
+
+class _Job:
+    """The plan at work: what it costs, what fits, what TorchRec can move."""
+
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        planner: NeuroShardPlanner,
+        model: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+    ) -> None:
+        self.costs: PlanCosts = planner.costs
+        self.topology = planner.topology
+        self._plan = plan
+        self._planner = planner
+        check_profiles(model, planner.profiles)
+        reserved = planner.reserve(model, sharders)
+        self._options = PlanOptions(model, sharders, planner.enumerator, self.costs)
+        options = self._options.of(plan)
+        self.options = [o for o in options if self._may_move(o)]
+        self._fixed = [o for o in options if not self._may_move(o)]
+        self.state: dict[int, Shards] = {
+            i: _shards_of(plan.plan[o.path][o.name]) for i, o in enumerate(self.options)
+        }
+        self._rules = self._rules_left(map(table_name, options))
+        if self.options:
+            self.task = self._task(reserved)
+        resharded = {s.module_type for s in sharders if can_reshard(s)}
+        self.obstacles = dict(self._find_obstacles(resharded))
+
+    def _may_move(self, option: ShardingOption) -> bool:
+        """Whether the search may give an option's columns to other ranks."""
+        reader = self.costs.reader
+        return reader.is_column_sharded(option) and is_placeable(
+            option, reader, self.topology
+        )
+
+    def _rules_left(self, tables: Iterable[str]) -> PlacementRules:
+        """What placement constraints ask of the tables that may move."""
+        rules = self._planner.placement_constraints.rules(
+            tables, int(self.topology.world_size)
+        )
+        held = ranks_by_table(self._fixed, rules)
+        return rules.restricted(held) if rules else rules
+
+    def _task(self, reserved: Topology) -> ShardingTask:
+        """What the search would be asked to place, with its limits."""
+        memory = [device.storage for device in reserved.devices]
+        for option in self._fixed:
+            for shard in option.shards:
+                memory[shard.rank] = memory[shard.rank] - shard.storage
+        # A plan at work may break the rules: tables that the rules leave no rank stay,
+        # and sets that belong together move as one (see `budget`).
+        rules = dataclasses.replace(
+            self._rules,
+            allowed={t: ranks for t, ranks in self._rules.allowed.items() if ranks},
+            together=(),
+        )
+        return SearchSpace.of(
+            [[option] for option in self.options],
+            reader=self.costs.reader,
+            topology=self.topology,
+            constraints=self._planner.constraints or {},
+            enumerator=self._planner.enumerator,
+            memory=memory,
+            rules=rules,
+        ).task
+
+    def budget(
+        self, limit_bytes: int, executable_only: bool, config: ReplanConfig
+    ) -> MoveBudget:
+        """Describe what may be moved.
+
+        Args:
+            limit_bytes: Weights and optimizer state that may be sent.
+            executable_only: Whether to keep to what TorchRec can carry out.
+            config: How hard to search.
+        """
+        rules = self._rules
+        index = {rules.index[table_name(o)]: t for t, o in enumerate(self.options)}
+        stuck = {t for table, t in index.items() if not rules.ranks(table)}
+        odd = {
+            t
+            for t, shards in self.state.items()
+            if any(width % COLUMN_MULTIPLE for _, width, _ in shards)
+        }
+        sets = [[index[t] for t in tables if t in index] for tables in rules.together]
+        sizes = [self._bytes(t) for t in self.state]
+        return MoveBudget(
+            self.task,
+            list(self.state.values()),
+            limit_bytes=limit_bytes,
+            column_bytes=[column for column, _ in sizes],
+            shard_bytes=[shard for _, shard in sizes],
+            stay=stuck | odd | (self.obstacles.keys() if executable_only else set()),
+            together=[tables for tables in sets if len(tables) > 1],
+            equal_widths=executable_only,
+            keep_cuts=[
+                t for t in self.state if executable_only and not self._state_is_cut(t)
+            ],
+            all_leave=executable_only and self._over_gloo,
+            min_gain=config.min_gain,
+            max_candidates=config.max_candidates,
+        )
+
+    def placement(self) -> Placement:
+        """The shards at work."""
+        shards = [
+            ColumnShard(t, *s) for t, shards in self.state.items() for s in shards
+        ]
+        return Placement(int(self.topology.world_size), tuple(shards))
+
+    def predict(self, plan: ShardingPlan) -> PredictedCosts:
+        """Cost of one iteration under a plan."""
+        return self.costs.evaluate(self.costs.lower(self._options.of(plan)))
+
+    def _find_obstacles(self, resharded: set[Any]) -> Iterator[tuple[int, str]]:
+        """Find the tables that TorchRec cannot move at all, and why."""
+        for index, option in enumerate(self.options):
+            entries = self._plan.plan[option.path]
+            reason = _module_obstacle(entries)
+            if type(option.module[1]) not in resharded:
+                kind = type(option.module[1]).__name__
+                reason = f"TorchRec does not reshard an {kind}"
+            neighbours = [o for o in self.options if o.path == option.path]
+            for optimizer in map(self.costs.reader.optimizer, neighbours):
+                if optimizer not in _MOVED_OPTIMIZERS:
+                    reason = f"TorchRec does not move all of the state of {optimizer}"
+            if reason is not None:
+                yield index, reason
+
+    def is_executable(self, table: int, shards: Shards) -> bool:
+        """Whether TorchRec can take a table to these shards, training unchanged."""
+        old = self.state[table]
+        if table in self.obstacles or len({w for _, w, _ in shards}) > 1:
+            return False
+        if len({rank for *_, rank in shards}) < len(shards):
+            return False
+        if not self._state_is_cut(table) and _cuts(old) != _cuts(shards):
+            return False
+        stays = any(a == b for *_, a, b in _overlaps(old, shards))
+        return not (stays and self._over_gloo)
+
+    @property
+    def _over_gloo(self) -> bool:
+        """Whether a rank cannot send to itself."""
+        return backend_of(self.topology.compute_device) == "gloo"
+
+    def _state_is_cut(self, table: int) -> bool:
+        """Whether TorchRec moves the optimizer's state of parts of shards."""
+        return self.costs.reader.optimizer(self.options[table]) == "sgd"
+
+    def _bytes(self, table: int) -> tuple[int, int]:
+        """Bytes that move with a column, and with every shard or part of one."""
+        option = self.options[table]
+        rows = int(option.tensor.shape[0])
+        per_value, per_row = self.costs.reader.state_bytes(option)
+        return rows * (option.tensor.element_size() + per_value), rows * per_row
+
+    def moves(self, table: int, shards: Shards) -> list[Move]:
+        """List the moves that take a table to these shards."""
+        option = self.options[table]
+        column_bytes, shard_bytes = self._bytes(table)
+        return [
+            Move(
+                path=option.path,
+                table=option.name,
+                offset=offset,
+                width=width,
+                from_rank=old,
+                to_rank=new,
+                num_bytes=width * column_bytes + shard_bytes,
+            )
+            for offset, width, old, new in _overlaps(self.state[table], shards)
+            if old != new
+        ]
+
+    def plan_with(self, changed: Mapping[int, Shards]) -> ShardingPlan:
+        """Return the plan with other shards of some tables."""
+        plan = {
+            path: EmbeddingModuleShardingPlan(module_plan)
+            for path, module_plan in self._plan.plan.items()
+        }
+        for table, shards in changed.items():
+            option = self.options[table]
+            rows = int(option.tensor.shape[0])
+            spec = EnumerableShardingSpec(
+                [
+                    ShardMetadata(
+                        shard_offsets=[0, offset],
+                        shard_sizes=[rows, width],
+                        placement=placement(
+                            self.topology.compute_device,
+                            rank,
+                            self.topology.local_world_size,
+                        ),
+                    )
+                    for offset, width, rank in shards
+                ]
+            )
+            plan[option.path][option.name] = dataclasses.replace(
+                plan[option.path][option.name],
+                ranks=[rank for *_, rank in shards],
+                sharding_spec=spec,
+            )
+        return ShardingPlan(plan)
+
+    def subset(
+        self, plan: ShardingPlan, tables: Iterable[int]
+    ) -> dict[str, EmbeddingModuleShardingPlan]:
+        """Return some tables of a plan."""
+        found: dict[str, EmbeddingModuleShardingPlan] = {}
+        for option in (self.options[t] for t in tables):
+            entries = found.setdefault(option.path, EmbeddingModuleShardingPlan())
+            entries[option.name] = plan.plan[option.path][option.name]
+        return found
+
+
+def _improve(
+    job: _Job, budget_bytes: int, executable_only: bool, config: ReplanConfig
+) -> tuple[dict[int, Shards], int]:
+    """Return the tables that change, their new shards, and what that took."""
+    budget = job.budget(budget_bytes, executable_only, config)
+    bank = ShardBank(job.costs.searched_simulator(job.task))
+    for shared in budget.doubled():
+        bank.price_as(*shared)
+    # A rank that holds too much already may stay as full as it is.
+    used_W = np.array(job.placement().rank_bytes(job.task))
+    table, rank = np.nonzero(budget.width_TW)
+    size = bank.bytes(table, budget.width_TW[table, rank])
+    counted_W = np.bincount(rank, size, len(used_W))
+    bank.caps_W = np.maximum(bank.caps_W, used_W) + counted_W - used_W
+    deadline = time.monotonic() + config.time_budget_seconds
+    width_TW = refine_within(bank, budget, SearchConfig(restarts=5), deadline)
+    state = {t: budget.shards(t, width_W) for t, width_W in enumerate(width_TW)}
+    changed = {t: shards for t, shards in state.items() if shards != job.state[t]}
+    return changed, bank.num_evaluated
+
+
+def _shards_of(sharding: ParameterSharding) -> Shards:
+    return tuple(
+        sorted(
+            (int(m.shard_offsets[1]), int(m.shard_sizes[1]), int(rank))
+            for m, rank in zip(
+                sharding.sharding_spec.shards, sharding.ranks, strict=True
+            )
+        )
+    )
+
+
+def _cuts(shards: Shards) -> list[tuple[int, int]]:
+    """Where the columns are split."""
+    return [(offset, width) for offset, width, _ in shards]
+
+
+def _overlaps(old: Shards, new: Shards) -> Iterator[tuple[int, int, int, int]]:
+    """Offset, width, old and new rank of columns that travel together."""
+    for old_offset, old_width, old_rank in old:
+        for new_offset, new_width, new_rank in new:
+            start = max(old_offset, new_offset)
+            end = min(old_offset + old_width, new_offset + new_width)
+            if start < end:
+                yield start, end - start, old_rank, new_rank
+
+
+def _module_obstacle(entries: Mapping[str, ParameterSharding]) -> str | None:
+    """Why no table of a module can be moved, by its plan."""
+    for name, sharding in entries.items():
+        if sharding.sharding_type not in (TABLE_WISE, COLUMN_WISE):
+            # Replicas would no longer be kept equal, and means of row-wise tables are
+            # taken over the wrong features.
+            return (
+                f"table '{name}' of the same module is {sharding.sharding_type}, which "
+                "TorchRec does not set up again after a move"
+            )
+        if sharding.compute_kernel != _FUSED:
+            return (
+                f"table '{name}' of the same module runs as {sharding.compute_kernel}"
+            )
+        if len({w for _, w, _ in _shards_of(sharding)}) > 1:
+            return (
+                f"table '{name}' of the same module is split unevenly, and TorchRec "
+                "reads the state after a move as if all shards were as wide as the "
+                "first"
+            )
+    return None
+
+
+def apply_moves(
+    model: DistributedModelParallel, result: ReplanResult | None = None
+) -> None:
+    """Carry out the moves of a new plan by TorchRec's dynamic resharding.
+
+    Every rank calls it, between two iterations, with no batch under way in a pipeline.
+    Weights, optimizer state and learning rates go with the columns, and the random
+    state stays, so that training goes on as if nothing had moved. `model.plan` is the
+    new plan afterwards, and `model.fused_optimizer` is a new object: give it to the
+    wrappers and schedulers that hold the old one.
+
+    Run over gloo on 2 and 3 ranks; over NCCL not yet.
+
+    Args:
+        model: The sharded model.
+        result: Rank 0's is carried out; the other ranks need none.
+
+    Raises:
+        ConfigError: The moves cannot be carried out, or start from another plan; on
+            all ranks alike, with nothing moved.
+        RankFailureError: A rank is not there; nothing has moved.
+    """
+    group = dist.group.WORLD
+    assert group is not None, "a sharded model has one"
+    mine = None
+    if result is not None:
+        mine = result.changed, result.replaced, result.executable
+    sent = from_first(mine, group, "came to apply moves")
+    if sent is None:
+        raise ConfigError("rank 0 carries out its result: pass it there")
+    changed, replaced, executable = sent
+    if not changed:
+        return
+    _check_moves(model, replaced, executable)
+    devices = [model.device] if is_accelerator(model.device.type) else []
+    with torch.random.fork_rng(devices):
+        for path, tables in changed.items():
+            _move_module(model, path, tables)
+
+
+def _check_moves(
+    model: DistributedModelParallel,
+    replaced: Mapping[str, EmbeddingModuleShardingPlan],
+    executable: bool,
+) -> None:
+    if not executable:
+        raise ConfigError(
+            "the new plan needs moves that TorchRec cannot make: call replan with "
+            "executable_only=True, or start again from a checkpoint with the new plan"
+        )
+    for path, tables in replaced.items():
+        for name, sharding in tables.items():
+            at_work = model.plan.plan.get(path, {}).get(name)
+            if at_work is None or _shards_of(at_work) != _shards_of(sharding):
+                raise ConfigError(
+                    f"table '{f'{path}.{name}' if path else name}' is no longer where "
+                    "replan saw it: call replan with model.plan"
+                )
+    if not is_wrapped_by_ddp(model):
+        raise ConfigError(
+            "TorchRec moves tables only of a model whose dense part is wrapped in "
+            "DistributedDataParallel: the model needs a dense parameter, and "
+            "init_data_parallel() must have run"
+        )
+    if dist.get_backend() == "gloo":
+        # TorchRec numbers its messages by a hash of the table's name.
+        hashes: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hashes, hash("torchrec"))
+        if len(set(hashes)) > 1:
+            raise ConfigError(
+                "over gloo TorchRec moves tables only where all ranks hash strings "
+                "alike: start them with the environment variable PYTHONHASHSEED=0"
+            )
+
+
+def _move_module(
+    model: DistributedModelParallel, path: str, tables: EmbeddingModuleShardingPlan
+) -> None:
+    """Move tables of one module, and mend what TorchRec leaves behind."""
+    sharded = model.module.get_submodule(path)
+    rates = _learning_rates(sharded)
+    model.reshard({path: (0.0, tables)}, path or None)
+    permute_features_again(sharded)
+    for _, optimizer in sharded.fused_optimizer.optimizers:
+        for key in optimizer.params:
+            # New kernels start at the rate that the model was built with.
+            optimizer.param_groups[0]["lr"] = rates[key]
+        optimizer.step()  # hands the rate to the kernel; weights change in backward
+
+
+def _learning_rates(sharded: Any) -> dict[str, float]:
+    """Learning rate of each table's weights, on whatever rank they are."""
+    own = {
+        key: optimizer.param_groups[0]["lr"]
+        for _, optimizer in sharded.fused_optimizer.optimizers
+        for key in optimizer.params
+    }
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return {key: rate for rates in gathered for key, rate in rates.items()}
