@@ -414,6 +414,8 @@ def _add_collectives(args: argparse.Namespace, source: Path, console: Console) -
             f"{info.fingerprint.device} over {info.backend}: not on this machine",
             soft_wrap=True,
         )
+    elif COMMS_BUNDLE.is_in(args.out):
+        console.print(f"{args.out} keeps the collectives that it held")
     else:
         console.print(
             "no collectives: they will be predicted from the topology's bandwidths. "
