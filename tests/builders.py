@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -95,6 +98,22 @@ def load_script(path: Path) -> ModuleType:
     sys.modules[path.stem] = module  # its dataclasses look themselves up here
     spec.loader.exec_module(module)
     return module
+
+
+def printed_elsewhere(code: str, hash_seed: int) -> Any:
+    """The JSON that a program prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,  # a BLAS that is told its core type rounds by it
+            "PYTHONHASHSEED": str(hash_seed),
+            "PYTHONPATH": ":".join(p for p in sys.path if p),
+        },
+    )
+    return json.loads(done.stdout)
 
 
 # --- tables, tasks and searches, without TorchRec ---

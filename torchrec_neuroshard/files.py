@@ -25,6 +25,7 @@ __all__ = [
     "from_fields",
     "json_text",
     "parse_json",
+    "read_fields",
     "read_json",
     "write_whole",
 ]
@@ -113,6 +114,23 @@ def from_fields(kind: type[T], data: Any) -> T:
     """
     made: T = _reader(typing.cast(Any, kind))(data, kind.__name__)
     return made
+
+
+def read_fields(kind: type[T], data: Any, error: type[ValueError], what: str) -> T:
+    """Do as `from_fields`, but raise one kind of error.
+
+    Args:
+        kind: The dataclass.
+        data: What a document gave for its fields.
+        error: What to raise; the dataclass may raise it by itself, too.
+        what: It is not, if not: "a table".
+    """
+    try:
+        return from_fields(kind, data)
+    except error:
+        raise
+    except ValueError as found:
+        raise error(f"not {what}: {found}") from found
 
 
 _Read = Callable[[Any, str], Any]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from scipy import special
 
 from torchrec_neuroshard.errors import ProfileError
-from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
+from torchrec_neuroshard.files import json_text, read_fields, read_json, write_whole
 
 __all__ = [
     "COUNT_BIN_HIGH",
@@ -251,12 +251,7 @@ class FeatureProfile:
         Raises:
             ProfileError: A key is missing or unknown, or a value is out of range.
         """
-        try:
-            return from_fields(cls, data)
-        except ProfileError:
-            raise
-        except ValueError as error:
-            raise ProfileError(f"not a feature profile: {error}") from error
+        return read_fields(cls, data, ProfileError, "a feature profile")
 
 
 def save_profiles(profiles: Mapping[str, FeatureProfile], path: str | Path) -> None:

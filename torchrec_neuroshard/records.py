@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
-from torchrec_neuroshard.files import from_fields
+from torchrec_neuroshard.files import from_fields, read_fields
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = [
@@ -260,11 +260,7 @@ class CostRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        data["tables"] = [t.to_json() for t in self.tables]
-        for name in ("fwd_raw_ms", "bwd_raw_ms", "ref_raw_ms"):
-            data[name] = list(data[name])
-        return data
+        return _fields_of(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostRecord:
@@ -273,12 +269,7 @@ class CostRecord:
         Raises:
             RecordError: A key is missing or unknown, or a value is out of range.
         """
-        try:
-            return from_fields(cls, data)
-        except RecordError:
-            raise
-        except ValueError as error:
-            raise RecordError(f"not a cost record: {error}") from error
+        return read_fields(cls, data, RecordError, "a cost record")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,9 +347,7 @@ class CommsRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return {
-            f.name: _as_lists(getattr(self, f.name)) for f in dataclasses.fields(self)
-        }
+        return _fields_of(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CommsRecord:
@@ -367,16 +356,19 @@ class CommsRecord:
         Raises:
             RecordError: A key is missing or unknown, or a value is out of range.
         """
-        try:
-            return from_fields(cls, data)
-        except RecordError:
-            raise
-        except ValueError as error:
-            raise RecordError(f"not a record of a collective: {error}") from error
+        return read_fields(cls, data, RecordError, "a record of a collective")
 
 
-def _as_lists(value: Any) -> Any:
-    return [_as_lists(v) for v in value] if isinstance(value, tuple) else value
+def _fields_of(record: CostRecord | CommsRecord) -> dict[str, Any]:
+    return {
+        f.name: _as_json(getattr(record, f.name)) for f in dataclasses.fields(record)
+    }
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, TableConfig):
+        return value.to_json()
+    return [_as_json(v) for v in value] if isinstance(value, tuple) else value
 
 
 def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.errors import TableError
-from torchrec_neuroshard.files import TOO_LARGE, from_fields
+from torchrec_neuroshard.files import TOO_LARGE, read_fields
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 
 __all__ = [
@@ -148,12 +148,7 @@ class TableConfig:
         Raises:
             TableError: A key is missing or unknown, or a value is out of range.
         """
-        try:
-            return from_fields(cls, data)
-        except TableError:
-            raise
-        except ValueError as error:
-            raise TableError(f"not a table: {error}") from error
+        return read_fields(cls, data, TableError, "a table")
 
 
 @functools.lru_cache(maxsize=16_384)

@@ -23,6 +23,7 @@ from planner_comparison.paired import (
     PATH,
     WORST_RANK,
 )
+from planner_comparison.results import at
 
 Task = dict[str, Any]
 Data = dict[str, Any]
@@ -94,26 +95,18 @@ class Table:
 
 
 def write_pages(data: Data, out: Path) -> None:
-    """Write `<out>.json`, `.md`, `.html` and the figures, `<out>_<name>.svg`.
+    """Write `<out>.md`, `.html` and the figures, `<out>_<name>.svg`.
 
     Args:
         data: Everything that is known of the run.
         out: Path without a suffix.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    whole = out.with_name(f"{out.name}.json.part")
-    whole.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    whole.replace(out.with_name(f"{out.name}.json"))
     figures = {family: figure(data, family) for family in _families(data)}
     figures[_PREDICTED] = prediction_figure(data)
     for name, svg in figures.items():
-        _at(out, f"_{name}.svg").write_text(svg, encoding="utf-8")
-    _at(out, ".md").write_text(markdown(data, out.name), encoding="utf-8")
-    _at(out, ".html").write_text(page(data, figures), encoding="utf-8")
-
-
-def _at(out: Path, suffix: str) -> Path:
-    return out.with_name(out.name + suffix)
+        at(out, f"_{name}.svg").write_text(svg, encoding="utf-8")
+    at(out, ".md").write_text(markdown(data, out.name), encoding="utf-8")
+    at(out, ".html").write_text(page(data, figures), encoding="utf-8")
 
 
 def _families(data: Data) -> list[str]:

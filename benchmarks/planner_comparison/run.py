@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import json
 import logging
 import platform
 import shlex
@@ -42,12 +41,13 @@ from planner_comparison.plans import (
     predict_collective,
     predict_kernels,
 )
+from planner_comparison.results import at, read_results, write_results
 from planner_comparison.rivals import load_costs
 from planner_comparison.tasks import FAMILIES, Task, TaskSettings, make_tasks
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.cost_models import load_cost_model
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _AGAIN = (
     {
         "name": AGAIN,
@@ -104,7 +104,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--stop-after", type=float, help="seconds; go on another time")
     parser.add_argument("--quick", action="store_true", help="a dry run: few, small")
     parser.add_argument(
-        "--pages-only", action="store_true", help="write the pages of <out>.json again"
+        "--pages-only", action="store_true", help="write the pages of <out> again"
     )
     options = parser.parse_args(arguments)
     if options.quick:
@@ -167,10 +167,10 @@ class Comparison:
     def _open(self) -> dict[str, Any]:
         """Return what the file holds, or a new beginning."""
         fresh = self._beginning()
-        path = _at(self._options.out)
+        path = at(self._options.out, ".json")
         if not path.exists():
             return fresh
-        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        known = read_results(self._options.out)
         for key in ("schema_version", "hardware", "options", "rivals"):
             if known.get(key) != fresh[key]:
                 raise SystemExit(
@@ -234,6 +234,7 @@ class Comparison:
                 break
             self.data["tasks"] += found
             self.data["updated"] = now()
+            write_results(self.data, self._options.out)
             write_pages(self.data, self._options.out)
             for entry in found:
                 self._say(number, entry, time.monotonic() - start)
@@ -337,7 +338,7 @@ class Comparison:
             for number, passes in enumerate(raw.values())
             for one in passes
         ]
-        path = self._options.out.with_name(f"{self._options.out.name}_passes.parquet")
+        path = at(self._options.out, "_passes.parquet")
         table = pyarrow.Table.from_pylist(rows)
         if path.exists():
             known = parquet.read_table(path)
@@ -381,10 +382,6 @@ def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:
     return entry
 
 
-def _at(out: Path) -> Path:
-    return out.with_name(f"{out.name}.json")
-
-
 def _shown(argument: str) -> str:
     """Leave out where this machine keeps its files."""
     path = Path(argument)
@@ -395,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line asks for."""
     options = parse_arguments(arguments)
     if options.pages_only:
-        known = json.loads(_at(options.out).read_text(encoding="utf-8"))
+        known = read_results(options.out)
         write_pages(known, options.out)
         print(short_table(known))
         return

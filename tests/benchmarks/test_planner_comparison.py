@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -441,10 +440,11 @@ def data(parts: Any) -> Any:
 
 def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> None:
     known = data(parts)
+    parts("results").write_results(known, tmp_path / "run")
+    assert parts("results").read_results(tmp_path / "run") == known
     parts("page").write_pages(known, tmp_path / "run")
     text = (tmp_path / "run.md").read_text()
     whole = (tmp_path / "run.html").read_text()
-    assert json.loads((tmp_path / "run.json").read_text()) == known
     for shown in (text, whole):
         assert all(t["name"] in shown for t in known["tasks"])
         assert shown.count("no plan") >= 2 * 2  # by task, and with the reason
@@ -479,9 +479,10 @@ def test_a_run_goes_on_where_it_was_cut_off(
     main = parts("run").main
     monkeypatch.setattr(sys, "argv", ["compare_planners.py", *command])
     main([*command, "--stop-after", "0"])
-    first = json.loads((tmp_path / "run.json").read_text())
+    read = parts("results").read_results
+    first = read(tmp_path / "run")
     main(command)
-    both = json.loads((tmp_path / "run.json").read_text())
+    both = read(tmp_path / "run")
     assert [len(first["tasks"]), len(both["tasks"])] == [1, 2]
     assert both["tasks"][0] == first["tasks"][0]
     assert both["tasks"][1]["planners"]["greedy-size"]["status"] == "plan"

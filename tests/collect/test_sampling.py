@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from tests.builders import printed_elsewhere
 from torchrec_neuroshard.collect.sampling import (
     AccessDistribution,
     SampledSet,
@@ -147,19 +145,9 @@ def test_index_and_seed_decide_the_set() -> None:
 
 
 def test_another_process_samples_the_same(sets: list[SampledSet]) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", _IN_ANOTHER_PROCESS],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,  # a BLAS that is told its core type rounds by it
-            "PYTHONHASHSEED": "77",
-            "PYTHONPATH": ":".join(p for p in sys.path if p),
-        },
-    )
+    found = printed_elsewhere(_IN_ANOTHER_PROCESS, hash_seed=77)
     here = [[t.to_json() for t in s.tables] for s in sets[:5]]
-    assert json.loads(found.stdout) == json.loads(json.dumps(here))
+    assert found == json.loads(json.dumps(here))
 
 
 def test_generated_tables_alone() -> None:

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tests.builders import draw_memory, draw_tables, make_task, search
+from tests.builders import (
+    draw_memory,
+    draw_tables,
+    make_task,
+    printed_elsewhere,
+    search,
+)
 from torchrec_neuroshard.cost_models.base import RangeWarning
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.features import FEATURE_NAMES
@@ -101,9 +103,8 @@ def test_order_of_tables_does_not_matter() -> None:
 
 
 SCRIPT = """
-import json, sys
-sys.path[:0] = sys.argv[1:]
-from test_default import random_task
+import json
+from tests.search.test_default import random_task
 from tests.builders import search
 result = search(random_task(25, 4))
 print(json.dumps([result.placement.to_json(), result.lower_bound_ms]))
@@ -113,16 +114,7 @@ print(json.dumps([result.placement.to_json(), result.lower_bound_ms]))
 def test_same_plan_in_every_process() -> None:
     result = search(random_task(25, 4))
     plans = [[result.placement.to_json(), result.lower_bound_ms]]
-    here = Path(__file__).parent
-    for hash_seed in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(here), str(here.parents[1])],
-            env={"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        plans.append(json.loads(done.stdout))
+    plans += [printed_elsewhere(SCRIPT, hash_seed) for hash_seed in (1, 2)]
     assert plans[0] == plans[1] == plans[2]
 
 

@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from tests.builders import printed_elsewhere
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, TableError
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.tasks import (
@@ -57,21 +55,11 @@ def test_seeds_differ() -> None:
 
 
 def test_another_process_draws_the_same() -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", _IN_ANOTHER_PROCESS],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,  # a BLAS that is told its core type rounds by it
-            "PYTHONHASHSEED": "123",
-            "PYTHONPATH": ":".join(p for p in sys.path if p),
-        },
-    )
+    found = printed_elsewhere(_IN_ANOTHER_PROCESS, hash_seed=123)
     here = [
         [t.to_json() for t in task.tables] for task in sample_tasks(TABLES, CONFIG, 3)
     ]
-    assert json.loads(found.stdout) == json.loads(json.dumps(here))
+    assert found == json.loads(json.dumps(here))
 
 
 def test_replacement_gives_unique_names() -> None:

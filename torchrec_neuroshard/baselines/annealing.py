@@ -15,19 +15,18 @@ all stages, `K` amounts that add up per rank, `N` shards.
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.baselines.common import finish
+from torchrec_neuroshard.baselines.common import finish, whole_widths
 from torchrec_neuroshard.baselines.heuristics import place_greedily
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.search.base import Searcher, SearchResult, budgeted
+from torchrec_neuroshard.search.base import BudgetedSearcher, SearchResult
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.search.shards import (
@@ -302,26 +301,14 @@ class _Proposals:
         return table, rank
 
 
-class AnnealingSearcher(Searcher):
+class AnnealingSearcher(BudgetedSearcher[AnnealingConfig]):
     """Simulated annealing over splits and ranks; see the module's description."""
 
     name = "annealing"
 
     def __init__(self, config: AnnealingConfig | None = None) -> None:
         """Take the settings; None means the defaults."""
-        self.config = config or AnnealingConfig()
-
-    @property
-    def time_budget_seconds(self) -> float:
-        """See `Searcher.time_budget_seconds`."""
-        return self.config.time_budget_seconds
-
-    def with_budget(self, seconds: float, effort: float = 1.0) -> AnnealingSearcher:
-        """See `Searcher.with_budget`; the effort is not looked at."""
-        del effort
-        other = copy.copy(self)
-        other.config = budgeted(self.config, seconds)
-        return other
+        super().__init__(config or AnnealingConfig())
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
@@ -357,15 +344,12 @@ class AnnealingSearcher(Searcher):
 def _first(simulator: Simulator) -> Ints:
     """Widths to start from: the greedy's on predicted costs, else any that fit."""
     task = simulator.task
-    dims_T = np.array([t.embedding_dim for t in task.tables])
-    whole = list(enumerate(dims_T.tolist()))
+    whole = [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
     try:
         rank_T = place_greedily(task, simulator.single_costs(whole).sum(axis=1))
     except InfeasibleError:
         return pack(task)
-    width_TW = np.zeros((len(dims_T), task.world_size), dtype=np.int64)
-    width_TW[np.arange(len(dims_T)), rank_T] = dims_T
-    return width_TW
+    return whole_widths(task, rank_T)
 
 
 def _anneal(

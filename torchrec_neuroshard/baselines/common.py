@@ -10,12 +10,20 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import nn
 
-from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.placement import Placement, ShardingTask, format_bytes
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
 
-__all__ = ["PAPER_BATCH_SIZE", "finish", "layers", "whole_bytes", "whole_placement"]
+__all__ = [
+    "PAPER_BATCH_SIZE",
+    "finish",
+    "layers",
+    "over_memory",
+    "whole_bytes",
+    "whole_placement",
+    "whole_widths",
+]
 
 
 PAPER_BATCH_SIZE = 65_536
@@ -37,13 +45,29 @@ def whole_bytes(task: ShardingTask) -> Floats:
     )
 
 
-def whole_placement(task: ShardingTask, rank_T: Ints) -> Placement:
-    """Return the placement of every table whole on the rank given."""
+def whole_widths(task: ShardingTask, rank_T: Ints) -> Ints:
+    """Return the widths of every table whole on the rank given, `T x W`."""
     width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
     width_TW[np.arange(len(task.tables)), rank_T] = [
         t.embedding_dim for t in task.tables
     ]
-    return placement_from_widths(width_TW)
+    return width_TW
+
+
+def whole_placement(task: ShardingTask, rank_T: Ints) -> Placement:
+    """Return the placement of every table whole on the rank given."""
+    return placement_from_widths(whole_widths(task, rank_T))
+
+
+def over_memory(task: ShardingTask, placement: Placement, why: str) -> list[str]:
+    """Say which ranks hold more than they have, and why they may."""
+    return [
+        f"rank {rank} holds {format_bytes(held)}, it has {format_bytes(cap)}: {why}"
+        for rank, (held, cap) in enumerate(
+            zip(placement.rank_bytes(task), task.memory_bytes, strict=False)
+        )
+        if held > cap
+    ]
 
 
 def finish(

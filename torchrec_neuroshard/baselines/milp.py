@@ -19,7 +19,6 @@ all stages.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import optimize, sparse
 
-from torchrec_neuroshard.baselines.common import finish
+from torchrec_neuroshard.baselines.common import finish, whole_widths
 from torchrec_neuroshard.baselines.heuristics import place_greedily
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.search.base import Searcher, SearchResult, budgeted
+from torchrec_neuroshard.search.base import BudgetedSearcher, SearchResult
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.rules import require_unconstrained
 from torchrec_neuroshard.search.shards import (
@@ -205,7 +204,7 @@ class _Program:
         return float(times_PW.max(axis=1).sum())
 
 
-class MilpSearcher(Searcher):
+class MilpSearcher(BudgetedSearcher[MilpConfig]):
     """Assigns whole tables and even splits to ranks by integer programming.
 
     `SearchResult.num_evaluated` counts single shards and the result's ranks.
@@ -215,19 +214,7 @@ class MilpSearcher(Searcher):
 
     def __init__(self, config: MilpConfig | None = None) -> None:
         """Take the limits; None means the defaults."""
-        self.config = config or MilpConfig()
-
-    @property
-    def time_budget_seconds(self) -> float:
-        """See `Searcher.time_budget_seconds`."""
-        return self.config.time_budget_seconds
-
-    def with_budget(self, seconds: float, effort: float = 1.0) -> MilpSearcher:
-        """See `Searcher.with_budget`; the effort is not looked at."""
-        del effort
-        other = copy.copy(self)
-        other.config = budgeted(self.config, seconds)
-        return other
+        super().__init__(config or MilpConfig())
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
@@ -291,8 +278,7 @@ def _better(
         if found is not None:
             return found, None
         return pack(task), f"HiGHS found no plan ({message}): any that fits was taken"
-    greedy = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
-    greedy[np.arange(len(rank_T)), rank_T] = options.width_O[whole]
+    greedy = whole_widths(task, rank_T)
     if found is None:
         return greedy, f"HiGHS found no plan ({message}): the greedy's was taken"
     best, other = program.objective(found), program.objective(greedy)

@@ -39,7 +39,6 @@ for 0 ms; halves are listed last; ties between states go to the one tried first.
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import math
 import time
@@ -53,7 +52,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.baselines.common import finish
+from torchrec_neuroshard.baselines.common import finish, over_memory
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
     CommsNets,
@@ -71,14 +70,13 @@ from torchrec_neuroshard.baselines.neuroshard_training import (
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.features import ShardFeaturizer
-from torchrec_neuroshard.placement import Placement, ShardingTask, format_bytes
+from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import (
     NEUROSHARD_BEAM_WIDTH,
     NEUROSHARD_CANDIDATES,
     NEUROSHARD_CAPS,
-    Searcher,
+    BudgetedSearcher,
     SearchResult,
-    budgeted,
 )
 from torchrec_neuroshard.search.feasibility import check_memory
 from torchrec_neuroshard.search.rules import require_unconstrained
@@ -424,7 +422,7 @@ def _joined(shards: Iterable[Shard]) -> tuple[Shard, ...]:
     return tuple(sorted(widths.items()))
 
 
-class PaperSearcher(Searcher):
+class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
     """NeuroShard as published; see the module's description.
 
     `SearchResult.predicted` is by the models that `search` is given, whichever costs
@@ -450,25 +448,13 @@ class PaperSearcher(Searcher):
             ConfigError: `models` are given and not used.
             BundleError: The folder cannot be used.
         """
-        self.config = config or NeuroShardConfig()
+        super().__init__(config or NeuroShardConfig())
         if self.config.costs == "shared" and models is not None:
             raise ConfigError(
                 "costs='shared' takes no nets of its own, but models were given; leave "
                 "them out or take costs='own'"
             )
         self.models = load_models(models) if isinstance(models, str | Path) else models
-
-    @property
-    def time_budget_seconds(self) -> float:
-        """See `Searcher.time_budget_seconds`."""
-        return self.config.time_budget_seconds
-
-    def with_budget(self, seconds: float, effort: float = 1.0) -> PaperSearcher:
-        """See `Searcher.with_budget`; the effort is not looked at."""
-        del effort
-        other = copy.copy(self)
-        other.config = budgeted(self.config, seconds)
-        return other
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
@@ -548,15 +534,8 @@ class PaperSearcher(Searcher):
             placement.check(task)
             return []
         placement.check(dataclasses.replace(task, memory_bytes=()))
-        used = placement.rank_bytes(task)
-        return [
-            f"rank {rank} holds {format_bytes(held)}, it has {format_bytes(cap)}: "
-            "faithful_memory counts the weights alone, as fp32"
-            for rank, (held, cap) in enumerate(
-                zip(used, task.memory_bytes, strict=False)
-            )
-            if held > cap
-        ]
+        why = "faithful_memory counts the weights alone, as fp32"
+        return over_memory(task, placement, why)
 
 
 def _no_plan(loops: NeuroShardLoops) -> InfeasibleError:

@@ -32,6 +32,7 @@ from torch import nn
 from torchrec_neuroshard.baselines.common import (
     PAPER_BATCH_SIZE,
     finish,
+    over_memory,
     whole_placement,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
@@ -42,7 +43,7 @@ from torchrec_neuroshard.errors import (
     FeatureSchemaError,
     InfeasibleError,
 )
-from torchrec_neuroshard.placement import Placement, ShardingTask, format_bytes
+from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.rules import require_unconstrained
@@ -528,7 +529,7 @@ class PolicySearcher(Searcher):
         placement.check(
             dataclasses.replace(task, memory_bytes=()) if self.faithful_memory else task
         )
-        warnings += self._over_memory(task, placement)
+        warnings += over_memory(task, placement, "faithful_memory lets it")
         warnings += self._out_of_range(task, cost_model)
         simulator = Simulator(task, cost_model, comms_model)
         evaluated = len(task.tables) * task.world_size
@@ -551,17 +552,6 @@ class PolicySearcher(Searcher):
         return ranks, [
             f"costliest tables first, {self.name} left a table without room: the "
             "largest were placed first instead"
-        ]
-
-    def _over_memory(self, task: ShardingTask, placement: Placement) -> list[str]:
-        used = placement.rank_bytes(task)
-        return [
-            f"rank {rank} holds {format_bytes(held)}, it has {format_bytes(cap)}: "
-            "faithful_memory lets it"
-            for rank, (held, cap) in enumerate(
-                zip(used, task.memory_bytes, strict=False)
-            )
-            if held > cap
         ]
 
     def _out_of_range(self, task: ShardingTask, cost_model: CostModel) -> list[str]:

@@ -247,26 +247,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         self._finalists = Finalists(measure_finalists, calibrate, self.costs.topology)
         topology = self.costs.topology
-        self._arguments: dict[str, Any] = {
-            "topology": topology,
-            "batch_size": batch_size,
-            "enumerator": enumerator,
-            "storage_reservation": storage_reservation,
-            "proposer": proposer,
-            "partitioner": partitioner,
-            "performance_model": performance_model,
-            "stats": stats,
-            "constraints": constraints,
-            "debug": debug,
-            "callbacks": callbacks,
-            "timeout_seconds": timeout_seconds,
-            "search": search,
-            "consider_stock": consider_stock,
-            "placement_constraints": placement_constraints,
-            "pipeline_type": pipeline_type,
-            "dense_ms": dense_ms,
-            **kwargs,
-        }
         if max_switches is not None:
             warnings.warn(
                 "max_switches is ignored and will go: the search chooses sharding "
@@ -274,23 +254,36 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 DeprecationWarning,
                 stacklevel=2,
             )
-        shared = {
+        shared: dict[str, Any] = {
             "topology": topology,
             "batch_size": batch_size,
             "storage_reservation": storage_reservation,
             "stats": stats,
             "constraints": constraints,
             "debug": debug,
+            "callbacks": callbacks,
+            "timeout_seconds": timeout_seconds,
             **kwargs,
+        }
+        parts = {
+            "enumerator": enumerator,
+            "partitioner": partitioner,
+            "performance_model": performance_model,
+        }
+        self._arguments = {
+            **shared,
+            **parts,
+            "proposer": proposer,
+            "search": search,
+            "consider_stock": consider_stock,
+            "placement_constraints": placement_constraints,
+            "pipeline_type": pipeline_type,
+            "dense_ms": dense_ms,
         }
         self._torchrec_arguments = {
             **shared,
-            "callbacks": callbacks,
-            "enumerator": enumerator,
+            **parts,
             "proposer": copy.deepcopy(proposer),
-            "partitioner": partitioner,
-            "performance_model": performance_model,
-            "timeout_seconds": timeout_seconds,
         }
         self.placement_constraints = placement_constraints or PlacementConstraints()
         self._pipeline_type = pipeline_type
@@ -350,7 +343,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             )
         super().__init__(
             **shared,
-            callbacks=callbacks,
             enumerator=enumerator,
             proposer=proposer
             or NeuroShardProposer(
@@ -362,7 +354,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             partitioner=partitioner,
             performance_model=performance_model
             or NeuroShardPerfModel(topology, offered, costs=self.costs),
-            timeout_seconds=timeout_seconds,
         )
         # Proposers of TorchRec forget nothing in `load`: each plan starts from here.
         self._unused = [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError
@@ -15,7 +16,14 @@ from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.progress import SearchProgress
 from torchrec_neuroshard.simulator import PredictedCosts
 
-__all__ = ["Config", "Finalist", "SearchConfig", "SearchResult", "Searcher", "budgeted"]
+__all__ = [
+    "BudgetedSearcher",
+    "Config",
+    "Finalist",
+    "SearchConfig",
+    "SearchResult",
+    "Searcher",
+]
 
 NEUROSHARD_BEAM_WIDTH = 3
 """States kept per round: NeuroShard (arXiv 2305.01868), K."""
@@ -123,12 +131,6 @@ class _Budgeted(Protocol):
 Config = TypeVar("Config", bound=_Budgeted)
 
 
-def budgeted(config: Config, seconds: float) -> Config:
-    """Return a search's settings with a time budget of no more than this."""
-    least = min(config.time_budget_seconds, seconds)
-    return dataclasses.replace(config, time_budget_seconds=least)
-
-
 class Searcher(ABC):
     """Finds a placement for a task."""
 
@@ -200,3 +202,27 @@ class Searcher(ABC):
             f"search '{self.name}' hands over one plan, measure_finalists needs "
             "several: use search='default' or leave measure_finalists out"
         )
+
+
+class BudgetedSearcher(Searcher, Generic[Config]):
+    """A search whose settings say how long it may take.
+
+    Args:
+        config: The settings.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @property
+    def time_budget_seconds(self) -> float:
+        """See `Searcher.time_budget_seconds`."""
+        return self.config.time_budget_seconds
+
+    def with_budget(self, seconds: float, effort: float = 1.0) -> Self:
+        """See `Searcher.with_budget`; the effort is not looked at."""
+        del effort
+        least = min(self.config.time_budget_seconds, seconds)
+        other = copy.copy(self)
+        other.config = dataclasses.replace(self.config, time_budget_seconds=least)
+        return other

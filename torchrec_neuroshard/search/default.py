@@ -8,6 +8,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,10 +16,9 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import (
+    BudgetedSearcher,
     SearchConfig,
-    Searcher,
     SearchResult,
-    budgeted,
 )
 from torchrec_neuroshard.search.beam import beam_search
 from torchrec_neuroshard.search.bounds import NUM_ROUNDS, lower_bound
@@ -84,7 +84,7 @@ def _other(simulator: Simulator, task: ShardingTask) -> Simulator:
     )
 
 
-class NeuroShardSearcher(Searcher):
+class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
     """Column splits by beam search, ranks by greedy grids, then local improvement.
 
     Where tables may be sharded in several ways, choices are made first on balanced
@@ -96,27 +96,17 @@ class NeuroShardSearcher(Searcher):
 
     def __init__(self, config: SearchConfig | None = None) -> None:
         """Take the settings; None means the defaults."""
-        self.config = config or SearchConfig()
+        super().__init__(config or SearchConfig())
 
-    @property
-    def time_budget_seconds(self) -> float:
-        """See `Searcher.time_budget_seconds`."""
-        return self.config.time_budget_seconds
-
-    def with_budget(self, seconds: float, effort: float = 1.0) -> NeuroShardSearcher:
+    def with_budget(self, seconds: float, effort: float = 1.0) -> Self:
         """See `Searcher.with_budget`; without effort, tables are placed, no more."""
-        config = budgeted(self.config, seconds)
-        if effort > 0:
-            config = dataclasses.replace(config, effort=config.effort * effort)
-        else:
-            config = dataclasses.replace(
-                config,
-                beam_width=1,
-                num_candidates=1,
-                refine=False,
-                exhaustive_limit=0,
-            )
-        return NeuroShardSearcher(config)
+        other = super().with_budget(seconds)
+        less: dict[str, Any] = {"effort": other.config.effort * effort}
+        if effort <= 0:
+            less = {"beam_width": 1, "num_candidates": 1}
+            less |= {"refine": False, "exhaustive_limit": 0}
+        other.config = dataclasses.replace(other.config, **less)
+        return other
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel

@@ -154,22 +154,19 @@ class PlanCosts:
         self.schedule = find_schedule(self._pipeline, self.dense)
         if topology.compute_device == "cpu" and self._pipeline != "train_base":
             self.schedule = find_schedule("none", self.dense)
-        self._load(cost_model)
-
-    def use(self, bundle: Path) -> None:
-        """Go on with the models of a bundle that was measured since.
-
-        Raises:
-            BundleError: The bundle cannot be used; costs stay as they were.
-        """
-        self._load(bundle)
+        self.use(cost_model)
 
     def correct(self, cost_model: CostModel) -> None:
         """Go on with another model of the same kernels."""
         if cost_model is not self.cost_model:
             self.cost_model, self.encoder = cost_model, ShardEncoder(cost_model)
 
-    def _load(self, cost_model: str | Path | CostModel) -> None:
+    def use(self, cost_model: str | Path | CostModel) -> None:
+        """Go on with another model, such as a bundle that was measured since.
+
+        Raises:
+            BundleError: The bundle cannot be used; costs stay as they were.
+        """
         topology = self.topology
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

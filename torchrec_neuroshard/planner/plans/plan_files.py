@@ -318,7 +318,7 @@ class StoredPlan:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
     """What plans are stored or wanted for, apart from the model."""
 
@@ -343,59 +343,48 @@ class _Job:
         sharders: Sequence[ModuleSharder[Any]] | None = None,
     ) -> _Job:
         """Take a planner's own, or what the caller says in its place."""
-        found = cls._found(planner, topology, batch_size, cost_model)
+        if planner is not None:
+            if any(given is not None for given in (topology, batch_size, cost_model)):
+                raise ConfigError(
+                    "pass either planner or topology, batch_size and cost_model: a "
+                    "planner has its own"
+                )
+            found = cls._of_planner(planner)
+        elif topology is None:
+            raise ConfigError(
+                "a plan belongs to its ranks: pass the planner or the topology"
+            )
+        elif isinstance(cost_model, CostModel):
+            known = {"cost_model": cost_model.name, "hardware": cost_model.hardware}
+            found = cls(topology, batch_size, **known)
+        else:
+            name = cost_model if isinstance(cost_model, str) else None
+            found = cls(topology, batch_size, cost_model=name)
         if sharders is None:
             return found
         return dataclasses.replace(found, sharders=sharders)
 
     @classmethod
-    def _found(
-        cls,
-        planner: EmbeddingPlannerBase | None,
-        topology: Topology | None,
-        batch_size: int | None,
-        cost_model: str | CostModel | None,
-    ) -> _Job:
-        given = [topology, batch_size, cost_model]
-        if planner is not None:
-            if any(g is not None for g in given):
-                raise ConfigError(
-                    "pass either planner or topology, batch_size and cost_model: a "
-                    "planner has its own"
-                )
-            devices: Topology = planner_part(planner, "topology")
-            size = planner_part(planner, "batch_size")
-            if not isinstance(planner, NeuroShardPlanner):
-                reader = TableReader(
-                    world_size=int(devices.world_size),
-                    constraints=planner_part(planner, "constraints"),
-                    profiles=None,
-                )
-                return cls(topology=devices, batch_size=size, reader=reader)
-            model = planner.costs.cost_model
-            return cls(
-                topology=devices,
-                batch_size=size,
-                cost_model=model.name,
-                hardware=model.hardware,
-                pipeline_type=None
-                if planner.costs.schedule is SEQUENTIAL
-                else planner.costs.schedule.name,
-                placement=planner.placement_constraints,
-                reader=planner.costs.reader,
-                sharders=planner.last_model[1] if planner.last_model else None,
+    def _of_planner(cls, planner: EmbeddingPlannerBase) -> _Job:
+        devices: Topology = planner_part(planner, "topology")
+        size = planner_part(planner, "batch_size")
+        if not isinstance(planner, NeuroShardPlanner):
+            reader = TableReader(
+                world_size=int(devices.world_size),
+                constraints=planner_part(planner, "constraints"),
+                profiles=None,
             )
-        if topology is None:
-            raise ConfigError(
-                "a plan belongs to its ranks: pass the planner or the topology"
-            )
-        named = cost_model if isinstance(cost_model, str) else None
-        known = cost_model if isinstance(cost_model, CostModel) else None
+            return cls(devices, size, reader=reader)
+        costs = planner.costs
         return cls(
-            topology=topology,
-            batch_size=batch_size,
-            cost_model=known.name if known else named,
-            hardware=known.hardware if known else None,
+            devices,
+            size,
+            cost_model=costs.cost_model.name,
+            hardware=costs.cost_model.hardware,
+            pipeline_type=None if costs.schedule is SEQUENTIAL else costs.schedule.name,
+            placement=planner.placement_constraints,
+            reader=costs.reader,
+            sharders=planner.last_model[1] if planner.last_model else None,
         )
 
     def fingerprint(
