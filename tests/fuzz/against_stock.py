@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -36,12 +36,18 @@ from torchrec_neuroshard.planner import (
 from torchrec_neuroshard.planner.given_plans import PlanOptions
 from torchrec_neuroshard.planner.greedy import memory_left, without
 from torchrec_neuroshard.planner.hedging import is_uncertain
+from torchrec_neuroshard.planner.kernels import OFFLOADED_KERNELS
 from torchrec_neuroshard.planner.table_reader import max_columns, run_fault
 from torchrec_neuroshard.planner.torchrec_plan import LEAST_STOCK_SECONDS, is_even
 from torchrec_neuroshard.search import SearchConfig
 
 SEARCH = SearchConfig(
-    beam_width=1, num_candidates=4, effort=0.1, restarts=1, time_budget_seconds=1.0
+    beam_width=1,
+    num_candidates=4,
+    effort=0.1,
+    restarts=1,
+    time_budget_seconds=1.0,
+    exhaustive_limit=2_000,
 )
 STOCK_SECONDS = 2
 """TorchRec's own timeout, between proposals."""
@@ -130,7 +136,9 @@ def _judge(
     except Exception as error:
         failure = error
     seconds = time.process_time() - start
-    if seconds > (allowed := CPU_SECONDS + stock_seconds):
+    allowed = CPU_SECONDS + stock_seconds
+    # The last resort, TorchRec's planner, may take longer than it was given here.
+    if seconds > allowed and (failure is None or stock_seconds < STOCK_SHARE):
         return f"failure, slow: {seconds:.1f} s of {allowed:.1f}"
     if isinstance(failure, NeuroShardError | PlannerError):
         return _refused(case, theirs, failure)
@@ -210,6 +218,8 @@ def _refused(case: Case, theirs: ShardingPlan | None, error: Exception) -> Outco
         options = options_of(planner, module, theirs)
         obstacle = _obstacle(planner, module, options)
     except (NeuroShardError, RuntimeError) as unpriced:
+        if any(map(_never_runs, case["constraints"].values())):
+            return f"refused, TorchRec's cannot run: {text}"
         # The same error keeps plans from being priced: tables that are too wide.
         dims = [t["dim"] for m in case["modules"] for t in m["tables"]]
         wide = max(dims) > max_columns(cases.topology_of(case))
@@ -217,6 +227,23 @@ def _refused(case: Case, theirs: ShardingPlan | None, error: Exception) -> Outco
     if obstacle is not None:
         return f"refused, TorchRec's {obstacle}: {text}"
     return f"failure, refused: {text}"
+
+
+def _never_runs(constraint: Mapping[str, Any]) -> bool:
+    """Whether kernels would not do what is asked for, whatever plans say.
+
+    FBGEMM makes no cache of no rows, and with `enforce_hbm` puts those on the device
+    that TorchRec counts in the host's memory.
+    """
+    kernels = set(constraint.get("compute_kernels", ()))
+    is_empty = "fused_uvm_caching" in kernels and not constraint.get(
+        "cache_load_factor", 1.0
+    )
+    return is_empty or (
+        bool(kernels)
+        and kernels <= OFFLOADED_KERNELS
+        and bool(constraint.get("enforce_hbm"))
+    )
 
 
 def _leaves_out(case: Case) -> bool:
