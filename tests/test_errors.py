@@ -68,3 +68,14 @@ def test_error_is_caught_as(
 
 def test_environment_error_is_no_bad_input() -> None:
     assert not issubclass(errors.EnvironmentMismatchError, ValueError)
+
+
+def test_of_a_long_text_the_middle_is_left_out() -> None:
+    text = f"table 't': {'x' * 10**6} is none; the way out"
+    short = text[:1000]
+    for kind in CLASSES.values():
+        shown = str(kind(text))
+        assert len(shown) <= 4_000
+        assert shown.startswith("table 't': xx")
+        assert shown.endswith("xx is none; the way out")
+        assert (str(kind(shown)), str(kind(short))) == (shown, short)

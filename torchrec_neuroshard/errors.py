@@ -21,8 +21,12 @@ The tree, with the built-in class that each branch also derives from:
       or do not belong together; `neuroshard doctor` prints the repair
 
 A message says the rule, the value, where it was found and the way out. Inner
-code raises the bare fact; the entry point adds table, rank and plan.
+code raises the bare fact; the entry point adds table, rank and plan. What it quotes may
+come out of a file that anybody has written: of a text longer than 4,000 characters
+the middle is left out.
 """
+
+from typing import Any
 
 __all__ = [
     "BundleCorruptError",
@@ -42,9 +46,22 @@ __all__ = [
     "TableError",
 ]
 
+_MOST_CHARACTERS = 4_000
+
 
 class NeuroShardError(Exception):
     """Base class of all errors of this package."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*[_shortened(a) if isinstance(a, str) else a for a in args])
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    # The rule and the place come first, the way out last.
+    half = _MOST_CHARACTERS // 2 - 50
+    return f"{text[:half]} [{len(text) - 2 * half:,} characters] {text[-half:]}"
 
 
 class ConfigError(NeuroShardError, ValueError):

@@ -71,6 +71,11 @@ Case = dict[str, Any]
 TYPES = [t.value for t in ShardingType]
 KERNELS = ["fused", "fused_uvm", "fused_uvm_caching", "dense", "quant", "key_value"]
 WIDTHS = [4, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024, 4096]
+SMALL_SHARE = 0.9
+"""Of all cases; each other one takes as long as ten of these."""
+SMALL_WORLDS, SMALL_WIDTHS = [1, 2, 2, 2, 3, 4, 4, 8], WIDTHS[:7]
+SMALL_PROPOSALS = 60
+"""Most that TorchRec's default grid search may make in a small case."""
 PROPOSERS: dict[str, Callable[[], Any]] = {
     "greedy": GreedyProposer,
     "wide": lambda: GreedyProposer(use_depth=False),
@@ -97,13 +102,16 @@ ENUMS = {"output_dtype": DataType, "bounds_check_mode": BoundsCheckMode}
 
 def draw(rng: np.random.Generator) -> Case:
     """Return a case; most are small, a few have hundreds of ranks."""
-    world = int(rng.choice([1, 2, 2, 2, 3, 4, 4, 4, 6, 8, 8, 16, 32, 64, 256]))
-    most = 10 if world <= 8 else 5 if world <= 32 else 2
+    is_small = rng.random() < SMALL_SHARE
+    worlds = [1, 2, 2, 2, 3, 4, 4, 4, 6, 8, 8, 16, 32, 64, 256]
+    world = int(rng.choice(SMALL_WORLDS if is_small else worlds))
+    most = 4 if is_small else 10 if world <= 8 else 5 if world <= 32 else 2
     modules: list[dict[str, Any]] = []
     count = 0
-    for place in range(int(rng.choice([1, 1, 1, 2, 3]))):
+    for place in range(int(rng.choice([1, 1, 1, 2, 2 if is_small else 3]))):
         size = int(rng.integers(1, max(2, most // 2) + 1))
-        module = _draw_module(rng, place, count, size)
+        widths = SMALL_WIDTHS if is_small else WIDTHS
+        module = _draw_module(rng, place, count, size, widths)
         if module["kind"] == "mc":
             module["buckets"] = world
         count += len(module["tables"])
@@ -119,6 +127,8 @@ def draw(rng: np.random.Generator) -> Case:
         },
         "planner": _draw_planner(rng),
     }
+    if is_small:
+        case["most_proposals"] = SMALL_PROPOSALS
     if rng.random() < 0.03:
         case["constraints"]["nowhere"] = {"sharding_types": ["row_wise"]}
     if rng.random() < 0.1:
@@ -131,7 +141,7 @@ def draw(rng: np.random.Generator) -> Case:
 
 
 def _draw_module(
-    rng: np.random.Generator, place: int, first: int, size: int
+    rng: np.random.Generator, place: int, first: int, size: int, widths: list[int]
 ) -> dict[str, Any]:
     kinds = ["ebc"] * 11 + ["ec"] * 4 + ["fp", "fused", "mc", "tower", "quant"]
     kind = str(rng.choice(kinds))
@@ -149,11 +159,11 @@ def _draw_module(
         table: dict[str, Any] = {
             "name": name,
             "rows": int(10 ** rng.uniform(0, rng.choice([4, 7, 8, 12]))),
-            "dim": int(rng.choice(WIDTHS)),
+            "dim": int(rng.choice(widths)),
             "features": features,
         }
         if rng.random() < 0.05:
-            table["dim"] = int(rng.integers(1, 4097))
+            table["dim"] = int(rng.integers(1, widths[-1] + 1))
         if rng.random() < 0.25:
             table["data_type"] = str(rng.choice(["FP16", "BF16"]))
         if rng.random() < 0.2:

@@ -24,6 +24,13 @@ FOUND: dict[str, tuple[str, str, Any]] = {
     "a state of no bytes": ("training", "checkpoint.pt", b""),
     "a field of a megabyte": ("tables, csv", "t.csv", "name\n" + "a" * 10**6 + "\n"),
     "a long name": ("constraints", "c.json", '{"' + "a" * 10**5 + '": {}}'),
+    "a type of a megabyte": (
+        "tables, json",
+        "t.json",
+        '[{"name": "a", "num_embeddings": 9, "embedding_dim": 8, "data_type": "'
+        + "y" * 10**6
+        + '"}]',
+    ),
     "more rows than 64 bits count": (
         "tables, csv",
         "t.csv",
