@@ -24,6 +24,11 @@ A message says the rule, the value, where it was found and the way out. Inner
 code raises the bare fact; the entry point adds table, rank and plan.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
 __all__ = [
     "BundleCorruptError",
     "BundleError",
@@ -40,7 +45,29 @@ __all__ = [
     "RecordError",
     "RecordMismatchError",
     "TableError",
+    "suggestion",
 ]
+
+_MAX_NAMED, _MAX_LETTERS = 12, 100
+"""Names that a message lists, and their letters; of more, the first ones."""
+
+
+def suggestion(name: str, known: Collection[str], kind: str) -> str:
+    """Return what may have been meant by a name that is not known: a clause.
+
+    Args:
+        name: What was given.
+        known: What there is.
+        kind: Of what, in the plural.
+    """
+    names = sorted(set(known))
+    lower = {n.lower(): n for n in reversed(names)}
+    found = difflib.get_close_matches(name[:_MAX_LETTERS].lower(), lower, n=3)
+    if found:
+        near = [f"'{lower[n]:.{_MAX_LETTERS}}'" for n in found]
+        return f"did you mean {' or '.join(near)}?"
+    shown = ", ".join(f"'{n:.{_MAX_LETTERS}}'" for n in names[:_MAX_NAMED]) or "none"
+    return f"the {kind} are {shown}{' and more' if len(names) > _MAX_NAMED else ''}."
 
 
 class NeuroShardError(Exception):
