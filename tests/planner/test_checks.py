@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.builders import bag_sharders, make_ebc, make_planner
-from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
 from torchrec_neuroshard.planner.checks import (
     check_profiles,
     odd_batch_size,
-    suggestion,
     unmatched_constraints,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
@@ -69,6 +70,33 @@ def test_misspelt_type_is_pointed_out_before_torchrec_gives_up() -> None:
         )
     with pytest.raises(RuntimeError, match="No available sharding type"):
         planner.plan(make_ebc(SIZES), bag_sharders())
+
+
+def test_things_of_another_kind_are_named() -> None:
+    odd: Any = {"t0": {"pooling_factors": [3.0]}}
+    with pytest.raises(ConfigError, match=r"'t0' are a dict, {'pool.*; pass a Para"):
+        make_planner(2, "cuda", constraints=odd)
+    planner = make_planner(2, "cuda")
+    for sharders in ([EmbeddingBagCollectionSharder], [None]):
+        with pytest.raises(
+            ConfigError, match=r"sharders\[0\] is .* no sharder: pass ob"
+        ):
+            planner.plan(make_ebc(SIZES), sharders)
+
+
+class MyCollection(EmbeddingBagCollection):
+    """Another class than the sharder's."""
+
+
+def test_tables_that_no_sharder_takes_are_named() -> None:
+    model = nn.ModuleDict({"a": make_ebc(SIZES), "b": make_ebc([(9, 8)])})
+    model["b"].__class__ = MyCollection
+    message = "tables 't0' are in no plan.* class of module 'b', MyCollection"
+    planner = make_planner(2, "cuda")
+    with pytest.warns(UserWarning, match=message):
+        plan = planner.plan(model, bag_sharders())
+    assert set(plan.plan) == {"a"} and planner.last_result is not None
+    assert any(re.search(message, text) for text in planner.last_result.warnings)
 
 
 def test_constraints_of_a_table_that_is_not_there() -> None:
@@ -127,7 +155,10 @@ def test_suggestions_name_each_thing_once() -> None:
     others = suggestion("xyz", ["user", "item"], "tables")
     assert others == "the tables are 'item', 'user'."
     many = suggestion("x", [str(n) for n in range(20)], "tables")
-    assert many.endswith("'14', '15' and more.")
+    assert many.endswith("'18', '19' and more.")
+    assert suggestion("USER_ID", ["User_Id", "item"], "tables") == (
+        "did you mean 'User_Id'?"
+    )
 
 
 def test_table_that_fits_nowhere_is_named_first() -> None:

@@ -45,6 +45,7 @@ from torchrec_neuroshard.planner.checks import (
     odd_batch_size,
     odd_constraints,
     unmatched_constraints,
+    unsharded_notes,
 )
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
@@ -397,7 +398,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             Exception: What a part that was given raises.
         """
         self._known, self._selected, self._plan = None, [], None
-        unmatched = self._check_inputs(module)
+        unmatched = self._check_inputs(module, sharders)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
         reservation = planner_part(self, "storage_reservation")
@@ -819,7 +820,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> tuple[list[ShardingOption], KnownPlan]:
         """Say what a plan that is given costs; returns its options as well."""
-        notes = (*self._notes, *self._check_inputs(module))
+        notes = (*self._notes, *self._check_inputs(module, sharders))
         options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
         self.costs.attribute(options)
         if isinstance(self.enumerator, NeuroShardEnumerator) and self.enumerator.memory:
@@ -834,10 +835,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             reserved=self._reserved(module, sharders),
         )
 
-    def _check_inputs(self, module: nn.Module) -> tuple[str, ...]:
-        """Hold profiles and constraints against the model; returns notes."""
+    def _check_inputs(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> tuple[str, ...]:
+        """Hold profiles, constraints and sharders against the model; returns notes."""
         check_profiles(module, self._profiles)
-        notes = unmatched_constraints(module, self.constraints)
+        notes = (
+            *unsharded_notes(module, sharders),
+            *unmatched_constraints(module, self.constraints),
+        )
         for text in notes:
             warnings.warn(text, stacklevel=3)
         return notes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,8 +223,8 @@ def topology_for(
 
 
 def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{name} must be above 0, got {value}")
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be above 0 and finite, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
