@@ -63,8 +63,10 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not that of a file which the user never named
         raise
 
 

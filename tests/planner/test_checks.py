@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -20,6 +20,7 @@ from torchrec_neuroshard.planner.checks import (
     odd_batch_size,
     unmatched_constraints,
 )
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.profiles import FeatureProfile
 
 SIZES = [(1000, 64)] * 2
@@ -74,9 +75,22 @@ def test_misspelt_type_is_pointed_out_before_torchrec_gives_up() -> None:
 
 def test_things_of_another_kind_are_named() -> None:
     odd: Any = {"t0": {"pooling_factors": [3.0]}}
-    with pytest.raises(ConfigError, match=r"'t0' are a dict, {'pool.*; pass a Para"):
-        make_planner(2, "cuda", constraints=odd)
+    for options, message in (
+        ({"constraints": odd}, r"'t0' is a dict, \{'pool.* not a ParameterConstraints"),
+        ({"constraints": ["t0"]}, "constraints is a list, .*: pass table -> Param"),
+        ({"profiles": [3.0]}, "profiles is a list, .*: pass what profile_inputs"),
+        ({"placement_constraints": odd}, "placement_constraints is a dict"),
+        ({"topology": "h100"}, r"topology is a str, 'h100', .*: topology_for\("),
+    ):
+        arguments: Any = {"topology": Topology(2, compute_device="cuda"), **options}
+        with pytest.raises(ConfigError, match=message):
+            NeuroShardPlanner(**arguments)
+    with pytest.raises(ConfigError, match="topology: the process has no process group"):
+        NeuroShardPlanner()
     planner = make_planner(2, "cuda")
+    swapped: Any = bag_sharders()
+    with pytest.raises(ConfigError, match=r"model is a list, .* not a Module"):
+        planner.plan(swapped, make_ebc(SIZES))  # type: ignore[arg-type]
     for sharders in ([EmbeddingBagCollectionSharder], [None]):
         with pytest.raises(
             ConfigError, match=r"sharders\[0\] is .* no sharder: pass ob"

@@ -40,6 +40,7 @@ from torchrec_neuroshard.profiles import FeatureProfile
 __all__ = [
     "KNOWN_VALUES",
     "check_constraints",
+    "check_kind",
     "check_profiles",
     "check_sharders",
     "odd_batch_size",
@@ -58,6 +59,19 @@ KNOWN_VALUES: Mapping[str, Collection[str]] = {
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _TRIED_VALUES = 2**9
 """Of a codec; whole rows of any."""
+
+
+def check_kind(name: str, given: Any, kind: type, way_out: str) -> None:
+    """Check the type of something given that is read much later.
+
+    Raises:
+        ConfigError: It is of another.
+    """
+    if not isinstance(given, kind):
+        raise ConfigError(
+            f"{name} is a {type(given).__name__}, {given!r:.60}, not a "
+            f"{kind.__name__}: {way_out}"
+        )
 
 
 def odd_batch_size(batch_size: Any) -> tuple[str, ...]:
@@ -99,12 +113,8 @@ def check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
     """
     for name, constraint in constraints.items():
         where = f"constraints of table '{name}'"
-        if not isinstance(constraint, ParameterConstraints):
-            raise ConfigError(
-                f"{where} are a {type(constraint).__name__}, {constraint!r:.60}; pass "
-                "a ParameterConstraints, such as ParameterConstraints("
-                "pooling_factors=[20.0])"
-            )
+        way_out = "pass such as ParameterConstraints(pooling_factors=[20.0])"
+        check_kind(where, constraint, ParameterConstraints, way_out)
         count = len(constraint.pooling_factors or [1.0])
         for field in ("pooling_factors", "num_poolings", "batch_sizes"):
             values = getattr(constraint, field) or []

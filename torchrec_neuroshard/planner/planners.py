@@ -41,6 +41,7 @@ from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostM
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.checks import (
+    check_kind,
     check_profiles,
     odd_batch_size,
     odd_constraints,
@@ -225,13 +226,32 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         dense_ms: DenseMs | float | None = None,
         **kwargs: Any,
     ) -> None:
+        topology = default_topology() if topology is None else topology
+        for name, value, kind, way_out in (
+            ("topology", topology, Topology, 'topology_for("h100") makes one'),
+            (
+                "constraints",
+                constraints,
+                Mapping,
+                "pass table -> ParameterConstraints(...)",
+            ),
+            ("profiles", profiles, Mapping, "pass what profile_inputs(batches) makes"),
+            (
+                "placement_constraints",
+                placement_constraints,
+                PlacementConstraints,
+                "pass PlacementConstraints(...)",
+            ),
+        ):
+            if value is not None:
+                check_kind(name, value, kind, way_out)
         constraints, offered, notes = _own_constraints(constraints, enumerator)
         odd = (*odd_batch_size(batch_size), *odd_constraints(constraints or {}))
         for text in odd:
             warnings.warn(text, stacklevel=2)
         self._notes = (*notes, *odd)
         self.costs = PlanCosts(
-            topology or default_topology(),
+            topology,
             offered,
             cost_model=cost_model,
             comms_model=comms_model,
@@ -839,6 +859,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
     ) -> tuple[str, ...]:
         """Hold profiles, constraints and sharders against the model; returns notes."""
+        check_kind("model", module, nn.Module, "pass the model, then its sharders")
         check_profiles(module, self._profiles)
         notes = (
             *unsharded_notes(module, sharders),

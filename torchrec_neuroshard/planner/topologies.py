@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torchrec.distributed.planner.constants import (
     CROSS_NODE_BANDWIDTH,
     DDR_CAP,
@@ -440,8 +441,14 @@ def default_topology() -> Topology:
     """Return TorchRec's topology of the process group.
 
     Raises:
-        ValueError: There is no process group.
+        ConfigError: There is no process group.
     """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "topology: the process has no process group to take it from. Call "
+            "torch.distributed.init_process_group first, or pass one, such as "
+            'topology_for("h100", num_nodes=2)'
+        )
     topology: Topology = planner_part(EmbeddingShardingPlanner(), "topology")
     return topology
 
