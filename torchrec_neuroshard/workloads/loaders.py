@@ -6,6 +6,7 @@ import csv
 import importlib
 import io
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ PROFILE_BATCH_SIZE = 65_536
 
 
 TABLE_FIELDS: Mapping[str, str] = {
-    "name": "a name without control characters",
+    "name": "text without control characters",
     "num_embeddings": "a whole number, in digits alone",
     "embedding_dim": "a whole number, in digits alone",
     "pooling_factor": "a finite number, such as 2.5",
@@ -44,8 +45,7 @@ def read_document(path: str | Path) -> Any:
     """
     try:
         if Path(path).suffix.lower() in (".yaml", ".yml"):
-            text = Path(path).read_text(encoding="utf-8-sig")
-            return importlib.import_module("yaml").safe_load(text)
+            return _parse_yaml(Path(path).read_text(encoding="utf-8-sig"))
         return read_json(path)
     except OSError as error:
         raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
@@ -57,6 +57,26 @@ def read_document(path: str | Path) -> Any:
     except Exception as error:  # of JSON, of YAML, of bytes that are no text
         reason = " ".join(str(error).split())
         raise ConfigError(f"'{path}' is damaged: {reason}") from error
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML of plain data, in which no name stands twice in an object."""
+    yaml = importlib.import_module("yaml")
+    nodes, seen = [yaml.compose(text, Loader=yaml.SafeLoader)], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # of an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            counted = Counter(str(name.value) for name, _ in node.value)
+            for name, count in counted.most_common(1):
+                if count > 1:
+                    raise ValueError(f"'{name:.60}' stands twice in one object")
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    return yaml.safe_load(text)
 
 
 def load_tables(
@@ -235,7 +255,7 @@ def _whole(value: Any) -> int | None:
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = {
-    "a name without control characters": _name,
+    "text without control characters": _name,
     "a name": _name,
     "a whole number, in digits alone": _whole,
     "a finite number, such as 2.5": _number,
