@@ -50,6 +50,7 @@ def test_numbers_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     ("fields", "message"),
     [
         ({"min_partition": 0}, "'t0': min_partition=0 counts as not given"),
+        ({"min_partition": 6}, "'t0': min_partition=6 is no multiple of 4, as"),
         ({"sharding_types": []}, "'t0': sharding_types is empty, which counts as not"),
         ({"compute_kernels": []}, "'t0': compute_kernels is empty"),
         ({"pooling_factors": [1.0, 3.0]}, "has 2 values for 1 feature; each feature"),

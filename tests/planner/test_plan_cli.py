@@ -304,6 +304,7 @@ def test_a_plan_of_another_path_and_bad_options_of_a_rehearsal(
         (["--out", "nowhere/plan.json"], "cannot write 'nowhere/plan.json': no folder"),
         (["--profiles", "none.json"], "cannot read the profiles 'none.json'"),
         (["--batch-size", "-1"], "batch_size is the number of samples"),
+        (["--batch-size", "0"], "--batch-size is the samples per rank, at least 1"),
         (["--card", "cpu", "--memory-gb", "3"], "is the host's"),
     ],
 )

@@ -134,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NeuroShardError: Something that is given cannot be used, or no plan fits.
     """
+    if args.batch_size == 0:  # TorchRec's planner takes its default for it
+        raise ConfigError("--batch-size is the samples per rank, at least 1; got 0")
     read = *files_read(args), args.placement
     outputs = check_outputs(args.out, args.html, args.json, read=read)
     console = Console()
