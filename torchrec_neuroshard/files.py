@@ -93,7 +93,7 @@ def check_outputs(
             twice, or is read.
     """
     wanted = [path for path in paths if path is not None]
-    taken = {os.path.realpath(path): "that is read" for path in filter(None, read)}
+    taken = {os.path.realpath(path): "that is read" for path in read if path}
     for path in wanted:
         try:
             why = _obstacle(path)

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingBagSharder,
+)
 from torchrec.distributed.planner import ParameterConstraints
 
 from tests.builders import bag_sharders, make_ebc
@@ -130,6 +133,7 @@ def test_a_function_may_give_sharders_and_constraints(
         ends=lambda: sys.exit(0),
         instance=make_ebc([(100, 16)]),
         dense=lambda: nn.EmbeddingBag(10, 4),
+        torchs=lambda: (nn.EmbeddingBag(10, 4), [EmbeddingBagSharder()]),
         others=lambda: (make_ebc([(100, 16)]), [EmbeddingCollectionSharder()]),
     )
     monkeypatch.setitem(sys.modules, "my_models", module)
@@ -139,14 +143,15 @@ def test_a_function_may_give_sharders_and_constraints(
     alone = read_model("my_models:alone")
     assert alone.num_tables == 1 and len(alone.sharders) > 1
     assert read_model("my_models:instance").num_tables == 1
+    assert isinstance(read_model("my_models:torchs").module, nn.EmbeddingBag)
     for name, message in (
         ("odd", "must return a torch.nn.Module.*EmbeddingBagCollection, int"),
         ("nothing", "must return a torch.nn.Module.*got int"),
         ("broken", "raises ZeroDivisionError: division by zero; NEUROSHARD_DEBUG=1"),
         ("ends", "raises SystemExit: 0"),
         ("brokn", "has no function 'brokn'; did you mean 'broken'"),
-        ("dense", r"a model \(EmbeddingBag\) without tables of TorchRec"),
-        ("others", r"\(EmbeddingCollectionSharder\) is for a module of the Embedding"),
+        ("dense", "no sharder is for a module of the EmbeddingBag. .*CollectionShard"),
+        ("others", "no sharder is .* The sharders: EmbeddingCollectionSharder$"),
     ):
         with pytest.raises(ValueError, match=message):
             read_model(f"my_models:{name}")

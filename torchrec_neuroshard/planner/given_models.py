@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
@@ -25,8 +26,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_neuroshard.errors import ConfigError, TableError, suggestion
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, card_named
-from torchrec_neuroshard.planner.checks import KNOWN_VALUES, unsharded_tables
-from torchrec_neuroshard.planner.compat import accepted_arguments
+from torchrec_neuroshard.planner.checks import KNOWN_VALUES
+from torchrec_neuroshard.planner.compat import accepted_arguments, sharders_by_type
 from torchrec_neuroshard.planner.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.table_reader import table_configs
 from torchrec_neuroshard.planner.topologies import topology_for
@@ -110,20 +111,15 @@ def read_model(name: str) -> GivenModel:
             f"'{name}' must return a torch.nn.Module, alone or in a tuple with a list "
             f"of sharders and a dictionary of constraints, got {kinds}"
         )
-    if not any(table_configs(module)):
-        raise ConfigError(
-            f"'{name}' returns a model ({type(module).__name__}) without tables of "
-            "TorchRec: an EmbeddingBagCollection or EmbeddingCollection has some, "
-            "torch's own Embedding and EmbeddingBag are none"
-        )
     sharders = sharders or get_default_sharders()
-    left_out = unsharded_tables(module, sharders)
-    if sum(map(len, left_out.values())) == sum(1 for _ in table_configs(module)):
-        kinds = ", ".join(sorted({type(s).__name__ for s in sharders}))
+    taken = sharders_by_type(sharders)
+    if not any(sharder_name(type(m)) in taken for m in module.modules()):
         raise ConfigError(
-            f"'{name}': none of the sharders ({kinds}) is for a module of the "
-            f"{type(module).__name__} that holds tables; TorchRec asks for the very "
-            "class, and one derived from it is another"
+            f"'{name}': no sharder is for a module of the {type(module).__name__}. "
+            "TorchRec asks for the very class, an EmbeddingBagCollection for one: a "
+            "class derived from it is another, and torch's own EmbeddingBag and "
+            "Embedding need sharders of their own. The sharders: "
+            + ", ".join(sorted({type(s).__name__ for s in sharders}))
         )
     return GivenModel(
         module=module,
