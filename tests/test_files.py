@@ -12,6 +12,7 @@ import pytest
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import (
+    check_folder,
     check_outputs,
     from_fields,
     json_text,
@@ -57,7 +58,13 @@ def test_outputs_are_checked_before_the_work(
     ):
         with pytest.raises(ConfigError, match=f"cannot write '.*': {message}"):
             check_outputs(*paths, read=(given,))
+    given.write_text("")
+    check_folder(tmp_path / "new" / "newer")
+    with pytest.raises(ConfigError, match=r"cannot write to the folder .*' is a file"):
+        check_folder(given / "new")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="permission denied"):
+        check_folder(tmp_path / "new")
     with pytest.raises(ConfigError, match="permission denied"):
         check_outputs(other)
 

@@ -26,6 +26,7 @@ from torchrec_neuroshard.errors import ConfigError
 
 __all__ = [
     "TOO_LARGE",
+    "check_folder",
     "check_outputs",
     "from_fields",
     "json_text",
@@ -105,6 +106,19 @@ def check_outputs(
         if not _is_stream(path):
             taken[real] = "two options name it"
     return wanted
+
+
+def check_folder(path: Path) -> None:
+    """Check that a folder can be written to or made, before what it is to hold is.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    found = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not found.is_dir():
+        raise ConfigError(f"cannot write to the folder '{path}': '{found}' is a file")
+    if not os.access(found, os.W_OK):
+        raise ConfigError(f"cannot write to '{found}': permission denied")
 
 
 def _obstacle(path: Path) -> str:
