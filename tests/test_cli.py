@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -136,6 +137,27 @@ def test_bad_arguments_exit_2(
         cli.main(arguments)
     assert stopped.value.code == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_named(
+    use_command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_command(raising(OSError(28, "No space left on device", "plan.json")))
+    assert cli.main(["act"]) == 2
+    said = capsys.readouterr().err
+    assert said == "neuroshard: error: No space left on device: 'plan.json'\n"
+
+
+def test_nobody_who_reads_the_output_is_no_fault(
+    use_command: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_command(lambda args: print("x") or 0)  # type: ignore[func-returns-value]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert cli.main(["act"]) == cli.EXIT_PIPE_CLOSED
+        print("what is said later goes nowhere", flush=True)
 
 
 def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import (
+    check_folder,
+    check_outputs,
     from_fields,
     json_text,
     parse_json,
@@ -25,6 +28,45 @@ def test_what_is_written_is_whole_and_alone(tmp_path: Path) -> None:
     write_whole(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    """A device such as /dev/null is no file to put another in the place of."""
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    write_whole(tmp_path / "link", "ü")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "a").read_text() == "ü"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert check_outputs(*[tmp_path / "pipe"] * 2)
+    write_whole(tmp_path / "pipe", "ü")
+    assert os.read(reader, 9) == "ü".encode() and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+
+
+def test_outputs_are_checked_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, other = tmp_path / "given", tmp_path / "other"
+    (tmp_path / "link").symlink_to(given)
+    assert check_outputs(other, None, read=(given, None)) == [other]
+    for paths, message in (
+        ([tmp_path], "that is a folder"),
+        ([tmp_path / "no" / "a"], "no folder '.*no'"),
+        ([tmp_path / ("a" * 300)], "file name too long"),
+        ([other, other], "two options name it"),
+        ([tmp_path / "link"], "that is read"),
+    ):
+        with pytest.raises(ConfigError, match=f"cannot write '.*': {message}"):
+            check_outputs(*paths, read=(given,))
+    given.write_text("")
+    check_folder(tmp_path / "new" / "newer")
+    with pytest.raises(ConfigError, match=r"cannot write to the folder .*' is a file"):
+        check_folder(given / "new")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="permission denied"):
+        check_folder(tmp_path / "new")
+    with pytest.raises(ConfigError, match="permission denied"):
+        check_outputs(other)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -46,6 +88,8 @@ def test_what_cannot_be_written_leaves_the_old_file(
 def test_json_is_strict_both_ways(tmp_path: Path) -> None:
     write_whole(tmp_path / "a", json_text({"a": (1, float("nan")), "b": [-1e999]}))
     assert read_json(tmp_path / "a") == {"a": [1, None], "b": [None]}
+    (tmp_path / "a").write_text("\ufeff[]", encoding="utf-8")
+    assert read_json(tmp_path / "a") == []
 
 
 @pytest.mark.parametrize(
@@ -58,6 +102,8 @@ def test_json_is_strict_both_ways(tmp_path: Path) -> None:
         ('["\\u001b[2J"]', "control character"),
         ("9" * 5000, "4300 digits"),
         ("{", "Expecting"),
+        (" \n", "it is empty"),
+        ('[{"a": 1, "b": 2, "a": 3}]', "'a' stands twice in one object"),
     ],
 )
 def test_json_that_nobody_should_write(text: str, message: str) -> None:

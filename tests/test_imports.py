@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The way from a table to a plan: each imports only what stands above it.
     "errors": set(),
     "cut_off": set(),
-    "files": set(),
+    "files": {"errors"},
     "profiles": {"errors", "files"},
     "access": {"errors", "profiles"},
     "tables": {"errors", "files", "profiles"},

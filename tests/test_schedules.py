@@ -130,7 +130,7 @@ def test_numbers_are_split_into_forward_and_backward() -> None:
 def test_what_is_no_time_is_refused(wrong: float) -> None:
     with pytest.raises(ConfigError, match=r"dense_ms: optimizer must be finite and at"):
         DenseMs(optimizer=wrong)
-    with pytest.raises(ConfigError, match=f"got {re.escape(str(wrong / 3))}"):
+    with pytest.raises(ConfigError, match=f"got {re.escape(str(wrong))}"):
         DenseMs.of(wrong)
 
 

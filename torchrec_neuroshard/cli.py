@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141
 
 
 class Command(NamedTuple):
@@ -114,8 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: the subcommand's own; 2 for a `NeuroShardError` or for
-        frameworks that do not load, with a message on stderr; 130 when interrupted
-        from the keyboard.
+        frameworks that do not load and files that cannot be read or written, with a
+        message on stderr; 130 when interrupted from the keyboard; 141 when nobody reads
+        the output any more.
 
     Raises:
         Exception: a fault of our own. With the environment variable
@@ -124,10 +126,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("neuroshard: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python's last flush has no place.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
     except Exception as error:
         reason = _explain(error)
         if reason is None or os.environ.get("NEUROSHARD_DEBUG") == "1":
@@ -159,10 +167,12 @@ def _run(arguments: list[str]) -> int:
     return module.run(args)
 
 
-def _explain(error: Exception) -> NeuroShardError | None:
+def _explain(error: Exception) -> Exception | str | None:
     """The error to show a user; None for a fault of our own."""
     if isinstance(error, NeuroShardError):
         return error
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.strerror}: '{error.filename}'"
     from torchrec_neuroshard.doctor import explain_failure
 
     return explain_failure("this command", error)

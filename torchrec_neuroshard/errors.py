@@ -26,6 +26,10 @@ come out of a file that anybody has written: of a text longer than 4,000 charact
 the middle is left out.
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
 from typing import Any
 
 __all__ = [
@@ -44,9 +48,30 @@ __all__ = [
     "RecordError",
     "RecordMismatchError",
     "TableError",
+    "suggestion",
 ]
 
 _MOST_CHARACTERS = 4_000
+_MAX_NAMED, _MAX_LETTERS = 12, 100
+"""Names that a message lists, and their letters; of more, the first ones."""
+
+
+def suggestion(name: str, known: Collection[str], kind: str) -> str:
+    """Return what may have been meant by a name that is not known: a clause.
+
+    Args:
+        name: What was given.
+        known: What there is.
+        kind: Of what, in the plural.
+    """
+    names = sorted(set(known))
+    lower = {n.lower(): n for n in reversed(names)}
+    found = difflib.get_close_matches(name[:_MAX_LETTERS].lower(), lower, n=3)
+    if found:
+        near = [f"'{lower[n]:.{_MAX_LETTERS}}'" for n in found]
+        return f"did you mean {' or '.join(near)}?"
+    shown = ", ".join(f"'{n:.{_MAX_LETTERS}}'" for n in names[:_MAX_NAMED]) or "none"
+    return f"the {kind} are {shown}{' and more' if len(names) > _MAX_NAMED else ''}."
 
 
 class NeuroShardError(Exception):

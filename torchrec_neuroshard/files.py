@@ -13,15 +13,21 @@ import json
 import math
 import os
 import re
+import stat
 import types
 import typing
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchrec_neuroshard.errors import ConfigError
+
 __all__ = [
     "TOO_LARGE",
+    "check_folder",
+    "check_outputs",
     "from_fields",
     "json_text",
     "parse_json",
@@ -41,20 +47,90 @@ TOO_LARGE = 2**63
 def write_whole(path: str | Path, data: bytes | str) -> None:
     """Write a file that appears whole or not at all; text is UTF-8.
 
+    Pipes and devices are written to, and links followed: they stay what they are.
+
     Raises:
         OSError: It cannot be written; the old file, if any, is as it was.
     """
-    target = Path(path)
+    content = data.encode() if isinstance(data, str) else data
+    if _is_stream(path):
+        with Path(path).open("wb") as stream:
+            stream.write(content)
+        return
+    target = Path(os.path.realpath(path))
     beside = target.with_name(f".{target.name[:200]}.{uuid.uuid4().hex[:8]}")
     try:
         with beside.open("xb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not that of a file which the user never named
         raise
+
+
+def _is_stream(path: str | Path) -> bool:
+    """Whether there is something that is neither a file nor a folder."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def check_outputs(
+    *paths: Path | None, read: Sequence[str | Path | None] = ()
+) -> list[Path]:
+    """Return the files to write, before the work that they are to hold is done.
+
+    Args:
+        paths: What the user named; None: nothing.
+        read: What is read: none of it is to be written over.
+
+    Raises:
+        ConfigError: One is a folder, has none to be in, may not be written, is named
+            twice, or is read.
+    """
+    wanted = [path for path in paths if path is not None]
+    taken = {os.path.realpath(path): "that is read" for path in read if path}
+    for path in wanted:
+        try:
+            why = _obstacle(path)
+        except OSError as error:  # a name too long, a folder that may not be looked at
+            why = str(error.strerror).lower()
+        real = os.path.realpath(path)
+        if why := why or taken.get(real, ""):
+            raise ConfigError(f"cannot write '{path!s:.200}': {why}")
+        if not _is_stream(path):
+            taken[real] = "two options name it"
+    return wanted
+
+
+def check_folder(path: Path) -> None:
+    """Check that a folder can be written to or made, before what it is to hold is.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    found = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not found.is_dir():
+        raise ConfigError(f"cannot write to the folder '{path}': '{found}' is a file")
+    if not os.access(found, os.W_OK):
+        raise ConfigError(f"cannot write to '{found}': permission denied")
+
+
+def _obstacle(path: Path) -> str:
+    """Say why a file cannot be written; "" where nothing is known to be in the way."""
+    if path.is_dir():
+        return "that is a folder"
+    if not path.parent.is_dir():
+        return f"no folder '{path.parent}'"
+    if not os.access(path if _is_stream(path) else path.parent, os.W_OK):
+        return "permission denied"
+    return ""
 
 
 def json_text(data: Any) -> str:
@@ -77,19 +153,22 @@ def read_json(path: str | Path) -> Any:
         OSError: It cannot be read.
         ValueError: It is no such JSON.
     """
-    return parse_json(Path(path).read_text(encoding="utf-8"))
+    return parse_json(Path(path).read_text(encoding="utf-8-sig"))
 
 
 def parse_json(text: str) -> Any:
     """Parse JSON whose numbers are finite and whose strings are text.
 
-    So no name in it can move a terminal's cursor or speak to it.
+    So no name in it can move a terminal's cursor or speak to it. No name stands twice
+    in an object, of which one would be lost.
 
     Raises:
         ValueError: It is no such JSON, or nested too deep.
     """
+    if not text.strip():
+        raise ValueError("it is empty")
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=_object)
         try:
             again = json.dumps(data, ensure_ascii=False, allow_nan=False)
         except ValueError:
@@ -100,6 +179,15 @@ def parse_json(text: str) -> Any:
     if found := _CONTROL.search(again):
         raise ValueError(f"it holds the control character {found[1]!r}")
     return data
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counted = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counted.items() if count > 1)
+        raise ValueError(f"'{twice:.60}' stands twice in one object")
+    return found
 
 
 def from_fields(kind: type[T], data: Any) -> T:

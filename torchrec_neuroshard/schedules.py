@@ -106,6 +106,10 @@ class DenseMs:
         if isinstance(given, DenseMs):
             return given
         total = float(given or 0.0)
+        if not 0 <= total < math.inf:  # nan is neither
+            raise ConfigError(
+                f"dense_ms must be finite and at least 0 [ms], got {given}"
+            )
         return DenseMs(forward=total / 3, backward=total - total / 3)
 
     @property

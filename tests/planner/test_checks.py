@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.builders import bag_sharders, make_ebc, make_planner
-from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
 from torchrec_neuroshard.planner.options.checks import (
     check_profiles,
     odd_batch_size,
-    suggestion,
     unmatched_constraints,
 )
+from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.profiles import FeatureProfile
 
 SIZES = [(1000, 64)] * 2
@@ -48,6 +50,7 @@ def test_numbers_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     ("fields", "message"),
     [
         ({"min_partition": 0}, "'t0': min_partition=0 counts as not given"),
+        ({"min_partition": 6}, "'t0': min_partition=6 is no multiple of 4, as"),
         ({"sharding_types": []}, "'t0': sharding_types is empty, which counts as not"),
         ({"compute_kernels": []}, "'t0': compute_kernels is empty"),
         ({"pooling_factors": [1.0, 3.0]}, "has 2 values for 1 feature; each feature"),
@@ -69,6 +72,46 @@ def test_misspelt_type_is_pointed_out_before_torchrec_gives_up() -> None:
         )
     with pytest.raises(RuntimeError, match="No available sharding type"):
         planner.plan(make_ebc(SIZES), bag_sharders())
+
+
+def test_things_of_another_kind_are_named() -> None:
+    odd: Any = {"t0": {"pooling_factors": [3.0]}}
+    for options, message in (
+        ({"constraints": odd}, r"'t0' is a dict, \{'pool.* not a ParameterConstraints"),
+        ({"constraints": ["t0"]}, "constraints is a list, .*: pass table -> Param"),
+        ({"profiles": [3.0]}, "profiles is a list, .*: pass what profile_inputs"),
+        ({"placement_constraints": odd}, "placement_constraints is a dict"),
+        ({"topology": "h100"}, r"topology is a str, 'h100', .*: topology_for\("),
+    ):
+        arguments: Any = {"topology": Topology(2, compute_device="cuda"), **options}
+        with pytest.raises(ConfigError, match=message):
+            NeuroShardPlanner(**arguments)
+    with pytest.raises(ConfigError, match="topology: the process has no process group"):
+        NeuroShardPlanner()
+    planner = make_planner(2, "cuda")
+    swapped: Any = bag_sharders()
+    with pytest.raises(ConfigError, match=r"model is a list, .* not a Module"):
+        planner.plan(swapped, make_ebc(SIZES))  # type: ignore[arg-type]
+    for sharders in ([EmbeddingBagCollectionSharder], [None]):
+        with pytest.raises(
+            ConfigError, match=r"sharders\[0\] is .* no sharder: pass ob"
+        ):
+            planner.plan(make_ebc(SIZES), sharders)
+
+
+class MyCollection(EmbeddingBagCollection):
+    """Another class than the sharder's."""
+
+
+def test_tables_that_no_sharder_takes_are_named() -> None:
+    model = nn.ModuleDict({"a": make_ebc(SIZES), "b": make_ebc([(9, 8)])})
+    model["b"].__class__ = MyCollection
+    message = "tables 't0' are in no plan.* class of module 'b', MyCollection"
+    planner = make_planner(2, "cuda")
+    with pytest.warns(UserWarning, match=message):
+        plan = planner.plan(model, bag_sharders())
+    assert set(plan.plan) == {"a"} and planner.last_result is not None
+    assert any(re.search(message, text) for text in planner.last_result.warnings)
 
 
 def test_constraints_of_a_table_that_is_not_there() -> None:
@@ -127,7 +170,10 @@ def test_suggestions_name_each_thing_once() -> None:
     others = suggestion("xyz", ["user", "item"], "tables")
     assert others == "the tables are 'item', 'user'."
     many = suggestion("x", [str(n) for n in range(20)], "tables")
-    assert many.endswith("'14', '15' and more.")
+    assert many.endswith("'18', '19' and more.")
+    assert suggestion("USER_ID", ["User_Id", "item"], "tables") == (
+        "did you mean 'User_Id'?"
+    )
 
 
 def test_table_that_fits_nowhere_is_named_first() -> None:

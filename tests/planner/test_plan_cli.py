@@ -10,7 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    EmbeddingBagSharder,
+)
 from torchrec.distributed.planner import ParameterConstraints
 
 from tests.builders import bag_sharders, make_ebc
@@ -105,9 +110,10 @@ def test_tables_are_planned_shown_and_compared(
     assert f"user: {user['before']} -> table_wise, rank 1" in out
     paths = [moved[name]["critical_path_ms"] for name in ("first", "second")]
     assert moved["saved_ms"] == pytest.approx(paths[0] - paths[1])
-    assert f"b.json takes {paths[1]:.3f} ms of {paths[0]:.3f}" in out
+    assert f"{paths[1]:.3f} ms" in out.splitlines()[0]
     assert main(["diff", "a.json", "a.json"]) == 0
-    assert "all 3 tables lie alike" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"both take {paths[0]:.3f} ms" in out and "all 3 tables lie alike" in out
 
 
 def test_a_function_may_give_sharders_and_constraints(
@@ -124,6 +130,11 @@ def test_a_function_may_give_sharders_and_constraints(
         odd=lambda: (make_ebc([(100, 16)]), 3),
         nothing=lambda: 3,
         broken=lambda: 1 / 0,
+        ends=lambda: sys.exit(0),
+        instance=make_ebc([(100, 16)]),
+        dense=lambda: nn.EmbeddingBag(10, 4),
+        torchs=lambda: (nn.EmbeddingBag(10, 4), [EmbeddingBagSharder()]),
+        others=lambda: (make_ebc([(100, 16)]), [EmbeddingCollectionSharder()]),
     )
     monkeypatch.setitem(sys.modules, "my_models", module)
     found = read_model("my_models:everything")
@@ -131,13 +142,21 @@ def test_a_function_may_give_sharders_and_constraints(
     assert [type(s) for s in found.sharders] == [EmbeddingBagCollectionSharder]
     alone = read_model("my_models:alone")
     assert alone.num_tables == 1 and len(alone.sharders) > 1
+    assert read_model("my_models:instance").num_tables == 1
+    assert isinstance(read_model("my_models:torchs").module, nn.EmbeddingBag)
     for name, message in (
         ("odd", "must return a torch.nn.Module.*EmbeddingBagCollection, int"),
         ("nothing", "must return a torch.nn.Module.*got int"),
-        ("broken", "raises ZeroDivisionError: division by zero"),
+        ("broken", "raises ZeroDivisionError: division by zero; NEUROSHARD_DEBUG=1"),
+        ("ends", "raises SystemExit: 0"),
+        ("brokn", "has no function 'brokn'; did you mean 'broken'"),
+        ("dense", "no sharder is for a module of the EmbeddingBag. .*CollectionShard"),
+        ("others", "no sharder is .* The sharders: EmbeddingCollectionSharder$"),
     ):
         with pytest.raises(ValueError, match=message):
             read_model(f"my_models:{name}")
+    with pytest.raises(ValueError, match=r"did you mean 'a\.b:make'"):
+        read_model("./a/b.py:make")
 
 
 def test_files_of_tables_say_what_profiles_do() -> None:
@@ -205,7 +224,18 @@ def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
         ("constraints", '{"*": {"min_partition": "x"}}', "whole number.*got 'x'"),
         ("constraints", '{"*": {"sharding_types": "row_wise"}}', r'such as \["row_w'),
         ("constraints", '{"*": {"pooling_factors": [-1]}}', "pooling_factors.* -1"),
-        ("constraints", '{"*": {"sharding_types": ["odd"]}}', "No available sharding"),
+        (
+            "constraints",
+            '{"*": {"sharding_types": ["rowwise"]}}',
+            "has 'rowwise', which TorchRec does not have; did you mean 'row_wise'",
+        ),
+        (
+            "constraints",
+            '{"user": {"sharding_types": ["data_parallel"], '
+            '"compute_kernels": ["fused"]}}',
+            "constraints for user. No kernel of those",
+        ),
+        ("constraints", '{"user": {}, "user": {}}', "'user' stands twice"),
         ("placement", '{"pin": [1]}', "pin takes an object, table -> ranks"),
         ("placement", '{"pinned": {}}', "unknown field 'pinned'.*'pin'"),
         ("placement", '{"apart": 3}', "take lists"),
@@ -232,21 +262,54 @@ def test_tables_that_cannot_be_built_are_named(
 ) -> None:
     for name, rows in (("training", 10), ("huge", 10**30), ("a.b", 10)):
         (folder / "t.csv").write_text(f"{TABLES}{name},{rows},8,1\n")
-        assert f"table '{name}'" in refused(capsys, "plan", "t.csv", *QUICK)
+        said = refused(capsys, "plan", "t.csv", *QUICK)
+        assert "'t.csv'" in said and f"table '{name}'" in said
+    fields = "name,num_embeddings,embedding_dim,num_features\n"
+    (folder / "t.csv").write_text(f"{fields}u,10,8,2\nu:0,10,8,1\n")
+    said = refused(capsys, "plan", "t.csv", *QUICK)
+    assert "tables 'u' and 'u:0' would both read feature 'u:0'" in said
+
+
+def test_a_plan_of_another_path_and_bad_options_of_a_rehearsal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("my_models")
+    vars(module)["wrapped"] = lambda: nn.ModuleDict(
+        {"inner": read_model("t.csv").module}
+    )
+    monkeypatch.setitem(sys.modules, "my_models", module)
+    assert main(["plan", "t.csv", *QUICK, "--out", "a.json"]) == 0
+    capsys.readouterr()
+    said = refused(capsys, "rehearse", "a.json", "my_models:wrapped")
+    assert "table 'user' in module '', the model in 'inner'" in said
+    for options, message in (
+        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--hbm-gib", "nan"], "--hbm-gib must be above 0 and finite, got nan"),
+        (["--pooling-factor", "usr=3"], "table 'usr', which .* did you mean 'user'"),
+        (["--json", "no/r.json"], "cannot write 'no/r.json': no folder 'no'"),
+    ):
+        assert re.search(
+            message, refused(capsys, "rehearse", "a.json", "t.csv", *options)
+        )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--card", "h900"], "unknown card 'h900'; known are v100"),
+        (["--card", "h10"], "unknown card 'h10'; did you mean 'h100'? Known are v100"),
         (["--ranks", "12"], "12 ranks do not fill whole nodes of 8"),
-        (["--ranks", "0"], "0 ranks do not fill"),
+        (["--ranks", "0"], "there must be 1 to 65,536 ranks, got 0"),
+        (["--ranks", "1000000000"], "1 to 65,536 ranks, got 1000000000"),
+        (["--memory-gb", "inf"], "memory_gb must be above 0 and finite, got inf"),
+        (["--out", "t.csv"], "cannot write 't.csv': that is read"),
+        (["--out", "a", "--html", "./a"], "cannot write 'a': two options name it"),
         ([*QUICK, "--memory-gb", "1e-5"], "no plan for 't.csv': The reserved"),
         (["--cost-model", "nowhere"], "unknown cost model 'nowhere'"),
         (["--search", "milp", "--seconds", "1"], "--seconds is for the default search"),
         (["--out", "nowhere/plan.json"], "cannot write 'nowhere/plan.json': no folder"),
         (["--profiles", "none.json"], "cannot read the profiles 'none.json'"),
         (["--batch-size", "-1"], "batch_size is the number of samples"),
+        (["--batch-size", "0"], "--batch-size is the samples per rank, at least 1"),
         (["--card", "cpu", "--memory-gb", "3"], "is the host's"),
     ],
 )

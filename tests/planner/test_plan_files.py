@@ -255,6 +255,21 @@ def test_a_model_without_the_planned_module_is_refused(stored: Stored) -> None:
         load_plan(path, model=make_ebc(SIZES), planner=planner)
 
 
+def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
+    """As one of a file of tables is, for a model that holds these deeper inside."""
+    model, path = make_ebc([(1000, 16)]), tmp_path / "p.json"
+    planner = make_planner(2, "cpu")
+    save_plan(planner.plan(model, bag_sharders()), path, model=model, planner=planner)
+    deeper = nn.ModuleDict({"inner": model})
+    message = "shards module '', a ModuleDict, which no .* tables are in 'inner'"
+    with pytest.raises(PlanMismatchError, match=message):
+        load_plan(path, model=deeper, planner=planner)
+    topology = planner.costs.topology
+    with pytest.warns(UserWarning, match=message):
+        load_plan(path, model=deeper, topology=topology)
+    assert load_plan(path, model=model, topology=topology).plan
+
+
 def test_tables_outside_the_plan_count(stored: Stored) -> None:
     path, model, planner, plan = stored
     more = copy.copy(model)

@@ -120,10 +120,10 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cards", "h900"], "unknown card 'h900'"),
+        (["--cards", "h100, h900"], "unknown card 'h900'"),
         (["--ranks", "8,12"], "12 ranks do not fill whole nodes of 8"),
         (["--batch-sizes", "0"], "--batch-sizes must be above 0, got 0"),
-        (["--price", "h100=x"], "--price must be CARD=USD, of one of h100, got"),
+        (["--price", "H100=1,h100=x"], "--price must be CARD=USD, of one of h100, got"),
         (["--price", "b200=1"], "--price must be CARD=USD"),
         (["--svg", "no/s.svg"], "cannot write 'no/s.svg'"),
         (["--group-sizes", "2", "--sync-interval", "0"], "sync_interval must be"),

@@ -116,9 +116,10 @@ def test_values_of_the_caller_go_before_the_cards() -> None:
     ("options", "match"),
     [
         ({"card": "tpu"}, "unknown card 'tpu'"),
-        ({"num_nodes": 0}, "num_nodes must be above 0, got 0"),
-        ({"hbm_gb_per_s": -1.0}, r"hbm_gb_per_s must be above 0, got -1\.0"),
-        ({"memory_gb": float("nan")}, "memory_gb must be above 0, got nan"),
+        ({"num_nodes": 0}, "num_nodes must be above 0 and finite, got 0"),
+        ({"hbm_gb_per_s": -1.0}, r"hbm_gb_per_s must be above 0 and finite, got -1\.0"),
+        ({"memory_gb": float("nan")}, "memory_gb must be above 0 and finite, got"),
+        ({"memory_gb": float("inf")}, "memory_gb must be above 0 and finite, got"),
     ],
 )
 def test_impossible_nodes_are_refused(options: dict[str, Any], match: str) -> None:

@@ -278,19 +278,23 @@ def large_report() -> PlanReport:
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Debian's package 'chromium'")
 def test_pages_work_in_a_browser(tmp_path: Path) -> None:
-    """Clicks through four pages, each in a frame of one; a start takes seconds."""
+    """Clicks through five pages, each in a frame of one; a start takes seconds."""
     reports: dict[str, PlanReport | PlanComparison] = {
         "plan": REPORT,
         "compared": comparison(),
         "large": large_report(),
+        "low": large_report(),
     }
     frames = "".join(
-        f'<iframe id="{name}" srcdoc="{html.escape(html_report(report))}"></iframe>'
+        f'<iframe id="{name}" height="{300 if name == "low" else 9_000}" width="1100" '
+        f'srcdoc="{html.escape(html_report(report))}"></iframe>'
         for name, report in reports.items()
     )
     shown = REPORT._repr_html_()
     # Once as it is, and once for the test to look inside, as notebooks cannot.
-    shown += shown.replace("sandbox='allow-scripts'", "id='notebook'")
+    shown += shown.replace("sandbox='allow-scripts'", "id='notebook'").replace(
+        "640px", "9000px"
+    )
     drive = Path(__file__).with_name("drive_page.js").read_text(encoding="utf-8")
     outer = tmp_path / "outer.html"
     outer.write_text(
@@ -337,6 +341,20 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert large["columns of ranks"] == 2 * 128
     held = sum(5 in t.ranks for t in large_report().tables)
     assert large["on rank 5"] == f"{held} tables" and 0 < held < 100
+
+    low = found["low"]
+    assert low["at first"] == ["path", "legend", "phases"]
+    # The theme, the phases of the path, and a chart, which arrows go through.
+    assert low["stops"] == 1 + 5 + 1
+    assert low["now"] == "126" and low["said"].startswith("rank 126 131.000 ms; ")
+    assert "fwd_compute 127.000 ms" in low["said"] and "rank 126" in low["tip"]
+    assert low["after Enter"] == ["path", "legend", "phases", "tables"]
+    assert low["rank"].startswith("Rank 126 alone: ")
+    assert {"memory", "ranks"} <= set(low["after scrolling"])
+    assert low["on paper"] == 7 and low["rows on paper"] == 128
+    assert low["lit"] == 2  # in both charts
+    assert low["sorted"][:3] == [None, "descending", None]
+    assert low["by the list"].startswith("Rank 127 alone: ")  # the slowest
 
     assert found["notebook"] == [HOSTILE]
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -108,19 +107,30 @@ FILES = {
     '"weighted": true}, {"name": "b", "num_embeddings": "20", "embedding_dim": 4.0}]',
 }
 FILES["tables.json"] = f'{{"tables": {FILES["list.json"]}}}'
-FILES["t.yaml"] = FILES["tables.json"]  # which is YAML, too
+FILES["json.yaml"] = FILES["tables.json"]  # which is YAML, too
+FILES["t.YML"] = """\ufeff# a comment
+- name: a
+  num_embeddings: 1e1
+  embedding_dim: 8
+  weighted: yes
+- {name: b, num_embeddings: 2_0, embedding_dim: 4}
+"""
 FILES["w.json"] = f'{{"workloads": [{{"name": "w", "tables": {FILES["list.json"]}}}]}}'
 FILES["w.json"] = FILES["w.json"].replace('"20"', "20").replace("4.0", "4")
+# As spreadsheets, editors and other systems write them.
+FILES["bom.csv"] = "\ufeff" + FILES["t.csv"]
+FILES["bom.json"] = "\ufeff" + FILES["list.json"]
+FILES["crlf.csv"] = FILES["t.csv"].replace("\n", "\r\n")
+FILES["tabs.csv"] = FILES["t.csv"].replace(",", "\t")
+FILES["spaced.CSV"] = FILES["t.csv"].replace(",", " ; ").replace("\n", ";\n\n")
+CSV = "name,num_embeddings,embedding_dim\n"
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_tables_of_every_kind_of_file(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    yaml = ModuleType("yaml")
-    vars(yaml)["safe_load"] = json.loads
-    monkeypatch.setitem(sys.modules, "yaml", yaml)
-    (tmp_path / name).write_text(FILES[name])
+def test_tables_of_every_kind_of_file(name: str, tmp_path: Path) -> None:
+    if not name.endswith(("csv", "CSV", "json")):
+        pytest.importorskip("yaml")
+    (tmp_path / name).write_bytes(FILES[name].encode())
     assert load_tables(tmp_path / name) == (
         TableConfig(name="a", num_embeddings=10, embedding_dim=8, weighted=True),
         TableConfig(name="b", num_embeddings=20, embedding_dim=4),
@@ -134,9 +144,32 @@ def test_one_of_several_workloads_is_named(tmp_path: Path) -> None:
         {"name": "two", "rows": [100, 200]},
     )
     assert len(load_tables(path, "two")) == 2
-    for name, message in ((None, "say which"), ("three", "none is named 'three'")):
-        with pytest.raises(ConfigError, match=f"{message}.*they are one, two"):
+    for name, message in (
+        (None, "say which, as in .*t.json:NAME; they are one, two"),
+        ("tow", "none is named 'tow'; did you mean 'two'"),
+        ("three", "the workloads are 'one', 'two'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             load_tables(path, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- name: a\n  name: b\n", "'name' stands twice in one object"),
+        ("- {name: no, num_embeddings: 9, embedding_dim: 4}", "name must be .* False"),
+        ("- {name: a, num_embeddings: .inf, embedding_dim: 4}", "got inf"),
+        ("- name: a\n\tnum_embeddings: 9\n", "is damaged: .* line 2, column 1"),
+        ("", "holds no tables"),
+        ("a: &a {a: *a}", "holds no tables"),
+        ("!!python/object/apply:os.getcwd []", "is damaged: could not determine"),
+    ],
+)
+def test_bad_yaml_is_told(text: str, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_tables(tmp_path / "t.yaml")
 
 
 @pytest.mark.parametrize(
@@ -147,16 +180,29 @@ def test_one_of_several_workloads_is_named(tmp_path: Path) -> None:
             "name,num_embeddings\na,10\n",
             "line 2: field 'embedding_dim' is mis",
         ),
-        ("t.csv", "name,rows\na,10\n", "line 2: unknown field 'rows'; The fields are"),
+        ("t.csv", "name,rows\na,10\n", "line 1: unknown field 'rows'; the fields are"),
         ("t.csv", "name,num_embedings\na,10\n", "did you mean 'num_embeddings'"),
         (
             "t.csv",
             "name,num_embeddings,embedding_dim\na,1x,8\n",
-            "line 2: num_embeddings must be a whole number, got '1x'",
+            "line 2: table 'a': num_embeddings must be a whole .* alone, got '1x'",
         ),
-        ("t.csv", "name,num_embeddings,embedding_dim\na,1,2,3\n", "more values than"),
+        ("t.csv", "name,num_embeddings,embedding_dim\na,1,2,3\n", "4 values for 3 fi"),
         ("t.csv", "name,num_embeddings,embedding_dim\na,1,6\n", "pad the table to 8"),
-        ("t.csv", "", "no tables given"),
+        ("t.csv", "", "line 1: no tables given; expected the fields' names"),
+        ("t.csv", CSV, "no tables given"),
+        ("t.csv", f"{CSV}a,9,8\n a ,9,8\n", "'a' is given twice"),
+        ("t.csv", f"{CSV}a,9,nan\n", "'a': embedding_dim must be .* got 'nan'"),
+        ("t.csv", f"{CSV}\x1b[2J,9,8\n", r"text without control .* got '\\x1b\[2J'"),
+        ("t.csv", f'{CSV}"a\nb",9,8\n', r"line 3: name .* got 'a\\nb'"),
+        ("t.csv", f'{CSV}"a,9,8\n', "is a quote left open"),
+        ("t.csv", f"{CSV}é,9,8\n".encode("latin-1"), "Save it as text of UTF-8"),
+        ("t.csv", f"name,{CSV}a,a,9,8\n", "line 1: field 'name' stands twice"),
+        ("t.csv", f"owner,{CSV},a,9,8\n", "line 1: unknown field 'owner'"),
+        ("t.json", '[{"name": null}]', "table 0: field 'name' is missing"),
+        ("t.json", '[{"name": true, "num_embeddings": 1, "embedding_dim": 4}]', "True"),
+        ("t.json", '[{"name": "a", "name": "b"}]', "'name' stands twice"),
+        ("t.json", "", "is damaged: it is empty"),
         ("t.json", '{"a": 1}', "holds no tables: expected a list of objects"),
         ("t.json", "[3]", "table 0: expected an object, got 3"),
         ("t.json", "{", "is damaged"),
@@ -172,14 +218,15 @@ def test_one_of_several_workloads_is_named(tmp_path: Path) -> None:
 )
 def test_bad_files_say_where_and_the_way_out(
     name: str,
-    text: str | None,
+    text: str | bytes | None,
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     if text is not None:
-        (tmp_path / name).write_text(text)
+        data = text if isinstance(text, bytes) else text.encode()
+        (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=message):
         load_tables(tmp_path / name)
     with pytest.raises(ConfigError, match=name):

@@ -46,7 +46,8 @@ def test_profiles_are_those_of_the_ids(
         "tags": profile_ids(np.concatenate(tags), np.array([len(t) for t in tags])),
     }
     shown = capsys.readouterr().out
-    assert "user" in shown and "tags" in shown and "label" not in shown
+    assert "user" in shown and "tags" in shown
+    assert "not profiled: label, title\n" in shown
 
 
 def test_folders_and_csv_are_read_and_empty_cells_are_no_ids(tmp_path: Path) -> None:
@@ -65,9 +66,9 @@ def test_folders_and_csv_are_read_and_empty_cells_are_no_ids(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--features", "itm"], "has no column 'itm'; it has user, tags, label, title"),
+        (["--features", "usr"], "has no column 'usr'; did you mean 'user'?"),
         (["--features", "title"], "column 'title': ids are integers or lists"),
-        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--samples", "0"], "--samples must be 1 to 1,000,000,000, got 0"),
     ],
 )
 def test_what_cannot_be_profiled_is_named(
@@ -92,12 +93,16 @@ def test_data_that_is_none_is_named(
     words.write_text("a,b\nx,y\n")
     below = tmp_path / "below.csv"
     below.write_text("a\n-1\n")
+    hashes = tmp_path / "hashes.parquet"
+    ids = pyarrow.array([2**63 + 1], pyarrow.uint64())
+    parquet.write_table(pyarrow.table({"a": ids}), hashes)
     out = ["--out", str(tmp_path / "out.json")]
     for path, says in (
         (tmp_path / "none.parquet", "there is no data at"),
         (bad, "cannot be read"),
         (words, "has no column of integers"),
         (below, "ids are row numbers from 0, got -1"),
+        (hashes, f"ids are row numbers from 0, got {2**63 + 1}"),
         (tmp_path / "out.xyz", "there is no data at"),
     ):
         assert main(["profile", str(path), *out]) == 2

@@ -44,6 +44,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
 from torchrec_neuroshard.errors import ConfigError, RecordMismatchError
 from torchrec_neuroshard.features import ShardFeaturizer
+from torchrec_neuroshard.files import check_folder
 from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.records import CommsRecord, CostRecord, command_line
 from torchrec_neuroshard.tables import TableConfig
@@ -446,6 +447,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard train-neuroshard`."""
+    check_folder(args.out)
     tables = tuple(
         table
         for workload in args.workload

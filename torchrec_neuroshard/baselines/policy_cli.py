@@ -56,6 +56,7 @@ from torchrec_neuroshard.cost_models.comms import BandwidthCommsModel
 from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
 from torchrec_neuroshard.devices import BACKENDS
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import check_folder
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.records import command_line
 from torchrec_neuroshard.tables import TableConfig
@@ -427,6 +428,7 @@ def _setting(text: str) -> tuple[str, float]:
 
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard train-policy`."""
+    check_folder(args.out)
     tables, name = read_tables(args.tables, args.workload, args.seed)
     settings = PolicyRun(
         method=args.method,

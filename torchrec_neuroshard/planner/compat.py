@@ -46,6 +46,7 @@ from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import WireCodec
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
 
@@ -473,8 +474,20 @@ def kernel_settings(option: ShardingOption) -> tuple[str, ...]:
 def sharders_by_type(
     sharders: Iterable[ModuleSharder[Any]],
 ) -> dict[str, ModuleSharder[Any]]:
-    """Return module type, as TorchRec's options call it -> its sharder."""
-    return {sharder_name(s.module_type): s for s in sharders}
+    """Return module type, as TorchRec's options call it -> its sharder.
+
+    Raises:
+        ConfigError: One is none.
+    """
+    found = {}
+    for number, sharder in enumerate(sharders):
+        if isinstance(sharder, type) or not is_sharder(sharder):
+            raise ConfigError(
+                f"sharders[{number}] is {sharder!r:.80}, which is no sharder: pass "
+                "objects, such as EmbeddingBagCollectionSharder()"
+            )
+        found[sharder_name(sharder.module_type)] = sharder
+    return found
 
 
 def sharder_params(sharders: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -58,10 +58,12 @@ from torchrec_neuroshard.planner.launch.finalists import Finalists
 from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch, Offer
 from torchrec_neuroshard.planner.launch.from_first import from_first
 from torchrec_neuroshard.planner.options.checks import (
+    check_kind,
     check_profiles,
     odd_batch_size,
     odd_constraints,
     unmatched_constraints,
+    unsharded_notes,
 )
 from torchrec_neuroshard.planner.options.constraints import (
     PlacementConstraints,
@@ -224,13 +226,32 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         dense_ms: DenseMs | float | None = None,
         **kwargs: Any,
     ) -> None:
+        topology = default_topology() if topology is None else topology
+        for name, value, kind, way_out in (
+            ("topology", topology, Topology, 'topology_for("h100") makes one'),
+            (
+                "constraints",
+                constraints,
+                Mapping,
+                "pass table -> ParameterConstraints(...)",
+            ),
+            ("profiles", profiles, Mapping, "pass what profile_inputs(batches) makes"),
+            (
+                "placement_constraints",
+                placement_constraints,
+                PlacementConstraints,
+                "pass PlacementConstraints(...)",
+            ),
+        ):
+            if value is not None:
+                check_kind(name, value, kind, way_out)
         constraints, offered, notes = _own_constraints(constraints, enumerator)
         odd = (*odd_batch_size(batch_size), *odd_constraints(constraints or {}))
         for text in odd:
             warnings.warn(text, stacklevel=2)
         self._notes = (*notes, *odd)
         self.costs = PlanCosts(
-            topology or default_topology(),
+            topology,
             offered,
             cost_model=cost_model,
             comms_model=comms_model,
@@ -388,7 +409,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             Exception: What a part that was given raises.
         """
         self._known, self._selected, self._plan = None, [], None
-        unmatched = self._check_inputs(module)
+        unmatched = self._check_inputs(module, sharders)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
         run, parts = self._start(module, sharders)
         reservation = planner_part(self, "storage_reservation")
@@ -810,7 +831,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> tuple[list[ShardingOption], KnownPlan]:
         """Say what a plan that is given costs; returns its options as well."""
-        notes = (*self._notes, *self._check_inputs(module))
+        notes = (*self._notes, *self._check_inputs(module, sharders))
         options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
         self.costs.attribute(options)
         if isinstance(self.enumerator, NeuroShardEnumerator) and self.enumerator.memory:
@@ -825,10 +846,16 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             reserved=self._reserved(module, sharders),
         )
 
-    def _check_inputs(self, module: nn.Module) -> tuple[str, ...]:
-        """Hold profiles and constraints against the model; returns notes."""
+    def _check_inputs(
+        self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
+    ) -> tuple[str, ...]:
+        """Hold profiles, constraints and sharders against the model; returns notes."""
+        check_kind("model", module, nn.Module, "pass the model, then its sharders")
         check_profiles(module, self._profiles)
-        notes = unmatched_constraints(module, self.constraints)
+        notes = (
+            *unsharded_notes(module, sharders),
+            *unmatched_constraints(module, self.constraints),
+        )
         for text in notes:
             warnings.warn(text, stacklevel=3)
         return notes

@@ -65,14 +65,18 @@ class PlanComparison:
         """What the second plan saves, in a sentence without a full stop."""
         if math.isnan(self.saved_ms):
             return "what the second saves is not known: a cost is not stored"
+        path_ms, saved = self.second.critical_path_ms, self.saved_ms
+        if f"{abs(saved):.3f}" == "0.000":
+            return f"both take {path_ms:.3f} ms per iteration"
         change = ""
         if self.first.critical_path_ms > 0:
-            change = f" ({-self.saved_ms / self.first.critical_path_ms:+.1%})"
-        path_ms = self.second.critical_path_ms
+            change = f" ({-saved / self.first.critical_path_ms:+.1%})"
+        effect = "saves" if saved > 0 else "costs"
+        more = "" if saved > 0 else " more"
         return (
             f"{self.second_name} takes {path_ms:.3f} ms of "
-            f"{self.first.critical_path_ms:.3f}{change}: it saves "
-            f"{self.saved_ms:.3f} ms per iteration"
+            f"{self.first.critical_path_ms:.3f}{change}: it {effect} "
+            f"{abs(saved):.3f} ms{more} per iteration"
         )
 
     @property

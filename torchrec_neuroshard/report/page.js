@@ -71,6 +71,15 @@
   const line = (left, right, name = "") =>
     make("div", { class: name }, make("span", {}, ...left), make("span", {}, right));
 
+  // Under the pointer, or beside what the keyboard has come to.
+  const beside = (node, lines) => {
+    const { left, top } = node.getBoundingClientRect();
+    hint({ clientX: left, clientY: top }, lines);
+  };
+  const hide = () => { tip.hidden = true; };
+  const said = (lines) =>
+    lines.map((l) => [...l.children].map((n) => n.textContent).join(" ")).join("; ");
+
   // ---- tables that can be sorted and filtered ----
 
   // A column: title, get(row) -> what is sorted by, show(row) -> text or node,
@@ -85,7 +94,9 @@
       aria: { "aria-label": `Filter ${label}` },
       on: { input: () => update() },
     });
-    const scroll = make("div", { class: "scroll", tabIndex: 0 });
+    const scroll = make("div", {
+      class: "scroll", tabIndex: 0, aria: { role: "region", "aria-label": label },
+    });
     scroll.append(make("table", { aria: { "aria-label": label } },
       make("thead", {}, head), body));
     let shown = [];
@@ -118,12 +129,13 @@
         tr.addEventListener("mouseleave", () => hover(null));
       }
       if (open) tr.addEventListener("click", () => open(row));
+      const button = make("button", { type: "button" }); // which keys reach
+      if (open || detail) {
+        button.append(...cells[0].childNodes);
+        cells[0].append(button);
+      }
       if (detail) {
-        const cell = cells[0];
-        const button = make("button", {
-          type: "button", aria: { "aria-expanded": "false" },
-        }, ...cell.childNodes);
-        cell.replaceChildren(button);
+        button.setAttribute("aria-expanded", "false");
         button.addEventListener("click", () => {
           const shut = button.getAttribute("aria-expanded") === "true";
           button.setAttribute("aria-expanded", String(!shut));
@@ -135,7 +147,7 @@
       return tr;
     }
 
-    function more(limit = CHUNK) {
+    function more(limit) {
       body.append(...shown.slice(next, next + limit).map(lay));
       next = Math.min(shown.length, next + limit);
     }
@@ -172,12 +184,12 @@
       body.replaceChildren();
       next = 0;
       scroll.scrollTop = 0;
-      more();
+      more(printing ? shown.length : CHUNK);
     }
 
     scroll.addEventListener("scroll", () => {
       const left = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight;
-      if (next < shown.length && left < 600) more();
+      if (next < shown.length && left < 600) more(CHUNK);
     });
     window.addEventListener("beforeprint", () => more(shown.length));
     update();
@@ -186,7 +198,7 @@
 
   // ---- a plan ----
 
-  const plans = data.plans.map((given) => {
+  const plans = data.plans.map((given, number) => {
     const ranks = given.ranks.map(([shards, columns, used, memory, phases], rank) => ({
       rank, shards, columns, used, memory, phases, total: sum(phases),
     }));
@@ -201,7 +213,10 @@
       costed: tables.some((t) => t.shards.some((s) => s[COMPUTE] || s[COMMS])),
       charts: [], // columns of each chart, by rank
       rank: null, // the one that is looked at
-      pick: () => {},
+      pick(rank) { // which the view of tables knows once it is drawn
+        draw(document.querySelector(`[data-view=tables][data-plan="${number}"]`));
+        this.pick(rank);
+      },
     };
   });
 
@@ -245,12 +260,19 @@
     const few = plan.ranks.length <= FEW;
     const host = make("div", {
       class: `chart${low ? " low" : ""}${few ? " few" : ""}`,
-      aria: { role: "img", "aria-label": label },
+      tabIndex: 0,
+      aria: {
+        role: "slider",
+        "aria-label": label,
+        "aria-valuemin": "0",
+        "aria-valuemax": `${plan.ranks.length - 1}`,
+        "aria-valuenow": "0",
+      },
     });
     const every = Math.ceil(plan.ranks.length / 32);
     const names = make("div", { class: "names" });
     const columns = plan.ranks.map((rank) => {
-      const column = make("div", { class: "col" });
+      const column = make("div", { class: rank.rank === plan.rank ? "col on" : "col" });
       for (const [name, value] of parts(rank)) {
         const part = make("i", { class: name });
         part.style.height = `${(100 * value) / top}%`;
@@ -271,8 +293,33 @@
       return column;
     });
     host.addEventListener("mouseleave", () => {
-      tip.hidden = true;
+      hide();
       delete host.dataset.hot;
+    });
+    let at = 0;
+    function goTo(rank) {
+      columns[at].classList.remove("at");
+      at = Math.max(0, Math.min(columns.length - 1, rank));
+      columns[at].classList.add("at");
+      const shown = lines(plan.ranks[at], null);
+      host.setAttribute("aria-valuenow", `${at}`);
+      host.setAttribute("aria-valuetext", said(shown));
+      beside(columns[at], shown);
+    }
+    host.addEventListener("keydown", (event) => {
+      const to = {
+        ArrowRight: at + 1, ArrowUp: at + 1, ArrowLeft: at - 1, ArrowDown: at - 1,
+        PageUp: at + 8, PageDown: at - 8, Home: 0, End: columns.length - 1,
+      }[event.key];
+      if (to !== undefined) goTo(to);
+      else if (event.key === "Enter" || event.key === " ") plan.pick(at);
+      else return;
+      event.preventDefault();
+    });
+    host.addEventListener("focus", () => host.matches(":focus-visible") && goTo(at));
+    host.addEventListener("blur", () => {
+      columns[at].classList.remove("at");
+      hide();
     });
     bars.append(make("div", { class: "cols" }, ...columns));
     plan.charts.push(columns);
@@ -280,7 +327,7 @@
     return host;
   }
 
-  const click = "Click a rank to see its tables.";
+  const click = "Click a rank, or press Enter, to see its tables.";
   const views = {
     legend: () => [make("div", { class: "legend" }, ...data.phases.map((name, p) =>
       make("span", {}, swatch(`c${p}`), name)))],
@@ -290,13 +337,20 @@
       if (!(total > 0) || !plan.path_ms) return [make("p", { class: "note" }, "Not known.")];
       const bar = make("div", { class: "path" });
       plan.worst.forEach((value, p) => {
-        const part = make("i", { class: `c${p}` });
-        part.style.width = `${(100 * value) / total}%`;
-        part.addEventListener("mousemove", (event) => hint(event, [
+        const lines = [
           line([swatch(`c${p}`), data.phases[p]], `${ms(value)} ms`, "hot"),
           line([`${(100 * value / total).toFixed(1)}% of the path`],
             `slowest: rank ${runs(plan.slowest[p])}`),
-        ]));
+        ];
+        const part = make("i", {
+          class: `c${p}`, tabIndex: 0, aria: { role: "img", "aria-label": said(lines) },
+          on: {
+            mousemove: (event) => hint(event, lines),
+            focus: () => beside(part, lines),
+            blur: hide,
+          },
+        });
+        part.style.width = `${(100 * value) / total}%`;
         bar.append(part);
       });
       if (plan.bound_ms > 0) {
@@ -304,14 +358,14 @@
         bound.style.left = `${Math.min(100, (100 * plan.bound_ms) / total)}%`;
         bar.append(bound);
       }
-      bar.addEventListener("mouseleave", () => { tip.hidden = true; });
-      const said = ["Each phase as long as on its slowest rank: collectives wait for it."];
-      if (plan.bound_ms > 0) said.push(`Dashed: no plan is below ${ms(plan.bound_ms)} ms.`);
+      bar.addEventListener("mouseleave", hide);
+      const notes = ["Each phase as long as on its slowest rank: collectives wait for it."];
+      if (plan.bound_ms > 0) notes.push(`Dashed: no plan is below ${ms(plan.bound_ms)} ms.`);
       if (Math.abs(total / plan.path_ms - 1) > 1e-3) {
-        said.push(`Together ${ms(total)} ms; by stages, other layers and what runs beside `
+        notes.push(`Together ${ms(total)} ms; by stages, other layers and what runs beside `
           + `something else, the path is ${ms(plan.path_ms)} ms.`);
       }
-      return [bar, make("p", { class: "note" }, said.join(" "))];
+      return [bar, make("p", { class: "note" }, notes.join(" "))];
     },
 
     phases(plan) {
@@ -395,7 +449,7 @@
           count("ms", (r) => r.compute + r.comms, ms),
         );
       }
-      const said = make("p", { class: "note" });
+      const note = make("p", { class: "note" });
       const select = make("select", {
         aria: { "aria-label": "Rank" },
         on: { change: () => choose(select.value === "" ? null : +select.value) },
@@ -423,7 +477,7 @@
           rank === null ? t.shards : t.shards.filter((s) => s[RANK] === rank)))
           .filter((row) => rank === null || row.shards.length);
         const r = plan.ranks[rank];
-        said.textContent = rank === null
+        note.textContent = rank === null
           ? "Of all of a table's ranks together. A table's name opens its shards; the "
             + "ranks under the pointer are marked in the charts."
           : `Rank ${rank} alone: ${whole(r.shards)} shards, ${memoryLine(r)}`
@@ -438,7 +492,7 @@
         select.scrollIntoView({ block: "nearest" });
       };
       choose(null);
-      return [said, ...table.nodes];
+      return [note, ...table.nodes];
     },
 
     splits(plan) {
@@ -481,10 +535,31 @@
     }).nodes;
   }
 
-  for (const host of document.querySelectorAll("[data-view]")) {
+  // ---- views are drawn as the reader comes near, and all of them for paper ----
+
+  const waiting = new Set(document.querySelectorAll("[data-view]"));
+  let printing = false;
+
+  function draw(host) {
+    if (!waiting.delete(host)) return;
     const { view, plan } = host.dataset;
     host.replaceChildren(...(view === "moves" ? moves() : views[view](plans[plan])));
   }
+
+  function drawNear() {
+    for (const host of [...waiting]) {
+      if (host.getBoundingClientRect().top > 2 * innerHeight) return;
+      draw(host);
+    }
+  }
+
+  for (const event of ["scroll", "resize"]) addEventListener(event, drawNear);
+  addEventListener("beforeprint", () => {
+    printing = true;
+    [...waiting].forEach(draw);
+    printing = false;
+  });
+  drawNear();
 
   const theme = document.getElementById("theme");
   const root = document.documentElement;

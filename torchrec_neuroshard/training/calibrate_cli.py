@@ -35,6 +35,7 @@ from torchrec_neuroshard.devices import (
     is_accelerator,
 )
 from torchrec_neuroshard.errors import ConfigError, RankFailureError, RecordError
+from torchrec_neuroshard.files import check_folder
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -439,6 +440,7 @@ def run(args: argparse.Namespace) -> int:
             f"{MIN_SETS} sets to fine-tune on and {MIN_SETS} of held-out tables to "
             f"judge by; give {2 * MIN_SETS} or more"
         )
+    check_folder(args.out)
     console = Console()
     source = source_folder(args.source)
     _check_collectives(args, source)

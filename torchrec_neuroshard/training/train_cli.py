@@ -18,6 +18,7 @@ from torchrec_neuroshard.cost_models.bundle import (
 )
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.files import check_folder
 from torchrec_neuroshard.record_store import (
     read_comms_records,
     read_records,
@@ -334,6 +335,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard train`."""
+    check_folder(args.out)
     name = args.name or args.out.name
     if record_kind(args.records[0]) == "comms":
         train_comms_bundle(

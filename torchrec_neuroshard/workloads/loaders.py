@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import importlib
+import io
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchrec_neuroshard.errors import ConfigError, TableError
+from torchrec_neuroshard.errors import ConfigError, TableError, suggestion
 from torchrec_neuroshard.files import read_json
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables import TableConfig, check_tables
@@ -22,11 +23,11 @@ PROFILE_BATCH_SIZE = 65_536
 
 
 TABLE_FIELDS: Mapping[str, str] = {
-    "name": "a name",
-    "num_embeddings": "a whole number",
-    "embedding_dim": "a whole number",
-    "pooling_factor": "a number",
-    "num_features": "a whole number",
+    "name": "text without control characters",
+    "num_embeddings": "a whole number, in digits alone",
+    "embedding_dim": "a whole number, in digits alone",
+    "pooling_factor": "a finite number, such as 2.5",
+    "num_features": "a whole number, in digits alone",
     "weighted": "true or false",
     "data_type": "a name",
     "optimizer": "a name",
@@ -43,9 +44,8 @@ def read_document(path: str | Path) -> Any:
         ConfigError: The file is missing or damaged, or PyYAML is.
     """
     try:
-        if Path(path).suffix in (".yaml", ".yml"):
-            text = Path(path).read_text(encoding="utf-8")
-            return importlib.import_module("yaml").safe_load(text)
+        if Path(path).suffix.lower() in (".yaml", ".yml"):
+            return _parse_yaml(Path(path).read_text(encoding="utf-8-sig"))
         return read_json(path)
     except OSError as error:
         raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
@@ -59,6 +59,26 @@ def read_document(path: str | Path) -> Any:
         raise ConfigError(f"'{path}' is damaged: {reason}") from error
 
 
+def _parse_yaml(text: str) -> Any:
+    """Parse YAML of plain data, in which no name stands twice in an object."""
+    yaml = importlib.import_module("yaml")
+    nodes, seen = [yaml.compose(text, Loader=yaml.SafeLoader)], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:  # of an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            counted = Counter(str(name.value) for name, _ in node.value)
+            for name, count in counted.most_common(1):
+                if count > 1:
+                    raise ValueError(f"'{name:.60}' stands twice in one object")
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    return yaml.safe_load(text)
+
+
 def load_tables(
     path: str | Path, workload: str | None = None
 ) -> tuple[TableConfig, ...]:
@@ -66,8 +86,9 @@ def load_tables(
 
     JSON and YAML hold a list of tables, an object with such a list as `tables`, or one
     with `workloads` as `load_json` takes it; CSV a line for each table, below a line of
-    fields. The fields of a table are those of `TableConfig`: `name`, `num_embeddings`
-    and `embedding_dim`, and with defaults all others.
+    fields, with commas, semicolons or tabulators between them. The fields of a table
+    are those of `TableConfig`: `name`, `num_embeddings` and `embedding_dim`, and with
+    defaults all others.
 
     Args:
         path: The file; its ending says what it is.
@@ -77,7 +98,7 @@ def load_tables(
         ConfigError: There is no such file or workload.
         TableError: A value is missing or cannot be.
     """
-    if Path(path).suffix == ".csv":
+    if Path(path).suffix.lower() == ".csv":
         tables = list(_csv_tables(Path(path)))
     else:
         data = read_document(path)
@@ -113,29 +134,70 @@ def _chosen(
     if workload is None and len(workloads) == 1:
         return next(iter(workloads.values()))
     if workload is None or workload not in workloads:
-        asked = "say which" if workload is None else f"none is named '{workload}'"
-        raise ConfigError(
-            f"'{path}' holds {len(workloads)} workloads, {asked}, as in "
-            f"{path}:NAME; they are {', '.join(workloads)}"
-        )
+        asked = f"say which, as in {path}:NAME; they are " + ", ".join(workloads)
+        if workload is not None:
+            asked = f"none is named '{workload:.60}'; "
+            asked += suggestion(workload, workloads, "workloads")
+        raise ConfigError(f"'{path}' holds {len(workloads)} workloads, {asked}")
     return workloads[workload]
 
 
 def _csv_tables(path: Path) -> Iterator[TableConfig]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read '{path}': {error}") from error
-    rows = csv.DictReader(lines)
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"cannot read '{path}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"cannot read '{path}': {error}. Save it as text of UTF-8"
+        ) from error
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     try:
-        for row in rows:
+        fields = [field.strip() for field in next(rows, [])]
+        while fields and not fields[-1]:  # separators at the line's end
+            fields.pop()
+        where = f"'{path}', line 1"
+        if not fields:
+            raise TableError(
+                f"{where}: no tables given; expected the fields' names, such as "
+                f"{', '.join(_REQUIRED)}, and below a line for each table"
+            )
+        _check_fields(where, fields)
+        for values in rows:
+            cells = [value.strip() for value in values]
             where = f"'{path}', line {rows.line_num}"
-            if None in row:
-                raise TableError(f"{where}: more values than the first line has fields")
+            if any(cells[len(fields) :]):
+                raise TableError(
+                    f"{where}: {len(cells)} values for {len(fields)} fields; write "
+                    "numbers without separators, and names that hold one in quotes"
+                )
             # What is left empty, or out at a line's end, has its default.
-            yield _one_table(where, {k: v for k, v in row.items() if v})
+            found = {k: v for k, v in zip(fields, cells, strict=False) if v}
+            if found:
+                yield _one_table(where, found)
     except csv.Error as error:
-        raise TableError(f"'{path}', line {rows.line_num}: {error}") from error
+        raise TableError(
+            f"'{path}', line {rows.line_num}: {error}; is a quote left open?"
+        ) from error
+
+
+def _check_fields(where: str, fields: Iterable[Any]) -> None:
+    """Check that fields of a table are known, each once.
+
+    Raises:
+        TableError: One is not.
+    """
+    seen = set()
+    for field in fields:
+        if field not in TABLE_FIELDS:
+            raise TableError(
+                f"{where}: unknown field {field!r:.60}; "
+                + suggestion(str(field), TABLE_FIELDS, "fields")
+            )
+        if field in seen:
+            raise TableError(f"{where}: field '{field}' stands twice")
+        seen.add(field)
 
 
 def _one_table(where: str, entry: Any) -> TableConfig:
@@ -146,27 +208,18 @@ def _one_table(where: str, entry: Any) -> TableConfig:
     """
     if not isinstance(entry, Mapping):
         raise TableError(f"{where}: expected an object, got {entry!r:.40}")
-    for field in entry:
-        if field not in TABLE_FIELDS:
-            near = difflib.get_close_matches(str(field)[:60], TABLE_FIELDS, n=1)
-            meant = f"did you mean '{near[0]}'? " if near else ""
-            raise TableError(
-                f"{where}: unknown field '{field!s:.60}'; {meant}The fields are "
-                f"{', '.join(TABLE_FIELDS)}"
-            )
+    _check_fields(where, entry)
+    given = {field: value for field, value in entry.items() if value is not None}
     for field in _REQUIRED:
-        if field not in entry:
+        if field not in given:
             raise TableError(f"{where}: field '{field}' is missing")
-    values = {
-        field: _READ[TABLE_FIELDS[field]](value)
-        for field, value in entry.items()
-        if value is not None
-    }
+    values = {f: _READ[TABLE_FIELDS[f]](value) for f, value in given.items()}
+    named = f"{where}: table '{given['name']!s:.100}'"
     for field, value in values.items():
         if value is None:
             raise TableError(
-                f"{where}: {field} must be {TABLE_FIELDS[field]}, got "
-                f"{entry[field]!r:.60}"
+                f"{where if field == 'name' else named}: {field} must be "
+                f"{TABLE_FIELDS[field]}, got {given[field]!r:.60}"
             )
     try:
         if "profile" in values:
@@ -176,6 +229,14 @@ def _one_table(where: str, entry: Any) -> TableConfig:
         return TableConfig(**values)
     except ValueError as error:
         raise TableError(f"{where}: {error}") from error
+
+
+def _name(value: Any) -> str | None:
+    """Text that a terminal shows as it is."""
+    known = isinstance(value, str | int) and not isinstance(value, bool)
+    text = str(value) if known else ""
+    shown = all(ord(c) >= 32 and not 127 <= ord(c) < 160 for c in text)
+    return text if text.strip() and shown else None
 
 
 def _number(value: Any) -> float | None:
@@ -194,9 +255,10 @@ def _whole(value: Any) -> int | None:
 
 
 _READ: Mapping[str, Callable[[Any], Any]] = {
-    "a name": lambda value: str(value) if isinstance(value, str | int) else None,
-    "a whole number": _whole,
-    "a number": _number,
+    "text without control characters": _name,
+    "a name": _name,
+    "a whole number, in digits alone": _whole,
+    "a finite number, such as 2.5": _number,
     "true or false": lambda value: {"true": True, "false": False}.get(
         str(value).lower()
     ),

@@ -11,13 +11,15 @@ import numpy.typing as npt
 import pyarrow
 from pyarrow import compute, dataset
 
-from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
+from torchrec_neuroshard.files import TOO_LARGE, check_outputs
 from torchrec_neuroshard.profiles import FeatureProfile, profile_ids, save_profiles
 
 __all__ = ["add_arguments", "profile_data", "run"]
 
 FORMATS = {".parquet": "parquet", ".csv": "csv", ".feather": "feather"}
 Ints = npt.NDArray[np.int64]
+_MOST_SAMPLES = 10**9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +48,11 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: An option is outside what it may be.
         ProfileError: The data cannot be profiled.
     """
-    if args.samples < 1:
-        raise ConfigError(f"--samples must be at least 1, got {args.samples}")
-    if not args.out.parent.is_dir():
-        raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}")
+    if not 1 <= args.samples <= _MOST_SAMPLES:
+        raise ConfigError(
+            f"--samples must be 1 to {_MOST_SAMPLES:,}, got {args.samples}"
+        )
+    check_outputs(args.out, read=(args.data,))
     profiles = profile_data(args.data, args.samples, args.features)
     save_profiles(profiles, args.out)
     width = max(len(name) for name in profiles)
@@ -60,6 +63,9 @@ def run(args: argparse.Namespace) -> int:
             f"{name:<{width}} {profile.batch_size:>9,} {profile.pooling_factor:>9.2f} "
             f"{distinct:>11,.0f} {profile.num_lookups / max(distinct, 1.0):>5.1f}"
         )
+    skipped = [n for n in _open(args.data).schema.names if n not in profiles]
+    if skipped and not args.features:
+        print(f"not profiled: {', '.join(skipped)}")
     print(f"wrote {args.out}")
     return 0
 
@@ -81,9 +87,11 @@ def profile_data(
     known = data.schema.names
     if missing := [f for f in features or () if f not in known]:
         raise ProfileError(
-            f"{path} has no column '{missing[0]}'; it has {', '.join(known)}"
+            f"{path} has no column '{missing[0]}'; "
+            + suggestion(missing[0], known, "columns")
         )
-    wanted = list(features or (n for n in known if _holds_ids(data.schema.field(n))))
+    found = (n for n in known if _holds_ids(data.schema.field(n)))
+    wanted = list(dict.fromkeys(features or found))
     for name in wanted:
         if not _holds_ids(data.schema.field(name)):
             raise ProfileError(
@@ -109,14 +117,14 @@ def profile_data(
 
 def _open(path: Path) -> dataset.Dataset:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else []
-    first = next((f for f in files if f.suffix in FORMATS), path)
+    first = next((f for f in files if f.suffix.lower() in FORMATS), path)
     if not first.is_file():
         raise ProfileError(f"there is no data at {path}")
-    if first.suffix not in FORMATS:
+    if first.suffix.lower() not in FORMATS:
         raise ProfileError(f"{path}: expected one of {', '.join(FORMATS)}")
     chosen = [str(f) for f in files if f.suffix == first.suffix] or str(path)
     try:
-        return dataset.dataset(chosen, format=FORMATS[first.suffix])
+        return dataset.dataset(chosen, format=FORMATS[first.suffix.lower()])
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ProfileError(f"{path} cannot be read: {error}") from error
 
@@ -140,10 +148,12 @@ def _features(path: Path, table: pyarrow.Table) -> Iterator[tuple[str, Ints, Int
             ids = compute.list_flatten(column)
             if ids.null_count:
                 raise ProfileError(f"{path}, column '{name}': a list holds no value")
-        values = np.asarray(ids, dtype=np.int64)
-        if len(values) and values.min() < 0:
-            raise ProfileError(
-                f"{path}, column '{name}': ids are row numbers from 0, got "
-                f"{values.min()}"
-            )
-        yield name, values, lengths.astype(np.int64)
+        values = np.asarray(ids)
+        for odd in (values.min(), values.max()) if len(values) else ():
+            if not 0 <= odd < TOO_LARGE:
+                raise ProfileError(
+                    f"{path}, column '{name}': ids are row numbers from 0, got {odd}; "
+                    "turn them into such first, as the model does, or leave the column "
+                    "out by --features"
+                )
+        yield name, values.astype(np.int64), lengths.astype(np.int64)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchrec_neuroshard.planner.cli.plan import check_outputs, write_json
+from torchrec_neuroshard.files import check_outputs
+from torchrec_neuroshard.planner.cli.plan import write_json
 from torchrec_neuroshard.planner.plans.plan_files import read_plan
 from torchrec_neuroshard.report import write_html
 
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PlanFileError: A file cannot be used, or they are plans of other tables.
     """
-    check_outputs(args.html, args.json)
+    check_outputs(args.html, args.json, read=(args.first, args.second))
     names = str(args.first), str(args.second)
     found = read_plan(args.first).compared_to(read_plan(args.second), names)
     print(found)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import CacheParams, ModuleSharder
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
@@ -23,9 +24,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from torchrec_neuroshard.errors import ConfigError, TableError
+from torchrec_neuroshard.errors import ConfigError, TableError, suggestion
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, card_named
-from torchrec_neuroshard.planner.options.checks import suggestion
+from torchrec_neuroshard.planner.compat import accepted_arguments, sharders_by_type
+from torchrec_neuroshard.planner.options.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.table_reader import table_configs
 from torchrec_neuroshard.planner.options.topologies import topology_for
@@ -49,7 +51,11 @@ MODEL_HELP = (
     "(model, sharders, constraints); or a file of tables: .json, .yaml or .csv"
 )
 
-_TABLE_FILE = re.compile(r"(?P<path>.+?\.(json|yaml|yml|csv))(:(?P<workload>.+))?")
+_TABLE_FILE = re.compile(
+    r"(?P<path>.+?\.(json|yaml|yml|csv))(:(?P<workload>.*))?", re.IGNORECASE
+)
+_MOST_RANKS = 65_536
+"""More than any job has: a slip of the finger asks for no more memory than there is."""
 
 _OPTIMIZERS: Mapping[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -88,7 +94,11 @@ def read_model(name: str) -> GivenModel:
     """
     found = _TABLE_FILE.fullmatch(name)
     if found is not None:
-        return build_model(load_tables(found["path"], found["workload"]))
+        tables = load_tables(found["path"], found["workload"] or None)
+        try:
+            return build_model(tables)
+        except TableError as error:
+            raise TableError(f"'{found['path']}': {error}") from error
     made = _call(name)
     parts = list(made) if isinstance(made, tuple) else [made]
     module = next((p for p in parts if isinstance(p, nn.Module)), None)
@@ -101,9 +111,19 @@ def read_model(name: str) -> GivenModel:
             f"'{name}' must return a torch.nn.Module, alone or in a tuple with a list "
             f"of sharders and a dictionary of constraints, got {kinds}"
         )
+    sharders = sharders or get_default_sharders()
+    taken = sharders_by_type(sharders)
+    if not any(sharder_name(type(m)) in taken for m in module.modules()):
+        raise ConfigError(
+            f"'{name}': no sharder is for a module of the {type(module).__name__}. "
+            "TorchRec asks for the very class, an EmbeddingBagCollection for one: a "
+            "class derived from it is another, and torch's own EmbeddingBag and "
+            "Embedding need sharders of their own. The sharders: "
+            + ", ".join(sorted({type(s).__name__ for s in sharders}))
+        )
     return GivenModel(
         module=module,
-        sharders=sharders or get_default_sharders(),
+        sharders=sharders,
         constraints=constraints or {},
         profiles={},
     )
@@ -120,24 +140,44 @@ def _call(name: str) -> Any:
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if module_name.endswith(".py"):
+        dotted = ".".join(Path(module_name[:-3]).parts)
+        raise ConfigError(
+            f"a model is named by package.module:function, got the file '{name}': did "
+            f"you mean '{dotted}:{function}'?"
+        )
     try:
-        make = vars(importlib.import_module(module_name)).get(function)
-    except Exception as error:  # whatever the module does
+        known = vars(importlib.import_module(module_name))
+    except (Exception, SystemExit) as error:  # whatever the module does
         raise ConfigError(
-            f"cannot load '{name}': {error}. Run the command where `import "
-            f"{module_name}` works"
+            f"cannot load '{name}': {_said(error)}. Run the command where `import "
+            f"{module_name}` works; {_WHERE}"
         ) from error
+    make = known.get(function)
+    if isinstance(make, nn.Module):
+        return make
     if not callable(make):
+        functions = [n for n, value in known.items() if callable(value)]
         raise ConfigError(
-            f"cannot load '{name}': '{module_name}' has no function '{function}'"
+            f"cannot load '{name}': '{module_name}' has no function '{function}'; "
+            + suggestion(function, functions, "functions")
         )
     try:
         return make()
-    except Exception as error:  # whatever the function does
+    except (Exception, SystemExit) as error:  # whatever the function does
         raise ConfigError(
-            f"'{name}' raises {type(error).__name__}: {error}. It is called without "
-            "arguments"
+            f"'{name}', which is called without arguments, raises {_said(error)}; "
+            f"{_WHERE}"
         ) from error
+
+
+_WHERE = "NEUROSHARD_DEBUG=1 shows where"
+
+
+def _said(error: BaseException) -> str:
+    """Return an error of the user's code as a line of text."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said:.300}" if said else type(error).__name__
 
 
 def build_model(tables: Sequence[TableConfig]) -> GivenModel:
@@ -148,11 +188,20 @@ def build_model(tables: Sequence[TableConfig]) -> GivenModel:
     Raises:
         TableError: TorchRec cannot hold a table of such a name or size.
     """
+    readers: dict[str, str] = {}
     for table in tables:
         if "." in table.name or not table.name:
             raise TableError(
-                f"table '{table.name:.100}': a model's table has a name without a dot"
+                f"table '{table.name:.100}': a model's table has a name without a dot; "
+                "rename it"
             )
+        for feature in feature_names(table):
+            if other := readers.get(feature):
+                raise TableError(
+                    f"tables '{other:.100}' and '{table.name:.100}' would both read "
+                    f"feature '{feature:.100}'; rename one"
+                )
+            readers[feature] = table.name
     kinds = {
         name: [t for t in tables if t.weighted == (name == "weighted")]
         for name in ("plain", "weighted")
@@ -316,6 +365,12 @@ def _constraint_fields(path: str, table: str, entry: Any) -> dict[str, Any]:
         fields[field] = read(value)
         if fields[field] is None:
             raise ConfigError(f"{where}: {field} must be {kind}, got {value!r:.60}")
+        known = KNOWN_VALUES.get(field, ())
+        for odd in [v for v in fields[field] if v not in known] if known else ():
+            raise ConfigError(
+                f"{where}: {field} has '{odd:.60}', which TorchRec does not have; "
+                + suggestion(odd, known, field.replace("_", " "))
+            )
     return fields
 
 
@@ -369,13 +424,17 @@ def devices_named(
     Raises:
         ConfigError: There is no such card, or the ranks do not fill whole nodes.
     """
-    if card != "cpu" and card.lower() not in GPU_CARDS:
+    card = card.strip().lower()
+    if card not in (*GPU_CARDS, "cpu"):
         raise ConfigError(
-            f"unknown card '{card}'; known are {', '.join(GPU_CARDS)}, and cpu"
+            f"unknown card '{card:.60}'; {suggestion(card, GPU_CARDS, 'cards')} "
+            f"Known are {', '.join(GPU_CARDS)}, and cpu"
         )
+    if not 1 <= ranks <= _MOST_RANKS:
+        raise ConfigError(f"there must be 1 to {_MOST_RANKS:,} ranks, got {ranks}")
     usual = ranks if card == "cpu" else card_named(card).gpus_per_node
     per_node = min(ranks, usual) if ranks_per_node is None else ranks_per_node
-    if ranks < 1 or per_node < 1 or ranks % per_node:
+    if per_node < 1 or ranks % per_node:
         raise ConfigError(
             f"{ranks} ranks do not fill whole nodes of {per_node}: take another "
             "number of ranks, or other ranks per node"
@@ -389,4 +448,10 @@ def devices_named(
         )
     if memory_gb is not None:
         raise ConfigError("the memory of a CPU's rank is the host's: leave it out")
-    return Topology(world_size=ranks, local_world_size=per_node, compute_device="cpu")
+    looked_up = accepted_arguments(Topology, created_by_factory=True)
+    return Topology(
+        world_size=ranks,
+        local_world_size=per_node,
+        compute_device="cpu",
+        **looked_up,
+    )

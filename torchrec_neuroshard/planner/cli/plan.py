@@ -17,7 +17,7 @@ from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import json_text, write_whole
+from torchrec_neuroshard.files import check_outputs, json_text, write_whole
 from torchrec_neuroshard.planner.cli.given_models import (
     MODEL_HELP,
     GivenModel,
@@ -38,7 +38,7 @@ from torchrec_neuroshard.search import SEARCHES, SearchConfig
 __all__ = [
     "add_arguments",
     "add_planner_arguments",
-    "check_outputs",
+    "files_read",
     "planner_arguments",
     "planning",
     "run",
@@ -67,6 +67,12 @@ def add_planner_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dense-ms", type=float, help="what the other layers take in an iteration"
     )
+
+
+def files_read(args: argparse.Namespace) -> tuple[str | Path | None, ...]:
+    """Return the files that these options name."""
+    file, _, workload = args.model.rpartition(":")
+    return file or workload, args.profiles, args.constraints
 
 
 def planner_arguments(args: argparse.Namespace, given: GivenModel) -> dict[str, Any]:
@@ -128,7 +134,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NeuroShardError: Something that is given cannot be used, or no plan fits.
     """
-    outputs = check_outputs(args.out, args.html, args.json)
+    if args.batch_size == 0:  # TorchRec's planner takes its default for it
+        raise ConfigError("--batch-size is the samples per rank, at least 1; got 0")
+    read = *files_read(args), args.placement
+    outputs = check_outputs(args.out, args.html, args.json, read=read)
     console = Console()
     given = read_model(args.model)
     search: str | SearchConfig = args.search
@@ -231,26 +240,13 @@ def planning(name: str) -> Iterator[None]:
         # What TorchRec's enumerator says of constraints that leave a table nothing.
         if not str(error).startswith("No available sharding type"):
             raise
+        reason = str(error).partition(". Module:")[0]
         raise ConfigError(
-            f"no plan for '{name}': {error}. Allow the table more sharding types or "
-            "compute kernels"
+            f"no plan for '{name}': {reason}. No kernel of those that its constraints "
+            "allow runs a sharding type that they allow: leave one of both out"
         ) from error
     finally:
         logging.disable(before)
-
-
-def check_outputs(*paths: Path | None) -> list[Path]:
-    """Return the files to write, before the work that they are to hold is done.
-
-    Raises:
-        ConfigError: One is a folder, or has none to be in.
-    """
-    wanted = [path for path in paths if path is not None]
-    for path in wanted:
-        if path.is_dir() or not path.parent.is_dir():
-            why = "that is a folder" if path.is_dir() else f"no folder '{path.parent}'"
-            raise ConfigError(f"cannot write '{path}': {why}")
-    return wanted
 
 
 def write_json(data: Any, path: Path) -> None:

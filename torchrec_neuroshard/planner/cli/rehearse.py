@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from pathlib import Path
 
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
-from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import json_text, write_whole
+from torchrec_neuroshard.errors import ConfigError, suggestion
+from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.planner.cli.given_models import MODEL_HELP, read_model
+from torchrec_neuroshard.planner.cli.plan import planning, write_json
 from torchrec_neuroshard.planner.plans.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.planner.plans.rehearse import rehearse
 from torchrec_neuroshard.schedules import SCHEDULES
@@ -50,31 +52,37 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NeuroShardError: The plan file or the model cannot be used.
     """
+    check_outputs(args.json, read=(args.plan, args.model))
     stored = read_plan(args.plan)
     made_for = stored.fingerprint
-    batch_size = args.batch_size or made_for.batch_size
+    batch_size = args.batch_size
+    if batch_size is None:
+        batch_size = made_for.batch_size
     if batch_size is None:
         raise ConfigError(
             f"plan file '{args.plan}' does not say for which batch size it was made; "
             "pass --batch-size"
         )
     given = read_model(args.model)
-    report = rehearse(
-        given.module,
-        stored.plan,
-        _topology(made_for, args.hbm_gib),
-        given.sharders,
-        batch_size=batch_size,
-        constraints=_constraints(made_for, args.pooling_factor),
-        pipeline_type=None if args.pipeline == "none" else args.pipeline,
-    )
+    with planning(args.model):
+        report = rehearse(
+            given.module,
+            stored.plan,
+            _topology(made_for, args.hbm_gib),
+            given.sharders,
+            batch_size=batch_size,
+            constraints=_constraints(made_for, args.pooling_factor),
+            pipeline_type=None if args.pipeline == "none" else args.pipeline,
+        )
     print(report)
     if args.json:
-        write_whole(args.json, json_text(report.to_json()))
+        write_json(report.to_json(), args.json)
     return 0 if report.runs else 1
 
 
 def _topology(made_for: PlanFingerprint, hbm_gib: float | None) -> Topology:
+    if hbm_gib is not None and not 0 < hbm_gib < math.inf:
+        raise ConfigError(f"--hbm-gib must be above 0 and finite, got {hbm_gib}")
     topology = Topology(
         world_size=made_for.world_size,
         local_world_size=made_for.local_world_size,
@@ -98,6 +106,12 @@ def _constraints(
             known[table.name] = [factor / count] * count
     for text in given:
         name, _, numbers = text.partition("=")
+        tables = {table.name for table in made_for.tables}
+        if numbers and name not in tables:
+            raise ConfigError(
+                f"--pooling-factor names table '{name:.60}', which the plan does not "
+                f"have; {suggestion(name, tables, 'tables')}"
+            )
         try:
             known[name] = [float(n) for n in numbers.split(",")]
         except ValueError:

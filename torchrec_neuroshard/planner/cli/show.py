@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torchrec_neuroshard.planner.cli.plan import check_outputs, write_json
+from torchrec_neuroshard.files import check_outputs
+from torchrec_neuroshard.planner.cli.plan import write_json
 from torchrec_neuroshard.planner.plans.plan_files import read_plan
 from torchrec_neuroshard.report import write_html
 from torchrec_neuroshard.report.terminal import print_report
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PlanFileError: The file cannot be used.
     """
-    check_outputs(args.html, args.json)
+    check_outputs(args.html, args.json, read=(args.plan,))
     stored = read_plan(args.plan)
     report = stored.report()
     print(f"{args.plan}: {stored.made_for}")

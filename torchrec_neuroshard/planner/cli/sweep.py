@@ -19,7 +19,7 @@ from rich.progress import track
 from torchrec.distributed.planner.types import PlannerError, Topology
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import write_whole
+from torchrec_neuroshard.files import check_outputs, write_whole
 from torchrec_neuroshard.planner.cli.given_models import (
     GivenModel,
     devices_named,
@@ -27,7 +27,7 @@ from torchrec_neuroshard.planner.cli.given_models import (
 )
 from torchrec_neuroshard.planner.cli.plan import (
     add_planner_arguments,
-    check_outputs,
+    files_read,
     planner_arguments,
     planning,
 )
@@ -82,10 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--price",
-        action="append",
+        type=_list_of(str),
+        action="extend",
         default=[],
         metavar="CARD=USD",
-        help="of one rank for an hour",
+        help="of one rank for an hour, such as h100=2.5,a100=1.5",
     )
     parser.add_argument(
         "--seconds", type=float, default=_SECONDS, help=f"of a search ({_SECONDS:g})"
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NeuroShardError: Something that is given cannot be used.
     """
-    outputs = check_outputs(args.csv, args.svg)
+    outputs = check_outputs(args.csv, args.svg, read=files_read(args))
     _model.cache_clear()  # the file may be another one by now
     given = _model(args.model)
     prices = dict(_price(text, args.cards) for text in args.price)
@@ -213,7 +214,10 @@ def _plan(
 
 def _list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     def parse(text: str) -> list[T]:
-        return [kind(part) for part in text.split(",")]
+        parts = [part.strip().lower() for part in text.split(",")]
+        if found := list(dict.fromkeys(kind(part) for part in parts if part)):
+            return found
+        raise ValueError("it is empty")
 
     parse.__name__ = f"list of {kind.__name__}s, with commas between"
     return parse

@@ -12,10 +12,6 @@ from torch import nn
 from torchrec.distributed.planner.types import Enumerator, Shard, ShardingOption
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollectionInterface,
-    EmbeddingCollectionInterface,
-)
 from torchrec.quant.embedding_modules import (
     EmbeddingBagCollection as QuantEmbeddingBagCollection,
 )
@@ -27,6 +23,7 @@ from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.options.table_reader import (
+    TABLE_MODULES,
     note_sharders,
     table_configs,
 )
@@ -48,7 +45,6 @@ __all__ = [
 ]
 
 _QUANTISED = (QuantEmbeddingBagCollection, QuantEmbeddingCollection)
-_TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 
 
 class PlanFileError(NeuroShardError, ValueError):
@@ -141,7 +137,13 @@ def plan_options(
     options = []
     for path, name, sharding in plan_entries(plan):
         wanted = sharding.sharding_type, sharding.compute_kernel
-        listed = offered[path, name]
+        listed = offered.get((path, name))
+        if listed is None:
+            found = " or ".join(sorted(f"'{p}'" for p, n in offered if n == name))
+            raise PlanFileError(
+                f"the plan has table '{name}' in module '{path}', the model in "
+                f"{found or 'none that a sharder takes'}: plan that model itself"
+            )
         same = [o for o in listed if (o.sharding_type, o.compute_kernel) == wanted]
         option = with_shards((same or listed)[0], sharding)
         # What the constraints do not allow may still be at work.
@@ -339,7 +341,7 @@ def model_tables(
     outside = {
         f"{path}.{config.name}" if path else config.name
         for path, module in modules.items()
-        if isinstance(module, _TABLE_MODULES)
+        if isinstance(module, TABLE_MODULES)
         and not any(not p or path == p or path.startswith(f"{p}.") for p in inside)
         for config in table_configs(module)
     }

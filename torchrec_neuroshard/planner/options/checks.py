@@ -6,7 +6,6 @@ though it can hardly be meant is a note: planning goes on as TorchRec's would.
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 from collections.abc import Collection, Iterable, Mapping
@@ -17,34 +16,42 @@ from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CommOp, ModuleSharder, ShardingType
 
-from torchrec_neuroshard.errors import ConfigError, ProfileError
+from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
+from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
     can_remove_repeats,
     codec_registry,
     is_codec,
     removes_repeats,
     sharder_params,
+    sharders_by_type,
     wire_codec,
 )
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
+    TABLE_MODULES,
     table_configs,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
+    "KNOWN_VALUES",
     "check_constraints",
+    "check_kind",
     "check_profiles",
     "check_sharders",
     "odd_batch_size",
     "odd_constraints",
-    "suggestion",
     "unmatched_constraints",
+    "unsharded_notes",
+    "unsharded_tables",
 ]
 
-_KNOWN = {
+KNOWN_VALUES: Mapping[str, Collection[str]] = {
     "sharding_types": [t.value for t in ShardingType],
     "compute_kernels": [k.value for k in EmbeddingComputeKernel],
 }
@@ -53,24 +60,19 @@ _KNOWN = {
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _TRIED_VALUES = 2**9
 """Of a codec; whole rows of any."""
-_MAX_NAMED, _MAX_COMPARED = 8, 100
-"""Names that a message lists; of more, the first ones."""
 
 
-def suggestion(name: str, known: Collection[str], kind: str) -> str:
-    """Return what may have been meant by a name that is not known: a clause.
+def check_kind(name: str, given: Any, kind: type, way_out: str) -> None:
+    """Check the type of something given that is read much later.
 
-    Args:
-        name: What was given.
-        known: What there is.
-        kind: Of what, in the plural.
+    Raises:
+        ConfigError: It is of another.
     """
-    names = sorted(set(known))
-    near = difflib.get_close_matches(name[:_MAX_COMPARED], names, n=3)
-    if near:
-        return "did you mean " + " or ".join(f"'{n}'" for n in near) + "?"
-    shown = ", ".join(f"'{n}'" for n in names[:_MAX_NAMED]) or "none"
-    return f"the {kind} are {shown}{' and more' if len(names) > _MAX_NAMED else ''}."
+    if not isinstance(given, kind):
+        raise ConfigError(
+            f"{name} is a {type(given).__name__}, {given!r:.60}, not a "
+            f"{kind.__name__}: {way_out}"
+        )
 
 
 def odd_batch_size(batch_size: Any) -> tuple[str, ...]:
@@ -108,10 +110,12 @@ def check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
 
     Raises:
         ConfigError: A number that is not finite or below 0, two lists of a table that
-            differ in length, or a cache that FBGEMM cannot run.
+            differ in length, a cache that FBGEMM cannot run, or no constraints at all.
     """
     for name, constraint in constraints.items():
         where = f"constraints of table '{name}'"
+        way_out = "pass such as ParameterConstraints(pooling_factors=[20.0])"
+        check_kind(where, constraint, ParameterConstraints, way_out)
         count = len(constraint.pooling_factors or [1.0])
         for field in ("pooling_factors", "num_poolings", "batch_sizes"):
             values = getattr(constraint, field) or []
@@ -163,7 +167,12 @@ def _check_cache(where: str, constraint: ParameterConstraints) -> None:
 def odd_constraints(
     constraints: Mapping[str, ParameterConstraints],
 ) -> tuple[str, ...]:
-    """Return notes on constraints that say nothing, or name what is not there."""
+    """Return notes on constraints that say nothing, or name what is not there.
+
+    Raises:
+        ConfigError: See `check_constraints`.
+    """
+    check_constraints(constraints)
     notes = []
     for name, constraint in constraints.items():
         where = f"constraints of table '{name}'"
@@ -172,7 +181,13 @@ def odd_constraints(
                 f"{where}: min_partition=0 counts as not given; give the columns of "
                 "the narrowest shard, or leave it out"
             )
-        for field, known in _KNOWN.items():
+        elif (width := constraint.min_partition or 0) % COLUMN_MULTIPLE:
+            notes.append(
+                f"{where}: min_partition={width} is no multiple of {COLUMN_MULTIPLE}, "
+                "as the widths that FBGEMM's kernels take are: the next one counts "
+                "here, and TorchRec's own planner makes shards that do not run"
+            )
+        for field, known in KNOWN_VALUES.items():
             values = getattr(constraint, field)
             if values is not None and not values:
                 notes.append(
@@ -218,6 +233,41 @@ def unmatched_constraints(
     return tuple(notes)
 
 
+def unsharded_tables(
+    module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
+) -> dict[str, list[str]]:
+    """Return path of a module that no sharder takes, as TorchRec looks -> its tables.
+
+    Raises:
+        ConfigError: Something given is no sharder.
+    """
+    taken, found = set(sharders_by_type(sharders)), {}
+    queue = [("", module)]
+    while queue:
+        path, child = queue.pop()
+        if sharder_name(type(child)) in taken:
+            continue
+        if isinstance(child, TABLE_MODULES):
+            found[path] = [config.name for config in table_configs(child)]
+            continue
+        inner = child.named_children()
+        queue += [(f"{path}.{name}" if path else name, m) for name, m in inner]
+    return found
+
+
+def unsharded_notes(
+    module: nn.Module, sharders: Iterable[ModuleSharder[Any]]
+) -> tuple[str, ...]:
+    """Return notes on tables that TorchRec leaves out of its plans without a word."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    return tuple(
+        f"tables {quoted(tables)} are in no plan, and every rank keeps them whole: no "
+        f"sharder is for the class of module '{path}', {type(modules[path]).__name__}; "
+        "a class derived from one that is counts as another. Pass a sharder for it"
+        for path, tables in sorted(unsharded_tables(module, sharders).items())
+    )
+
+
 def check_sharders(sharders: Iterable[ModuleSharder[Any]], compute_device: str) -> None:
     """Check what sharders ask of collectives and ids.
 
@@ -226,10 +276,10 @@ def check_sharders(sharders: Iterable[ModuleSharder[Any]], compute_device: str) 
         compute_device: Of the topology; on CPUs every codec is tried.
 
     Raises:
-        ConfigError: Repeated ids are to be removed where TorchRec does not, or a codec
-            is none, of no collective, or does not run.
+        ConfigError: Repeated ids are to be removed where TorchRec does not, a codec is
+            none, of no collective, or does not run, or something is no sharder.
     """
-    for sharder in sharders:
+    for sharder in sharders_by_type(sharders).values():
         where, module = type(sharder).__name__, sharder.module_type.__name__
         params = sharder_params({module: sharder})[module]
         if "use_index_dedup" in params or (

@@ -59,6 +59,7 @@ from torchrec_neuroshard.tables import (
 __all__ = [
     "OFFLOADED_KERNELS",
     "SPLITTING_TYPES",
+    "TABLE_MODULES",
     "RunFault",
     "TableReader",
     "cache_load",
@@ -103,6 +104,9 @@ OFFLOADED_KERNELS: frozenset[str] = frozenset(
     }
 )
 """Fused kernels whose tables live in the host's memory."""
+
+TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
+"""TorchRec's modules that hold tables."""
 
 _OPTIMIZER_NAMES: Mapping[str, str] = {
     # torch.optim and torchrec.optim classes

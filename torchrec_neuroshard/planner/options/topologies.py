@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torchrec.distributed.planner.constants import (
     CROSS_NODE_BANDWIDTH,
     DDR_CAP,
@@ -222,8 +224,8 @@ def topology_for(
 
 
 def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise ConfigError(f"{name} must be above 0, got {value}")
+    if value is not None and not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be above 0 and finite, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -439,8 +441,14 @@ def default_topology() -> Topology:
     """Return TorchRec's topology of the process group.
 
     Raises:
-        ValueError: There is no process group.
+        ConfigError: There is no process group.
     """
+    if not dist.is_initialized():
+        raise ConfigError(
+            "topology: the process has no process group to take it from. Call "
+            "torch.distributed.init_process_group first, or pass one, such as "
+            'topology_for("h100", num_nodes=2)'
+        )
     topology: Topology = planner_part(EmbeddingShardingPlanner(), "topology")
     return topology
 

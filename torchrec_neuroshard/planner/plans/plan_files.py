@@ -32,6 +32,8 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
+from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     CacheParams,
     EmbeddingModuleShardingPlan,
@@ -52,10 +54,12 @@ from torchrec_neuroshard.files import (
     read_json,
     write_whole,
 )
+from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
     SETTING_TYPES,
     planner_part,
     removes_repeats,
+    sharders_by_type,
     wire_codecs,
 )
 from torchrec_neuroshard.planner.costs.given_plans import (
@@ -70,6 +74,7 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     with_shards,
 )
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.options.checks import unsharded_tables
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
@@ -540,11 +545,14 @@ def load_plan(
 
     Raises:
         ConfigError: Neither a planner nor a topology is given, or both are.
-        PlanMismatchError: Tables, ranks or devices are not those of the plan, or it
-            breaks the planner's placement constraints.
+        PlanMismatchError: Tables, ranks or devices are not those of the plan, it breaks
+            the planner's placement constraints, or names modules that the sharders do
+            not take.
         PlanFileError: The file is missing, damaged, or of a later version.
 
     Warns:
+        UserWarning: Where the sharders are not known, modules that TorchRec's do not
+            take.
         StalePlanWarning: Memory, bandwidths, batch size, pooling factors, cost model,
             placement constraints, codecs of collectives, the treatment of repeated ids
             or package versions are not those of the plan: it works, but a new one may
@@ -554,10 +562,35 @@ def load_plan(
     stored = read_plan(path)
     current = job.fingerprint(*model_tables(stored.plan.plan, model))
     _check_fits(stored.fingerprint, current, path, stacklevel=3)
+    _check_paths(stored.plan, model, job.sharders, path)
     job.check_placement(stored, path)
     if isinstance(planner, NeuroShardPlanner):
         planner.adopt(stored.plan, model)
     return stored.plan
+
+
+def _check_paths(
+    plan: ShardingPlan,
+    model: nn.Module,
+    sharders: Sequence[ModuleSharder[Any]] | None,
+    path: str | Path,
+) -> None:
+    """Refuse a plan of modules around those that are sharded; warn where unsure."""
+    taken = sharders_by_type(sharders or get_default_sharders())
+    inside = unsharded_tables(model, [])
+    for name in plan.plan:
+        module = model.get_submodule(name)
+        if name in inside or sharder_name(type(module)) in taken:
+            continue
+        found = [p for p in inside if not name or p.startswith(f"{name}.")]
+        text = (
+            f"plan file '{path}' shards module '{name}', a {type(module).__name__}, "
+            f"which no sharder is for; the tables are in {quoted(sorted(found))}. Plan "
+            "this model itself, such as by neuroshard plan package.module:function"
+        )
+        if sharders is not None:
+            raise PlanMismatchError(text)
+        warnings.warn(f"{text}, or pass the sharders", stacklevel=3)
 
 
 def read_plan(path: str | Path) -> StoredPlan:
