@@ -8,6 +8,9 @@
     PYTHONHASHSEED=0 torchrun --standalone --nproc-per-node 2 \\
         benchmarks/bench_monitor.py moves \\
         --out benchmarks/results/monitor_moves
+    PYTHONHASHSEED=0 torchrun --standalone --nproc-per-node 2 \\
+        benchmarks/bench_monitor.py phases \\
+        --out benchmarks/results/monitor_phases
 
 Two copies of one model are trained on the same batches, one iteration each in turn; the
 second is watched by a `PlanMonitor`. What other work on the machine takes then falls on
@@ -18,7 +21,9 @@ included. `drift`: from one iteration on, the tables of rank 0 are read more oft
 others less. The monitor says so and re-plans; the pairs' differences before and after
 tell what the moves saved: of all pairs, and of the third in which the machine was
 quietest by what both copies took together. `moves`: what moving takes beside what is
-predicted, for tables of many sizes, the first time and the second.
+predicted, for tables of many sizes, the first time and the second. `phases`: one copy
+has the plan that `drift` begins with, the other what it moves to, and every phase of
+both is timed: where savings of kernels are lost again.
 """
 
 from __future__ import annotations
@@ -53,11 +58,14 @@ from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.monitor import MonitorReport
 from torchrec_neuroshard.monitor.exchange import Exchange
 from torchrec_neuroshard.monitor.move_times import MoveRates, fill_ms_per_byte
+from torchrec_neuroshard.phase_timer import PhaseTimer, critical_times
 from torchrec_neuroshard.planner import apply_moves, replan
 from torchrec_neuroshard.profiles import profile_inputs, zipf_profile
 from torchrec_neuroshard.simulator import PHASES
 
 SHARDERS: list[Any] = [EmbeddingBagCollectionSharder()]
+WARM_UP = 20
+"""Iterations that do not count."""
 NUM_BATCHES = 4
 """Distinct batches of a rank, gone round."""
 
@@ -267,7 +275,7 @@ def phases_of(kind: str, report: MonitorReport) -> dict[str, Any]:
 def overhead(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     """Train the pair without drift."""
     pair = Pair(args, ranks, args.seed)
-    for _ in range(20):
+    for _ in range(WARM_UP):
         pair.step("warm up")
     for _ in range(args.iterations):
         pair.step("even")
@@ -442,6 +450,99 @@ def moves(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def phases(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Train drifted inputs under both plans and time every phase, for each seed."""
+    runs = []
+    for seed in range(args.seed, args.seed + args.runs):
+        load, saved = os.getloadavg()[0], saved_by_phase(args, ranks, seed)
+        runs.append({"seed": seed, "load": load, "saved": saved})
+        if ranks.rank == 0:
+            print(json.dumps(runs[-1], indent=1), flush=True)
+    return {"runs": runs}
+
+
+def saved_by_phase(
+    args: argparse.Namespace, ranks: Ranks, seed: int
+) -> dict[str, dict[str, Any]]:
+    """What each phase takes under the first plan, and less under the second."""
+    tables = make_tables(args, [args.pooling] * args.num_tables)
+    planner = make_planner(args, ranks, tables, seed)
+    plan = planner.collective_plan(
+        ConcatDLRM(tables, torch.device("cpu")), SHARDERS, dist.group.WORLD
+    )
+    drifted = make_tables(args, lift(args, plan, 0))
+    batches = [draw(args, drifted, seed + 1000, r) for r in range(ranks.world_size)]
+
+    def moved() -> Any:
+        assert planner.last_model is not None
+        return replan(
+            plan,
+            planner=planner.relearned(
+                profiles=profile_inputs(b[0].ids for b in batches)
+            ),
+            model=planner.last_model[0],
+            sharders=SHARDERS,
+            budget_bytes=2**40,
+        )
+
+    result = ranks.on_first(moved)
+    jobs = Job(tables, plan), Job(tables, result.plan)
+    timers = [PhaseTimer(job.model.module, torch.device("cpu")) for job in jobs]
+    rows: list[dict[int, Any]] = []
+    for number in range(WARM_UP + args.iterations):
+        row = {}
+        for i in (0, 1)[:: 1 if number % 2 else -1]:
+            took = jobs[i].step(batches[ranks.rank][number % NUM_BATCHES], lambda: None)
+            row[i] = took["ms"], timers[i].take()
+        rows.append(row)
+    pairs: list[list[dict[str, float]]] = []
+    for by_rank in list(zip(*ranks.gather(rows), strict=True))[WARM_UP:]:
+        pair = []
+        for i in (0, 1):
+            modules = critical_times([row[i][1] for row in by_rank])
+            whole = {"iteration": max(row[i][0] for row in by_rank)}
+            pair.append(whole | {p: sum(m[p] for m in modules) for p in PHASES})
+        pairs.append(pair)
+    predicted = {
+        p: float(np.subtract(*(slowest(c, p) for c in (result.before, result.after))))
+        for p in PHASES
+    }
+    saved = {}
+    for phase in ("iteration", *PHASES):
+        differences = [first[phase] - second[phase] for first, second in pairs]
+        saved[phase] = {
+            "before_ms": statistics.median(first[phase] for first, _ in pairs),
+            "saved_ms": statistics.median(differences),
+            "interval_ms": interval(differences, np.median),
+            "predicted_ms": predicted.get(phase, sum(predicted.values())),
+        }
+    return saved
+
+
+def slowest(costs: Any, phase: str) -> float:
+    return sum(max(getattr(r, phase) for r in stage.ranks) for stage in costs.stages)
+
+
+def _saved_table(data: dict[str, Any]) -> list[str]:
+    lines = [
+        "Both copies train on drifted inputs, in turn: one with the first plan, the "
+        "other with that after the moves. Medians of the pairs' differences; what is "
+        "predicted is by the bundle, in its own milliseconds.",
+        "",
+        "| seed | load | phase | before | saved | 95 % | predicted |",
+        "| --- | ---: | --- | ---: | ---: | --- | ---: |",
+    ]
+    for run in data["runs"]:
+        for phase, found in run["saved"].items():
+            low, high = found["interval_ms"]
+            lines.append(
+                f"| {run['seed']} | {run['load']:.1f} | {phase} | "
+                f"{found['before_ms']:.2f} ms | {found['saved_ms']:+.2f} | "
+                f"{low:+.2f} to {high:+.2f} | {found['predicted_ms']:+.2f} |"
+            )
+    return lines
+
+
 def page(data: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     lines = [
@@ -476,6 +577,8 @@ def page(data: dict[str, Any]) -> str:
             f"{data['equal_losses']}.",
         ]
         return "\n".join([*lines, ""])
+    if data["mode"] == "phases":
+        return "\n".join([*lines, *_saved_table(data), ""])
     if data["mode"] == "moves":
         return "\n".join([*lines, *_moves_table(data), ""])
     lines += [
@@ -572,10 +675,13 @@ def _moves_table(data: dict[str, Any]) -> list[str]:
     ]
 
 
+MODES = {"overhead": overhead, "drift": drift, "moves": moves, "phases": phases}
+
+
 def main() -> None:
-    """Run one of the two and write what was found."""
+    """Run one of them and write what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("mode", choices=("overhead", "drift", "moves"))
+    parser.add_argument("mode", choices=list(MODES))
     parser.add_argument("--out", type=Path, required=True, help="path without suffix")
     parser.add_argument("--cost-model", default="auto")
     parser.add_argument("--num-tables", type=int, default=16)
@@ -594,8 +700,7 @@ def main() -> None:
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     ranks = Ranks("gloo")
     load = os.getloadavg()[0]
-    modes = {"overhead": overhead, "drift": drift, "moves": moves}
-    found = modes[args.mode](args, ranks)
+    found = MODES[args.mode](args, ranks)
     if ranks.rank == 0:
         data = {
             "mode": args.mode,

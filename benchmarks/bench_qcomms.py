@@ -2,10 +2,11 @@
 
 First what codecs take: on one rank each codes and decodes values in turn with fused
 kernels that read rows and next to nothing: in their bytes and launches counts
-`planner/costs/kernels.py`. Then TorchRec's exchanges of pooled outputs themselves run
-over all ranks, one codec after the other in every pass, so that a machine whose speed
-drifts slows all alike, and what counts is how much longer than without codec they take,
-predicted and measured.
+`planner/costs/kernels.py`. Then TorchRec's exchanges of pooled outputs themselves run over
+all ranks, one codec after the other in every pass, so that a machine whose speed drifts
+slows all alike, and what counts is how much longer than without codec they take,
+predicted and measured. Times are those of the machine as fast as it was when the
+bundle was measured, by the reference set that is read beside them.
 
     torchrun --nproc-per-node 2 benchmarks/bench_qcomms.py --cost-model cpu_epyc_zen5 \
         --out benchmarks/results/qcomms_gloo2_202611
@@ -20,6 +21,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -30,6 +32,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
@@ -47,8 +51,8 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from harness.provenance import commit, now
+from harness.ranks import Ranks, SpeedReference, machine_speeds
 from torchrec_neuroshard.collect.tbe import FusedTables, InputBatch
-from torchrec_neuroshard.collect.timing import keep_freed_memory
 from torchrec_neuroshard.devices import cpu_name
 from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
 from torchrec_neuroshard.tables import TableConfig
@@ -63,7 +67,9 @@ WAYS = ("forward", "backward")
 COLUMNS, SAMPLES = (32, 128, 512), (256, 2_048)
 """Output columns of a rank; samples of a rank."""
 VALUES = (2**14, 2**18, 2**22)
-WARM_UP, PASSES = 3, 25
+WARM_UP, PASSES = 3, 60
+EVERY = 10
+"""Passes from one reading of the reference set to the next."""
 PROBE_ROWS, PROBE_WIDTH, PROBE_SAMPLES, PROBE_IDS = 1_000_000, 128, 8_192, 8
 """The kernel that the time of a byte is read off, as `ShardEncoder.byte_ms` has it."""
 
@@ -153,33 +159,43 @@ def codecs_of(case: Case) -> tuple[str, ...]:
     return (PLAIN, *(SUMMED if case[0] == "row_wise" else CODECS))
 
 
-def measure(case: Case) -> dict[str, dict[str, float]]:
-    """Median times of each codec's exchange, on the slowest rank [ms]."""
+def measure(
+    case: Case, ranks: Ranks, reference: SpeedReference
+) -> tuple[dict[str, npt.NDArray[np.float64]], list[float]]:
+    """Time each codec's exchange, pass by pass.
+
+    An exchange begins when the last rank does, and ends when the last one is through.
+
+    Returns:
+        Codec -> `passes x 2` times, forward and backward [ms]; readings of the
+        reference [ms].
+    """
     exchanges = {codec: exchange_of(case, codec) for codec in codecs_of(case)}
     raw: dict[str, list[list[float]]] = {codec: [] for codec in exchanges}
+    readings = []
     for number in range(WARM_UP + PASSES):
+        if number % EVERY == 0:
+            readings.append(reference.read())
         for codec in list(exchanges)[:: 1 if number % 2 else -1]:
             module, outputs = exchanges[codec]
-            outputs.grad = None
+            times = []
             dist.barrier()
-            start = time.perf_counter()
+            times.append(time.perf_counter())
             received = module(outputs).wait()
-            middle = time.perf_counter()
+            times.append(time.perf_counter())
             gradient = torch.ones_like(received)
             dist.barrier()
-            again = time.perf_counter()
-            received.backward(gradient)
-            end = time.perf_counter()
-            ms = torch.tensor([(middle - start) * 1e3, (end - again) * 1e3])
-            dist.all_reduce(ms, dist.ReduceOp.MAX)
+            times.append(time.perf_counter())
+            torch.autograd.grad(received, outputs, gradient)
+            times.append(time.perf_counter())
             if number >= WARM_UP:
-                raw[codec].append(ms.tolist())
-    return {
-        codec: dict(
-            zip(WAYS, map(statistics.median, zip(*ms, strict=True)), strict=True)
-        )
-        for codec, ms in raw.items()
-    }
+                raw[codec].append(times)
+    found = {}
+    gathered = ranks.gather((raw, readings))
+    for codec in exchanges:
+        last_P4 = np.array([theirs[codec] for theirs, _ in gathered]).max(axis=0)
+        found[codec] = (last_P4[:, 1::2] - last_P4[:, ::2]) * 1e3
+    return found, [ms for _, theirs in gathered for ms in theirs]
 
 
 def predict(case: Case, cost_model: str) -> dict[str, dict[str, float]]:
@@ -223,18 +239,31 @@ class Sharder(EmbeddingBagCollectionSharder):
         return list(super().sharding_types("cuda"))
 
 
-def over_plain(entry: dict[str, Any], codec: str, way: str, source: str) -> float:
-    """How many times as long an exchange takes as without codec."""
-    times = entry[source]
-    return float(times[codec][way] / times[PLAIN][way])
+def over_plain(entry: dict[str, Any], codec: str, way: str) -> tuple[float, ...]:
+    """How many times as long an exchange takes as without codec.
+
+    Returns:
+        Predicted, and of the passes the median and its 95 % interval, by their order.
+    """
+    times = entry["predicted"]
+    number = WAYS.index(way)
+    codec_P, plain_P = (np.array(entry["passes"][c])[:, number] for c in (codec, PLAIN))
+    ratio_P = np.sort(codec_P / plain_P)
+    count = len(ratio_P)
+    low = int(count / 2 - 0.98 * math.sqrt(count))
+    median = float(np.median(ratio_P))
+    return times[codec][way] / times[PLAIN][way], median, *ratio_P[[low, -1 - low]]
 
 
 def report(data: dict[str, Any]) -> str:
+    speeds = [e["speed"] for e in data["exchanges"]]
     lines = [
         "# Quantised collectives, predicted and measured",
         "",
         f"Bundle `{data['cost_model']}` on {data['device']}, torch {data['torch']}, "
-        f"{data['world_size']} gloo ranks; medians of {PASSES} passes, codecs in turn.",
+        f"{data['world_size']} gloo ranks; medians of {PASSES} passes, codecs in turn. "
+        f"The machine was {min(speeds):.2f} to {max(speeds):.2f} times as fast as when "
+        "the bundle was measured, which fp32's times are corrected for.",
         "",
         "What codecs take: *launches* of the fused forward kernel, and for each value "
         "*bytes* that such a kernel reads in that time (the thread's own; the kernels "
@@ -253,27 +282,27 @@ def report(data: dict[str, Any]) -> str:
         lines.append(f"| {codec} | {' | '.join(cells)} |")
     lines += [
         "",
-        "TorchRec's exchange of pooled outputs, on the slowest rank: *fp32* in ms, "
-        "codecs as times of that. *Off by* is predicted over measured.",
+        "TorchRec's exchange of pooled outputs, from the last rank's start to the last "
+        "one's end: *fp32* in ms, codecs as times of that in the same pass, with the "
+        "median's 95 % interval. *Off by* is predicted over measured.",
         "",
-        "| exchange | columns | samples | codec | way | measured | predicted | off by "
-        "|",
-        "| --- | ---: | ---: | --- | --- | ---: | ---: | ---: |",
+        "| exchange | columns | samples | codec | way | measured | 95 % | predicted | "
+        "off by |",
+        "| --- | ---: | ---: | --- | --- | ---: | --- | ---: | ---: |",
     ]
     spreads: dict[str, list[float]] = {}
-    agreed = []
+    agreed: dict[bool, list[bool]] = {True: [], False: []}
     for entry in data["exchanges"]:
         kind, columns, samples = entry["case"]
         start = f"| {kind} | {columns} | {samples:,} |"
         for codec, way in itertools.product(entry["measured"], WAYS):
             if codec == PLAIN:
                 is_so, said = (entry[s][codec][way] for s in ("measured", "predicted"))
-                shown = f"{is_so:.3f} ms | {said:.3f} ms"
+                shown = f"{is_so:.3f} ms | | {said:.3f} ms"
             else:
-                is_so = over_plain(entry, codec, way, "measured")
-                said = over_plain(entry, codec, way, "predicted")
-                shown = f"{is_so:.2f} | {said:.2f}"
-                agreed.append((is_so < 1) == (said < 1))
+                said, is_so, low, high = over_plain(entry, codec, way)
+                shown = f"{is_so:.2f} | {low:.2f} to {high:.2f} | {said:.2f}"
+                agreed[not low <= 1 <= high].append((is_so < 1) == (said < 1))
             off = said / is_so
             spreads.setdefault(codec, []).append(max(off, 1 / off))
             lines.append(f"{start} {codec} | {way} | {shown} | {off:.2f} |")
@@ -285,8 +314,9 @@ def report(data: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"Whether a codec makes an exchange shorter was foretold in {sum(agreed)} of "
-        f"{len(agreed)} times.",
+        "Whether a codec makes an exchange shorter was foretold in "
+        f"{sum(agreed[True])} of {len(agreed[True])} times where the interval leaves "
+        f"no doubt, and in {sum(agreed[False])} of the other {len(agreed[False])}.",
         "",
         f"Commit {data['commit']}, {data['date']}. `{data['command']}`",
         "",
@@ -303,32 +333,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    dist.init_process_group("gloo")
+    ranks = Ranks("gloo")
+    reference = SpeedReference(ranks)
+    topology = Topology(world_size=ranks.world_size, compute_device="cpu")
+    costs = PlanCosts(topology, cost_model=args.cost_model)
+    nominal_ms = costs.cost_model.reference_ms * reference.slowdown(
+        costs.comms_model.compute_slowdown
+    )
     data: dict[str, Any] = {
         "cost_model": args.cost_model,
         "device": cpu_name(),
         "torch": torch.__version__,
-        "world_size": dist.get_world_size(),
+        "world_size": ranks.world_size,
+        "load": os.getloadavg(),
         "date": now(),
         "commit": commit(),
         "command": shlex.join(["torchrun", *sys.argv]),
-        "kernels": measure_kernels() if dist.get_rank() == 0 else [],
+        "kernels": measure_kernels() if ranks.rank == 0 else [],
         "exchanges": [],
     }
     dist.barrier()
     kinds = ("table_wise", "row_wise")
     for case in itertools.product(kinds, args.columns, args.samples):
-        measured, predicted = measure(case), predict(case, args.cost_model)
+        passes, readings = measure(case, ranks, reference)
+        predicted = predict(case, args.cost_model)
         assert all(math.isfinite(ms) for t in predicted.values() for ms in t.values())
-        data["exchanges"].append(
-            {"case": case, "measured": measured, "predicted": predicted}
-        )
-        if dist.get_rank() == 0:
-            print(data["exchanges"][-1], flush=True)
-    if dist.get_rank() == 0:
-        args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+        [speed] = machine_speeds([readings], nominal_ms)
+        entry = {
+            "case": case,
+            "speed": speed,
+            "measured": {
+                codec: dict(zip(WAYS, np.median(ms_P2, axis=0) * speed, strict=True))
+                for codec, ms_P2 in passes.items()
+            },
+            "predicted": predicted,
+        }
+        if ranks.rank == 0:
+            print(entry, flush=True)
+        passes_ms = {c: np.round(ms_P2, 4).tolist() for c, ms_P2 in passes.items()}
+        data["exchanges"].append({**entry, "passes": passes_ms})
+    if ranks.rank == 0:
+        args.out.with_suffix(".json").write_text(json.dumps(data) + "\n")
         args.out.with_suffix(".md").write_text(report(data))
     dist.destroy_process_group()
 

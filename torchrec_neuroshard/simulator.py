@@ -678,6 +678,14 @@ class Simulator:
         forward = there.encode_bytes * shards_CW + there.decode_bytes * samples_C1
         backward = back.encode_bytes * samples_C1 + back.decode_bytes * shards_CW
         coding = np.stack([forward, backward], axis=2) * self.encoder.byte_ms
+        if collective.name == "all_to_all":
+            # What is measured holds copies, which are made of values before they are
+            # coded and after they are decoded: about those that put columns in order.
+            copies_C2 = self.comms_model.column_order(
+                columns_CW.sum(axis=1), self.task.batch_size
+            )
+            sent = np.array([there.wire_bytes, back.wire_bytes])
+            coding += (copies_C2 * (1 - sent / OUTPUT_BYTES_PER_VALUE))[:, None]
         launches = np.array([there.launches, back.launches])
         launches = launches * float(self.encoder.launch_ms[0])
         return np.where(samples_C1[..., None] > 0, coding + launches, 0.0)

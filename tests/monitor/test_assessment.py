@@ -25,6 +25,7 @@ from torchrec_neuroshard.monitor.assessment import (
     Offer,
 )
 from torchrec_neuroshard.monitor.move_times import MoveRates
+from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.simulator import PHASES, PredictedCosts
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -136,6 +137,26 @@ def test_a_disturbed_report_does_not_count() -> None:
         report = job.assess(job.measured(factor), seconds=0.0)
     found: Mapping[str, float] = report.factors
     assert {p: found[p] for p in COMPUTE} == pytest.approx(dict.fromkeys(COMPUTE, 2.5))
+
+
+def test_new_inputs_are_priced_without_listing_options_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That takes most of what a report may cost."""
+    job = Job()
+    planned = job.planned
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("options of this plan are known")
+
+    monkeypatch.setattr("torchrec_neuroshard.monitor.assessment.PlanOptions", refuse)
+    job.assessor.profiles.update(
+        (f"f{i}", zipf_profile(batch_size=64, pooling_factor=50.0, num_embeddings=1000))
+        for i in range(NUM_TABLES)
+    )
+    report = job.assess(job.measured(1.0), seconds=60.0)
+    assert report.planned is planned
+    assert report.predicted.critical_path_ms > 2 * planned.critical_path_ms
 
 
 class Counted:

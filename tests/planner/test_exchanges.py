@@ -31,6 +31,7 @@ from torchrec_neuroshard.planner import (
     load_plan,
     save_plan,
 )
+from torchrec_neuroshard.planner.costs.kernels import priced_codecs
 from torchrec_neuroshard.profiles import count_histogram, zipf_profile
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -96,6 +97,39 @@ def test_a_rank_codes_its_shards_and_decodes_its_samples() -> None:
     back = (3 * samples + 5 * shards) * byte_ms + 2 * launch_ms
     np.testing.assert_allclose(forward - plain, np.stack([there, 0 * there], axis=1))
     np.testing.assert_allclose(backward - plain, np.stack([0 * back, back], axis=1))
+
+
+class CopyingComms(AnalyticCommsModel):
+    """Copies around exchanges count, as where they were measured."""
+
+    def column_order(self, columns_C: Any, batch_size: int) -> Any:
+        return np.stack([columns_C, 3 * columns_C], axis=1)
+
+
+def test_copies_are_of_values_that_are_not_coded() -> None:
+    half = WireCodec(wire_bytes=2.0, encode_bytes=1.0)
+    task = make_task(make_tables([32, 64]), 2, BATCH, codecs=((half, half),) * 2)
+    placement = Placement.from_widths(2, [(0, 32, 0), (1, 64, 1)], task)
+
+    def comms(model: Any) -> Any:
+        costs = Simulator(task, AnalyticCostModel(), model).evaluate(placement)
+        return np.array([[r.fwd_comms, r.bwd_comms] for r in costs.ranks])
+
+    copied = comms(CopyingComms()) - comms(AnalyticCommsModel())
+    np.testing.assert_allclose(copied, [[96 / 2, 3 * 96 / 2]] * 2)
+
+
+def test_cpus_add_up_halves_slowly() -> None:
+    def encoded(sharding_type: str, codec: str) -> float:
+        sharder = bag_sharder(codec, codec)
+        sharder.sharding_types = lambda _: [sharding_type]
+        planner = make_planner(2, "cpu", batch_size=BATCH)
+        [option] = planner.enumerator.enumerate(make_ebc([(1000, 64)]), [sharder])
+        forward, backward = priced_codecs(option, planner.topology)
+        return float(forward.encode_bytes - backward.encode_bytes)
+
+    assert encoded("row_wise", "fp16") > 0
+    assert encoded("row_wise", "bf16") == encoded("table_wise", "fp16") == 0
 
 
 def test_sums_are_decoded_once() -> None:

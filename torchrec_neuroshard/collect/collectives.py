@@ -24,7 +24,8 @@ class CollectiveRunner:
     """One collective with its buffers, as TorchRec issues it on this rank.
 
     The pooled all-to-all comes with TorchRec's copies around it: into the send buffer,
-    and from rank-major to row-major order. So do its fresh output buffers. The index
+    and from rank-major to row-major order. So do its fresh output buffers. Gradients,
+    which the backward one and the all-gather bring, are divided by the ranks. The index
     all-to-all comes with the permutations of a KeyedJaggedTensor's features before and
     after it.
     Source: torchrec.distributed.comm_ops and dist_data, 1.8.
@@ -191,7 +192,7 @@ class CollectiveRunner:
     def _all_gather(self) -> None:
         output = self._input.new_empty((self._world_size, self._input.shape[1]))
         _all_gather(output, self._input, group=self._group, async_op=True).wait()
-        self.output = output
+        self.output = output.div_(self._world_size)
 
     def _all_reduce(self) -> None:
         dist.all_reduce(self._input, group=self._group, async_op=True).wait()

@@ -299,6 +299,7 @@ class Assessor:
             p: deque(maxlen=_REMEMBERED) for p in PHASES
         }
         self._planned: tuple[Any, PredictedCosts] | None = None
+        self._options: list[Any] = []
         self._offer: Offer | None = None
         self._searched = 0.0, 0.0
 
@@ -328,15 +329,17 @@ class Assessor:
     def planned(self, plan: Any) -> PredictedCosts:
         """Price a plan with the inputs that the planner was given; kept."""
         if self._planned is None or self._planned[0] != plan:
-            self._planned = plan, self._price(self._planner, plan)
+            planner = self._planner
+            self._options = PlanOptions(
+                self._model, self._sharders, planner.enumerator, planner.costs
+            ).of(plan)
+            self._planned = plan, self._price(planner)
         return self._planned[1]
 
-    def _price(self, planner: NeuroShardPlanner, plan: Any) -> PredictedCosts:
+    def _price(self, planner: NeuroShardPlanner) -> PredictedCosts:
+        """Price the plan of `planned`: only what is known of inputs is new."""
         started = time.perf_counter()
-        options = PlanOptions(
-            self._model, self._sharders, planner.enumerator, planner.costs
-        ).of(plan)
-        reader = planner.costs.reader
+        options, reader = self._options, planner.costs.reader
         self.tables = {
             table_name(o): reader.table(o) for o in options if reader.has_cost(o)
         }
@@ -364,9 +367,7 @@ class Assessor:
         planned = predicted = self.planned(plan)
         is_fresh = bool(self.profiles) and self.seconds <= seconds
         if is_fresh:
-            predicted = self._price(
-                self._planner.relearned(profiles=self.profiles), plan
-            )
+            predicted = self._price(self._planner.relearned(profiles=self.profiles))
         if is_fresh or not self.profiles:
             self._learn(predicted, measured)
         left = seconds - (time.perf_counter() - started) - 2 * self.seconds

@@ -37,6 +37,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     has_cache,
     is_dense,
     is_lfu,
+    is_summed,
     option_codecs,
     table_name,
 )
@@ -68,6 +69,9 @@ _MEASURED_CODING: Mapping[tuple[str, str], tuple[float, float]] = {
 """Device type and codec -> bytes of memory that coding and decoding a value is worth.
 Measured on one AMD EPYC (Zen 5) core; another run, which is kept, found 0.66 to 1.04
 times these (`benchmarks/results/qcomms_gloo2_202611.md`)."""
+_MEASURED_SUMS: Mapping[tuple[str, str], float] = {("cpu", "fp16"): 18.0}
+"""The same of adding up a value, beyond what bytes of floats take: gloo has no kernel
+for it. Measured by the processor's time of two ranks."""
 _CODING_LAUNCHES = 0.5
 """Of the fused forward kernel: what coding and decoding take of few values; measured
 with them, 0.56 to 0.69 in the run that is kept."""
@@ -125,9 +129,12 @@ def priced_codecs(
         option: Noted by its sharder (`note_sharders`).
         topology: The devices.
     """
-    forward, backward = option_codecs(option)
     device = str(topology.compute_device)
-    return _priced(forward, device), _priced(backward, device)
+    forward, backward = (_priced(c, device) for c in option_codecs(option))
+    if is_summed(option):
+        sums = _MEASURED_SUMS.get((device, forward.name), 0.0)
+        forward = replace(forward, encode_bytes=forward.encode_bytes + sums)
+    return forward, backward
 
 
 def _priced(codec: WireCodec, device_type: str) -> WireCodec:

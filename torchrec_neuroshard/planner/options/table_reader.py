@@ -72,6 +72,7 @@ __all__ = [
     "is_fused",
     "is_lfu",
     "is_modelled_config",
+    "is_summed",
     "max_columns",
     "note_sharders",
     "option_codecs",
@@ -262,6 +263,11 @@ def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
         max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)
     )
     return forward, backward
+
+
+def is_summed(option: ShardingOption) -> bool:
+    """Whether a collective that may have codecs adds up an option's outputs."""
+    return _SCATTER in _used_codecs(option)
 
 
 def max_columns(topology: Topology) -> int:
