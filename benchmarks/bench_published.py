@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import logging
 import platform
 import shlex
 import sys
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torchrec
 
 from harness.provenance import commit, now
 from published import kernels
@@ -118,6 +120,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, action="append", default=[])
     args = parser.parse_args()
 
+    logging.disable(logging.WARNING)  # of topologies that TorchRec's factory lacks
     rows, sizes = read_kernels(), read_links()
     models = kernel_models(rows)
     kernels_md, kernels_raw = kernel_table(rows, models, group)
@@ -150,6 +153,7 @@ def main() -> None:
         "command": shlex.join(["python", *sys.argv]),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "torchrec": torchrec.__version__,
         "kernels": kernels_raw,
         "cards_left_out": cards,
         "spreads": spread,
@@ -184,17 +188,19 @@ def main() -> None:
     sections = [
         "# Models held against published timings\n",
         f"`{raw['command']}`, commit {raw['commit']}, {raw['date']}, Python "
-        f"{raw['python']}. No GPU took part: the timings are others', row by row with "
-        "their sources in `benchmarks/published/`. All errors are medians of "
-        "|predicted / measured - 1|.\n",
+        f"{raw['python']}, torchrec {raw['torchrec']}. No GPU took part: the timings "
+        "are others', row by row with their sources in `benchmarks/published/`. "
+        "All errors are medians of |predicted / measured - 1|.\n",
         f"![predicted over measured]({svg.name})\n",
         "## Fused kernels\n",
         kernels_md,
         "\nTimings of one source, card and quantity weigh as much as any other such "
-        "group in the fits, which minimise log ratios, large ones less. *Earlier* and "
-        "*TorchRec* have the cards' memory bandwidths; tables in the host's memory are "
-        "priced as TorchRec's `kernel_bw_lookup` does. *Coefficients fitted* is "
-        "`HardwarePerfConfig` with four coefficients per direction and kernel. A dash: "
+        "group in the fits, which minimise log ratios, large ones less. *TorchRec* is "
+        "its `EmbeddingPerfEstimator`, run with the cards' memory bandwidths, and what "
+        "each cache misses as `CacheParams.stats`. *Coefficients fitted* is the same "
+        "with a `HardwarePerfConfig`: four coefficients per direction and kernel, and "
+        "three of what a cache fetches. *Earlier* has the cards' bandwidths, and its "
+        "tables in the host's memory those of TorchRec's `kernel_bw_lookup`. A dash: "
         "without that source or card, no timing of such kernels is left. Of caches, "
         "one source states the size: what they miss was not checked.\n",
         cards_md,

@@ -2,9 +2,9 @@
 
 First what codecs take: on one rank each codes and decodes values in turn with fused
 kernels that read rows and next to nothing: in their bytes and launches counts
-`planner/costs/kernels.py`. Then TorchRec's exchanges of pooled outputs themselves run over
-all ranks, one codec after the other in every pass, so that a machine whose speed drifts
-slows all alike, and what counts is how much longer than without codec they take,
+`planner/costs/kernels.py`. Then TorchRec's exchanges of pooled outputs themselves run
+over all ranks, one codec after the other in every pass, so that a machine whose speed
+drifts slows all alike, and what counts is how much longer than without codec they take,
 predicted and measured. Times are those of the machine as fast as it was when the
 bundle was measured, by the reference set that is read beside them.
 

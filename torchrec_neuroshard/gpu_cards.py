@@ -49,6 +49,10 @@ class GpuCard:
     """Memory [GB]."""
     hbm_gb_per_s: Figure
     """Bandwidth of that memory [GB/s]."""
+    threads_per_ns: Figure
+    """Threads that its cores issue an instruction for: what keeps them from being
+    faster where memory does not. 128 per clock and streaming multiprocessor of an
+    NVIDIA card, 64 per clock and compute unit of an AMD one."""
     l2_mib: Figure
     """L2 cache, all of its parts together [MiB]."""
     l3_mib: Figure
@@ -84,6 +88,9 @@ _V100 = "NVIDIA V100 data sheet (January 2020)"
 _A100 = "NVIDIA A100 data sheet (June 2021)"
 _H100 = "NVIDIA H100 data sheet (2023)"
 _H200 = "NVIDIA H200 data sheet (2024)"
+_V100_PAPER = "NVIDIA Tesla V100 architecture white paper"
+_A100_PAPER = "NVIDIA A100 architecture white paper"
+_H100_PAPER = "NVIDIA H100 architecture white paper"
 _AMPERE = "NVIDIA Ampere GPU architecture tuning guide"
 _HOPPER = "NVIDIA Hopper tuning guide"
 _MI200 = "AMD Instinct MI250X data sheet (2021)"
@@ -91,6 +98,12 @@ _MI300 = "AMD Instinct MI300X data sheet (2023)"
 _MI350 = "AMD Instinct MI350X data sheet (2025)"
 _ROCM = "ROCm documentation, reference/gpu-specs"
 _RCCL = "RCCL, src/graph/topo.h, and ROCm/rccl #1210 (an AMD engineer)"
+
+
+def _cores(count: int, threads: int, ghz: float, source: str) -> Figure:
+    """Threads per ns of cores that issue so many per clock."""
+    return _sheet(round(count * threads * ghz), f"{count} at {ghz} GHz: {source}")
+
 
 _NO_L3 = _sheet(0.0, "no such cache")
 _AMD_L3 = _sheet(256.0, f"Infinity Cache: {_ROCM}")
@@ -116,6 +129,7 @@ _H100_SXM = GpuCard(
     device_names=(r"H100 80GB HBM3", r"H100 SXM5 80GB"),
     memory_gb=_sheet(80.0, _H100),
     hbm_gb_per_s=_sheet(3_350.0, _H100),
+    threads_per_ns=_cores(132, 128, 1.98, _H100_PAPER),
     l2_mib=_sheet(50.0, _HOPPER),
     l3_mib=_NO_L3,
     host_gb_per_s=_PCIE_5,
@@ -129,6 +143,7 @@ _A100_80GB = GpuCard(
     device_names=(r"A100-SXM4?-80GB", r"A100 80GB PCIe", r"A100-PG509-210"),
     memory_gb=_sheet(80.0, _A100),
     hbm_gb_per_s=_sheet(2_039.0, _A100),
+    threads_per_ns=_cores(108, 128, 1.41, _A100_PAPER),
     l2_mib=_sheet(40.0, _AMPERE),
     l3_mib=_NO_L3,
     host_gb_per_s=_PCIE_4,
@@ -143,7 +158,8 @@ _CARDS = (
         device_names=(r"V100-SXM[23]-\d+GB(-LS)?", r"V100-PCIE-\d+GB"),
         memory_gb=_sheet(32.0, _V100),
         hbm_gb_per_s=_sheet(900.0, _V100),
-        l2_mib=_sheet(6.0, "NVIDIA Tesla V100 architecture white paper"),
+        threads_per_ns=_cores(80, 128, 1.53, _V100_PAPER),
+        l2_mib=_sheet(6.0, _V100_PAPER),
         l3_mib=_NO_L3,
         host_gb_per_s=_PCIE_3,
         intra_gb_per_s=_published(
@@ -167,6 +183,7 @@ _CARDS = (
         title="NVIDIA H100 PCIe 80 GB",
         device_names=(r"H100( 80GB)? PCIe",),
         hbm_gb_per_s=_sheet(2_000.0, "NVIDIA H100 data sheet (2022): 2 TB/s"),
+        threads_per_ns=_cores(114, 128, 1.755, _H100_PAPER),
         intra_gb_per_s=_assumed(
             48.0,
             "over PCIe 5.0, as NCCL's topology takes it: NVLink bridges join two cards",
@@ -189,6 +206,10 @@ _CARDS = (
         hbm_gb_per_s=_published(
             7_672.0, "clock and bus width as the driver states them: pytorch/ao #4002"
         ),
+        threads_per_ns=_assumed(
+            37_225.0,
+            "148 as the driver states them (pytorch/ao #4002), at 1.965 GHz",
+        ),
         l2_mib=_published(126.5, "as the driver states it: pytorch/ao #4002"),
         l3_mib=_NO_L3,
         host_gb_per_s=_PCIE_5,
@@ -201,6 +222,7 @@ _CARDS = (
         device_names=(r"MI250X( */ *MI250)?",),
         memory_gb=_sheet(64.0, f"{_MI200}: 128 of two dies"),
         hbm_gb_per_s=_sheet(1_638.0, f"{_MI200}: 3,277 of two dies"),
+        threads_per_ns=_cores(110, 64, 1.7, f"{_MI200}: 220 of two dies"),
         l2_mib=_sheet(8.0, _ROCM),
         l3_mib=_NO_L3,
         host_gb_per_s=_PCIE_4,
@@ -215,6 +237,7 @@ _CARDS = (
         device_names=(r"MI300X( VF)?",),
         memory_gb=_sheet(192.0, _MI300),
         hbm_gb_per_s=_sheet(5_300.0, _MI300),
+        threads_per_ns=_cores(304, 64, 2.1, _MI300),
         l2_mib=_sheet(32.0, _ROCM),
         l3_mib=_AMD_L3,
         host_gb_per_s=_PCIE_5,
@@ -227,6 +250,7 @@ _CARDS = (
         device_names=(r"MI35[05]X( VF)?",),
         memory_gb=_sheet(288.0, _MI350),
         hbm_gb_per_s=_sheet(8_000.0, _MI350),
+        threads_per_ns=_cores(256, 64, 2.2, f"{_MI350}; 2.4 of an MI355X"),
         l2_mib=_sheet(32.0, _ROCM),
         l3_mib=_AMD_L3,
         host_gb_per_s=_PCIE_5,

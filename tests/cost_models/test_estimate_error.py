@@ -6,14 +6,13 @@ import numpy as np
 
 from torchrec_neuroshard.cost_models.estimate_error import (
     CHECKED_CARDS,
-    FACTOR_NAMES,
     EstimateError,
 )
 
 
 def test_errors_say_what_was_checked() -> None:
     assert str(EstimateError(card="mi300x")).endswith("never checked on this one")
-    assert "on this one, forward 21% and backward 15%" in str(
+    assert "on this one, forward 14% and backward 9%" in str(
         EstimateError(card="a100-40gb")
     )
     for card in CHECKED_CARDS:  # a card's own residual is not among the others'
@@ -29,7 +28,7 @@ def test_draws_repeat_and_have_the_stated_spread() -> None:
     error = EstimateError(card="b200")
     draws = error.draw(4_000, seed=1)
     assert draws == error.draw(4_000, seed=1) != error.draw(4_000, seed=2)
-    logs = np.log([[getattr(d, n) for n in FACTOR_NAMES] for d in draws])
-    stated = [error.log_std[n] for n in FACTOR_NAMES]
+    logs = np.log([[getattr(d, n) for n in error.log_std] for d in draws])
+    stated = list(error.log_std.values())
     np.testing.assert_allclose(logs.std(axis=0), stated, rtol=0.05)
-    np.testing.assert_allclose(np.corrcoef(logs.T), error.correlation, atol=0.05)
+    np.testing.assert_allclose(np.corrcoef(logs.T), np.eye(5), atol=0.05)

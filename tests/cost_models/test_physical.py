@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
@@ -14,6 +16,7 @@ from torchrec_neuroshard.cost_models.physical import (
     PhysicalConstants,
     host_memory_ms,
     shard_times,
+    updated_bytes,
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
@@ -31,12 +34,13 @@ BYTES_ONLY = PhysicalConstants(
     forward_launch_us=0.0,
     backward_launch_us=0.0,
     bag_step_us=0.0,
+    bag_ns=0.0,
     lookup_ns=0.0,
     gather_gb_per_s=np.inf,
     sort_ns=0.0,
     gradient_ns=0.0,
     gradient_gb_per_s=np.inf,
-    row_ns=0.0,
+    access_ns=0.0,
 )
 
 
@@ -97,25 +101,60 @@ def test_the_hottest_rows_fill_the_cache_first() -> None:
     assert spared(0.0) < 0.05 < 0.3 < spared(1.05) < spared(1.4)
 
 
-@pytest.mark.parametrize("card", sorted(GPU_CARDS))
-def test_no_set_beats_its_bytes_over_the_bandwidth(card: str) -> None:
-    model = load_cost_model(card, device_type="cuda")
-    assert isinstance(model, PhysicalCostModel)
-    tables = [
-        skewed(exponent, embedding_dim=width, optimizer=optimizer)
-        for exponent in (0.0, 1.2)
-        for width in (4, 64, 512)
-        for optimizer in ("sgd", "adam")
-    ]
-    values = features(*tables)
-    bandwidth = GPU_CARDS[card].hbm_gb_per_s.value * 1e6
-    least = column(values, "distinct_bytes") + column(values, "output_bytes")
-    updated = 2 * column(values, "distinct_bytes")
-    each = model.predict_sets(values, np.arange(len(tables)), len(tables))
-    assert (each[:, 0] >= least / bandwidth).all()
-    assert (each[:, 1] >= updated / bandwidth).all()
-    together = model.predict_sets(values, np.zeros(len(tables), np.int64), 1)
-    assert together[0, 0] >= least.sum() / bandwidth
+@st.composite
+def drawn_table(draw: st.DrawFn) -> TableConfig:
+    rows = draw(st.integers(1, 10**8))
+    pooling = draw(st.floats(0.01, 200.0))
+    return TableConfig(
+        name="t",
+        num_embeddings=rows,
+        embedding_dim=4 * draw(st.integers(1, 256)),
+        pooling_factor=pooling,
+        profile=zipf_profile(
+            batch_size=draw(st.integers(1, 2**17)),
+            pooling_factor=pooling,
+            num_embeddings=rows,
+            exponent=draw(st.floats(0.0, 1.5)),
+        ),
+        data_type=draw(st.sampled_from(["fp32", "fp16"])),
+        optimizer=draw(st.sampled_from(["sgd", "rowwise_adagrad", "adagrad", "adam"])),
+        weighted=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    tables=st.lists(drawn_table(), min_size=1, max_size=8),
+    batch=st.integers(1, 2**17),
+    missed=st.floats(0.0, 1.0),
+)
+def test_no_set_beats_its_bytes_over_the_bandwidth(
+    tables: list[TableConfig], batch: int, missed: float
+) -> None:
+    values = table_features(tables, batch)
+    rows, outputs = column(values, "distinct_bytes"), column(values, "output_bytes")
+    bags = column(values, "num_bags")
+    # A gradient is read where a bag has ids at all.
+    gradients = np.minimum(outputs, outputs / bags * column(values, "num_lookups"))
+    ids = 8 * column(values, "num_lookups")
+    state = updated_bytes({n: column(values, n) for n in FEATURE_NAMES}) - 2 * rows
+    together = np.zeros(len(tables), np.int64)
+    for name, card in GPU_CARDS.items():
+        model = load_cost_model(name, device_type="cuda")
+        bytes_per_ms = card.hbm_gb_per_s.value * 1e6
+        forward, backward = model.predict_sets(values, together, 1)[0]
+        assert forward >= (rows + outputs + ids).sum() / bytes_per_ms
+        assert backward >= (gradients + ids + 2 * rows + state).sum() / bytes_per_ms
+        # The link takes as much the other way at the same time.
+        bytes_per_ms = card.host_gb_per_s.value * 1e6
+        links = np.full(len(tables), card.host_gb_per_s.value)
+        forward_N, backward_N = model.host_memory(values, links, None).T
+        assert (forward_N >= rows / bytes_per_ms).all()
+        assert (backward_N >= (rows + state / 2) / bytes_per_ms).all()
+        missed_N = np.full(len(tables), missed)
+        forward_N, backward_N = model.host_memory(values, links, missed_N).T
+        assert (forward_N >= missed * rows / bytes_per_ms).all()
+        assert (backward_N >= state / 2 / bytes_per_ms).all()
 
 
 def test_state_of_the_optimizer_is_read_and_written() -> None:

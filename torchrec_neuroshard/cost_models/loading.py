@@ -54,8 +54,6 @@ _CPU_CONSTANTS = PhysicalConstants(
 )
 """One core of a server CPU: assumed, not measured. Its speed is a fifth of the one that
 work is counted for: 30 and 120 ns per id."""
-_UNKNOWN_CARD = GPU_CARDS["a100"]
-"""Taken for a GPU that nobody names, where the topology gives no bandwidth either."""
 _STAND_IN = "cpu_epyc_zen5"
 """Its gloo collectives stand in for those of CPUs that none were measured on."""
 
@@ -64,6 +62,7 @@ def card_constants(card: GpuCard) -> PhysicalConstants:
     """Return the physical model's constants of a card of the table."""
     return PhysicalConstants(
         memory_gb_per_s=card.hbm_gb_per_s.value,
+        threads_per_ns=card.threads_per_ns.value,
         cache_mib=card.l2_mib.value + card.l3_mib.value,
         host_gb_per_s=card.host_gb_per_s.value,
     )
@@ -362,7 +361,7 @@ def physical_estimate(
     shown = shown or (card.title if card else device or device_type)
     if not is_accelerator(device_type):
         return PhysicalCostModel(_CPU_CONSTANTS, name="physical", hardware=shown)
-    constants = card_constants(card or _UNKNOWN_CARD)
+    constants = card_constants(card) if card else PhysicalConstants()
     constants = dataclasses.replace(
         constants,
         memory_gb_per_s=hbm_gb_per_s or constants.memory_gb_per_s,

@@ -8,7 +8,8 @@ launch of its kernels, and the steps of its longest bags.
 
 The constants are few, and shared by all cards: fitted to published timings of V100,
 A100, H100, H200, MI250X and MI350 by `benchmarks/bench_published.py`, whose results say
-how far off they are on a card that is left out. A card brings data-sheet figures alone.
+how far off they are on a card that is left out. A card brings data-sheet figures alone:
+bandwidths, caches, and how many threads its cores issue instructions for.
 
 Shapes: `N` shards, `F` features, `C` = 17 count bins of the access histogram.
 """
@@ -39,9 +40,11 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
+_REFERENCE_THREADS_PER_NS = 19_500.0
 _REFERENCE_GB_PER_S = 2_000.0
-"""Work that is not bandwidth is counted for a card of this memory bandwidth (about an
-A100's), and shrinks with its cube root: faster memory comes with faster cores."""
+"""Work that is not bandwidth is counted for an A100, and shrinks with what a card's
+cores issue. Where that is not known, with the cube root of the memory's bandwidth:
+faster memory comes with faster cores."""
 _ID_BYTES, _OFFSET_BYTES, _LOOKUP_WEIGHT_BYTES = 8.0, 8.0, 4.0
 _SECTOR_BYTES = 32.0
 """Least that memory moves: what row-wise Adagrad's one number per row costs, each
@@ -61,36 +64,41 @@ class PhysicalConstants:
     cache_mib: float = 40.0
     """What rows and gradients are read again from [MiB]: L2, and L3 if there is
     one."""
+    threads_per_ns: float | None = None
+    """Threads that its cores issue an instruction for; None: not known."""
     host_gb_per_s: float = 24.0
     """Bandwidth to the host's memory, one way [GB/s]."""
     efficiency: float = 0.85
     """Share of the memory bandwidth that kernels reach."""
-    forward_launch_us: float = 21.0
+    forward_launch_us: float = 20.0
     """Bounds check and forward kernel of no work, gaps before them included. The check
     of many ids is not: current kernels leave no room for it in published times of both,
     though older ones took a quarter of the forward."""
-    backward_launch_us: float = 110.0
+    backward_launch_us: float = 107.0
     """Sort of the ids and update kernels of no work: about ten kernels."""
-    bag_step_us: float = 0.76
+    bag_step_us: float = 0.86
     """One id after the other of a set's longest bags."""
-    lookup_ns: float = 0.16
+    bag_ns: float = 0.154
+    """Forward, one bag: a group of threads that reads where it begins and writes it."""
+    lookup_ns: float = 0.124
     """Forward, one id."""
-    gather_gb_per_s: float = 4_200.0
+    gather_gb_per_s: float = 4_500.0
     """Forward, rows through the cache."""
-    sort_ns: float = 0.13
+    sort_ns: float = 0.164
     """Backward, sorting one id."""
-    gradient_ns: float = 0.3
+    gradient_ns: float = 0.35
     """Backward, one id."""
-    gradient_gb_per_s: float = 3_600.0
+    gradient_gb_per_s: float = 2_900.0
     """Backward, gradients through the cache."""
-    row_ns: float = 0.53
-    """Backward, updating one distinct row."""
+    access_ns: float = 0.336
+    """Backward, reading and writing a distinct row, and each number or row of its
+    optimizer state."""
     host_read: float = 1.27
     """What reading looked-up rows in the host's memory reaches, in `host_gb_per_s`:
     above 1, since the hottest are still cached."""
-    host_update: float = 1.52
+    host_update: float = 1.5
     """What updating rows there reaches: both ways at once."""
-    cache_lookup_ns: float = 2.5
+    cache_lookup_ns: float = 3.7
     """Forward, finding one id in a cache of rows (`fused_uvm_caching`)."""
 
     backward_factor: float = 1.0
@@ -111,6 +119,8 @@ class PhysicalConstants:
     @property
     def speed(self) -> float:
         """How many times as fast as the reference card it does other work."""
+        if self.threads_per_ns is not None:
+            return self.threads_per_ns / _REFERENCE_THREADS_PER_NS
         return float(np.cbrt(self.memory_gb_per_s / _REFERENCE_GB_PER_S))
 
     def under(self, factors: EstimateFactors) -> PhysicalConstants:
@@ -121,10 +131,11 @@ class PhysicalConstants:
             efficiency=self.efficiency * faster,
             gather_gb_per_s=self.gather_gb_per_s * faster,
             gradient_gb_per_s=self.gradient_gb_per_s * faster,
+            bag_ns=self.bag_ns * slower,
             lookup_ns=self.lookup_ns * slower,
             sort_ns=self.sort_ns * slower,
             gradient_ns=self.gradient_ns * slower,
-            row_ns=self.row_ns * slower,
+            access_ns=self.access_ns * slower,
             cache_lookup_ns=self.cache_lookup_ns * slower,
             cache_mib=self.cache_mib * factors.reuse,
             forward_launch_us=self.forward_launch_us * factors.launch,
@@ -208,7 +219,9 @@ def shard_times(
 
     moved = _missed_bytes(features_NF, column, cache) + outputs + indices
     forward = joined(
-        c.lookup_ns * ids, column["lookup_bytes"] / (c.gather_gb_per_s * 1e6), moved
+        c.lookup_ns * ids + c.bag_ns * column["num_bags"],
+        column["lookup_bytes"] / (c.gather_gb_per_s * 1e6),
+        moved,
     )
     # Each id reads the gradient of its bag; what the cache cannot hold, from memory.
     gradients = outputs / bags * ids
@@ -217,7 +230,7 @@ def shard_times(
     moved = moved + np.maximum(gradients - outputs, 0.0) * (1.0 - kept)
     moved = moved + indices + updated_bytes(column)
     update = joined(
-        c.gradient_ns * ids + c.row_ns * distinct,
+        c.gradient_ns * ids + c.access_ns * distinct * (1.0 + _states(column)),
         gradients / (c.gradient_gb_per_s * 1e6),
         moved,
     )
@@ -234,6 +247,14 @@ def shard_times(
 def updated_bytes(column: Mapping[str, Floats]) -> Floats:
     """Bytes of distinct rows and of their optimizer state, read and written."""
     return 2.0 * column["distinct_bytes"] + _state_bytes(column)
+
+
+def _states(column: Mapping[str, Floats]) -> Floats:
+    """Rows or numbers of optimizer state beside a row of weights."""
+    states: Floats = (
+        column["is_rowwise_adagrad"] + column["is_adagrad"] + 2.0 * column["is_adam"]
+    )
+    return states
 
 
 def _state_bytes(column: Mapping[str, Floats]) -> Floats:
@@ -268,7 +289,11 @@ def host_memory_ms(
     read_bytes_per_ms = bytes_per_ms * c.host_read
     update_bytes_per_ms = bytes_per_ms * c.host_update
     if missed_N is None:
-        forward = column["lookup_bytes"] / read_bytes_per_ms
+        # Where few rows repeat, all of them cross the link.
+        forward = np.maximum(
+            column["lookup_bytes"] / read_bytes_per_ms,
+            column["distinct_bytes"] / bytes_per_ms,
+        )
         backward = updated_bytes(column) / update_bytes_per_ms
     else:
         # A row that comes in puts another out.

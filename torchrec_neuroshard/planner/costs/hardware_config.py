@@ -92,7 +92,7 @@ def torchrec_sizes(
 
 
 def fit_coefficients(terms_SK: Floats, ms_S: Floats, weight_S: Floats) -> Coefficients:
-    """Fit TorchRec's coefficients to times: all four, or but that of the rows.
+    """Fit TorchRec's coefficients to times: the first three, or more of them.
 
     Args:
         terms_SK: Milliseconds of each coefficient at 1.
@@ -105,7 +105,7 @@ def fit_coefficients(terms_SK: Floats, ms_S: Floats, weight_S: Floats) -> Coeffi
         # Without a launch and with few cards, some coefficient may be anything.
         return np.concatenate([weight_S * softened(off), logs[:3] / 3, logs[3:] / 9])
 
-    start = np.log([1.0, 1.0, 1.0, 0.1])[: terms_SK.shape[1]]
+    start = np.log([1.0, 1.0, 1.0, *[0.1] * (terms_SK.shape[1] - 3)])
     return tuple(np.exp(optimize.least_squares(residuals, start).x).tolist())
 
 

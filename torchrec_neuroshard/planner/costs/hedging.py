@@ -30,7 +30,7 @@ SEED = 0
 TABLE_STD = 0.25
 """Standard deviation of the logarithm of a factor on each table's kernels: how far the
 published timings of one card are off from what its own factors make of the estimate
-(0.26 of 130 timings of six cards, left out: "tables" among the spreads of
+(0.25 of 130 timings of six cards, left out: "tables" among the spreads of
 `benchmarks/results/published_202611.json`)."""
 TOLERANCE = 0.02
 """How much longer than TorchRec's plan does not count as worse."""
