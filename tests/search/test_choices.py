@@ -143,7 +143,7 @@ def test_no_plan_is_below_the_bound(
         for shard in best.shards:
             width_TW[shard.table, shard.rank] = shard.width
         # A cutoff above the optimum, as after a search that did not reach it.
-        bound = bounds.lower_bound(ShardBank(simulator), [width_TW], 1.05 * best_ms)
+        bound = bounds.lower_bound(ShardBank(simulator), [width_TW], 1.05 * best_ms).ms
         assert bound <= best_ms * (1 + 1e-9), f"task {seed}"
         gaps.append(best_ms / bound - 1)
     assert np.median(gaps) < 0.01

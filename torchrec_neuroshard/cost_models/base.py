@@ -163,6 +163,10 @@ class CommsModel(ABC):
     """How many times as long forward and backward kernels take while all ranks of a
     node run theirs: ranks on CPUs share memory and cores, GPUs do not."""
 
+    even_is_fastest: bool = False
+    """Whether no loads take less than the same total in equal parts, nor any with a
+    greater part on one rank less than with the rest in equal parts."""
+
     def under(self, factors: EstimateFactors) -> CommsModel:
         """Return the model as it would be were the links off by a factor.
 

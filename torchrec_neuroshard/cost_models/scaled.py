@@ -109,6 +109,7 @@ class ScaledCommsModel(CommsModel):
             source: What the numbers rest on now. None: on what `base` rests.
         """
         self.base = base
+        self.even_is_fastest = base.even_is_fastest
         self.source = source or base.source
         self._index, self._factors_2 = index, np.array([forward, backward])
 

@@ -32,9 +32,10 @@ over a pool of sets, search for sets that its prices value too high, add them, a
   more than the limit counts with the fewest shards that keep to it, each of which pays
   for its lookups.
 
-Where few sets exist all are looked at: a proof, given assumption 1. On all other tasks
-the cheapest sets are looked for by local search, last by a longer one, and cheaper
-ones may have been missed; there the second assumption is made, too.
+Where few sets exist all are looked at: a proof, if the model of collectives says that
+it keeps to assumption 1 (`CommsModel.even_is_fastest`). On all other tasks the bound is
+an estimate: the cheapest sets are looked for by local search, last by a longer one, and
+cheaper ones may have been missed; there the second assumption is made, too.
 
 Rules on ranks (which, and in whose company) are not looked at: without them, no plan is
 slower. Neither is that outputs are put in order, but beside a shard of a split table.
@@ -59,6 +60,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -77,7 +79,7 @@ from torchrec_neuroshard.search.shards import (
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["lower_bound"]
+__all__ = ["Bound", "lower_bound"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -148,6 +150,14 @@ _SWAP, _DROP, _ADD, _WIDTH = range(4)
 _WHOLE, _SHARD, _COLUMNS, _SPREAD = range(4)
 
 
+class Bound(NamedTuple):
+    """What no plan should be below."""
+
+    ms: float
+    is_proven: bool
+    """False: an estimate, since sets were looked for."""
+
+
 def lower_bound(
     bank: ShardBank,
     placed: Sequence[Ints],
@@ -156,7 +166,7 @@ def lower_bound(
     seed: int = 0,
     deadline: float = math.inf,
     rounds: int = NUM_ROUNDS,
-) -> float:
+) -> Bound:
     """Bound the critical path of every placement from below.
 
     Args:
@@ -173,7 +183,7 @@ def lower_bound(
     """
     task = bank.task
     if len(task.ways) > MAX_TABLES:
-        return 0.0
+        return Bound(0.0, False)
     joined = joined_sets({int(bank.stages_T[w]) for w in ways} for ways in task.ways)
     parts = [_Part(bank, stages, frozenset()) for stages in joined]
     known = [part.least_ms for part in parts]
@@ -184,8 +194,10 @@ def lower_bound(
             cutoff = critical_ms - (sum(known) - known[i])
             found = _part_bound(parts[i], placed, cutoff, seed, deadline, number)
             known[i] = max(known[i], found)
-    bound = sum(known)
-    return critical_ms if bound >= critical_ms else bound * (1 - ROUNDING)
+    proven = bank.simulator.comms_model.even_is_fastest
+    proven = proven and all(part.is_proven for part in parts)
+    bound = sum(known) * (1 - ROUNDING)
+    return Bound(critical_ms if sum(known) >= critical_ms else bound, proven)
 
 
 def _part_bound(
@@ -200,9 +212,11 @@ def _part_bound(
     best = part.costs(part.totals(part.place(placed[0]))).sum(axis=1)
     excess_ms = max(0.0, float(best.max()) - cutoff_ms)
     part.loosen(excess_ms)
+    part.is_proven = excess_ms <= TOLERANCE * cutoff_ms
     if not len(part.tables):
         return min(cutoff_ms, float(best[0]))
     prices = _Prices(part, placed, cutoff_ms, np.random.default_rng(seed))
+    part.is_proven &= prices.holds_all
     first = _Case(prices, _View(), cutoff_ms)
     bound = max(part.least_ms, first.bound(rounds, deadline))
     cases: list[tuple[float, int, _Case | None]] = [(bound, 0, first)]
