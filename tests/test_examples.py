@@ -73,7 +73,7 @@ def test_plan_for_gpus_places_all_columns_and_names_its_sources(
     assert [int(cells[0]) for cells in ranks] == [0, 1, 2, 3]
     assert sum(int(cells[2].replace(",", "")) for cells in ranks) == 26 * 128
     assert "4 x H100" in out and "planned in" in out
-    assert "lower bound" in out and "gap" in out
+    assert "estimated bound" in out and "gap" in out
     # 100 of the 214 ids per sample read this table: no rank can take it whole.
     assert "\ncat_20: " in out and "in one piece, at best on rank" in out
     if not torch.cuda.is_available():

@@ -89,6 +89,11 @@ class KernelFactors:
     host: HostRows | None = None
     """Rows in the host's memory; None: on the device."""
 
+    @property
+    def has_cache(self) -> bool:
+        """Whether rows in the host's memory have a cache on the device."""
+        return self.host is not None and self.host.missed is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingTask:

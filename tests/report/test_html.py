@@ -186,7 +186,9 @@ def test_page_holds_the_figures_of_the_report(page: Page) -> None:
     assert shards == [[r, 2_000, 8, 2**28, 1.0, 0.25] for r in (0, 1)]
     assert plan["splits"] == [["user<b>&co", "48 (0), 16 (1)", SPLIT.reason(17.0)]]
     assert "... and 2 more" in page.text
-    assert "17.000 ms at most 6.2% above the best possible" in page.text
+    assert "17.000 ms by an estimate 6.2% above the best possible" in page.text
+    proven = Page(html_report(dataclasses.replace(REPORT, bound_is_proven=True)))
+    assert "17.000 ms at most 6.2% above the best possible" in proven.text
     assert "2.00 GiB of 4.00 GiB, rank 1" in page.text
 
 

@@ -10,6 +10,8 @@ import pytest
 from tests.builders import draw_memory, draw_tables, make_task
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.cost_models.base import CostModel
+from torchrec_neuroshard.cost_models.compute import PhysicalCostModel
+from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, bounds
@@ -46,13 +48,23 @@ def tiny_task(seed: int) -> ShardingTask:
 
 @functools.cache
 def model(name: str) -> CostModel:
+    if name == "estimate":
+        return PhysicalCostModel(PhysicalConstants(), name="card", hardware="none")
     return (
         AnalyticCostModel(launch_ms=0.05) if name == "exact" else load_cost_model(name)
     )
 
 
-@pytest.mark.parametrize("enumerate_all", [True, False])
-@pytest.mark.parametrize("name", ["exact", "cpu"])
+@pytest.mark.parametrize(
+    ("name", "enumerate_all"),
+    [
+        ("exact", True),
+        ("exact", False),
+        ("cpu", True),
+        ("cpu", False),
+        ("estimate", False),
+    ],
+)
 def test_no_placement_is_below_the_bound(
     name: str, enumerate_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,8 +85,10 @@ def test_no_placement_is_below_the_bound(
         optimum = best.predicted.critical_path_ms
         # A cutoff above the optimum, as after a search that did not reach it.
         bound = lower_bound(bank, [width_TW], 1.02 * optimum)
-        assert bound <= optimum * (1 + 1e-9), f"task {seed}"
-        gaps.append(optimum / bound - 1)
+        assert bound.ms <= optimum * (1 + 1e-9), f"task {seed}"
+        assert bound.is_proven is (enumerate_all or name == "estimate")
+        assert best.bound_is_proven
+        gaps.append(optimum / bound.ms - 1)
     assert len(gaps) >= (45 if enumerate_all else 10)
     assert np.median(gaps) < 0.15
 
@@ -101,10 +115,10 @@ def test_every_rank_pays_for_its_launch() -> None:
     width_TW = np.zeros((40, 4), dtype=np.int64)
     width_TW[np.arange(40), np.arange(40) % 4] = 16
     optimum = Plan(bank, width_TW).critical_ms
-    assert lower_bound(bank, [width_TW], 1.01 * optimum) == pytest.approx(
+    assert lower_bound(bank, [width_TW], 1.01 * optimum).ms == pytest.approx(
         optimum, rel=0.01
     )
-    assert lower_bound(bank, [width_TW], optimum) <= optimum
+    assert lower_bound(bank, [width_TW], optimum).ms <= optimum
 
 
 def test_a_split_table_pays_for_its_lookups_again() -> None:
@@ -124,7 +138,7 @@ def test_a_split_table_pays_for_its_lookups_again() -> None:
     width_TW[np.arange(1, 21), 1 + np.arange(20) % 3] = 16
     critical_ms = Plan(bank, width_TW).critical_ms
     assert critical_ms == pytest.approx(3 * 400 * 1024 * 100e-6, rel=1e-3)
-    assert lower_bound(bank, [width_TW], critical_ms) == pytest.approx(
+    assert lower_bound(bank, [width_TW], critical_ms).ms == pytest.approx(
         critical_ms, rel=1e-3
     )
 

@@ -65,7 +65,7 @@ def shown(terminal: bool, *reports: SearchProgress) -> str:
 def test_the_line_tells_cost_gap_and_time() -> None:
     text = shown(True, HALFWAY)
     assert "refining, best 12.500 ms" in text
-    assert "at most 4.2 % above" in text
+    assert "about 4.2 % above" in text
     assert "3 s, at most 17 left" in text
 
 

@@ -58,6 +58,16 @@ class CostModel(ABC):
     the device is timed without one."""
 
     @property
+    def additive(self) -> npt.NDArray[np.float64] | None:
+        """What a set of shards takes at least, forward and backward: `(1 + E) x 2`.
+
+        No set that is not empty takes less than the first row and its sum of encodings
+        times the others, nor less than any of its shards takes alone; all are at least
+        0. None where nothing of the kind is known.
+        """
+        return None
+
+    @property
     @abstractmethod
     def encoding_dim(self) -> int:
         """Values per encoding, `E`."""
@@ -162,6 +172,10 @@ class CommsModel(ABC):
     compute_slowdown: tuple[float, float] = (1.0, 1.0)
     """How many times as long forward and backward kernels take while all ranks of a
     node run theirs: ranks on CPUs share memory and cores, GPUs do not."""
+
+    even_is_fastest: bool = False
+    """Whether no loads take less than the same total in equal parts, nor any with a
+    greater part on one rank less than with the rest in equal parts."""
 
     def under(self, factors: EstimateFactors) -> CommsModel:
         """Return the model as it would be were the links off by a factor.

@@ -33,6 +33,8 @@ class BandwidthCommsModel(CommsModel):
     Bytes that leave the node go over the slower of the two links.
     """
 
+    even_is_fastest = True
+
     def __init__(
         self,
         *,

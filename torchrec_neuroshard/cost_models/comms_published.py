@@ -105,6 +105,8 @@ class PublishedCommsModel(CommsModel):
     of reduce-scatter and all-gather leave a node over the shares of all its ranks.
     """
 
+    even_is_fastest = True
+
     def __init__(
         self,
         constants: CollectiveConstants,

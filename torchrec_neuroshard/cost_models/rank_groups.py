@@ -50,6 +50,8 @@ class RankGroups(CommsModel):
         self.node_size = node_size
         self.job, self.job_size = job, job_size
         self.source = world.source
+        every = (world, node, cross, *([] if job is None else [job]))
+        self.even_is_fastest = all(model.even_is_fastest for model in every)
         self.compute_slowdown = (job or world).compute_slowdown
 
     def under(self, factors: EstimateFactors) -> RankGroups:

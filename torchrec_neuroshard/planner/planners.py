@@ -116,11 +116,12 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     time, over draws of what the card may really be, of those that are hardly ever
     slower than TorchRec's (`report().robustness`).
 
-    `last_result.lower_bound_ms` holds for all plans of the tables that the search may
+    `last_result.lower_bound_ms` is for all plans of the tables that the search may
     place, whatever sharding types, splits, kernels and ranks the constraints allow
     them; of grids, those in even blocks, at most one to a node; of caches, those of the
     sizes that the search chose from (0, unknown, where the plan's are better). Other
-    tables add nothing to it.
+    tables add nothing to it. It is a proof where `last_result.bound_is_proven`, else an
+    estimate.
 
     Attributes:
         costs: The cost model at work.

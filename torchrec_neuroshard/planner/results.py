@@ -86,11 +86,13 @@ def describe_plan(
     texts = [*_host_notes(selected), *costs.warnings]
     own = [r for r in records if _covers(r.task, selected)]
     best = min(own, key=lambda r: r.result.predicted.critical_path_ms, default=None)
-    bound = 0.0
+    bound, proven = 0.0, False
     if best is not None:
+        proven = best.result.bound_is_proven and _is_whole(best, records, selected)
         bound = min(best.result.lower_bound_ms, path_ms)
         if bound < best.result.lower_bound_ms and any(map(has_cache, selected)):
             bound = 0.0  # it is of other sizes of caches
+        proven = proven and math.isclose(bound, best.result.lower_bound_ms)
         texts += best.result.warnings if fallback is None else ()
     texts += costs.range_warnings(lowered)
     texts += costs.estimate_warnings(lowered)
@@ -102,6 +104,7 @@ def describe_plan(
         predicted=predicted,
         lower_bound_ms=bound,
         gap=path_ms / bound - 1 if bound > 0 else math.inf,
+        bound_is_proven=proven,
         search_seconds=sum(r.result.search_seconds for r in records),
         num_evaluated=sum(r.result.num_evaluated for r in records),
         warnings=tuple(dict.fromkeys(texts)),
@@ -208,6 +211,20 @@ def _covers(task: ShardingTask, selected: Sequence[ShardingOption]) -> bool:
         elif (kind, measured) not in known[name]:
             return False
     return bool(known)
+
+
+def _is_whole(
+    record: SearchRecord,
+    records: Sequence[SearchRecord],
+    selected: Sequence[ShardingOption],
+) -> bool:
+    """Whether a search knew all tables and ways, without sizes of caches to choose."""
+    task = record.task
+    return (
+        len(task.ways) == len(selected)
+        and len(task.tables) == max(len(r.task.tables) for r in records)
+        and not any(k is not None and k.has_cache for k in task.kernels)
+    )
 
 
 def _with_limits(task: ShardingTask, searched: ShardingTask) -> ShardingTask:

@@ -75,6 +75,7 @@ def explain(
         critical_path_ms=predicted.critical_path_ms,
         lower_bound_ms=result.lower_bound_ms,
         gap=result.gap,
+        bound_is_proven=result.bound_is_proven,
         uncertainty=predicted.uncertainty,
         compute_source=predicted.compute_source,
         comms_source=predicted.comms_source,

@@ -114,6 +114,7 @@ def _plan_data(report: PlanReport, name: str) -> dict[str, Any]:
         "name": name,
         "path_ms": 0.0 if math.isnan(path_ms) else path_ms,
         "bound_ms": report.lower_bound_ms,
+        "bound_is_proven": report.bound_is_proven,
         "ranks": [
             [
                 rank.num_shards,
@@ -236,7 +237,8 @@ def _summary(report: PlanReport) -> Iterator[str]:
     path_ms, bound_ms = report.critical_path_ms, report.lower_bound_ms
     bound = "how far above the best possible is unknown"
     if bound_ms > 0:
-        bound = f"at most {report.gap:.1%} above the best possible"
+        most = "at most" if report.bound_is_proven else "by an estimate"
+        bound = f"{most} {report.gap:.1%} above the best possible"
     path, known = f"{path_ms:.3f} ms", not math.isnan(path_ms)
     fullest = max(report.ranks, key=lambda rank: rank.used_bytes)
     room = ""

@@ -360,7 +360,10 @@
       }
       bar.addEventListener("mouseleave", hide);
       const notes = ["Each phase as long as on its slowest rank: collectives wait for it."];
-      if (plan.bound_ms > 0) notes.push(`Dashed: no plan is below ${ms(plan.bound_ms)} ms.`);
+      if (plan.bound_ms > 0) {
+        notes.push(plan.bound_is_proven ? `Dashed: no plan is below ${ms(plan.bound_ms)} ms.`
+          : `Dashed: by an estimate, no plan is below ${ms(plan.bound_ms)} ms.`);
+      }
       if (Math.abs(total / plan.path_ms - 1) > 1e-3) {
         notes.push(`Together ${ms(total)} ms; by stages, other layers and what runs beside `
           + `something else, the path is ${ms(plan.path_ms)} ms.`);

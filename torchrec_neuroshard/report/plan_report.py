@@ -422,6 +422,8 @@ class PlanReport:
     critical_path_ms: float
     lower_bound_ms: float
     gap: float
+    bound_is_proven: bool = False
+    """Whether no plan can be below the bound; otherwise it is an estimate."""
     uncertainty: float
     compute_source: str
     comms_source: str
@@ -487,7 +489,8 @@ def head_lines(report: PlanReport) -> Iterator[str]:
     )
     known = "lower bound unknown"
     if report.lower_bound_ms > 0:
-        known = f"lower bound {report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
+        kind = "lower" if report.bound_is_proven else "estimated"
+        known = f"{kind} bound {report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
     if math.isnan(report.critical_path_ms):
         yield "critical path not known"
         return

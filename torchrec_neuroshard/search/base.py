@@ -105,10 +105,13 @@ class SearchResult:
     placement: Placement
     predicted: PredictedCosts
     lower_bound_ms: float
-    """No placement of the task can have a shorter critical path, by this model; 0 where
-    nothing is known."""
+    """No placement of the task should have a shorter critical path, by this model; 0
+    where nothing is known."""
     gap: float
     """`predicted.critical_path_ms / lower_bound_ms - 1`; infinite where not known."""
+    bound_is_proven: bool = False
+    """Whether the bound is a proof. Otherwise it is an estimate: it rests on sets of
+    shards that were looked for, and cheaper ones may have been missed."""
     search_seconds: float
     num_evaluated: int
     """Candidate rank sets whose cost was evaluated."""

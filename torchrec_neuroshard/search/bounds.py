@@ -32,9 +32,11 @@ over a pool of sets, search for sets that its prices value too high, add them, a
   more than the limit counts with the fewest shards that keep to it, each of which pays
   for its lookups.
 
-Where few sets exist all are looked at: a proof, given assumption 1. On all other tasks
-the cheapest sets are looked for by local search, last by a longer one, and cheaper
-ones may have been missed; there the second assumption is made, too.
+Where few sets exist all are looked at: a proof, if the model of collectives says that
+it keeps to assumption 1 (`CommsModel.even_is_fastest`). Where costs add up, another
+proof takes the place of prices (see `balanced`). On all other tasks the bound is an
+estimate: the cheapest sets are looked for by local search, last by a longer one, and
+cheaper ones may have been missed; there the second assumption is made, too.
 
 Rules on ranks (which, and in whose company) are not looked at: without them, no plan is
 slower. Neither is that outputs are put in order, but beside a shard of a split table.
@@ -59,6 +61,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +69,7 @@ from scipy import optimize
 
 from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.placement_rules import joined_sets
+from torchrec_neuroshard.search.balanced import balanced_bound
 from torchrec_neuroshard.search.greedy_grid import place_lanes
 from torchrec_neuroshard.search.shards import (
     Floats,
@@ -77,7 +81,7 @@ from torchrec_neuroshard.search.shards import (
 )
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["lower_bound"]
+__all__ = ["Bound", "lower_bound"]
 
 Bools = npt.NDArray[np.bool_]
 
@@ -112,6 +116,8 @@ FIRST_REACH, REACH_SHRINKS = 0.3, 0.75
 """How far prices may move in a round, relative; less after each without a gain."""
 POOL_BASE, POOL_PER_PRICE = 300, 4
 """Sets that a linear program sees: those that the prices value highest."""
+MAX_NODES, LEAST_SECONDS = 100, 1.0
+"""What the proof for costs that add up gets (see `balanced`)."""
 MIN_GAP = 1e-3
 """The bound is good enough when it is so near the best plan."""
 NUM_LANES, NUM_CANDIDATES = 24, 16
@@ -148,6 +154,14 @@ _SWAP, _DROP, _ADD, _WIDTH = range(4)
 _WHOLE, _SHARD, _COLUMNS, _SPREAD = range(4)
 
 
+class Bound(NamedTuple):
+    """What no plan should be below."""
+
+    ms: float
+    is_proven: bool
+    """False: an estimate, since sets were looked for."""
+
+
 def lower_bound(
     bank: ShardBank,
     placed: Sequence[Ints],
@@ -156,7 +170,7 @@ def lower_bound(
     seed: int = 0,
     deadline: float = math.inf,
     rounds: int = NUM_ROUNDS,
-) -> float:
+) -> Bound:
     """Bound the critical path of every placement from below.
 
     Args:
@@ -173,19 +187,30 @@ def lower_bound(
     """
     task = bank.task
     if len(task.ways) > MAX_TABLES:
-        return 0.0
+        return Bound(0.0, False)
     joined = joined_sets({int(bank.stages_T[w]) for w in ways} for ways in task.ways)
     parts = [_Part(bank, stages, frozenset()) for stages in joined]
+    proven_ms = balanced_bound(
+        bank,
+        seconds=max(deadline - time.monotonic(), LEAST_SECONDS),
+        nodes=MAX_NODES if rounds else 1,
+    )
     known = [part.least_ms for part in parts]
     # What leaves nothing to choose first; all at a glance at first, for better cutoffs.
     order = sorted(range(len(parts)), key=lambda i: len(parts[i].tables) > 0)
     for number in (0, rounds) if rounds and len(parts) > 1 else (rounds,):
         for i in order:
+            if proven_ms and not parts[i].has_few_sets:
+                continue  # no estimate beside a proof
             cutoff = critical_ms - (sum(known) - known[i])
             found = _part_bound(parts[i], placed, cutoff, seed, deadline, number)
             known[i] = max(known[i], found)
-    bound = sum(known)
-    return critical_ms if bound >= critical_ms else bound * (1 - ROUNDING)
+    proven = bank.simulator.comms_model.even_is_fastest
+    proven = proven and all(part.is_proven for part in parts)
+    bound = max(sum(known), proven_ms)
+    return Bound(
+        critical_ms if bound >= critical_ms else bound * (1 - ROUNDING), proven
+    )
 
 
 def _part_bound(
@@ -200,9 +225,11 @@ def _part_bound(
     best = part.costs(part.totals(part.place(placed[0]))).sum(axis=1)
     excess_ms = max(0.0, float(best.max()) - cutoff_ms)
     part.loosen(excess_ms)
+    part.is_proven = excess_ms <= TOLERANCE * cutoff_ms
     if not len(part.tables):
         return min(cutoff_ms, float(best[0]))
     prices = _Prices(part, placed, cutoff_ms, np.random.default_rng(seed))
+    part.is_proven &= prices.holds_all
     first = _Case(prices, _View(), cutoff_ms)
     bound = max(part.least_ms, first.bound(rounds, deadline))
     cases: list[tuple[float, int, _Case | None]] = [(bound, 0, first)]
@@ -351,6 +378,8 @@ class _Part:
         self.groups_T: Ints = np.searchsorted(present, bank.groups_T[self.tables])
         self.most_bytes = float(bank.caps_W.max()) * (1 + TOLERANCE)
         self.excess_ms = 0.0
+        self.is_proven = True
+        """Whether no set cheaper than those looked at can exist."""
         self._fix(np.searchsorted(present, bank.groups_T[self.fixed]))
         self._totals_known()
         self.widths_TU, self.num_widths_T = self._legal_widths()
@@ -575,14 +604,18 @@ class _Part:
         found: Ints = (self.widths_TU[table_N] == width_N[:, None]).argmax(axis=1)
         return found
 
-    def enumerate(self) -> _Sets | None:
-        """All sets there are, place n for table n; None where those are too many."""
+    @property
+    def has_few_sets(self) -> bool:
+        """Whether all sets there are can be looked at."""
+        options = np.bincount(self.own_T, weights=self.num_widths_T) + 1
+        return float(options.prod()) <= MAX_ENUMERATED
+
+    def enumerate(self) -> _Sets:
+        """All sets there are, place n for table n."""
         options: list[list[tuple[int, int]]] = [[(-1, 0)] for _ in range(self.num_own)]
         for table, own in enumerate(self.own_T.tolist()):
             widths = self.widths_TU[table, : self.num_widths_T[table]].tolist()
             options[own] += [(table, width) for width in widths]
-        if math.prod(len(o) for o in options) > MAX_ENUMERATED:
-            return None
         grid = np.meshgrid(*(np.arange(len(o)) for o in options), indexing="ij")
         picks = [
             np.array(o)[axis.reshape(-1)] for o, axis in zip(options, grid, strict=True)
@@ -648,20 +681,19 @@ class _Prices:
         every = np.arange(len(part.tables))
         self.alone_T3: Floats = self._alone_costs(every, part.dims_T)
         self._lay_out(cutoff_ms)
-        everything = part.enumerate()
         alone = every
         if part.num_own > MANY_TABLES:
             # Of so many, the light ones are never worth a rank: no set by themselves.
             alone = np.flatnonzero(self.heavy_T >= 0)
         singles = part.singles(alone)
-        self.holds_all = everything is not None
-        if everything is None and isinstance(placed, _Prices):
+        self.holds_all = part.has_few_sets
+        if self.holds_all:
+            self.pool = part.enumerate()
+        elif isinstance(placed, _Prices):
             self.pool = _Sets.join([self._inherited(placed), singles])
-        elif everything is None and not isinstance(placed, _Prices):
+        else:
             parts = [part.place(w) for w in placed]
             self.pool = _Sets.join([*parts, *self._random_sets(), singles])
-        elif everything is not None:
-            self.pool = everything
         self.costs_L3 = part.costs_of(self.pool)
         usable = np.isfinite(self.costs_L3[:, 0])
         if not part.has_choices and not self.holds_all:

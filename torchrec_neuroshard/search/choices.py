@@ -90,7 +90,7 @@ class Choices:
         self._bytes_T: Floats = (
             bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
-        self.has_caches = any(map(_is_cached, task.kernels))
+        self.has_caches = any(k is not None and k.has_cache for k in task.kernels)
         self.own_ms_T: Floats = (
             bank.total_ms(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
@@ -129,7 +129,7 @@ class Choices:
                 kernel = found[way][0]
                 key = task.sharding_types[way], self.width_T[way], kernel
                 found[way] = kernel, sizes.setdefault(key, 0)
-                sizes[key] += _is_cached(kernel)
+                sizes[key] += kernel is not None and kernel.has_cache
         return found
 
     def _fits(self) -> Bools:
@@ -457,18 +457,9 @@ class Choices:
                 yield candidates[fits], MIN_ESTIMATED_GAIN if estimated else MIN_GAIN
 
 
-def _is_cached(factors: KernelFactors | None) -> bool:
-    """Whether rows in the host's memory have a cache on the device."""
-    return (
-        factors is not None
-        and factors.host is not None
-        and (factors.host.missed is not None)
-    )
-
-
 def _kernel(factors: KernelFactors | None) -> KernelFactors | None:
     """Return what all tables in one kernel share: not what their caches miss."""
-    if factors is None or factors.host is None or not _is_cached(factors):
+    if factors is None or factors.host is None or not factors.has_cache:
         return factors
     return dataclasses.replace(
         factors, host=dataclasses.replace(factors.host, missed=0.0)

@@ -64,8 +64,9 @@ class ChoosingSearcher(Searcher):
         return SearchResult(
             placement=placement,
             predicted=predicted,
-            lower_bound_ms=bound,
-            gap=path_ms / bound - 1 if bound > 0 else math.inf,
+            lower_bound_ms=bound.ms,
+            gap=path_ms / bound.ms - 1 if bound.ms > 0 else math.inf,
+            bound_is_proven=bound.is_proven,
             search_seconds=time.monotonic() - start,
             num_evaluated=evaluated,
             warnings=found.warnings if found else (),

@@ -21,7 +21,7 @@ from torchrec_neuroshard.search.base import (
     SearchResult,
 )
 from torchrec_neuroshard.search.beam import beam_search
-from torchrec_neuroshard.search.bounds import NUM_ROUNDS, lower_bound
+from torchrec_neuroshard.search.bounds import NUM_ROUNDS, Bound, lower_bound
 from torchrec_neuroshard.search.choices import (
     MIN_GAIN,
     Choices,
@@ -185,8 +185,8 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         reporter: ProgressReporter,
         starts: Sequence[Ints] = (),
         seen: RunnersUp | None = None,
-    ) -> tuple[Ints, float]:
-        """Find the widths of a placement and a lower bound [ms]."""
+    ) -> tuple[Ints, Bound]:
+        """Find the widths of a placement and a lower bound."""
         config = self.config
         # The bound is part of the search: some of the time is kept for it.
         refining = deadline - BOUND_SHARE * config.time_budget_seconds
@@ -201,7 +201,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
                 plans += self._whole(bank, refining, reporter)
         if reporter.observer is not None:
             first_ms = Plan(bank, plans[0]).critical_ms
-            reporter.bound(self._bound(bank, plans, first_ms, deadline, rounds=0))
+            reporter.bound(self._bound(bank, plans, first_ms, deadline, rounds=0).ms)
         best = plans[0]
         if config.refine:
             keep = None if seen is None else seen.keep
@@ -369,7 +369,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         best_ms: float,
         deadline: float,
         rounds: int = NUM_ROUNDS,
-    ) -> float:
+    ) -> Bound:
         """Bound the task with each table for itself."""
         task, each = bank.simulator.task, bank
         if task.together:
@@ -399,26 +399,27 @@ def _merged_widths(task: ShardingTask, placement: Placement) -> Ints:
 
 
 def finish_result(
-    bank: ShardBank, width_TW: Ints, bound_ms: float, start: float
+    bank: ShardBank, width_TW: Ints, bound: Bound, start: float
 ) -> SearchResult:
     """Evaluate and check the placement found, and fill the result.
 
     Args:
         bank: The task's shards.
         width_TW: Columns of each table, followers (see `rules`) aside, on each rank.
-        bound_ms: Lower bound of the critical path.
+        bound: Lower bound of the critical path.
         start: `time.monotonic()` when the search began.
     """
     task = bank.simulator.task
     placement = placement_from_widths(follow(task, width_TW.copy()), task)
     placement.check(task)
     predicted = bank.simulator.evaluate(placement)
-    bound = min(bound_ms, predicted.critical_path_ms)
-    gap = predicted.critical_path_ms / bound - 1 if bound > 0 else math.inf
+    bound_ms = min(bound.ms, predicted.critical_path_ms)
+    gap = predicted.critical_path_ms / bound_ms - 1 if bound_ms > 0 else math.inf
     return SearchResult(
         placement=placement,
         predicted=predicted,
-        lower_bound_ms=bound,
+        lower_bound_ms=bound_ms,
+        bound_is_proven=bound.is_proven,
         gap=gap,
         search_seconds=time.monotonic() - start,
         num_evaluated=bank.num_evaluated + bank.task.world_size,

@@ -84,6 +84,7 @@ class ExhaustiveSearcher(Searcher):
             predicted=simulator.evaluate(placement),
             lower_bound_ms=best_ms,
             gap=0.0,
+            bound_is_proven=True,
             search_seconds=time.monotonic() - start,
             num_evaluated=len(sets.cost_SS2),
         )
@@ -234,6 +235,7 @@ def _try_choices(simulator: Simulator, start: float) -> SearchResult:
         predicted=simulator.evaluate(placement),
         lower_bound_ms=best_ms,
         gap=0.0,
+        bound_is_proven=True,
         search_seconds=time.monotonic() - start,
         num_evaluated=bank.num_evaluated,
     )

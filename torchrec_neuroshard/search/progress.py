@@ -119,6 +119,6 @@ def _describe(progress: SearchProgress) -> str:
     if progress.best_ms < float("inf"):
         parts.append(f"best {progress.best_ms:.3f} ms")
     if progress.gap < float("inf"):
-        parts.append(f"at most {100 * progress.gap:.1f} % above the best possible")
+        parts.append(f"about {100 * progress.gap:.1f} % above the best possible")
     parts.append(f"{progress.seconds:.0f} s, at most {progress.seconds_left:.0f} left")
     return ", ".join(parts)

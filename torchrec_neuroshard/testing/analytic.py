@@ -58,6 +58,7 @@ class AnalyticCommsModel(CommsModel):
     """Bytes a rank sends or receives over one bandwidth."""
 
     source = "analytic"
+    even_is_fastest = True
 
     def __init__(self, gb_per_s: float = 100.0) -> None:
         """Set the bandwidth."""

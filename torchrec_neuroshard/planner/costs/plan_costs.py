@@ -245,6 +245,7 @@ class PlanCosts:
             predicted=predicted,
             lower_bound_ms=bound_ms,
             gap=path_ms / bound_ms - 1 if bound_ms > 0 else math.inf,
+            bound_is_proven=result.bound_is_proven and bound_ms > 0,
         )
 
     def searched_models(

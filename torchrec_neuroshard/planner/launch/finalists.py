@@ -398,6 +398,7 @@ class _Rounds:
             predicted=predicted,
             lower_bound_ms=bound_ms,
             gap=path_ms / bound_ms - 1 if bound_ms > 0 else math.inf,
+            bound_is_proven=bound.bound_is_proven,
             search_seconds=self._seconds + bound.search_seconds,
             num_evaluated=self._evaluated + bound.num_evaluated,
             warnings=range_messages(simulator, chosen),

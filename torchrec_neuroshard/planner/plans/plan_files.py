@@ -218,8 +218,9 @@ class StoredPlan:
     plan: ShardingPlan
     fingerprint: PlanFingerprint
     predicted: Mapping[str, Any] | None
-    """Predicted costs as stored (`PredictedCosts.to_json`, with `lower_bound_ms` and
-    `gap` where a search gave them); None: not known when it was stored."""
+    """Predicted costs as stored (`PredictedCosts.to_json`, with `lower_bound_ms`,
+    `gap` and `bound_is_proven` where a search gave them); None: not known when it was
+    stored."""
 
     @property
     def made_for(self) -> str:
@@ -257,6 +258,7 @@ class StoredPlan:
                 critical_path_ms=float(found["critical_path_ms"]),
                 lower_bound_ms=float(found.get("lower_bound_ms", 0.0)),
                 gap=math.inf if gap is None else float(gap),
+                bound_is_proven=bool(found.get("bound_is_proven", False)),
                 uncertainty=float(found.get("uncertainty", 0.0)),
                 compute_source=str(found.get("compute_source", "not known")),
                 comms_source=str(found.get("comms_source", "not known")),
@@ -805,6 +807,7 @@ def _predicted(result: SearchResult) -> dict[str, Any]:
         **result.predicted.to_json(),
         "lower_bound_ms": result.lower_bound_ms,
         "gap": result.gap if math.isfinite(result.gap) else None,
+        "bound_is_proven": result.bound_is_proven,
     }
 
 
