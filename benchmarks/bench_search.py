@@ -10,7 +10,8 @@ the machine, too, `--cpu-clock` counts CPU seconds, in time budgets as well. In 
   the loops of NeuroShard's paper on the same costs, on tables of production widths;
 - how long ours takes to hold a plan as good as the paper's final one;
 - the gap to the lower bound on tasks as the papers draw them, on 8 ranks;
-- `NeuroShardPlanner.plan()` on a TorchRec model, part by part.
+- `NeuroShardPlanner.plan()` on a TorchRec model: part by part, when it had its plan,
+  and, with `--before`, beside what an earlier call wrote.
 
 A rival that did not end in time at one size is not tried at larger ones.
 """
@@ -18,6 +19,7 @@ A rival that did not end in time at one size is not tried at larger ones.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -32,7 +34,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -129,6 +131,9 @@ def make_models(name: str, task: ShardingTask) -> tuple[CostModel, CommsModel]:
     return compute, comms
 
 
+Curve = list[tuple[float, float]]
+"""Seconds of the search, and the best critical path by then [ms]."""
+
 # Methods: task, models, seed -> placement and what else is known.
 
 Method = Callable[
@@ -148,20 +153,17 @@ def plan_ours(
     }
 
 
-def watch_ours(
-    task: ShardingTask, compute: CostModel, comms: CommsModel, seed: int
-) -> list[tuple[float, float]]:
-    """Search once more, watched: seconds and critical path of each better plan."""
-    seen: list[tuple[float, float]] = []
+@contextlib.contextmanager
+def watched(config: SearchConfig) -> Iterator[tuple[SearchConfig, Curve]]:
+    """Settings of a search that notes seconds and critical path of each better plan."""
+    seen: Curve = []
 
     def note(progress: SearchProgress) -> None:
-        if not seen or progress.best_ms < seen[-1][1]:
+        if progress.best_ms < (seen[-1][1] if seen else math.inf):
             seen.append((progress.seconds, progress.best_ms))
 
     with mock.patch.object(progress_module, "REPORT_SECONDS", 0.0):
-        config = SearchConfig(seed=seed, time_budget_seconds=OUR_SECONDS, progress=note)
-        NeuroShardSearcher(config).search(task, compute, comms)
-    return seen
+        yield dataclasses.replace(config, progress=note), seen
 
 
 def make_job(
@@ -223,24 +225,26 @@ def time_planner(task: ShardingTask, model: str) -> dict[str, Any]:
 
     from torchrec_neuroshard import NeuroShardPlanner
 
-    planner = NeuroShardPlanner(
-        topology=Topology(
-            world_size=task.world_size,
-            compute_device="cuda",
-            local_world_size=task.local_world_size,
-            hbm_cap=2 * task.memory_bytes[0] + 4 * GIB,
-        ),
-        batch_size=task.batch_size // task.world_size,
-        cost_model=model,
-        constraints={
-            t.name: ParameterConstraints(pooling_factors=[t.pooling_factor])
-            for t in task.tables
-        },
-    )
     module, sharders = make_job(task.tables, None)
-    start = time.perf_counter()
-    planner.plan(module, sharders)
-    seconds = time.perf_counter() - start
+    with watched(SearchConfig()) as (search, seen):
+        planner = NeuroShardPlanner(
+            topology=Topology(
+                world_size=task.world_size,
+                compute_device="cuda",
+                local_world_size=task.local_world_size,
+                hbm_cap=2 * task.memory_bytes[0] + 4 * GIB,
+            ),
+            batch_size=task.batch_size // task.world_size,
+            cost_model=model,
+            constraints={
+                t.name: ParameterConstraints(pooling_factors=[t.pooling_factor])
+                for t in task.tables
+            },
+            search=search,
+        )
+        start = time.perf_counter()
+        planner.plan(module, sharders)
+        seconds = time.perf_counter() - start
     result = planner.last_result
     assert result is not None
     return {
@@ -249,7 +253,9 @@ def time_planner(task: ShardingTask, model: str) -> dict[str, Any]:
         "critical_path_ms": result.predicted.critical_path_ms,
         "gap": result.gap,
         "num_shards": len(result.placement.shards),
+        "num_tables": len(task.tables),
         "fallback": result.fallback,
+        "progress": seen,
     }
 
 
@@ -321,7 +327,9 @@ def _measured(run: Run, model: str) -> dict[str, Any]:
         **known,
     }
     if run.method == OURS and run.kind == "production":
-        found["progress"] = watch_ours(task, compute, comms, run.seed)
+        limits = SearchConfig(seed=run.seed, time_budget_seconds=OUR_SECONDS)
+        with watched(limits) as (config, found["progress"]):
+            NeuroShardSearcher(config).search(task, compute, comms)
     return found
 
 
@@ -475,22 +483,81 @@ def gap_table(rows: list[dict[str, Any]]) -> str:
 
 
 def parts_table(rows: list[dict[str, Any]]) -> str:
-    """Parts of `planner.plan()`, and the gap of its plan to the lower bound."""
+    """Parts of `planner.plan()`, and the gap of its plan: medians and ranges."""
     lines = [
-        "| tables x ranks | part | seconds | share | gap |",
-        "|---|---|---|---|---|",
+        "| tables x ranks | part | done | seconds | share | gap |",
+        "|---|---|---|---|---|---|",
     ]
+    for size in dict.fromkeys(map(_size, rows)):
+        here = [r for r in rows if _size(r) == size]
+        done = [r for r in here if "failed" not in r]
+        lines += [f"| {size} | {r['failed']} | | | | |" for r in here if "failed" in r]
+        for name in ("all", *dict.fromkeys(part for r in done for part in r["parts"])):
+            parts = [{"all": r["seconds"], **r["parts"]}.get(name, 0.0) for r in done]
+            share = 100 * sum(parts) / sum(r["seconds"] for r in done)
+            cells = [size, name, f"{len(done)}/{len(here)}", _cell(parts, ".2f")]
+            gaps = [100 * r["gap"] for r in done] if name == "all" else []
+            cells += [f"{share:.0f} %", _cell(gaps, ".2f") + " %" if gaps else ""]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _size(row: dict[str, Any]) -> str:
+    if row["kind"] == "dlrm":
+        return f"{row['kind']} x {row['ranks']}"
+    return f"{row['tables']} x {row['ranks']}"
+
+
+NEAR = (0.05, 0.02, 0.01, 0.002, 0.0)
+"""How much longer than the last plan a plan is that the curves look for."""
+
+
+def curve_table(rows: list[dict[str, Any]]) -> str:
+    """When searches held plans so near their last one: medians and ranges [s]."""
+    heads = [f"within {100 * share:g} %" for share in NEAR[:-1]] + ["last better plan"]
+    lines = [
+        f"| tables x ranks | {' | '.join(heads)} | search ends |",
+        "|---|" + "---|" * (len(heads) + 1),
+    ]
+    done = [r for r in rows if "failed" not in r and r["progress"]]
+    for size in dict.fromkeys(map(_size, done)):
+        here = [r for r in done if _size(r) == size]
+        cells = [size]
+        for share in NEAR:
+            when = []
+            for row in here:
+                last = min(ms for _, ms in row["progress"])
+                near = last * (1 + share) * (1 + 1e-9)
+                when.append(min(s for s, ms in row["progress"] if ms <= near))
+            cells.append(_cell(when, ".2f"))
+        cells.append(_cell([r["parts"]["search"] for r in here], ".2f"))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def before_table(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> str:
+    """Plans and seconds beside those of an earlier call."""
+    lines = [
+        "| tables x ranks | seed | tables | before ms | now ms | now over before "
+        "| before s | now s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    earlier = {_key(r): r for r in before if r["method"] == PLAN}
+    ratios = []
     for row in rows:
-        size = f"{row['tables']} x {row['ranks']}"
-        if "failed" in row:
-            lines.append(f"| {size} | {row['failed']} | | | |")
+        old = earlier.get(_key(row))
+        if old is None or "failed" in row or "failed" in old:
             continue
-        whole = row["seconds"]
-        parts = {"all": whole, **row["parts"]}
-        for name, seconds in parts.items():
-            share = f"{100 * seconds / whole:.0f} %"
-            gap = f"{100 * row['gap']:.2f} %" if name == "all" else ""
-            lines.append(f"| {size} | {name} | {seconds:.2f} | {share} | {gap} |")
+        now_ms, old_ms = row["critical_path_ms"], old["critical_path_ms"]
+        ratios.append(now_ms / old_ms)
+        lines.append(
+            f"| {_size(row)} | {row['seed']} | {row['num_tables']} | {old_ms:.3f} "
+            f"| {now_ms:.3f} | {now_ms / old_ms:.4f} | {old['seconds']:.2f} "
+            f"| {row['seconds']:.2f} |"
+        )
+    if ratios:
+        mean = statistics.geometric_mean(ratios)
+        lines.append(f"| mean of {len(ratios)} | | | | | {mean:.4f} | | |")
     return "\n".join(lines)
 
 
@@ -520,14 +587,26 @@ def _versions() -> dict[str, str]:
     return {n: version(n) for n in ("numpy", "scipy", "torch", "torchrec")}
 
 
-def write(out: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _beside(plans: list[dict[str, Any]], before: dict[str, Any]) -> str:
+    if not before:
+        return ""
+    table = before_table(plans, before["rows"])
+    return f"### Beside those of {before['config']['commit']}\n\n{table}\n\n"
+
+
+def write(
+    out: Path,
+    config: dict[str, Any],
+    rows: list[dict[str, Any]],
+    before: dict[str, Any],
+) -> None:
     """Write all there is so far."""
     out.parent.mkdir(parents=True, exist_ok=True)
     raw = {"config": config, "rows": rows}
     out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
     plain = [r for r in rows if r["kind"] == "production" and r["method"] != PLAN]
     plot(plain, out.with_suffix(".svg"))
-    dlrm = [r for r in rows if r["kind"] == "dlrm"]
+    dlrm = [r for r in rows if r["kind"] == "dlrm" and r["method"] == OURS]
     plans = [r for r in rows if r["method"] == PLAN]
     out.with_suffix(".md").write_text(
         "# Planning time and predicted cost of the searches\n\n"
@@ -540,6 +619,8 @@ def write(out: Path, config: dict[str, Any], rows: list[dict[str, Any]]) -> None
         f"## Gap on tasks drawn as the papers draw them, {DLRM_RANKS} ranks\n\n"
         f"{gap_table(dlrm)}\n\n"
         f"## `NeuroShardPlanner.plan()`, part by part\n\n{parts_table(plans)}\n\n"
+        f"### Seconds of its search until it held a plan\n\n{curve_table(plans)}\n\n"
+        f"{_beside(plans, before)}"
         f"```json\n{json.dumps(config, indent=1)}\n```\n"
     )
 
@@ -558,7 +639,12 @@ def _planned(args: argparse.Namespace) -> list[Run]:
         for method in methods
     ]
     runs += [Run("dlrm", OURS, 0, DLRM_RANKS, k) for k in range(args.dlrm_tasks)]
-    runs += [Run("production", PLAN, *case, 0) for case in _sizes(args.plan_cases)]
+    runs += [
+        Run("production", PLAN, *case, seed)
+        for case in _sizes(args.plan_cases)
+        for seed in range(args.plan_seeds)
+    ]
+    runs += [Run("dlrm", PLAN, 0, DLRM_RANKS, k) for k in range(args.plan_dlrm_tasks)]
     # The rivals may take long: what is ours comes first.
     return sorted(runs, key=lambda run: run.method not in (OURS, PLAN))
 
@@ -608,6 +694,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="tasks per case")
     parser.add_argument("--dlrm-tasks", type=int, default=12, help="tasks for the gap")
     parser.add_argument("--plan-cases", default=PLAN_CASES, help="of planner.plan()")
+    parser.add_argument("--plan-seeds", type=int, default=1, help="tasks per case")
+    parser.add_argument("--plan-dlrm-tasks", type=int, default=0, help="of plan(), too")
+    parser.add_argument("--before", type=Path, help="JSON of a call to compare with")
     parser.add_argument("--cost-model", default="cpu_epyc", help="or analytic")
     parser.add_argument("--time-limit", type=float, default=600.0, help="s, of ours")
     parser.add_argument("--rival-limit", type=float, default=600.0, help="s, a run")
@@ -622,6 +711,7 @@ def main() -> int:
     config, rows = _config(args), list[dict[str, Any]]()
     if args.resume and args.out and args.out.with_suffix(".json").exists():
         rows = json.loads(args.out.with_suffix(".json").read_text())["rows"]
+    before = json.loads(args.before.read_text()) if args.before else {}
     print(json.dumps(config, indent=1), flush=True)
     names = [field.name for field in dataclasses.fields(Run)]
     known = {tuple(row[name] for name in names) for row in rows}
@@ -640,7 +730,7 @@ def main() -> int:
         shown = {k: v for k, v in row.items() if k != "progress"}
         print(json.dumps(shown), flush=True)
         if args.out is not None:
-            write(args.out, config, rows)
+            write(args.out, config, rows, before)
     plain = [r for r in rows if r["kind"] == "production" and r["method"] != PLAN]
     print(table(plain), speed_table(plain), sep="\n\n")
     return 0

@@ -33,7 +33,7 @@ from tests.builders import (
     stock_planner,
 )
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardEstimator,
@@ -431,6 +431,26 @@ def test_infeasible_proposals_are_partition_errors() -> None:
         partitioner.partition(proposal, gpus(hbm_cap=10**8))
     assert caught.value.error_type == PlannerErrorType.PARTITION
     assert partitioner.log.infeasible == str(caught.value)
+
+
+def test_what_tables_may_not_use_is_told() -> None:
+    """A share of the memory may be left that is far from what devices have."""
+    enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
+    proposal = searchable(enumerator, make_ebc([(10**6, 64)]), "table_wise")
+    partitioner = NeuroShardPartitioner(
+        gpus(hbm_cap=2**30), enumerator=enumerator, **analytic()
+    )
+    assert enumerator.memory is not None
+    common = enumerator.memory.common_bytes(proposal)
+    assert common > 2**20
+    left = format_bytes(2**27 - math.ceil(common))
+    with pytest.raises(PlannerError, match=rf"Of the 1\.00 GiB.* leave {left}\."):
+        partitioner.partition(proposal, gpus(hbm_cap=2**27))
+    with pytest.raises(PlannerError) as caught:
+        NeuroShardPartitioner(gpus(hbm_cap=10**8), **analytic()).partition(
+            proposal, gpus(hbm_cap=10**8)
+        )
+    assert "leave" not in str(caught.value)
 
 
 def test_task_of_a_proposal() -> None:

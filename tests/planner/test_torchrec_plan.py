@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from typing import Any
 
 import pytest
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner import utils as torchrec_utils
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.types import CacheParams, CacheStatistics
 
 from tests.builders import (
     Chosen,
+    FixedSearcher,
     bag_sharders,
     cost_of,
     make_ebc,
@@ -21,7 +26,10 @@ from tests.builders import (
     stock_planner,
     types_of,
 )
-from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.planner import NeuroShardPlanner, torchrec_plan
+from torchrec_neuroshard.planner.parts.shard_estimators import TimedEstimator
+from torchrec_neuroshard.search import SearchResult
 
 pytestmark = pytest.mark.usefixtures("patience")
 
@@ -157,3 +165,55 @@ def test_no_worse_than_torchrecs_plan(case: dict[str, Any], cost_model: str) -> 
     constraints = arguments.get("constraints")
     theirs = stock_cost(planner, topology, ebc, constraints=constraints)
     assert cost_of(planner) <= theirs * (1 + 1e-9)
+
+
+def test_shards_of_one_size_are_estimated_as_each_would_be() -> None:
+    topology = Topology(4, "cuda", local_world_size=2)
+    ebc = make_ebc([(1001, 256), (500, 128), (3, 64)])
+    found, wanted = (
+        EmbeddingEnumerator(topology, 64, estimator=[estimator]).enumerate(
+            ebc, bag_sharders()
+        )
+        for estimator in (
+            TimedEstimator(topology, deadline=math.inf),
+            EmbeddingPerfEstimator(topology=topology),
+        )
+    )
+    assert max(o.num_shards for o in found) == 4
+    theirs = {(o.fqn, o.sharding_type, o.compute_kernel): o.shards for o in wanted}
+    for option in found:
+        key = option.fqn, option.sharding_type, option.compute_kernel
+        assert [(s.size, s.offset, s.perf) for s in option.shards] == [
+            (s.size, s.offset, s.perf) for s in theirs[key]
+        ]
+
+
+def test_torchrecs_proposers_take_turns_while_plans_get_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Helpless(FixedSearcher):
+        def search(self, *arguments: Any) -> SearchResult:
+            raise InfeasibleError("none")
+
+    rate, rated = NoopPerfModel.rate, list[float]()
+
+    def noted(self: NoopPerfModel, plan: Any) -> float:
+        rated.append(float(rate(self, plan)))
+        return rated[-1]
+
+    monkeypatch.setattr(NoopPerfModel, "rate", noted)
+    ebc = make_ebc([(10_000, 64), (300, 64), (2_000_000, 128), (50, 8)])
+    found = []
+    for many, patience in ((10**9, 1), (0, 10**9), (0, 20)):
+        monkeypatch.setattr(torchrec_plan, "MANY_OPTIONS", many)
+        monkeypatch.setattr(torchrec_plan, "PATIENCE", patience)
+        rated.clear()
+        planner = make_planner(2, search=Helpless([]), consider_stock=True)
+        planner.plan(ebc, bag_sharders())
+        result = planner.last_result
+        assert result is not None and result.fallback is not None
+        found.append((result.predicted.critical_path_ms, len(rated), min(rated)))
+    whole, in_turn, patient = found
+    assert whole == in_turn
+    # The best of few proposals comes early where the starts of all take turns.
+    assert patient[1] < whole[1] / 2 and patient[2] < 1.5 * whole[2]

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs.caches import size_caches
@@ -37,6 +37,7 @@ from torchrec_neuroshard.planner.options.constraints import (
 )
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
+    device_tier,
     has_cache,
     has_open_cache,
     note_sharders,
@@ -344,9 +345,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             )
             raise OutOfTimeError(log.infeasible) from None
         except InfeasibleError as error:
-            log.infeasible = log.infeasible or str(error)
+            message = str(error) + self._taken(memory)
+            log.infeasible = log.infeasible or message
             raise PlannerError(
-                error_type=PlannerErrorType.PARTITION, message=str(error)
+                error_type=PlannerErrorType.PARTITION, message=message
             ) from error
         finally:
             log.seconds += time.monotonic() - start
@@ -359,6 +361,19 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         result = self.costs.predict(space.task, result, const_ms)
         log.records.append(SearchRecord(space.task, result))
         return space.placed(result.placement)
+
+    def _taken(self, memory: Sequence[Storage]) -> str:
+        """Say what ranks have before anything is searched, where that is less."""
+        tier = device_tier(self._topology)
+        whole = max(getattr(d.storage, tier) for d in self._topology.devices)
+        left = max(getattr(m, tier) for m in memory)
+        if left >= whole:
+            return ""
+        return (
+            f" Of the {format_bytes(whole)} of a rank, the storage reservation, the "
+            "outputs of its own samples and tables that are not searched leave "
+            f"{format_bytes(left)}."
+        )
 
 
 def _full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None:

@@ -99,7 +99,16 @@ class TimedEstimator(EmbeddingPerfEstimator):
             if time.monotonic() > self._deadline:
                 raise OutOfTimeError("TorchRec's estimates take too long")
             some = sharding_options[start : start + _AT_ONCE]
+            listed = [option.shards for option in some]
+            # Shards of one size are many, and cost the same.
+            for option, shards in zip(some, listed, strict=True):
+                option.shards = list({tuple(s.size): s for s in shards}.values())
             super().estimate(some, *args, **kwargs)
+            for option, shards in zip(some, listed, strict=True):
+                perfs = {tuple(s.size): s.perf for s in option.shards}
+                option.shards = shards
+                for shard in shards:
+                    shard.perf = perfs[tuple(shard.size)]
 
 
 class NeuroShardEstimator(CostedPart, ShardEstimator):

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,11 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
-from torchrec_neuroshard.planner.compat import report_full
+from torchrec_neuroshard.planner.compat import (
+    planner_part,
+    replaced_parts,
+    report_full,
+)
 from torchrec_neuroshard.planner.options.table_reader import (
     SPLITTING_TYPES,
     TableReader,
@@ -55,6 +60,10 @@ LEAST_STOCK_SECONDS = 2.0
 """How long TorchRec's own planner may always look for a plan to compare with."""
 ESTIMATING_SHARE = 0.75
 """Part of that in which it must have estimated its options."""
+
+MANY_OPTIONS, PATIENCE = 500, 300
+"""Of more options than that, TorchRec's proposers take turns, and so many proposals
+without a better plan end it: most of them change one table of a hundred."""
 
 LEAST_SHARD_SECONDS = 5e-6
 """Less than TorchRec takes to estimate a shard on any machine."""
@@ -142,7 +151,7 @@ class TorchRecPlan:
         return plan, options
 
     def _run(
-        self, arguments: Mapping[str, Any]
+        self, arguments: Mapping[str, Any], in_turn: bool = False
     ) -> tuple[ShardingPlan, list[ShardingOption]]:
         module, sharders = self._job
         options: list[ShardingOption] = []
@@ -157,8 +166,14 @@ class TorchRecPlan:
         }
         planner = EmbeddingShardingPlanner(**{**arguments, **own})
         seconds = arguments["timeout_seconds"] + GRACE_SECONDS
+        proposers = planner_part(planner, "proposers")
+        if in_turn:
+            proposers = [_InTurn(proposers)]
         try:
-            with report_full(self._storage_reservation):
+            with (
+                replaced_parts(planner, proposers=proposers),
+                report_full(self._storage_reservation),
+            ):
                 return call_within(seconds, planner.plan, module, sharders), options
         except TimeIsUpError:
             raise OutOfTimeError(
@@ -195,16 +210,17 @@ class TorchRecPlan:
             "plan_loader": None,
         }
         deadline = start + ESTIMATING_SHARE * allowed
+        in_turn = arguments["proposer"] is None
         try:
             if arguments["enumerator"] is None:
                 arguments["enumerator"] = self._timed_options(deadline)
             # TorchRec's clock starts when the options are listed.
             left = max(start + allowed - time.monotonic(), 0.1)
-            _, options = self._run({**arguments, "timeout_seconds": left})
+            _, options = self._run({**arguments, "timeout_seconds": left}, in_turn)
             if self._arguments["enumerator"] is None and self._too_wide(options):
                 arguments["enumerator"] = self._timed_options(deadline, split=True)
                 left = max(start + allowed - time.monotonic(), 0.1)
-                _, options = self._run({**arguments, "timeout_seconds": left})
+                _, options = self._run({**arguments, "timeout_seconds": left}, in_turn)
         except PlannerError as error:
             logger.info("TorchRec's own planner has no plan: %s", error)
             late = isinstance(error, OutOfTimeError) or time.monotonic() > deadline
@@ -298,6 +314,48 @@ class TorchRecPlan:
         ]
         batch_size = self._arguments["batch_size"] or BATCH_SIZE
         return EmbeddingEnumerator(topology, batch_size, constraints, estimators)
+
+
+class _InTurn(Proposer):
+    """Proposers of one planner, of many options in turn; see `MANY_OPTIONS`.
+
+    Of few options, one after the other, as TorchRec's planner does.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        self._left = deque(proposers)
+
+    def load(
+        self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
+    ) -> None:
+        self._are_many = len(search_space) > MANY_OPTIONS
+        self._best, self._misses = math.inf, 0
+        for proposer in self._left:
+            proposer.load(search_space, enumerator)
+
+    def propose(self) -> list[ShardingOption] | None:
+        if self._are_many and self._misses >= PATIENCE:
+            return None
+        while self._left:
+            if proposal := self._left[0].propose():
+                return list(proposal)
+            self._left.popleft()
+        return None
+
+    def feedback(
+        self,
+        partitionable: bool,
+        plan: list[ShardingOption] | None = None,
+        perf_rating: float | None = None,
+        storage_constraint: Topology | None = None,
+    ) -> None:
+        self._left[0].feedback(partitionable, plan, perf_rating, storage_constraint)
+        if partitionable and perf_rating is not None and perf_rating < self._best:
+            self._best, self._misses = perf_rating, 0
+        elif self._best < math.inf:
+            self._misses += 1
+        if self._are_many:
+            self._left.rotate(-1)
 
 
 class PlacedPlanProposer(Proposer):
