@@ -27,7 +27,8 @@ from tests.builders import (
     types_of,
 )
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.planner import NeuroShardPlanner, torchrec_plan
+from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner.parts import torchrec_plan
 from torchrec_neuroshard.planner.parts.shard_estimators import TimedEstimator
 from torchrec_neuroshard.search import SearchResult
 
