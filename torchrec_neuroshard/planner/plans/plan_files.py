@@ -50,6 +50,7 @@ from torchrec_neuroshard.files import (
     json_text,
     parse_json,
     read_json,
+    to_fields,
     write_whole,
 )
 from torchrec_neuroshard.planner.compat import (
@@ -185,12 +186,7 @@ class PlanFingerprint:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {
-            **data,
-            "tables": [dataclasses.asdict(t) for t in self.tables],
-            "versions": dict(self.versions),
-        }
+        return to_fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PlanFingerprint:
