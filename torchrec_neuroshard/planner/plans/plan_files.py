@@ -351,11 +351,11 @@ class _Job:
                 "a plan belongs to its ranks: pass the planner or the topology"
             )
         elif isinstance(cost_model, CostModel):
-            known = {"cost_model": cost_model.name, "hardware": cost_model.hardware}
-            found = cls(topology, batch_size, **known)
+            name, hardware = cost_model.name, cost_model.hardware
+            found = cls(topology, batch_size, cost_model=name, hardware=hardware)
         else:
-            name = cost_model if isinstance(cost_model, str) else None
-            found = cls(topology, batch_size, cost_model=name)
+            named = cost_model if isinstance(cost_model, str) else None
+            found = cls(topology, batch_size, cost_model=named)
         if sharders is None:
             return found
         return dataclasses.replace(found, sharders=sharders)
