@@ -7,6 +7,7 @@ installed, and imports inside functions.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -327,6 +328,7 @@ def find_device_names(module: str, tree: ast.AST) -> list[str]:
     ]
 
 
+@functools.cache
 def sources() -> dict[str, ast.Module]:
     """Module name -> syntax tree, for the whole package.
 

@@ -33,6 +33,7 @@ __all__ = [
     "parse_json",
     "read_fields",
     "read_json",
+    "to_fields",
     "write_whole",
 ]
 
@@ -202,6 +203,22 @@ def from_fields(kind: type[T], data: Any) -> T:
     """
     made: T = _reader(typing.cast(Any, kind))(data, kind.__name__)
     return made
+
+
+def to_fields(made: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON holds it, for `from_fields` to read back.
+
+    Dataclasses that it holds write themselves, where they have a `to_json`.
+    """
+    return {f.name: _plain(getattr(made, f.name)) for f in dataclasses.fields(made)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
+    if not dataclasses.is_dataclass(value):
+        return value
+    return value.to_json() if hasattr(value, "to_json") else to_fields(value)
 
 
 def read_fields(kind: type[T], data: Any, error: type[ValueError], what: str) -> T:

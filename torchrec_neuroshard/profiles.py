@@ -20,7 +20,13 @@ import numpy.typing as npt
 from scipy import special
 
 from torchrec_neuroshard.errors import ProfileError
-from torchrec_neuroshard.files import json_text, read_fields, read_json, write_whole
+from torchrec_neuroshard.files import (
+    json_text,
+    read_fields,
+    read_json,
+    to_fields,
+    write_whole,
+)
 
 __all__ = [
     "COUNT_BIN_HIGH",
@@ -236,13 +242,7 @@ class FeatureProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return {
-            "batch_size": self.batch_size,
-            "num_lookups": self.num_lookups,
-            "pooling_std": self.pooling_std,
-            "access_histogram": list(self.access_histogram),
-            "weighted": self.weighted,
-        }
+        return to_fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FeatureProfile:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
-from torchrec_neuroshard.files import from_fields, read_fields
+from torchrec_neuroshard.files import from_fields, read_fields, to_fields
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = [
@@ -260,7 +260,7 @@ class CostRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return _fields_of(self)
+        return to_fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CostRecord:
@@ -347,7 +347,7 @@ class CommsRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return _fields_of(self)
+        return to_fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CommsRecord:
@@ -357,18 +357,6 @@ class CommsRecord:
             RecordError: A key is missing or unknown, or a value is out of range.
         """
         return read_fields(cls, data, RecordError, "a record of a collective")
-
-
-def _fields_of(record: CostRecord | CommsRecord) -> dict[str, Any]:
-    return {
-        f.name: _as_json(getattr(record, f.name)) for f in dataclasses.fields(record)
-    }
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, TableConfig):
-        return value.to_json()
-    return [_as_json(v) for v in value] if isinstance(value, tuple) else value
 
 
 def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.errors import TableError
-from torchrec_neuroshard.files import TOO_LARGE, read_fields
+from torchrec_neuroshard.files import TOO_LARGE, read_fields, to_fields
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 
 __all__ = [
@@ -135,8 +135,7 @@ class TableConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        data["profile"] = None if self.profile is None else self.profile.to_json()
+        data = to_fields(self)
         if self.outputs_per_sample is None:
             del data["outputs_per_sample"]
         return data

@@ -59,6 +59,7 @@ from torchrec_neuroshard.devices import (
     torch_threads,
 )
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError, RecordError
+from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.record_store import RecordStore, read_records
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -160,19 +161,12 @@ class LaunchRequest:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        shards, *sets = ([t.to_json() for t in s] for s in (self.shards, *self.sets))
-        return {**data, "shards": shards, "sets": sets}
+        return to_fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Read what `to_json` wrote."""
-        shards, *sets = (
-            tuple(TableConfig.from_json(t) for t in s)
-            for s in (data["shards"], *data["sets"])
-        )
-        lists = {n: tuple(data[n]) for n in ("kernels", "tables")}
-        return cls(**{**data, **lists, "shards": shards, "sets": tuple(sets)})
+        return from_fields(cls, data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

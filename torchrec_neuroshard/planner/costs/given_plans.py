@@ -36,6 +36,7 @@ __all__ = [
     "PlanTable",
     "check_plan",
     "model_tables",
+    "offered_options",
     "plan_entries",
     "plan_options",
     "plan_tables",
@@ -94,11 +95,7 @@ class PlanOptions:
         costs: PlanCosts,
     ) -> None:
         self._module, self._costs, self._enumerator = module, costs, enumerator
-        self._offered: dict[tuple[str, str], list[ShardingOption]] = {}
-        offered = enumerator.enumerate(module, list(sharders))
-        note_sharders(offered, sharders_by_type(sharders))
-        for option in offered:
-            self._offered.setdefault((option.path, option.name), []).append(option)
+        self._offered = offered_options(module, sharders, enumerator)
 
     def of(self, plan: ShardingPlan) -> list[ShardingOption]:
         """Return a plan's options, one for each of its tables, in its order.
@@ -115,6 +112,18 @@ class PlanOptions:
         return options
 
 
+def offered_options(
+    module: nn.Module, sharders: Sequence[ModuleSharder[Any]], enumerator: Enumerator
+) -> dict[tuple[str, str], list[ShardingOption]]:
+    """Return module and table -> what an enumerator lists for it."""
+    found: dict[tuple[str, str], list[ShardingOption]] = {}
+    listed = enumerator.enumerate(module, list(sharders))
+    note_sharders(listed, sharders_by_type(sharders))
+    for option in listed:
+        found.setdefault((option.path, option.name), []).append(option)
+    return found
+
+
 def plan_options(
     plan: ShardingPlan,
     module: nn.Module,
@@ -126,7 +135,7 @@ def plan_options(
     Args:
         plan: The plan.
         module: The model, before `DistributedModelParallel` took it.
-        offered: Module and table -> what an enumerator lists for it.
+        offered: What `offered_options` returned.
         world_size: Ranks that there are.
 
     Raises:

@@ -52,6 +52,7 @@ from torchrec_neuroshard.files import (
     json_text,
     parse_json,
     read_json,
+    to_fields,
     write_whole,
 )
 from torchrec_neuroshard.placement_rules import quoted
@@ -190,12 +191,7 @@ class PlanFingerprint:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {
-            **data,
-            "tables": [dataclasses.asdict(t) for t in self.tables],
-            "versions": dict(self.versions),
-        }
+        return to_fields(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PlanFingerprint:
@@ -362,11 +358,11 @@ class _Job:
                 "a plan belongs to its ranks: pass the planner or the topology"
             )
         elif isinstance(cost_model, CostModel):
-            known = {"cost_model": cost_model.name, "hardware": cost_model.hardware}
-            found = cls(topology, batch_size, **known)
+            name, hardware = cost_model.name, cost_model.hardware
+            found = cls(topology, batch_size, cost_model=name, hardware=hardware)
         else:
-            name = cost_model if isinstance(cost_model, str) else None
-            found = cls(topology, batch_size, cost_model=name)
+            named = cost_model if isinstance(cost_model, str) else None
+            found = cls(topology, batch_size, cost_model=named)
         if sharders is None:
             return found
         return dataclasses.replace(found, sharders=sharders)

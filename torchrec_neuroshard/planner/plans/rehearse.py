@@ -38,7 +38,6 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
-    ParameterSharding,
     ShardingEnv,
     ShardingPlan,
 )
@@ -48,16 +47,18 @@ from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.compat import (
     all_lookups,
     pipeline_name,
-    sharders_by_type,
     without_other_ranks,
 )
-from torchrec_neuroshard.planner.costs.given_plans import plan_options
+from torchrec_neuroshard.planner.costs.given_plans import (
+    offered_options,
+    plan_entries,
+    plan_options,
+)
 from torchrec_neuroshard.planner.costs.memory import RankMemory, StaticMemory
 from torchrec_neuroshard.planner.options.checks import check_sharders
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     max_columns,
-    note_sharders,
     run_fault,
     table_name,
 )
@@ -129,11 +130,7 @@ def rehearse(
         dict(constraints) if constraints else None,
         estimator=[storage],
     )
-    offered: dict[tuple[str, str], list[ShardingOption]] = {}
-    listed = enumerator.enumerate(model, given)
-    note_sharders(listed, sharders_by_type(given))
-    for option in listed:
-        offered.setdefault((option.path, option.name), []).append(option)
+    offered = offered_options(model, given, enumerator)
     options = plan_options(plan, model, offered, world_size)
     enumerator.populate_estimates(options)
     memory = _memory(options, storage, topology)
@@ -277,7 +274,7 @@ def _build(
     Returns:
         Rank -> kernels, rank -> what was raised, and what to know.
     """
-    if any(p.compute_kernel not in _BUILDABLE for p in _entries(plan)):
+    if any(p.compute_kernel not in _BUILDABLE for *_, p in plan_entries(plan)):
         return (
             {},
             {},
@@ -317,12 +314,11 @@ def _build(
 def _alike(plan: ShardingPlan, world_size: int) -> list[list[int]]:
     """Group ranks that hold shards of the same tables and sizes: one tells for all."""
     held: list[list[Any]] = [[] for _ in range(world_size)]
-    for path, module_plan in plan.plan.items():
-        for name, sharding in module_plan.items():
-            spec = sharding.sharding_spec
-            if spec is not None:
-                for shard, rank in zip(spec.shards, sharding.ranks, strict=True):
-                    held[rank].append((path, name, *shard.shard_sizes))
+    for path, name, sharding in plan_entries(plan):
+        spec = sharding.sharding_spec
+        if spec is not None:
+            for shard, rank in zip(spec.shards, sharding.ranks, strict=True):
+                held[rank].append((path, name, *shard.shard_sizes))
     groups: dict[Any, list[int]] = {}
     for rank, shards in enumerate(held):
         groups.setdefault(tuple(shards), []).append(rank)
@@ -332,33 +328,23 @@ def _alike(plan: ShardingPlan, world_size: int) -> list[list[int]]:
 _BUILDABLE = frozenset({"fused", "fused_uvm", "fused_uvm_caching", "dense"})
 
 
-def _entries(plan: ShardingPlan) -> Iterator[ParameterSharding]:
-    for module_plan in plan.plan.values():
-        yield from module_plan.values()
-
-
 def _on_meta(plan: ShardingPlan) -> ShardingPlan:
     """The plan with shards placed on "meta", where TorchRec compares devices."""
-    found: dict[str, Any] = {}
-    for path, module_plan in plan.plan.items():
-        tables = EmbeddingModuleShardingPlan()
-        for name, sharding in module_plan.items():
-            entry = copy.copy(sharding)
-            if sharding.sharding_spec is not None:
-                entry.sharding_spec = EnumerableShardingSpec(
-                    [
-                        ShardMetadata(
-                            shard_offsets=list(shard.shard_offsets),
-                            shard_sizes=list(shard.shard_sizes),
-                            placement=f"rank:{rank}/meta",
-                        )
-                        for shard, rank in zip(
-                            sharding.sharding_spec.shards, sharding.ranks, strict=True
-                        )
-                    ]
-                )
-            tables[name] = entry
-        found[path] = tables
+    found: dict[str, Any] = {path: EmbeddingModuleShardingPlan() for path in plan.plan}
+    for path, name, sharding in plan_entries(plan):
+        found[path][name] = entry = copy.copy(sharding)
+        if sharding.sharding_spec is not None:
+            shards = zip(sharding.sharding_spec.shards, sharding.ranks, strict=True)
+            entry.sharding_spec = EnumerableShardingSpec(
+                [
+                    ShardMetadata(
+                        shard_offsets=list(shard.shard_offsets),
+                        shard_sizes=list(shard.shard_sizes),
+                        placement=f"rank:{rank}/meta",
+                    )
+                    for shard, rank in shards
+                ]
+            )
     return ShardingPlan(found)
 
 
