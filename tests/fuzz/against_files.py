@@ -768,10 +768,10 @@ def in_child(work: Callable[[], Outcome]) -> Outcome:
         said = pipe.read().decode(errors="replace")
     _, status = os.waitpid(process, 0)
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number in (signal.SIGPROF, signal.SIGALRM):
+        ended = signal.Signals(os.WTERMSIG(status))
+        if ended in (signal.SIGPROF, signal.SIGALRM):
             return f"failure, more than {SECONDS} s"
-        return f"failure, {signal.Signals(number).name}"
+        return f"failure, {ended.name}"
     return said or "failure, ends the process"
 
 
