@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,8 @@ def test_environment_error_is_no_bad_input() -> None:
 def test_of_a_long_text_the_middle_is_left_out() -> None:
     text = f"table 't': {'x' * 10**6} is none; the way out"
     short = text[:1000]
-    for kind in CLASSES.values():
+    kinds: list[Any] = list(CLASSES.values())
+    for kind in kinds:
         shown = str(kind(text))
         assert len(shown) <= 4_000
         assert shown.startswith("table 't': xx")

@@ -12,6 +12,7 @@ them alone) end whole commands after a random time.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import functools
 import json
@@ -29,8 +30,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from tests.builders import (
+    ONE_PASS,
     draw_set,
     make_header,
     make_record,
@@ -41,18 +44,25 @@ from tests.fuzz import against_files
 from tests.fuzz.campaign import Case, Outcome, run
 from torchrec_neuroshard import cli
 from torchrec_neuroshard.baselines.policy_training import run_training
+from torchrec_neuroshard.collect import timing
 from torchrec_neuroshard.cost_models import cache, load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
 from torchrec_neuroshard.cost_models.loading import bundle_folder
 from torchrec_neuroshard.planner import read_plan
 from torchrec_neuroshard.profiles import load_profiles, save_profiles, zipf_profile
-from torchrec_neuroshard.record_store import RecordStore, journal_path, read_records
+from torchrec_neuroshard.record_store import (
+    RecordStore,
+    journal_path,
+    read_comms_records,
+    read_records,
+)
 from torchrec_neuroshard.records import CostRecord
 
 NUM_RECORDS = 5
 PROGRESS = "told"
 """Beside the folder: what a writer said was safely written."""
 MAX_COMMAND_SECONDS = 60.0
+_SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 OUT_OF_SPACE, READ_ONLY = errno.ENOSPC, errno.EROFS
 
 
@@ -235,25 +245,63 @@ class Command(Writer):
 class CollectCommand(Command):
     """`neuroshard collect compute` of six sets."""
 
+    text = (
+        "collect compute --num-sets 6 --seed 5 --max-gib 0.001 --max-lookups 500 "
+        "--max-shards 2 --batch-sizes 16 32"
+    )
+    num_records = 6
+
     def arguments(self, folder: Path) -> list[str]:
-        text = (
-            "collect compute --num-sets 6 --seed 5 --max-gib 0.001 --max-lookups 500 "
-            "--max-shards 2 --batch-sizes 16 32"
-        )
-        return [*text.split(), "--out", str(folder / "r.parquet")]
+        return [*self.text.split(), "--out", str(folder / "r.parquet")]
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        timing.CPU_PASSES = ONE_PASS  # in a process of its own
+        super().write(folder, tell)
+
+    def read(self, path: Path) -> int:
+        return len(read_records([path])[1])
 
     def check(self, folder: Path, told: int) -> None:
         path = folder / "r.parquet"
-        if path.exists() or (
-            journal_path(path).exists() and b"\n" in journal_path(path).read_bytes()
-        ):
-            read_records([path])
-        if path.exists() and told:
-            assert len(read_records([path])[1]) >= 6
+        journal = journal_path(path)
+        begun = journal.exists() and b"\n" in journal.read_bytes()
+        found = self.read(path) if path.exists() or begun else 0
+        assert found >= (self.num_records if told else 0), f"{found} records"
+
+
+class CollectCommsCommand(CollectCommand):
+    """`neuroshard collect comms` of four samples by two ranks; rank 0 is killed."""
+
+    text = (
+        "collect comms --num-samples 4 --seed 5 --sample-seconds 0.01 --backend gloo "
+        "--max-bytes 65536 --max-delay-ms 1"
+    )
+    num_records = 4
+
+    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
+        store = f"file://{folder.with_name(f'store{os.getpid()}')}"
+        parent = os.getpid()
+        rank = int(os.fork() == 0)
+        if rank:  # ends with the other, which may be killed
+            ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        try:
+            assert not rank or os.getppid() == parent
+            os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+            super().write(folder, tell)
+        finally:
+            if rank:
+                os._exit(0)
+
+    def read(self, path: Path) -> int:
+        [(_, records)] = read_comms_records([path])
+        return len(records)
 
 
 class TrainCommand(Command):
     """`neuroshard train`, over a bundle."""
+
+    text = "train {records} --epochs 1 --members 1"
 
     def prepare(self, folder: Path) -> None:
         Bundle().prepare(folder)
@@ -272,13 +320,19 @@ class TrainCommand(Command):
         write_records(folder / "r.parquet", make_header(), records)
 
     def arguments(self, folder: Path) -> list[str]:
-        records, few = str(folder / "r.parquet"), ["--epochs", "1", "--members", "1"]
-        return ["train", records, "--out", str(folder), "--name", "new", *few]
+        words = self.text.format(records=folder / "r.parquet").split()
+        return [*words, "--out", str(folder), "--name", "new"]
 
     def check(self, folder: Path, told: int) -> None:
         names = ("new",) if told else ("cpu", "new")
         assert load_bundle(folder).name in names
         assert len(read_records([folder / "r.parquet"])[1]) == 80
+
+
+class CalibrateCommand(TrainCommand):
+    """`neuroshard calibrate` by records, over a bundle."""
+
+    text = "calibrate --from cpu_epyc_zen5 --steps 2 --records {records}"
 
 
 class PolicyCommand(Command):
@@ -321,6 +375,8 @@ WRITERS: dict[str, Writer] = {
 }
 COMMANDS: dict[str, Command] = {
     "collect compute": CollectCommand(),
+    "collect comms": CollectCommsCommand(),
+    "calibrate": CalibrateCommand(),
     "train": TrainCommand(),
     "train-policy": PolicyCommand(),
 }

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from torchrec.distributed.planner.estimator import annotations
+from torchrec.distributed.planner.estimator import annotations as lookups
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
 from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
@@ -35,8 +35,11 @@ from torchrec_neuroshard.planner import (
 )
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.costs.hedging import is_uncertain
-from torchrec_neuroshard.planner.costs.kernels import OFFLOADED_KERNELS
-from torchrec_neuroshard.planner.options.table_reader import max_columns, run_fault
+from torchrec_neuroshard.planner.options.table_reader import (
+    OFFLOADED_KERNELS,
+    max_columns,
+    run_fault,
+)
 from torchrec_neuroshard.planner.parts.greedy import memory_left, without
 from torchrec_neuroshard.planner.parts.torchrec_plan import LEAST_STOCK_SECONDS, is_even
 from torchrec_neuroshard.search import SearchConfig
@@ -79,9 +82,9 @@ def quick(case: Case) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in ("_get_annotated_method", "_get_coefficient_method"):
-            if method := getattr(annotations, name, None):
+            if method := getattr(lookups, name, None):
                 stack.enter_context(
-                    patch.object(annotations, name, partial(is_there, method))
+                    patch.object(lookups, name, partial(is_there, method))
                 )
         if most := case.get("most_proposals"):
             defaults = patch.object(

@@ -36,6 +36,13 @@ FOUND: dict[str, tuple[str, str, Any]] = {
         "t.csv",
         f"name,num_embeddings,embedding_dim\na,{10**30},8\n",
     ),
+    "more tables than there are": (
+        "workloads",
+        "t.json",
+        '{"workloads": [{"name": "b", "groups": [{"num_tables": 1'
+        + "0" * 4200
+        + ', "rows": 9, "dim": 8, "hotness": 1}]}]}',
+    ),
     "more lookups than are a number": (
         "workloads",
         "t.json",

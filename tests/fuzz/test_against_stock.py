@@ -13,7 +13,7 @@ from torchrec_neuroshard.planner.parts import torchrec_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SEED, NUM_CASES = 7, 8
+SEED, NUM_CASES = 7, 120
 
 
 def table(**fields: Any) -> dict[str, Any]:
@@ -122,9 +122,10 @@ def test_what_was_found_is_mended(wrong: str) -> None:
 
 
 def test_a_sample() -> None:
-    outcomes = [
-        against_stock.judge(cases.draw(np.random.default_rng([SEED, number])))
-        for number in range(NUM_CASES)
+    drawn = [
+        cases.draw(np.random.default_rng([SEED, number])) for number in range(NUM_CASES)
     ]
+    # One in ten is large, and takes as long as all others.
+    outcomes = [against_stock.judge(c) for c in drawn if "most_proposals" in c]
     assert [o for o in outcomes if o.startswith("failure")] == []
-    assert sum(o == "planned, no worse" for o in outcomes) > NUM_CASES / 8
+    assert sum(o == "planned, no worse" for o in outcomes) > NUM_CASES / 3

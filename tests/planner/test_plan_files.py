@@ -458,6 +458,16 @@ def test_damaged_contents_are_refused(
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("change", [list.pop, lambda ranks: ranks.append(ranks[0])])
+def test_costs_of_other_ranks_are_refused(
+    stored: Stored, change: Callable[[list[Any]], Any]
+) -> None:
+    path = stored[0]
+    edit_json(path, lambda d: change(d["predicted"]["ranks"]))
+    with pytest.raises(PlanFileError, match=r"damaged: ValueError\('ranks: \d, not 2'"):
+        read_plan(path).report()
+
+
 def test_a_cut_file_is_refused(stored: Stored) -> None:
     path = stored[0]
     path.write_text(path.read_text()[:-40])

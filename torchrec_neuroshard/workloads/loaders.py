@@ -21,6 +21,8 @@ __all__ = ["TABLE_FIELDS", "load_json", "load_tables", "read_document"]
 PROFILE_BATCH_SIZE = 65_536
 """Batch that assumed profiles are stated at: the released DLRM dataset's."""
 
+MOST_TABLES = 100_000
+"""Of a workload of groups."""
 
 TABLE_FIELDS: Mapping[str, str] = {
     "name": "text without control characters",
@@ -360,15 +362,18 @@ def _group_tables(
         hotness = group["hotness"]
         per_feature = [float(h) for h in hotness] if isinstance(hotness, list) else None
         lookups = sum(per_feature) if per_feature else float(hotness)
-        for _ in range(int(group["num_tables"])):
-            profile = zipf_profile(
-                batch_size=PROFILE_BATCH_SIZE,
-                pooling_factor=lookups,
-                num_embeddings=int(group["rows"]),
-            )
+        rows, count = int(group["rows"]), int(group["num_tables"])
+        if number + count > MOST_TABLES:
+            raise TableError(f"num_tables adds up to more than {MOST_TABLES:,}")
+        profile = zipf_profile(
+            batch_size=PROFILE_BATCH_SIZE,
+            pooling_factor=lookups,
+            num_embeddings=rows,
+        )
+        for _ in range(count):
             yield TableConfig(
                 name=f"{name}/{number}",
-                num_embeddings=int(group["rows"]),
+                num_embeddings=rows,
                 embedding_dim=_width(group["dim"]),
                 pooling_factor=lookups,
                 num_features=len(per_feature) if per_feature else 1,

@@ -249,7 +249,9 @@ class StoredPlan:
             notes.append("what the plan costs was not known when it was stored")
             found = {"critical_path_ms": math.nan, "ranks": [{}] * made.world_size}
         try:
-            gap = found.get("gap")
+            gap, num_ranks = found.get("gap"), len(found["ranks"])
+            if num_ranks != made.world_size:
+                raise ValueError(f"ranks: {num_ranks}, not {made.world_size}")
             return PlanReport(
                 critical_path_ms=float(found["critical_path_ms"]),
                 lower_bound_ms=float(found.get("lower_bound_ms", 0.0)),
