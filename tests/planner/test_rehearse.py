@@ -114,6 +114,20 @@ def test_ranks_without_the_memory_are_named() -> None:
     assert "- rank 1: table" in str(report)
 
 
+def test_ranks_without_the_hosts_memory_are_named() -> None:
+    model = Nested(make_ebc([(1000, 64), (50_000, 64)]))
+    only = {"sharding_types": ["table_wise"], "compute_kernels": ["fused_uvm"]}
+    topology, plan = plan_for(model, bag_sharders(), 2, **only)
+    assert rehearse(model, plan, topology, bag_sharders(), batch_size=64).runs
+    for device in topology.devices:
+        device.storage.ddr = 50_000 * 64 * 4 - 1
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=64)
+    [fault] = [f for r in report.ranks for f in r.faults]
+    assert fault.table.endswith("t1")
+    assert "keeps 0.01 GiB in the host's memory" in fault.cause
+    assert "ddr_cap" in fault.way_out
+
+
 def test_what_torchrec_refuses_is_named() -> None:
     model = make_ebc([(1000, 64), (1000, 64)])
     topology, plan = plan_for(model, bag_sharders(), 2, sharding_types=["table_wise"])

@@ -151,6 +151,8 @@ def rehearse(
             faults.append(_explain(errors[rank], options))
         if found.peak > available:
             faults.append(_overflow(found, available, held))
+        if fault := _host_overflow(shards, topology, rank):
+            faults.append(fault)
         ranks.append(
             RankRehearsal(
                 rank=rank,
@@ -249,6 +251,25 @@ def _overflow(found: RankMemory, available: int, held: Sequence[Any]) -> TableFa
         way_out="Plan with this memory and batch_size, allow row-wise or column-wise "
         "sharding for it or keep it in the host's memory (fused_uvm_caching), lower "
         "batch_size or raise world_size",
+    )
+
+
+def _host_overflow(
+    shards: Sequence[Any], topology: Topology, rank: int
+) -> TableFault | None:
+    """Blame the largest of the shards that a GPU's rank keeps in its host's memory."""
+    available = int(topology.devices[rank].storage.ddr)
+    need = sum(s.storage.ddr for _, s in shards)
+    if topology.compute_device == "cpu" or need <= available:
+        return None
+    option, shard = max(shards, key=lambda pair: pair[1].storage.ddr)
+    return TableFault(
+        table=table_name(option),
+        cause=f"the rank keeps {format_bytes(need)} in the host's memory, of which it "
+        f"has {format_bytes(available)}; {format_bytes(shard.storage.ddr)} of it are "
+        f"this table's ({option.sharding_type}, {option.compute_kernel})",
+        way_out="Plan with this memory (the topology's ddr_cap), spread its rows or "
+        "columns over more ranks or raise world_size",
     )
 
 
