@@ -8,6 +8,8 @@ import pytest
 from tests.builders import draw_memory, draw_tables, make_task
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.cost_models.base import CostModel
+from torchrec_neuroshard.cost_models.compute import PhysicalCostModel
+from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, bounds
@@ -44,13 +46,23 @@ def tiny_task(seed: int) -> ShardingTask:
 
 @functools.cache
 def model(name: str) -> CostModel:
+    if name == "estimate":
+        return PhysicalCostModel(PhysicalConstants(), name="card", hardware="none")
     return (
         AnalyticCostModel(launch_ms=0.05) if name == "exact" else load_cost_model(name)
     )
 
 
-@pytest.mark.parametrize("enumerate_all", [True, False])
-@pytest.mark.parametrize("name", ["exact", "cpu"])
+@pytest.mark.parametrize(
+    ("name", "enumerate_all"),
+    [
+        ("exact", True),
+        ("exact", False),
+        ("cpu", True),
+        ("cpu", False),
+        ("estimate", False),
+    ],
+)
 def test_no_placement_is_below_the_bound(
     name: str, enumerate_all: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +84,7 @@ def test_no_placement_is_below_the_bound(
         # A cutoff above the optimum, as after a search that did not reach it.
         bound = lower_bound(bank, [width_TW], 1.02 * optimum)
         assert bound.ms <= optimum * (1 + 1e-9), f"task {seed}"
-        assert bound.is_proven is enumerate_all
+        assert bound.is_proven is (enumerate_all or name == "estimate")
         assert best.bound_is_proven
         gaps.append(optimum / bound.ms - 1)
     assert len(gaps) >= (45 if enumerate_all else 10)

@@ -58,6 +58,16 @@ class CostModel(ABC):
     the device is timed without one."""
 
     @property
+    def additive(self) -> npt.NDArray[np.float64] | None:
+        """What a set of shards takes at least, forward and backward: `(1 + E) x 2`.
+
+        No set that is not empty takes less than the first row and its sum of encodings
+        times the others, nor less than any of its shards takes alone; all are at least
+        0. None where nothing of the kind is known.
+        """
+        return None
+
+    @property
     @abstractmethod
     def encoding_dim(self) -> int:
         """Values per encoding, `E`."""

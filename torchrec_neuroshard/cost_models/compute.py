@@ -156,6 +156,13 @@ class PhysicalCostModel(CostModel):
         """Tables, forward ms, backward ms, bag lengths to the power of `STEP_POWER`."""
         return 4
 
+    @property
+    def additive(self) -> npt.NDArray[np.float64]:
+        """All but the longest bags; see `CostModel.additive`."""
+        c = self.constants
+        launch_2 = 1e-3 * np.array([c.forward_launch_us, c.backward_launch_us])
+        return np.stack([launch_2, np.zeros(2), *np.eye(2), np.zeros(2)])
+
     def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
         """Each shard's count, its times without the launch, and its bags' steps."""
         _check_columns(features_NF)

@@ -116,6 +116,11 @@ class CorrectedCostModel(ScaledCostModel):
             self._fits.append(self._fit(mean_M, apart_MM))
 
     @property
+    def additive(self) -> None:
+        """What was measured bends sums; see `CostModel.additive`."""
+        return None
+
+    @property
     def encoding_dim(self) -> int:
         """The other model's, each known table's time alone, and that of all."""
         return self.alone.encoding_dim + len(self._place) + 1

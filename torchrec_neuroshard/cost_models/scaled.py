@@ -49,6 +49,12 @@ class ScaledCostModel(CostModel):
         """See `CostModel`."""
         return self.alone.encoding_dim
 
+    @property
+    def additive(self) -> Floats | None:
+        """See `CostModel.additive`."""
+        alone = self.alone.additive
+        return None if alone is None else alone * self._factors_2
+
     def encode(self, features_NF: npt.NDArray[np.float32]) -> Floats:
         """See `CostModel.encode`."""
         return self.alone.encode(features_NF)
@@ -160,6 +166,12 @@ class JoinedCostModel(ScaledCostModel):
     def __init__(self, alone: CostModel) -> None:
         """Take a model."""
         super().__init__(alone, (1.0, 1.0))
+
+    @property
+    def additive(self) -> Floats | None:
+        """See `CostModel.additive`."""
+        alone = self.alone.additive
+        return None if alone is None else _joined(alone)
 
     def predict_sums(self, sums_SE: Floats) -> Floats:
         """See `CostModel.predict_sums`; all of it counts as forward."""

@@ -33,9 +33,11 @@ over a pool of sets, search for sets that its prices value too high, add them, a
   for its lookups.
 
 Where few sets exist all are looked at: a proof, if the model of collectives says that
-it keeps to assumption 1 (`CommsModel.even_is_fastest`). On all other tasks the bound is
-an estimate: the cheapest sets are looked for by local search, last by a longer one, and
-cheaper ones may have been missed; there the second assumption is made, too.
+it keeps to assumption 1 (`CommsModel.even_is_fastest`). Where costs add up, there is
+another proof (see `balanced`), which is told where no estimate is much above it. Else
+the bound is an estimate: the cheapest sets are looked for by local search, last by a
+longer one, and cheaper ones may have been missed; there the second assumption is made,
+too.
 
 Rules on ranks (which, and in whose company) are not looked at: without them, no plan is
 slower. Neither is that outputs are put in order, but beside a shard of a split table.
@@ -68,6 +70,7 @@ from scipy import optimize
 
 from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.placement_rules import joined_sets
+from torchrec_neuroshard.search.balanced import balanced_bound
 from torchrec_neuroshard.search.greedy_grid import place_lanes
 from torchrec_neuroshard.search.shards import (
     Floats,
@@ -114,6 +117,10 @@ FIRST_REACH, REACH_SHRINKS = 0.3, 0.75
 """How far prices may move in a round, relative; less after each without a gain."""
 POOL_BASE, POOL_PER_PRICE = 300, 4
 """Sets that a linear program sees: those that the prices value highest."""
+MAX_NODES, PROOF_SHARE, LEAST_SECONDS = 10, 0.3, 0.5
+"""What the proof for costs that add up gets (see `balanced`); a share of the time."""
+PROOF_WORTH = 0.01
+"""Part of an estimate that a proof may be below to be told in its place."""
 MIN_GAP = 1e-3
 """The bound is good enough when it is so near the best plan."""
 NUM_LANES, NUM_CANDIDATES = 24, 16
@@ -186,6 +193,13 @@ def lower_bound(
         return Bound(0.0, False)
     joined = joined_sets({int(bank.stages_T[w]) for w in ways} for ways in task.ways)
     parts = [_Part(bank, stages, frozenset()) for stages in joined]
+    left = deadline - time.monotonic()
+    proven_ms = 0.0
+    if rounds and left > LEAST_SECONDS:
+        seconds = max(LEAST_SECONDS, PROOF_SHARE * left)
+        proven_ms = balanced_bound(bank, seconds=seconds, nodes=MAX_NODES)
+    if proven_ms >= critical_ms * (1 - MIN_GAP):
+        return Bound(min(critical_ms, proven_ms), True)
     known = [part.least_ms for part in parts]
     # What leaves nothing to choose first; all at a glance at first, for better cutoffs.
     order = sorted(range(len(parts)), key=lambda i: len(parts[i].tables) > 0)
@@ -196,8 +210,12 @@ def lower_bound(
             known[i] = max(known[i], found)
     proven = bank.simulator.comms_model.even_is_fastest
     proven = proven and all(part.is_proven for part in parts)
-    bound = sum(known) * (1 - ROUNDING)
-    return Bound(critical_ms if sum(known) >= critical_ms else bound, proven)
+    bound = sum(known)
+    if proven_ms >= bound * (1 - (0.0 if proven else PROOF_WORTH)):
+        bound, proven = proven_ms, True
+    return Bound(
+        critical_ms if bound >= critical_ms else bound * (1 - ROUNDING), proven
+    )
 
 
 def _part_bound(
@@ -365,6 +383,8 @@ class _Part:
         self.groups_T: Ints = np.searchsorted(present, bank.groups_T[self.tables])
         self.most_bytes = float(bank.caps_W.max()) * (1 + TOLERANCE)
         self.excess_ms = 0.0
+        self.is_proven = True
+        """Whether no set cheaper than those looked at can exist."""
         self._fix(np.searchsorted(present, bank.groups_T[self.fixed]))
         self._totals_known()
         self.widths_TU, self.num_widths_T = self._legal_widths()
@@ -589,14 +609,18 @@ class _Part:
         found: Ints = (self.widths_TU[table_N] == width_N[:, None]).argmax(axis=1)
         return found
 
-    def enumerate(self) -> _Sets | None:
-        """All sets there are, place n for table n; None where those are too many."""
+    @property
+    def has_few_sets(self) -> bool:
+        """Whether all sets there are can be looked at."""
+        options = np.bincount(self.own_T, weights=self.num_widths_T) + 1
+        return float(options.prod()) <= MAX_ENUMERATED
+
+    def enumerate(self) -> _Sets:
+        """All sets there are, place n for table n."""
         options: list[list[tuple[int, int]]] = [[(-1, 0)] for _ in range(self.num_own)]
         for table, own in enumerate(self.own_T.tolist()):
             widths = self.widths_TU[table, : self.num_widths_T[table]].tolist()
             options[own] += [(table, width) for width in widths]
-        if math.prod(len(o) for o in options) > MAX_ENUMERATED:
-            return None
         grid = np.meshgrid(*(np.arange(len(o)) for o in options), indexing="ij")
         picks = [
             np.array(o)[axis.reshape(-1)] for o, axis in zip(options, grid, strict=True)
@@ -662,20 +686,19 @@ class _Prices:
         every = np.arange(len(part.tables))
         self.alone_T3: Floats = self._alone_costs(every, part.dims_T)
         self._lay_out(cutoff_ms)
-        everything = part.enumerate()
         alone = every
         if part.num_own > MANY_TABLES:
             # Of so many, the light ones are never worth a rank: no set by themselves.
             alone = np.flatnonzero(self.heavy_T >= 0)
         singles = part.singles(alone)
-        self.holds_all = everything is not None
-        if everything is None and isinstance(placed, _Prices):
+        self.holds_all = part.has_few_sets
+        if self.holds_all:
+            self.pool = part.enumerate()
+        elif isinstance(placed, _Prices):
             self.pool = _Sets.join([self._inherited(placed), singles])
-        elif everything is None and not isinstance(placed, _Prices):
+        else:
             parts = [part.place(w) for w in placed]
             self.pool = _Sets.join([*parts, *self._random_sets(), singles])
-        elif everything is not None:
-            self.pool = everything
         self.costs_L3 = part.costs_of(self.pool)
         usable = np.isfinite(self.costs_L3[:, 0])
         if not part.has_choices and not self.holds_all:
