@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.cost_models import BandwidthCommsModel, load_comms_model
+from torchrec_neuroshard.cost_models import (
+    BandwidthCommsModel,
+    load_comms_model,
+    load_cost_model,
+)
 from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import KernelFactors, Placement, ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, bounds
+from torchrec_neuroshard.search.choices import MIN_SINGLE_GAIN, Choices
 from torchrec_neuroshard.search.shards import (
     Ints,
     ShardBank,
@@ -233,6 +238,38 @@ def test_more_choices_are_no_worse_than_columns_alone() -> None:
 
     columns_ms = best_ms("column_wise")
     assert best_ms("column_wise", "row_wise") <= columns_ms * (1 + 1e-9)
+
+
+def test_choices_are_made_table_by_table_at_last() -> None:
+    """No other way of one table would be cheaper, though tables switch many at once."""
+    kinds = ("column_wise", "row_wise", "table_row_wise")
+    rng, count = np.random.default_rng(5), 12
+    tables = [
+        TableConfig(
+            name=f"t{i}",
+            num_embeddings=int(10 ** rng.uniform(2, 7)),
+            embedding_dim=128,
+            pooling_factor=float(rng.integers(1, 101)),
+        )
+        for i in range(count)
+    ]
+    task = ShardingTask(
+        tables=tuple(t for t in tables for _ in kinds),
+        world_size=16,
+        local_world_size=8,
+        batch_size=2**15,
+        groups=tuple(range(3)) * count,
+        stages=tuple(range(3)),
+        sharding_types=kinds * count,
+        alternatives=tuple(tuple(range(i, i + 3)) for i in range(0, 3 * count, 3)),
+    )
+    simulator = Simulator(task, load_cost_model("cpu"), AnalyticCommsModel(3.0))
+    choices = Choices(ShardBank(simulator))
+    [(found_ms, found), *_] = choices.path(choices.first(), math.inf)
+    for number, ways in enumerate(choices.ways):
+        others = np.repeat(found[None], len(ways), axis=0)
+        others[:, number] = ways
+        assert choices.costs(others).min() >= found_ms * (1 - MIN_SINGLE_GAIN)
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])

@@ -35,7 +35,7 @@ __all__ = ["balanced_bound"]
 
 MAX_SHARDS = 100_000
 """Shards of different tables and widths that are looked at; of more nothing is said."""
-LEAST_LOAD, NUM_PIECES, NUM_KNOTS = 1e-3, 6, 512
+LEAST_LOAD, NUM_PIECES, NUM_KNOTS = 1e-3, 4, 512
 """Straight pieces under a collective's time over its load, from this share of the
 largest load on; knots at which a piece's time is looked up."""
 TINY = 1e-12
@@ -62,15 +62,13 @@ class _Options:
     bytes_O: Floats
 
 
-def balanced_bound(
-    bank: ShardBank, *, seconds: float = math.inf, nodes: int = 1
-) -> float:
+def balanced_bound(bank: ShardBank, *, seconds: float, nodes: int) -> float:
     """Bound the critical path of every placement from below.
 
     Args:
         bank: The task's shards, each table for itself.
         seconds: For the solver.
-        nodes: Of the solver's tree; 1: only the root.
+        nodes: Of the solver's tree.
 
     Returns:
         Milliseconds: a proof; 0 where costs do not add up or tables are too many.

@@ -33,10 +33,11 @@ over a pool of sets, search for sets that its prices value too high, add them, a
   for its lookups.
 
 Where few sets exist all are looked at: a proof, if the model of collectives says that
-it keeps to assumption 1 (`CommsModel.even_is_fastest`). Where costs add up, another
-proof takes the place of prices (see `balanced`). On all other tasks the bound is an
-estimate: the cheapest sets are looked for by local search, last by a longer one, and
-cheaper ones may have been missed; there the second assumption is made, too.
+it keeps to assumption 1 (`CommsModel.even_is_fastest`). Where costs add up, there is
+another proof (see `balanced`), which is told where no estimate is much above it. Else
+the bound is an estimate: the cheapest sets are looked for by local search, last by a
+longer one, and cheaper ones may have been missed; there the second assumption is made,
+too.
 
 Rules on ranks (which, and in whose company) are not looked at: without them, no plan is
 slower. Neither is that outputs are put in order, but beside a shard of a split table.
@@ -116,8 +117,10 @@ FIRST_REACH, REACH_SHRINKS = 0.3, 0.75
 """How far prices may move in a round, relative; less after each without a gain."""
 POOL_BASE, POOL_PER_PRICE = 300, 4
 """Sets that a linear program sees: those that the prices value highest."""
-MAX_NODES, LEAST_SECONDS = 100, 1.0
-"""What the proof for costs that add up gets (see `balanced`)."""
+MAX_NODES, PROOF_SHARE, LEAST_SECONDS = 10, 0.3, 0.5
+"""What the proof for costs that add up gets (see `balanced`); a share of the time."""
+PROOF_WORTH = 0.01
+"""Part of an estimate that a proof may be below to be told in its place."""
 MIN_GAP = 1e-3
 """The bound is good enough when it is so near the best plan."""
 NUM_LANES, NUM_CANDIDATES = 24, 16
@@ -190,24 +193,26 @@ def lower_bound(
         return Bound(0.0, False)
     joined = joined_sets({int(bank.stages_T[w]) for w in ways} for ways in task.ways)
     parts = [_Part(bank, stages, frozenset()) for stages in joined]
-    proven_ms = balanced_bound(
-        bank,
-        seconds=max(deadline - time.monotonic(), LEAST_SECONDS),
-        nodes=MAX_NODES if rounds else 1,
-    )
+    left = deadline - time.monotonic()
+    proven_ms = 0.0
+    if rounds and left > LEAST_SECONDS:
+        seconds = max(LEAST_SECONDS, PROOF_SHARE * left)
+        proven_ms = balanced_bound(bank, seconds=seconds, nodes=MAX_NODES)
+    if proven_ms >= critical_ms * (1 - MIN_GAP):
+        return Bound(min(critical_ms, proven_ms), True)
     known = [part.least_ms for part in parts]
     # What leaves nothing to choose first; all at a glance at first, for better cutoffs.
     order = sorted(range(len(parts)), key=lambda i: len(parts[i].tables) > 0)
     for number in (0, rounds) if rounds and len(parts) > 1 else (rounds,):
         for i in order:
-            if proven_ms and not parts[i].has_few_sets:
-                continue  # no estimate beside a proof
             cutoff = critical_ms - (sum(known) - known[i])
             found = _part_bound(parts[i], placed, cutoff, seed, deadline, number)
             known[i] = max(known[i], found)
     proven = bank.simulator.comms_model.even_is_fastest
     proven = proven and all(part.is_proven for part in parts)
-    bound = max(sum(known), proven_ms)
+    bound = sum(known)
+    if proven_ms >= bound * (1 - (0.0 if proven else PROOF_WORTH)):
+        bound, proven = proven_ms, True
     return Bound(
         critical_ms if bound >= critical_ms else bound * (1 - ROUNDING), proven
     )

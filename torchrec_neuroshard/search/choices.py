@@ -4,8 +4,8 @@ Where tables may be sharded in several ways (`ShardingTask.alternatives`), a cho
 which one each takes. What it would cost on perfectly balanced ranks is quick to work
 out: a kernel for the average rank's shards, collectives at equal loads. From the choice
 that leaves the search most freedom, tables of one kind of way are switched to another,
-as many at once as pays most; every choice on that path is a start for the search proper
-(see `refine`), which goes on from there with single tables and real ranks.
+as many at once as pays most, then tables one by one; every choice on that path is a
+start for the search proper (see `refine`), which goes on from there on real ranks.
 
 Shapes: `T` tables, one index for each way, `C` choices, `G` fusion groups, `S` stages,
 `E` encoding values, `W` ranks, `P` approximate phases.
@@ -48,6 +48,8 @@ Bools = npt.NDArray[np.bool_]
 
 MIN_GAIN = 0.002
 """Part of an iteration that a switch must promise."""
+MIN_SINGLE_GAIN = 1e-4
+"""The same for a switch of one table, once no more of them pay at once."""
 MIN_ESTIMATED_GAIN = 0.05
 """The same for switches to kernels that were not measured."""
 FILL = 0.95
@@ -360,11 +362,36 @@ class Choices:
                 if cost_ms < now_ms * (1 - margin)
             ]
             if not found:
+                found = self._cheaper_single(now, now_ms)
+            if not found:
                 break
             best = min(range(len(found)), key=lambda i: found[i][0])
             now_ms, now = found[best]
             path.append((now_ms, now))
         return path[::-1]
+
+    def _cheaper_single(self, now_N: Ints, now_ms: float) -> list[tuple[float, Ints]]:
+        """Return what one table in any other way makes cheaper, with its cost [ms].
+
+        Several at once are told by what tables cost alone, which stages do not.
+        """
+        changes = [
+            (number, way)
+            for number, ways in enumerate(self.ways)
+            for way in ways
+            if way != now_N[number] and self.fits_T[way]
+        ]
+        if not 0 < len(changes) <= MAX_CHOICES_PRICED:
+            return []
+        number_C, way_C = np.array(changes).T
+        candidates = np.repeat(now_N[None], len(changes), axis=0)
+        candidates[np.arange(len(changes)), number_C] = way_C
+        new_C = self.estimated_T[way_C] & ~self.estimated_T[now_N[number_C]]
+        margin_C = np.where(new_C, MIN_ESTIMATED_GAIN, MIN_SINGLE_GAIN)
+        cost_C = self.costs(candidates)
+        better = cost_C < now_ms * (1 - margin_C)
+        better &= self._bytes_T[candidates].sum(axis=1) <= self.room
+        return [(float(cost_C[i]), candidates[i]) for i in np.flatnonzero(better)]
 
     def promising(self, now_N: Ints, most: int) -> Ints:
         """Return the cheapest choices one switch away.
