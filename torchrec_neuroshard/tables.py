@@ -150,7 +150,7 @@ class TableConfig:
         return read_fields(cls, data, TableError, "a table")
 
 
-@functools.lru_cache(maxsize=16_384)
+@functools.lru_cache(maxsize=2**17)
 def _profile_at(table: TableConfig, batch_size: int) -> FeatureProfile:
     """See `TableConfig.profile_at`; kept, since each part of a planner asks again."""
     known = table.profile

@@ -10,7 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.types import ShardingOption, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    ShardingOption,
+    Topology,
+)
 
 from tests.builders import bag_sharders, make_ebc, make_planner
 from torchrec_neuroshard.planner import (
@@ -21,6 +25,7 @@ from torchrec_neuroshard.planner.options.spread_options import (
     SpreadOption,
     sample_shards,
 )
+from torchrec_neuroshard.planner.parts.search_space import MANY_TABLES, other_caches
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
@@ -96,6 +101,33 @@ def test_shards_are_listed_as_torchrec_would_when_they_are_read(
     for shard, perf in zip(later[0].shards, alone, strict=True):
         assert shard.perf.total == pytest.approx(perf.total, rel=1e-9)
         assert shard.perf.total > 0
+
+
+@pytest.mark.parametrize("num_tables", [2, 10_000])
+def test_caches_of_other_sizes_list_no_shards(
+    topology: Topology, num_tables: int
+) -> None:
+    constraints = {
+        "t0": ParameterConstraints(
+            sharding_types=["row_wise"], compute_kernels=["fused_uvm_caching"]
+        )
+    }
+    costs = PlanCosts(
+        topology, cost_model=AnalyticCostModel(), comms_model=AnalyticCommsModel()
+    )
+    enumerator = NeuroShardEnumerator(topology, 64, constraints, costs=costs)
+    ebc = make_ebc([(1_000_001, 64)])
+    (option,) = enumerator.enumerate(ebc, bag_sharders())
+    found = other_caches(option, topology, costs.reader, num_tables)
+    assert len(found) == (3 if num_tables > MANY_TABLES else 9)
+    enumerator.populate_estimates(found)
+    for other in (option, *found):
+        assert isinstance(other, SpreadOption) and not other.is_listed
+    # The smaller the cache, the less memory and the longer.
+    sizes = [other.shards[0].storage.hbm for other in found]
+    costs_ms = [other.shards[0].perf.total for other in found]
+    assert sizes == sorted(sizes) and costs_ms == sorted(costs_ms, reverse=True)
+    assert len({*sizes}) == len(found)
 
 
 def test_copies_of_options_can_be_changed(topology: Topology) -> None:

@@ -7,8 +7,9 @@ that leaves the search most freedom, tables of one kind of way are switched to a
 as many at once as pays most, then tables one by one; every choice on that path is a
 start for the search proper (see `refine`), which goes on from there on real ranks.
 
-Shapes: `T` tables, one index for each way, `C` choices, `G` fusion groups, `S` stages,
-`E` encoding values, `W` ranks, `P` approximate phases.
+Shapes: `T` tables, one index for each way, `N` tables proper, `F` their ways, one after
+the other, `C` choices, `G` fusion groups, `S` stages, `E` encoding values, `W` ranks,
+`P` approximate phases.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ class Choices:
         task = bank.task
         num_ranks = task.world_size
         self.ways = [w for w in task.ways if len(w) > 1 or bank.leads_T[w[0]]]
+        self._way_F: Ints = np.concatenate(self.ways)
+        num_ways = [len(ways) for ways in self.ways]
+        self._number_F: Ints = np.repeat(np.arange(len(self.ways)), num_ways)
         count = len(task.tables)
         table, rank, alike = bank.parts(np.arange(count))
         # Of grid shards, the blocks of the columns are on so many nodes.
@@ -185,19 +189,22 @@ class Choices:
         The others keep their way in `first`.
         """
         found = []
+        able_F = self.fits_T[self._way_F]
         for kind in np.unique(self.kind_T).tolist():
+            own = np.flatnonzero(able_F & (self.kind_T[self._way_F] == kind))
+            numbers, places = np.unique(self._number_F[own], return_index=True)
             chosen = first.copy()
-            for number, ways in enumerate(self.ways):
-                own = [w for w in ways if self.kind_T[w] == kind and self.fits_T[w]]
-                chosen[number] = own[0] if own else first[number]
+            chosen[numbers] = self._way_F[own[places]]
             if self._bytes_T[chosen].sum() <= self.room:
                 found.append(chosen)
         return found
 
     def _at_price(self, cost_T: Floats, ms_per_byte: float) -> Ints:
         """Return the cheapest way of each table where memory has a price, too."""
-        cost_T = cost_T + ms_per_byte * self._bytes_T
-        return np.array([min(ways, key=cost_T.__getitem__) for ways in self.ways])
+        cost_F = (cost_T + ms_per_byte * self._bytes_T)[self._way_F]
+        order = np.lexsort((cost_F, self._number_F))
+        cheapest: Ints = self._way_F[order[_firsts(self._number_F)]]
+        return cheapest
 
     def _within_memory(self) -> list[Ints]:
         """Return the choices of least time that fit, as if tables were alone.
@@ -463,25 +470,27 @@ class Choices:
             `C x N` choices that fit, and the part of an iteration that a switch to
             such ways must gain.
         """
-        targets: dict[tuple[int, int], list[tuple[float, int, int]]] = {}
-        for number, ways in enumerate(self.ways):
-            current = int(now_N[number])
-            for way in ways:
-                if way != current and self.fits_T[way]:
-                    gain = float(self.own_ms_T[way] - self.own_ms_T[current])
-                    key = int(self.kind_T[current]), int(self.kind_T[way])
-                    targets.setdefault(key, []).append((gain, number, way))
-        for changes in targets.values():
-            changes.sort()
+        now_F = now_N[self._number_F]
+        open_F = np.flatnonzero((self._way_F != now_F) & self.fits_T[self._way_F])
+        number, way, now = (a[open_F] for a in (self._number_F, self._way_F, now_F))
+        gain = self.own_ms_T[way] - self.own_ms_T[now]
+        pair = self.kind_T[now] * (self.kind_T.max() + 1) + self.kind_T[way]
+        order = np.lexsort((way, number, gain, pair))
+        groups = np.split(order, _firsts(pair[order])[1:]) if len(order) else []
+        for changes in sorted(groups, key=min):
             counts = _counts(len(changes))
             candidates = np.repeat(now_N[None], len(counts), axis=0)
             for line, count in enumerate(counts):
-                for _, number, way in changes[:count]:
-                    candidates[line, number] = way
+                candidates[line, number[changes[:count]]] = way[changes[:count]]
             fits = self._bytes_T[candidates].sum(axis=1) <= self.room
-            estimated = bool(self.estimated_T[changes[0][2]])
+            estimated = bool(self.estimated_T[way[changes[0]]])
             if fits.any():
                 yield candidates[fits], MIN_ESTIMATED_GAIN if estimated else MIN_GAIN
+
+
+def _firsts(sorted_N: Ints) -> Ints:
+    """Where in sorted values each one begins."""
+    return np.flatnonzero(np.diff(sorted_N, prepend=-1))
 
 
 def _kernel(factors: KernelFactors | None) -> KernelFactors | None:

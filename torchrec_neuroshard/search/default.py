@@ -67,6 +67,8 @@ FAR_CHOICE = 0.5
 MAX_RELIEFS, MAX_RELIEVING, RELIEVED_TABLES = 4, 12, 1500
 """Times that tables which hold up ranks are sharded in another way, choices that are
 placed for it, and the tables that these have together."""
+NUM_RELIEVED = 2
+"""Plans, the best after the first time, of which it is done again."""
 QUICK_CAPS = (1.1, float("inf"))
 """Caps with which these are placed."""
 MAX_REFINED_TABLES = 250
@@ -267,7 +269,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
                 break
             for repair in range(MAX_REPAIRS):
                 try:
-                    plans = self._place(bank, chosen, self.config, deadline, reporter)
+                    plans = self._place(bank, chosen, self.config, deadline)
                 except InfeasibleError as error:
                     problem = problem or error
                     following = choices.smaller(chosen, 2**repair)
@@ -279,6 +281,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
                     cost_ms = Plan(bank, width_TW).critical_ms
                     found.append((cost_ms, next(numbers), width_TW))
                 found = sorted(found)[: max(1, MAX_CELLS // found[0][2].size)]
+                reporter.report("splits", best_ms=found[0][0])
                 break
         if not found:
             assert problem is not None, "some choice was tried"
@@ -290,11 +293,17 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         # The best plan of each choice; the last choice is all that fits.
         starts = {choices.of(f[2]).tobytes(): f for f in sorted(found)[::-1]}
         far_ms = min(found)[0] * (1 + FAR_CHOICE)
-        for cost_ms, _, width_TW in starts.values():
-            now_N = choices.of(width_TW)
-            if cost_ms <= far_ms:
-                for better in self._relieve(bank, choices, now_N, cost_ms, deadline):
-                    found.append((better[0], next(numbers), better[1]))
+        near = [f for f in starts.values() if f[0] <= far_ms]
+        for most_steps in (1, MAX_RELIEFS - 1):
+            relieved: list[tuple[float, int, Ints]] = []
+            for cost_ms, _, width_TW in near:
+                now_N = choices.of(width_TW)
+                better = self._relieve(
+                    bank, choices, now_N, cost_ms, most_steps, deadline
+                )
+                relieved += [(ms, next(numbers), w) for ms, w in better]
+            found += relieved
+            near = sorted(relieved)[:NUM_RELIEVED]
         return [width_TW for *_, width_TW in sorted(found)]
 
     def _relieve(
@@ -303,6 +312,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         choices: Choices,
         now_N: Ints,
         now_ms: float,
+        most_steps: int,
         deadline: float,
     ) -> list[tuple[float, Ints]]:
         """Shard tables that hold up ranks in another way as long as that pays.
@@ -313,7 +323,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         config = dataclasses.replace(self.config, max_rounds=0, caps=QUICK_CAPS)
         most = min(MAX_RELIEVING, max(1, RELIEVED_TABLES // len(now_N)))
         found: list[tuple[float, Ints]] = []
-        while len(found) < MAX_RELIEFS:
+        while len(found) < most_steps:
             step: list[tuple[float, int, Ints, Ints]] = []
             for chosen in choices.relieving(now_N, most):
                 if time.monotonic() > deadline:
@@ -334,7 +344,6 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         chosen_N: Ints,
         config: SearchConfig,
         deadline: float,
-        reporter: ProgressReporter = NO_REPORTS,
     ) -> list[Ints]:
         """Place tables of which the way to be sharded is chosen.
 
@@ -349,9 +358,9 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         task = column_task(bank.simulator.task, tables, free_W, width_TW)
         part = ShardBank(_other(bank.simulator, task), merge=True)
         check_memory(part.task)
-        plans = self._split(part, config, deadline, reporter)
+        plans = self._split(part, config, deadline, NO_REPORTS)
         if part.has_order and config.max_rounds:
-            plans += self._whole(part, deadline, reporter)
+            plans += self._whole(part, deadline, NO_REPORTS)
         if config.refine and config.max_rounds and not width_TW.any():
             # No worse than if column shards alone were allowed.
             if len(tables) <= MAX_REFINED_TABLES:

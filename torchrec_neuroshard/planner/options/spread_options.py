@@ -15,7 +15,13 @@ from torchrec.distributed.planner.types import Perf, Shard, ShardingOption
 from torchrec_neuroshard.planner.compat import SharingOption
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
-__all__ = ["SpreadOption", "price_later", "sample_shards", "unpriced_shards"]
+__all__ = [
+    "SpreadOption",
+    "price_later",
+    "sample_shards",
+    "unpriced_shards",
+    "without_estimates",
+]
 
 _Pricer = Callable[[Sequence[ShardingOption]], list[list[Perf]]]
 
@@ -100,6 +106,17 @@ def sample_shards(option: ShardingOption) -> Sequence[Shard]:
         return option.samples
     shards: list[Shard] = option.shards
     return shards
+
+
+def without_estimates(option: ShardingOption) -> ShardingOption:
+    """Return a copy of an option with shards that nobody has estimated."""
+    new = copy.copy(option)
+    shards = [Shard(size=s.size, offset=s.offset) for s in sample_shards(option)]
+    if isinstance(new, SpreadOption) and not new.is_listed:
+        new.samples, new._perfs = tuple(shards), None
+    else:
+        new.shards = shards
+    return new
 
 
 def unpriced_shards(option: ShardingOption) -> list[Shard]:

@@ -99,7 +99,9 @@ class NeuroShardProposer(CostedPart, Proposer):
                 for option in search_space
                 for other in (
                     *other_grids(option, self._topology, self._constraints),
-                    *other_caches(option, self._topology, self.costs.reader),
+                    *other_caches(
+                        option, self._topology, self.costs.reader, len(names)
+                    ),
                 )
             ]
             enumerator.populate_estimates(others)
