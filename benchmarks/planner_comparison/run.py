@@ -7,6 +7,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import platform
+import re
 import shlex
 import signal
 import sys
@@ -59,6 +60,7 @@ _FREE_OPTIONS = (
     "out",
     "stop_after",
     "pages_only",
+    "readme",
     "least_speed",
     "num_tasks",
     "every",
@@ -106,6 +108,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--pages-only", action="store_true", help="write the pages of <out> again"
     )
+    parser.add_argument("--readme", type=Path, help="renew the table in this file")
     options = parser.parse_args(arguments)
     if options.quick:
         options.max_rows = min(options.max_rows, 20_000)
@@ -394,7 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.pages_only:
         known = read_results(options.out)
         write_pages(known, options.out)
-        print(short_table(known))
+        _show(known, options.readme)
         return
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -406,4 +409,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         comparison.run()
     finally:
         comparison.close()
-    print(short_table(comparison.data))
+    _show(comparison.data, options.readme)
+
+
+def _show(data: dict[str, Any], readme: Path | None) -> None:
+    """Print the short table, and put it in the place of an earlier one."""
+    table = short_table(data)
+    print(table)
+    if readme is not None:
+        text = readme.read_text(encoding="utf-8")
+        earlier = re.search(r"^\| planner \| plans of .*(\n\|.*)*", text, re.MULTILINE)
+        if earlier is None:
+            sys.exit(f"{readme} holds no table of planners to renew")
+        text = text[: earlier.start()] + table + text[earlier.end() :]
+        readme.write_text(text, encoding="utf-8")

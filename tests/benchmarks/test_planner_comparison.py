@@ -465,6 +465,24 @@ def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> N
     assert all(line.count("|") >= 3 for line in rows)
 
 
+def test_the_readmes_table_is_the_results(
+    parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = parts("results").read_results(BENCHMARKS / "results" / "planners_202611")
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    assert parts("page").short_table(results) in readme
+    parts("results").write_results(data(parts), tmp_path / "run")
+    copy = tmp_path / "README.md"
+    copy.write_text(readme, encoding="utf-8")
+    options = ["--out", str(tmp_path / "run"), "--pages-only", "--readme", str(copy)]
+    parts("run").main(options)
+    table = capsys.readouterr().out.strip()
+    assert table.startswith("| planner | plans of 4 |")
+    renewed = copy.read_text(encoding="utf-8")
+    assert table in renewed and "plans of 23" not in renewed
+    assert renewed.split("## How it works")[1] == readme.split("## How it works")[1]
+
+
 def test_a_run_goes_on_where_it_was_cut_off(
     parts: Any,
     tmp_path: Path,
