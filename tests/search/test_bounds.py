@@ -15,7 +15,8 @@ from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, bounds
-from torchrec_neuroshard.search.bounds import lower_bound
+from torchrec_neuroshard.search.balanced import balanced_bound
+from torchrec_neuroshard.search.bounds import Bound, lower_bound
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.search.refine import Plan
 from torchrec_neuroshard.search.shards import Ints, ShardBank
@@ -84,7 +85,10 @@ def test_no_placement_is_below_the_bound(
         bank = ShardBank(Simulator(task, model(name), comms))
         optimum = best.predicted.critical_path_ms
         # A cutoff above the optimum, as after a search that did not reach it.
-        bound = lower_bound(bank, [width_TW], 1.02 * optimum)
+        if name == "estimate":
+            bound = Bound(balanced_bound(bank, seconds=60.0, nodes=10), True)
+        else:
+            bound = lower_bound(bank, [width_TW], 1.02 * optimum)
         assert bound.ms <= optimum * (1 + 1e-9), f"task {seed}"
         assert bound.is_proven is (enumerate_all or name == "estimate")
         assert best.bound_is_proven

@@ -130,15 +130,7 @@ def _options(bank: ShardBank, weights_E2: Floats) -> _Options:
             loads = (bank.loads_of(rows) * times).sum(axis=0)
             size *= int(bank.block_T[way]) * blocks
             found.append((own, way, mean, _alone(bank, rows)[0], loads, size))
-    own, way, mean, alone, loads, size = zip(*found, strict=True)
-    return _Options(
-        np.array(own),
-        np.array(way),
-        np.array(mean),
-        np.array(alone),
-        np.array(loads),
-        np.array(size),
-    )
+    return _Options(*(np.array(column) for column in zip(*found, strict=True)))
 
 
 def _splits(
@@ -306,5 +298,6 @@ class _Program:
         loads = np.zeros((total_PN.size, num_ranks, 3))
         loads[..., load] = total_PN.reshape(-1, 1) / num_ranks
         ms = bank.simulator.stage_comms(stage, loads).max(axis=1)
-        own: Floats = ms[:, :1] if load == 0 else ms[:, 1:]
-        return own.sum(axis=1).reshape(total_PN.shape)
+        own = ms[:, :1] if load == 0 else ms[:, 1:]
+        total: Floats = own.sum(axis=1).reshape(total_PN.shape)
+        return total
