@@ -168,7 +168,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         comms_model: None: bytes over the topology's bandwidths.
         consider_stock: Whether to compare with the plan of TorchRec's own planner, or
             with the best that it finds in the time that the search took (at least two
-            seconds). A warning in the result says when it found none in that time.
+            seconds). A warning in the result says when it found none in that time. Of
+            many options TorchRec's proposers take turns, while plans get better.
         max_switches: Ignored; the search chooses sharding types by itself.
         placement_constraints: Which ranks tables may be on, and with which others.
         calibrate: Whether a first launch measures: where `cost_model` is "auto" and
