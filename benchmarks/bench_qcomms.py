@@ -67,6 +67,8 @@ WAYS = ("forward", "backward")
 COLUMNS, SAMPLES = (32, 128, 512), (256, 2_048)
 """Output columns of a rank; samples of a rank."""
 VALUES = (2**14, 2**18, 2**22)
+SUMMED_VALUES = (2**20, 2**22)
+"""Coded ones of a rank; floats are half as many."""
 WARM_UP, PASSES = 3, 60
 EVERY = 10
 """Passes from one reading of the reference set to the next."""
@@ -127,6 +129,28 @@ def measure_kernels() -> list[dict[str, Any]]:
             {"codec": name, "values": num_values, "byte_ms": byte_ms, **medians}
         )
         print(found[-1], flush=True)
+    return found
+
+
+def measure_sums() -> list[dict[str, Any]]:
+    """What adding up takes: the rank's processor time of as many bytes of each type."""
+    found = []
+    for values in SUMMED_VALUES:
+        inputs = {PLAIN: torch.ones(dist.get_world_size(), values // 4)}
+        for codec in SUMMED:
+            dtype = get_qcomm_codecs(config_of(codec)).forward.quantized_dtype
+            inputs[codec] = torch.ones(dist.get_world_size(), values // 2, dtype=dtype)
+        raw: dict[str, list[float]] = {codec: [] for codec in inputs}
+        for number in range(WARM_UP + PASSES):
+            for codec, sent in inputs.items():
+                output = sent.new_empty((1, sent.shape[1]))
+                dist.barrier()
+                start = time.process_time()
+                dist.reduce_scatter_tensor(output, sent)
+                if number >= WARM_UP:
+                    raw[codec].append((time.process_time() - start) * 1e3)
+        medians = {codec: statistics.median(ms) for codec, ms in raw.items()}
+        found.append({"values": values, **medians})
     return found
 
 
@@ -256,14 +280,12 @@ def over_plain(entry: dict[str, Any], codec: str, way: str) -> tuple[float, ...]
 
 
 def report(data: dict[str, Any]) -> str:
-    speeds = [e["speed"] for e in data["exchanges"]]
     lines = [
         "# Quantised collectives, predicted and measured",
         "",
         f"Bundle `{data['cost_model']}` on {data['device']}, torch {data['torch']}, "
-        f"{data['world_size']} gloo ranks; medians of {PASSES} passes, codecs in turn. "
-        f"The machine was {min(speeds):.2f} to {max(speeds):.2f} times as fast as when "
-        "the bundle was measured, which fp32's times are corrected for.",
+        f"{data['world_size']} gloo ranks, load {data['load'][0]:.1f}; medians of "
+        f"{PASSES} passes, codecs in turn.",
         "",
         "What codecs take: *launches* of the fused forward kernel, and for each value "
         "*bytes* that such a kernel reads in that time (the thread's own; the kernels "
@@ -280,7 +302,38 @@ def report(data: dict[str, Any]) -> str:
             for found in fitted(entries, action)
         ]
         lines.append(f"| {codec} | {' | '.join(cells)} |")
-    lines += [
+    byte_ms = statistics.median(e["byte_ms"] for e in data["kernels"])
+    for entry in data["sums"]:
+        values = entry["values"]
+        more = (
+            f"{codec} {(entry[codec] - entry[PLAIN]) / values / byte_ms:.1f}"
+            for codec in SUMMED
+        )
+        lines += [
+            "",
+            f"A reduce-scatter of {values:,} values takes a rank's processor so many "
+            f"bytes' time per value more than one of as many bytes of floats: "
+            f"{', '.join(more)}.",
+        ]
+    if data["exchanges"]:
+        lines += exchange_lines(data)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Commit {data['commit']}, {data['date']}. `{data['command']}`",
+            "",
+        ]
+    )
+
+
+def exchange_lines(data: dict[str, Any]) -> list[str]:
+    """Exchanges, predicted and measured."""
+    speeds = [e["speed"] for e in data["exchanges"]]
+    lines = [
+        "",
+        f"The machine was {min(speeds):.2f} to {max(speeds):.2f} times as fast as when "
+        "the bundle was measured, which fp32's times are corrected for.",
         "",
         "TorchRec's exchange of pooled outputs, from the last rank's start to the last "
         "one's end: *fp32* in ms, codecs as times of that in the same pass, with the "
@@ -317,17 +370,16 @@ def report(data: dict[str, Any]) -> str:
         "Whether a codec makes an exchange shorter was foretold in "
         f"{sum(agreed[True])} of {len(agreed[True])} times where the interval leaves "
         f"no doubt, and in {sum(agreed[False])} of the other {len(agreed[False])}.",
-        "",
-        f"Commit {data['commit']}, {data['date']}. `{data['command']}`",
-        "",
     ]
-    return "\n".join(lines)
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cost-model", default="cpu", help="bundle to judge")
-    parser.add_argument("--columns", type=int, nargs="+", default=COLUMNS)
+    parser.add_argument(
+        "--columns", type=int, nargs="*", default=COLUMNS, help="none: kernels alone"
+    )
     parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES)
     parser.add_argument("--out", type=Path, required=True, help="path without suffix")
     args = parser.parse_args(arguments)
@@ -350,6 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "commit": commit(),
         "command": shlex.join(["torchrun", *sys.argv]),
         "kernels": measure_kernels() if ranks.rank == 0 else [],
+        "sums": measure_sums(),
         "exchanges": [],
     }
     dist.barrier()

@@ -234,7 +234,7 @@ def test_what_cannot_be_is_refused() -> None:
             batch_size=8,
             pipeline_type="sparse",
         )
-    with pytest.raises(ConfigError, match="dense_ms: forward must be finite and at le"):
+    with pytest.raises(ConfigError, match="dense_ms must be finite and at least 0"):
         planner_for("train_sparse_dist", -3.0)
     other = NeuroShardPartitioner(gpus(), cost_model=AnalyticCostModel())
     with pytest.raises(

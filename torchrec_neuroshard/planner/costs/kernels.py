@@ -69,9 +69,13 @@ _MEASURED_CODING: Mapping[tuple[str, str], tuple[float, float]] = {
 """Device type and codec -> bytes of memory that coding and decoding a value is worth.
 Measured on one AMD EPYC (Zen 5) core; another run, which is kept, found 0.66 to 1.04
 times these (`benchmarks/results/qcomms_gloo2_202611.md`)."""
-_MEASURED_SUMS: Mapping[tuple[str, str], float] = {("cpu", "fp16"): 18.0}
-"""The same of adding up a value, beyond what bytes of floats take: gloo has no kernel
-for it. Measured by the processor's time of two ranks."""
+_MEASURED_SUMS: Mapping[tuple[str, str], float] = {
+    ("cpu", "fp16"): 19.0,
+    ("cpu", "bf16"): 4.0,
+}
+"""The same of adding up a value, beyond what as many bytes of floats take: by the
+processor's time of two gloo ranks; another run, which is kept, found 16 to 20 and 2 to 3
+(`benchmarks/results/qcomms_kernels_202611.md`)."""
 _CODING_LAUNCHES = 0.5
 """Of the fused forward kernel: what coding and decoding take of few values; measured
 with them, 0.56 to 0.69 in the run that is kept."""
