@@ -80,6 +80,12 @@ FOUND = {
     "a cache of no rows, which no kernel in the device's memory has": case(
         "ebc", [table()], {"world_size": 2}, {"t0": {"cache_load_factor": 0.0}}
     ),
+    "rows for the host that must be on the device are refused by name": case(
+        "ebc",
+        [table(rows=1000)],
+        {"world_size": 1},
+        {"t0": {"compute_kernels": ["fused_uvm"], "enforce_hbm": True}},
+    ),
     "a wide table kept TorchRec's planner from making the plan that it makes": case(
         "ebc",
         [

@@ -85,9 +85,9 @@ def plan_once(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     sizes = [
         (int(rng.integers(10, 10**6)), 4 * int(rng.integers(1, 33)))
-        for _ in range(int(rng.integers(5, 40)))
+        for _ in range(int(rng.integers(3, 12)))
     ]
-    topology = Topology(world_size=int(2 ** rng.integers(1, 4)), compute_device="cuda")
+    topology = Topology(world_size=int(2 ** rng.integers(1, 3)), compute_device="cuda")
     planner = make_planner(topology=topology, search_only=False)
     plan = planner.plan(make_ebc(sizes), bag_sharders())
     return {
