@@ -36,7 +36,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     table_configs,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
     "KNOWN_VALUES",
@@ -180,12 +179,6 @@ def odd_constraints(
             notes.append(
                 f"{where}: min_partition=0 counts as not given; give the columns of "
                 "the narrowest shard, or leave it out"
-            )
-        elif (width := constraint.min_partition or 0) % COLUMN_MULTIPLE:
-            notes.append(
-                f"{where}: min_partition={width} is no multiple of {COLUMN_MULTIPLE}, "
-                "as the widths that FBGEMM's kernels take are: the next one counts "
-                "here, and TorchRec's own planner makes shards that do not run"
             )
         for field, known in KNOWN_VALUES.items():
             values = getattr(constraint, field)

@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 from torchrec.distributed.planner.types import ShardingOption
 
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, suggestion
 from torchrec_neuroshard.placement_rules import (
     PlacementRules,
     joined_sets,
     listed,
     quoted,
 )
-from torchrec_neuroshard.planner.options.checks import suggestion
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
