@@ -193,5 +193,5 @@ def test_where_a_solver_finds_no_prices_those_before_hold(
     monkeypatch.setattr(bounds, "optimize", SimpleNamespace(linprog=no_prices))
     bank, width_TW = thirty_on_four()
     critical_ms = Plan(bank, width_TW).critical_ms
-    assert 0 < lower_bound(bank, [width_TW], critical_ms) <= critical_ms
+    assert 0 < lower_bound(bank, [width_TW], critical_ms).ms <= critical_ms
     assert calls
