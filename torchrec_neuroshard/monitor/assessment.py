@@ -477,6 +477,7 @@ class Assessor:
         self._rates = self._rates.corrected(offer.move_ms, seconds * 1e3)
         self._planner = self._planner.relearned(profiles=self.profiles)
         self._offer, self._searched = None, (0.0, 0.0)
+        self._planned = None  # moves change the plan in place
 
 
 def _held(factor: float) -> float:
