@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.builders import make_tables, make_task
-from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.search import SearchConfig, shards
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.shards import ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
@@ -47,7 +47,10 @@ def random_widths(
 
 
 @pytest.mark.parametrize("num_groups", [1, 3])
-def test_running_sums_agree_with_the_simulator(num_groups: int) -> None:
+def test_running_sums_agree_with_the_simulator(
+    num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "ROWS_AT_ONCE", 3)
     bank = bank_of(12, 4, num_groups=num_groups)
     plan = Plan(bank, random_widths(bank))
     for source in range(4):

@@ -38,6 +38,9 @@ Ints = npt.NDArray[np.int64]
 
 ALIGNMENT = 16
 """Columns of 64 bytes in fp32, a cache line."""
+ROWS_AT_ONCE = 2**18
+"""Shards of which encodings are held at a time: of thousands of tables, split by rows
+over hundreds of ranks, there are millions."""
 MAX_ENCODED_TABLES = 32
 """Tables of which all widths are encoded at once."""
 MIN_MARGINAL_SHARE = 0.05
@@ -653,7 +656,10 @@ class ShardBank:
             set_N = np.concatenate([set_N, set_N[place]])
         cell = set_N * num_groups + self.groups_T[table]
         size = num_sets * num_groups
-        sums = sum_by(cell, self.encoding(rows_N), size)
+        sums: Floats = np.zeros((size, self.encoding_dim))
+        for first in range(0, len(cell), ROWS_AT_ONCE):
+            some = slice(first, first + ROWS_AT_ONCE)
+            sums += sum_by(cell[some], self.encoding(rows_N[some]), size)
         count = np.bincount(cell, minlength=size).reshape(num_sets, num_groups)
         stage = set_N * num_stages + self.stages_T[table]
         amounts = np.concatenate([self.extra(rows_N), self.loads_of(rows_N)], axis=1)
