@@ -74,8 +74,8 @@ _MEASURED_SUMS: Mapping[tuple[str, str], float] = {
     ("cpu", "bf16"): 4.0,
 }
 """The same of adding up a value, beyond what as many bytes of floats take: by the
-processor's time of two gloo ranks; another run, which is kept, found 16 to 20 and 2 to 3
-(`benchmarks/results/qcomms_kernels_202611.md`)."""
+processor's time of two gloo ranks; another run, which is kept, found 16 to 20 and 2 to
+3 (`benchmarks/results/qcomms_kernels_202611.md`)."""
 _CODING_LAUNCHES = 0.5
 """Of the fused forward kernel: what coding and decoding take of few values; measured
 with them, 0.56 to 0.69 in the run that is kept."""
