@@ -613,7 +613,7 @@ class _Part:
     def has_few_sets(self) -> bool:
         """Whether all sets there are can be looked at."""
         options = np.bincount(self.own_T, weights=self.num_widths_T) + 1
-        return math.prod(options.tolist()) <= MAX_ENUMERATED
+        return bool(math.prod(options.tolist()) <= MAX_ENUMERATED)
 
     def enumerate(self) -> _Sets:
         """All sets there are, place n for table n."""
