@@ -497,7 +497,8 @@ def parts_table(rows: list[dict[str, Any]]) -> str:
             share = 100 * sum(parts) / sum(r["seconds"] for r in done)
             cells = [size, name, f"{len(done)}/{len(here)}", _cell(parts, ".2f")]
             gaps = [100 * r["gap"] for r in done] if name == "all" else []
-            cells += [f"{share:.0f} %", _cell(gaps, ".2f") + " %" if gaps else ""]
+            gap = f"{_cell(gaps, '.2f')} %" if gaps else ""
+            cells += [f"{share:.0f} %", gap if np.all(np.isfinite(gaps)) else "unknown"]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
