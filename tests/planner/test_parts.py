@@ -446,6 +446,8 @@ def test_what_tables_may_not_use_is_told() -> None:
     left = format_bytes(2**27 - math.ceil(common))
     with pytest.raises(PlannerError, match=rf"Of the 1\.00 GiB.* leave {left}\."):
         partitioner.partition(proposal, gpus(hbm_cap=2**27))
+    with pytest.raises(PlannerError, match=r"Of the 1\.00 GiB.* leave 0 bytes\."):
+        partitioner.partition(proposal, gpus(hbm_cap=int(common) - 2**10))
     with pytest.raises(PlannerError) as caught:
         NeuroShardPartitioner(gpus(hbm_cap=10**8), **analytic()).partition(
             proposal, gpus(hbm_cap=10**8)

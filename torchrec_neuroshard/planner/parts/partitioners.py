@@ -372,7 +372,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         return (
             f" Of the {format_bytes(whole)} of a rank, the storage reservation, the "
             "outputs of its own samples and tables that are not searched leave "
-            f"{format_bytes(left)}."
+            f"{format_bytes(max(0, left))}."
         )
 
 
