@@ -168,20 +168,20 @@ def opened(path: Path) -> dict[str, float]:
     timed.write_text(
         text.replace("</body>", f"<script>{_CLOCK}</script></body>"), encoding="utf-8"
     )
-    load, before = os.getloadavg()[0], _cpu_seconds()
+    load, before = os.getloadavg()[0], cpu_seconds()
     dom, said = open_page(timed)
     title = re.search(r"<title>(\{.*?\})</title>", dom)
     if said or title is None:
         raise RuntimeError(f"the page does not open: {said or 'no time in it'}")
     return {
         **json.loads(html.unescape(title[1])),
-        "cpu_seconds": _cpu_seconds() - before,
+        "cpu_seconds": cpu_seconds() - before,
         "load_average": load,
     }
 
 
-def _cpu_seconds() -> float:
-    """Return what browsers that have ended took of the processor."""
+def cpu_seconds() -> float:
+    """Return what child processes that have ended took of the processor."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_page import draw_tables
+from bench_page import cpu_seconds, draw_tables
 from harness.options import option, read_options
 from harness.provenance import describe_run, keep_rows
 
@@ -48,7 +47,7 @@ def write_tables(count: int, path: Path) -> None:
 
 def swept(run: SweepRun, folder: Path) -> dict[str, Any]:
     """Run the command once; returns its time, the processor's, and its cells."""
-    load, before = os.getloadavg()[0], _cpu_seconds()
+    load, before = os.getloadavg()[0], cpu_seconds()
     start = time.monotonic()
     command = [sys.executable, "-m", "torchrec_neuroshard", "sweep", "tables.csv"]
     command += ["--cards", run.cards, "--ranks", run.ranks, "--csv", "sweep.csv"]
@@ -64,17 +63,12 @@ def swept(run: SweepRun, folder: Path) -> dict[str, Any]:
     gaps = [float(c["gap"]) for c in cells if c["fits"] == "true" and c["gap"]]
     return {
         "seconds": seconds,
-        "cpu_seconds": _cpu_seconds() - before,
+        "cpu_seconds": cpu_seconds() - before,
         "load_average": load,
         "cells": len(cells),
         "fit": sum(c["fits"] == "true" for c in cells),
         "median_gap": statistics.median(gaps) if gaps else None,
     }
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def page(settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
