@@ -169,16 +169,25 @@ def test_train_pipeline_hides_the_index_exchange_alone(
 
 
 def test_critical_times_fit_into_the_iteration(trained: list[dict[str, Any]]) -> None:
+    """Collectives lie behind each other; a rank that is held up in its kernels can have
+    begun them before the last rank's ids were there, so that these only fit alone."""
     from torchrec_neuroshard.phase_timer import PhaseTimes, critical_times
 
     for steps in zip(*(rank["steps"] for rank in trained), strict=True):
-        times = critical_times(
+        modules = critical_times(
             [[PhaseTimes(**m) for m in step["modules"]] for step in steps]
         )
         longest = max(s["end"] for s in steps) - min(s["start"] for s in steps)
-        total = sum(ms for module in times for ms in module.values())
-        assert 0 < total <= longest * 1e3
-        assert all(ms >= 0 for module in times for ms in module.values())
+        for module in modules:
+            assert all(0 <= ms <= longest * 1e3 for ms in module.values())
+            assert module["fwd_compute"] > 0 and module["bwd_compute"] > 0
+        collectives = sum(
+            ms
+            for module in modules
+            for phase, ms in module.items()
+            if phase.endswith("comms")
+        )
+        assert collectives <= longest * 1e3
 
 
 def test_nothing_sharded_is_an_error() -> None:
