@@ -1,6 +1,7 @@
 """Plans of all planners for a task, made in processes of their own.
 
-Two plan at a time where two cores are at hand, and nothing is measured meanwhile.
+Two plan at a time where two cores are at hand, and nothing is measured meanwhile,
+unless a task is begun ahead.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,22 +105,20 @@ class Planners:
         self._settings, self._num_processes = settings, num_processes
         self._seconds = {r.name: 0.0 for r in settings.rivals()}
         self._pool: ProcessPoolExecutor | None = None
+        self._begun: dict[tuple[str, str], dict[str, Future[Outcome]]] = {}
+
+    def begin(self, task: Task) -> None:
+        """Let the processes start on a task that `plan` will be asked for."""
+        if self._num_processes:
+            self._begun[task.name, task.cluster] = self._submit(task)
 
     def plan(self, task: Task) -> dict[str, Outcome]:
         """Let every planner plan a task."""
         if not self._num_processes:
             _prepare(self._settings)
             return {name: _plan(name, task) for name in self._seconds}
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(
-                self._num_processes,
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=_prepare,
-                initargs=(self._settings,),
-            )
-        # The slowest first, so that the processes end together.
-        order = sorted(self._seconds, key=lambda name: -self._seconds[name])
-        pending = {name: self._pool.submit(_plan, name, task) for name in order}
+        begun = self._begun.pop((task.name, task.cluster), None)
+        pending = begun or self._submit(task)
         outcomes = {}
         for name in self._seconds:
             try:
@@ -132,8 +131,21 @@ class Planners:
             self._seconds[name] = outcomes[name].seconds
         return outcomes
 
+    def _submit(self, task: Task) -> dict[str, Future[Outcome]]:
+        if self._pool is None:
+            self._pool = ProcessPoolExecutor(
+                self._num_processes,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_prepare,
+                initargs=(self._settings,),
+            )
+        # The slowest first, so that the processes end together.
+        order = sorted(self._seconds, key=lambda name: -self._seconds[name])
+        return {name: self._pool.submit(_plan, name, task) for name in order}
+
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and forget what was begun."""
+        self._begun.clear()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None

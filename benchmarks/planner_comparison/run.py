@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
+import itertools
 import logging
 import platform
 import re
@@ -91,6 +92,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--plan-seconds", type=float, default=60.0)
     parser.add_argument("--solver-seconds", type=float, default=4.0)
     parser.add_argument("--planning-processes", type=int, default=2)
+    parser.add_argument(
+        "--plan-ahead",
+        action="store_true",
+        help="plan the next task while kernels of one are timed (on another core)",
+    )
     parser.add_argument("--kernel-rounds", type=int, default=5)
     parser.add_argument("--kernel-passes", type=int, default=1, help="of a round")
     parser.add_argument("--comms-rounds", type=int, default=3)
@@ -222,10 +228,10 @@ class Comparison:
         """Do the tasks that are left, writing after each."""
         start = time.monotonic()
         done = {t["task"] for t in self.data["tasks"]}
-        for number, task in enumerate(self.tasks):
-            if task.name in done:
-                continue
-            found = self._run_task(task)
+        left = [(n, t) for n, t in enumerate(self.tasks) if t.name not in done]
+        coming = [t for _, t in left[1:]] if self._options.plan_ahead else []
+        for (number, task), following in itertools.zip_longest(left, coming):
+            found = self._run_task(task, following)
             speed = found[0]["machine_speed"]
             if speed < self._options.least_speed:
                 print(
@@ -252,12 +258,22 @@ class Comparison:
         if self._group is not None:
             self._group.close()
 
-    def _run_task(self, task: Task) -> list[dict[str, Any]]:
-        """Plan a task for each cluster and time the kernels of all plans together."""
+    def _each_cluster(self, task: Task) -> list[tuple[Task, Cluster]]:
+        return [
+            (dataclasses.replace(task, cluster=cluster.name), cluster)
+            for cluster in self._clusters_of(task)
+        ]
+
+    def _run_task(self, task: Task, following: Task | None) -> list[dict[str, Any]]:
+        """Plan a task for each cluster and time the kernels of all plans together.
+
+        Args:
+            task: What to plan.
+            following: The task to plan meanwhile, if any.
+        """
         clock = [time.monotonic()]
         judged: list[tuple[Task, Cluster, dict[str, Outcome]]] = []
-        for cluster in self._clusters_of(task):
-            own = dataclasses.replace(task, cluster=cluster.name)
+        for own, cluster in self._each_cluster(task):
             outcomes = self._planners.plan(own)
             ours = outcomes.get(OURS)
             if ours is not None and ours.plan is not None:
@@ -265,6 +281,8 @@ class Comparison:
                 outcomes[AGAIN] = again
             judged.append((own, cluster, outcomes))
         clock.append(time.monotonic())
+        for own, _ in self._each_cluster(following) if following else ():
+            self._planners.begin(own)
         plans = [o.plan for _, _, some in judged for o in some.values() if o.plan]
         raw = self._timer.measure(plans)
         speed = self._timer.machine_speed(raw)

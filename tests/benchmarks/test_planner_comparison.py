@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -492,7 +494,7 @@ def test_a_run_goes_on_where_it_was_cut_off(
     command = ["--out", str(tmp_path / "run"), "--quick", "--max-rows", "1000"]
     command += ["--cost-model", "cpu", "--batch-size", "64", "--num-tasks", "2"]
     command += ["--planning-processes", "0", "--least-speed", "0"]
-    command += ["--clusters", "8 x H100", "--plan-seconds", "60"]
+    command += ["--plan-ahead", "--clusters", "8 x H100", "--plan-seconds", "60"]
     command += ["--planners", "greedy-size", "torchrec, best practice"]
     main = parts("run").main
     monkeypatch.setattr(sys, "argv", ["compare_planners.py", *command])
@@ -511,6 +513,35 @@ def test_a_run_goes_on_where_it_was_cut_off(
     assert both["tasks"][1]["name"] in (tmp_path / "run.md").read_text()
     with pytest.raises(SystemExit, match=r"of another run: its options is .*'seed': 0"):
         main([*command, "--seed", "1"])
+
+
+def test_a_task_that_was_begun_is_planned_once(
+    parts: Any, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planning, asked = parts("planning"), []
+
+    def pool(num_processes: int, **_: Any) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(num_processes)
+
+    def plan(name: str, task: Any) -> Any:
+        asked.append((name, task.cluster))
+        return planning.Outcome(status=task.cluster, seconds=1.0)
+
+    monkeypatch.setattr(planning, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(planning, "_plan", plan)
+    settings = planning.PlanningSettings(names=("random", "greedy-dim"))
+    planners = planning.Planners(settings, 1)
+    clusters = ("8 x H100", "8 x A100")
+    for cluster in clusters:
+        planners.begin(dataclasses.replace(small, cluster=cluster))
+    for cluster in clusters:
+        outcomes = planners.plan(dataclasses.replace(small, cluster=cluster))
+        assert {name: o.status for name, o in outcomes.items()} == {
+            "random": cluster,
+            "greedy-dim": cluster,
+        }
+    planners.close()
+    assert sorted(asked) == sorted(itertools.product(settings.names, clusters))
 
 
 @pytest.mark.distributed
