@@ -33,6 +33,7 @@ from torch import nn
 
 from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE, layers
 from torchrec_neuroshard.cost_models.bundle import BundleFormat
+from torchrec_neuroshard.cost_models.loading import PRETRAINED
 from torchrec_neuroshard.errors import (
     BundleMismatchError,
     ConfigError,
@@ -75,7 +76,6 @@ width, `pooling_factor` the mean lookups per sample, `row` the rows, at least 10
 
 _MIN_ROWS = 100
 _FORMAT_VERSION = 2
-_SHIPPED = Path(__file__).parent.parent / "pretrained" / "neuroshard"
 
 
 # What the nets see.
@@ -323,7 +323,7 @@ def load_models(folder: str | Path) -> NeuroShardModels:
 
 def shipped_models(hardware: str) -> NeuroShardModels | None:
     """Load the nets that come with the package for a device, if there are any."""
-    for folder in filter(_FORMAT.is_in, sorted(_SHIPPED.glob("*"))):
+    for folder in filter(_FORMAT.is_in, sorted((PRETRAINED / "neuroshard").glob("*"))):
         if _FORMAT.read_info(folder).fingerprint.device == hardware:
             return load_models(folder)
     return None

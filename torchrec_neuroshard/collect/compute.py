@@ -83,7 +83,7 @@ _MOST_MORE = 5
 
 MAX_ATTEMPTS = 4
 """Measurements of one set on a throttled GPU before it is left for another run."""
-_COOL_DOWN_S = 2.0
+COOL_DOWN_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -449,7 +449,7 @@ class _SetMeter:
             if not reason:
                 return _with_state(record, state, attempt)
             self._num_dropped += 1
-            time.sleep(_COOL_DOWN_S)
+            time.sleep(COOL_DOWN_S)
         self._left_out[index] = reason
         return None
 
