@@ -38,7 +38,7 @@ from torchrec_neuroshard.devices import (
     torch_threads,
 )
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError, RecordError
-from torchrec_neuroshard.files import parse_json
+from torchrec_neuroshard.files import from_options, parse_json
 from torchrec_neuroshard.record_store import (
     RecordStore,
     append_line,
@@ -594,14 +594,10 @@ def sampling_from(args: argparse.Namespace) -> SamplingConfig:
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard collect compute`."""
     collect_compute(
-        CollectConfig(
-            out=args.out,
-            num_sets=args.num_sets,
-            seed=args.seed,
-            device=args.device,
-            num_threads=args.num_threads,
-            tables=tuple(args.tables),
-            workloads=tuple(args.workload),
+        from_options(
+            CollectConfig,
+            args,
+            workloads=args.workload,
             sampling=sampling_from(args),
             time_limit_seconds=args.time_limit,
         )
