@@ -19,6 +19,7 @@ from torchrec_neuroshard.devices import (
     current_device_name,
     device_type_of,
     find_gpu_monitor,
+    gpu_uuid,
     nvidia_smi_reader,
     nvml_reader,
     torch_threads,
@@ -74,6 +75,14 @@ def write_smi(folder: Path, *, known: str = "clocks_event_reasons") -> str:
 def test_this_cpu_has_a_name() -> None:
     assert current_device_name("cpu") == cpu_name() != ""
     assert current_device_name("tpu") is None
+
+
+def test_a_gpu_is_named_as_the_driver_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpu_uuid(torch.device("cpu")) is None
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="7c-1e")
+    )
+    assert gpu_uuid(torch.device("cuda")) == "GPU-7c-1e"
 
 
 @pytest.mark.parametrize(

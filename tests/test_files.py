@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torchrec_neuroshard.files import (
     check_folder,
     check_outputs,
     from_fields,
+    from_options,
     json_text,
     parse_json,
     read_json,
@@ -140,6 +142,14 @@ def test_dataclasses_are_made_by_the_types_of_their_fields() -> None:
     made = Inner(names=("a",), pair=(1.0, 2.5))
     assert found == Outer(count=3, inner=made, many=(made,), rates={"a": (1.0,)})
     assert type(found.count) is int
+
+
+def test_options_fill_the_fields_of_their_names() -> None:
+    options = argparse.Namespace(count=4, names=["a"], pair=[1.0, 2.0], out="b")
+    inner = from_options(Inner, options)
+    assert inner == Inner(names=("a",), pair=(1.0, 2.0))
+    found = from_options(Outer, options, inner=inner, count=3, many=[inner])
+    assert found == Outer(count=3, inner=inner, many=(inner,))
 
 
 SOUND: dict[str, Any] = {"count": 1, "inner": {"names": []}}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -203,6 +204,31 @@ def export_order(name: str) -> tuple[int, str]:
     return (0 if name.isupper() else 1 if name[:1].isupper() else 2), name
 
 
+def imported_modules(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports, if only for types or later.
+
+    The front door imports its guests, and they its version: it is left out.
+    """
+    found: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        for name, _ in imports(tree, module, for_types=True):
+            holder = name.rpartition(".")[0]
+            places = (name, f"{name}.__init__", holder, f"{holder}.__init__")
+            target = next((p for p in places if p in trees), module)
+            if target not in (module, f"{PACKAGE}.__init__"):
+                found.setdefault(module, set()).add(target)
+    return found
+
+
+def find_circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Names of which each leads to the next and the last to the first, if there are."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def find_export_faults(module: str, tree: ast.Module) -> list[str]:
     """`__all__`, where there is one: sorted, bound, and leaves nothing public out."""
     for node in tree.body:
@@ -390,12 +416,12 @@ def test_exports_are_sorted_and_complete() -> None:
 
 @pytest.mark.parametrize("rules", [MAY_IMPORT, PLANNER_MAY_IMPORT])
 def test_the_rules_themselves_have_no_cycle(rules: dict[str, set[str]]) -> None:
-    order: list[str] = []
-    while left := set(rules) - set(order):
-        # `training.fit` is one module, not the unit around it.
-        free = {unit for unit in left if not (rules[unit] & left)}
-        assert free, f"these import each other: {sorted(left)}"
-        order += sorted(free)
+    # `training.fit` is one module, not the unit around it.
+    assert find_circle(rules) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert find_circle(imported_modules(sources())) == []
 
 
 @pytest.mark.parametrize(
@@ -468,6 +494,32 @@ def test_crossing_is_found(module: str, source: str) -> None:
 )
 def test_downward_import_is_granted(module: str, source: str) -> None:
     assert find_crossings(f"{PACKAGE}.{module}", ast.parse(source)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from .report.html import page", {"report.html"}),
+        ("def f():\n    from .report import html", {"report.html"}),
+        ("if TYPE_CHECKING:\n    from .report import Page", {"report.__init__"}),
+        ("import torchrec_neuroshard.report", {"report.__init__"}),
+        ("from . import __version__\nimport html", set()),
+    ],
+)
+def test_circle_is_found(source: str, names: set[str]) -> None:
+    back = ast.parse("from ..tables import Table")
+    trees = {
+        f"{PACKAGE}.{module}": tree
+        for module, tree in {
+            "__init__": ast.parse("from .tables import Table"),
+            "tables": ast.parse(source),
+            "report.__init__": back,
+            "report.html": back,
+        }.items()
+    }
+    graph = imported_modules(trees)
+    assert graph.get(f"{PACKAGE}.tables", set()) == {f"{PACKAGE}.{n}" for n in names}
+    assert bool(find_circle(graph)) == bool(names)
 
 
 @pytest.mark.parametrize(

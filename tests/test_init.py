@@ -17,13 +17,14 @@ ROOT = Path(torchrec_neuroshard.__file__).parents[1]
 
 @pytest.fixture
 def lazy_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """File of a module that the package takes the public name `Lazy` from."""
-    module = "module_of_lazy_name"
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    locations = {**torchrec_neuroshard._LOCATIONS, "Lazy": module}
-    monkeypatch.setattr(torchrec_neuroshard, "_LOCATIONS", locations)
-    return tmp_path / f"{module}.py"
+    """File in the place of the module that has `PlanMonitor`."""
+    module = "torchrec_neuroshard.monitor"
+    assert torchrec_neuroshard.PlanMonitor.__module__.startswith(module)
+    monkeypatch.delattr(torchrec_neuroshard, "PlanMonitor")
+    monkeypatch.delitem(sys.modules, module)
+    path = [str(tmp_path), *torchrec_neuroshard.__path__]
+    monkeypatch.setattr(torchrec_neuroshard, "__path__", path)
+    return tmp_path / "monitor.py"
 
 
 def test_import_loads_no_framework() -> None:
@@ -72,12 +73,6 @@ def test_public_names_are_those_promised() -> None:
     ]
 
 
-def test_every_public_name_has_one_place() -> None:
-    lazy = set(torchrec_neuroshard._LOCATIONS)
-    eager = {"NeuroShardError", "__version__"}
-    assert lazy | eager == set(torchrec_neuroshard.__all__)
-
-
 @pytest.mark.parametrize("name", torchrec_neuroshard.__all__)
 def test_public_name_is_that_of_its_module(name: str) -> None:
     value = getattr(torchrec_neuroshard, name)
@@ -103,15 +98,15 @@ def test_missing_framework_names_the_doctor(
     lazy_name.write_text(f"import {framework}\n")
     with pytest.raises(
         EnvironmentMismatchError,
-        match=rf"torchrec_neuroshard\.Lazy needs .*{framework}.*doctor`",
+        match=rf"torchrec_neuroshard\.PlanMonitor needs .*{framework}.*doctor`",
     ):
-        torchrec_neuroshard.Lazy  # noqa: B018
+        torchrec_neuroshard.PlanMonitor  # noqa: B018
 
 
 def test_our_own_import_fault_stays_what_it_is(lazy_name: Path) -> None:
     lazy_name.write_text("import a_module_that_nobody_wrote\n")
     with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_wrote"):
-        torchrec_neuroshard.Lazy  # noqa: B018
+        torchrec_neuroshard.PlanMonitor  # noqa: B018
 
 
 def test_package_error_passes_unchanged(lazy_name: Path) -> None:
@@ -120,4 +115,4 @@ def test_package_error_passes_unchanged(lazy_name: Path) -> None:
         "raise BundleError('as it was')\n"
     )
     with pytest.raises(ValueError, match=r"^as it was$"):
-        torchrec_neuroshard.Lazy  # noqa: B018
+        torchrec_neuroshard.PlanMonitor  # noqa: B018

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and documents that anybody may have written.
+"""Files that appear whole or not at all, and what anybody may have written or typed.
 
 What a document holds is checked once, against the types of the dataclass that it is to
 become. Errors here are bare facts, `ValueError` throughout: whoever reads a file knows
@@ -7,6 +7,7 @@ what it was and what to do.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -29,6 +30,7 @@ __all__ = [
     "check_folder",
     "check_outputs",
     "from_fields",
+    "from_options",
     "json_text",
     "parse_json",
     "read_fields",
@@ -203,6 +205,19 @@ def from_fields(kind: type[T], data: Any) -> T:
     """
     made: T = _reader(typing.cast(Any, kind))(data, kind.__name__)
     return made
+
+
+def from_options(kind: type[T], options: argparse.Namespace, **others: Any) -> T:
+    """Make a dataclass of those options of a command that are called as its fields.
+
+    Args:
+        kind: The dataclass.
+        options: As they were parsed; lists become tuples.
+        others: What no option says as it stands.
+    """
+    names = {f.name for f in dataclasses.fields(typing.cast(Any, kind))}
+    given = {n: v for n, v in vars(options).items() if n in names} | others
+    return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in given.items()})
 
 
 def to_fields(made: Any) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _calibrated(folder: Path, hardware: str) -> Iterator[Rival]:
 
 
 def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
-    yield _search_rival(
+    yield search_rival(
         PAPER,
         "NeuroShard's loops as published, on the cost model that this planner has",
         lambda: PaperSearcher(NeuroShardConfig(costs="shared")),
@@ -223,7 +223,7 @@ def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
             )
     for name in POLICIES:
         load = functools.cache(functools.partial(_policy, name))
-        rival = _search_rival(name, "trained policy, tables whole", load)
+        rival = search_rival(name, "trained policy, tables whole", load)
         yield dataclasses.replace(rival, training=functools.partial(_training, load))
 
 
@@ -323,21 +323,21 @@ def _greedies() -> Iterator[Rival]:
         **{f"greedy-{key}": f"tables whole, by {key}" for key in GREEDY_KEYS},
     }
     for name, text in about.items():
-        yield _search_rival(name, text, functools.partial(make_searcher, name))
+        yield search_rival(name, text, functools.partial(make_searcher, name))
 
 
 def _solvers(seconds: float) -> Iterator[Rival]:
-    yield _search_rival(
+    yield search_rival(
         "embark",
         "EMBark's published loop (split the hottest shard, place, repeat) on our costs",
         HottestSplitSearcher,
     )
-    yield _search_rival(
+    yield search_rival(
         "milp",
         f"mixed-integer program on costs of single shards, {seconds:g} s",
         lambda: MilpSearcher(MilpConfig(time_budget_seconds=seconds)),
     )
-    yield _search_rival(
+    yield search_rival(
         "annealing",
         f"simulated annealing on costs of sets, at most {seconds:g} s",
         lambda: AnnealingSearcher(AnnealingConfig(time_budget_seconds=seconds)),
@@ -408,7 +408,7 @@ def _stock() -> Iterator[Rival]:
     )
 
 
-def _search_rival(name: str, about: str, make: Callable[[], Searcher]) -> Rival:
+def search_rival(name: str, about: str, make: Callable[[], Searcher]) -> Rival:
     return Rival(
         name=name,
         about=about,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
     CommsNets,
     ComputeNet,
     NeuroShardModels,
-    augment_tables,
     columns_in_paper_batch,
     load_models,
     save_models,
@@ -28,7 +26,6 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
     BundleMismatchError,
-    ConfigError,
     FeatureSchemaError,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
@@ -85,15 +82,6 @@ def test_at_the_paper_s_batch_inputs_are_the_paper_s() -> None:
     np.testing.assert_array_equal(columns_in_paper_batch([40, 8], 65_536), [40, 8])
     np.testing.assert_array_equal(columns_in_paper_batch([40, 8], 16_384), [10, 2])
     assert features[: len(PAPER_FEATURES) - 3].sum() == pytest.approx(1.0, rel=1e-5)
-
-
-def test_augmentation_is_six_widths_a_table() -> None:
-    tables = [dataclasses.replace(small_table(), name=f"t{i}") for i in range(3)]
-    widths = [t.embedding_dim for t in augment_tables(tables)]
-    assert widths == [128, 64, 32, 16, 8, 4] * 3
-    assert [t.embedding_dim for t in augment_tables(tables[:1], 24)] == [24, 12]
-    with pytest.raises(ConfigError, match="multiple of 4, got 18"):
-        augment_tables(tables, 18)
 
 
 def test_a_set_is_the_sum_of_its_shards() -> None:

@@ -12,9 +12,9 @@ import torch
 
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
+    PAPER_WIDTHS,
     CommsNets,
     ComputeNet,
-    augment_tables,
     shard_features,
 )
 from torchrec_neuroshard.baselines.neuroshard_training import (
@@ -85,13 +85,17 @@ def test_trained_on_measured_sets_it_beats_their_mean(
     assert error < 0.3 * of_mean
 
 
+def augmented(tables: Sequence[TableConfig]) -> list[TableConfig]:
+    return [t.with_width(width) for t in tables for width in PAPER_WIDTHS]
+
+
 def test_statistics_are_those_of_the_augmented_tables(
     measured: list[CostRecord],
 ) -> None:
     records = comparable_records(measured, "sgd")[:40]
     net, _ = fit_compute(records, QUICK)
     every = np.concatenate(
-        [shard_features(augment_tables(r.tables), r.batch_size) for r in records]
+        [shard_features(augmented(r.tables), r.batch_size) for r in records]
     ).astype(np.float64)
     np.testing.assert_allclose(net.mean_F, every.mean(axis=0), rtol=1e-5)
     np.testing.assert_allclose(net.std_F, every.std(axis=0) + 1e-6, rtol=1e-5)
@@ -253,7 +257,7 @@ def test_imitated_kernels_are_told_better_than_by_their_mean() -> None:
     net, report = imitate_kernels(config)
     assert (report.num_training, report.num_test) == (800, 100)
     assert report.test_mse < 0.1 * report.mean_test_mse
-    tables = augment_tables(some_tables())
+    tables = augmented(some_tables())
     every = np.concatenate([shard_features(tables, b) for b in (1_024, 4_096)])
     np.testing.assert_allclose(net.mean_F, every.mean(axis=0, dtype=float), rtol=1e-4)
     # Labels are the model's: a table of 20 lookups a sample costs what it says.

@@ -145,7 +145,7 @@ def comms_model() -> BandwidthCommsModel:
 def halved(parts: Any, small: Any) -> Any:
     """A task, its plan as it runs, and what the planner predicted."""
     costs = parts("rivals").Costs(compute=AnalyticCostModel(), comms=comms_model())
-    rival = parts("rivals")._search_rival("halves", "", Halves)
+    rival = parts("rivals").search_rival("halves", "", Halves)
     return parts("planning").ask(rival, small, costs, "cpu", 60.0)
 
 
@@ -187,7 +187,7 @@ def test_a_search_without_a_plan_is_not_replaced(parts: Any, small: Any) -> None
             raise InfeasibleError("nothing fits anywhere")
 
     costs = parts("rivals").Costs(compute=AnalyticCostModel(), comms=comms_model())
-    rival = parts("rivals")._search_rival("nothing", "", Nothing)
+    rival = parts("rivals").search_rival("nothing", "", Nothing)
     outcome = parts("planning").ask(rival, small, costs, "cpu", 60.0)
     assert (outcome.status, outcome.plan) == ("no plan", None)
     assert "nothing fits anywhere" in outcome.reason
@@ -200,7 +200,7 @@ def test_a_planner_that_takes_too_long_is_stopped(parts: Any, small: Any) -> Non
                 pass
 
     costs = parts("rivals").Costs(compute=AnalyticCostModel(), comms=comms_model())
-    rival = parts("rivals")._search_rival("endless", "", Endless)
+    rival = parts("rivals").search_rival("endless", "", Endless)
     outcome = parts("planning").ask(rival, small, costs, "cpu", 0.2)
     assert (outcome.status, outcome.plan) == ("timed out", None)
 

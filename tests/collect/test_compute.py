@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from torchrec_neuroshard.collect.compute import (
     MAX_ATTEMPTS,
     MAX_ROUNDS,
     CollectConfig,
-    _monitor,
     add_arguments,
     collect_compute,
     failures_path,
@@ -321,13 +319,18 @@ HOT, FINE = 0x20, 0x0
 @pytest.fixture
 def watched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[[Iterator[int], int], tuple[list[CostRecord], str]]:
+) -> Callable[..., tuple[list[CostRecord], str]]:
     """Collect sets on a device that is, after each measurement, in a given state."""
-    monkeypatch.setattr("torchrec_neuroshard.collect.compute._COOL_DOWN_S", 0.0)
+    monkeypatch.setattr("torchrec_neuroshard.collect.compute.COOL_DOWN_S", 0.0)
     monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
 
-    def run(reasons: Iterator[int], num_sets: int) -> tuple[list[CostRecord], str]:
-        monitor = GpuMonitor(lambda: state(next(reasons)), source="a list")
+    def run(
+        reasons: Iterator[int] | None, num_sets: int
+    ) -> tuple[list[CostRecord], str]:
+        monitor = None
+        if reasons is not None:
+            # Sets that other work disturbs are measured again at the end.
+            monitor = GpuMonitor(lambda: state(next(reasons, FINE)), source="a list")
         monkeypatch.setattr(
             "torchrec_neuroshard.collect.compute.gpu_uuid", lambda _: "GPU-0"
         )
@@ -345,10 +348,11 @@ def watched(
 
 
 def test_throttled_measurements_are_dropped_counted_and_repeated(
-    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    watched: Callable[..., tuple[list[CostRecord], str]],
 ) -> None:
     records, printed = watched(iter([FINE, HOT, HOT, FINE, FINE]), 3)
     assert [r.num_throttled for r in records] == [0, 2, 0]
+    assert "clocks and temperature are read by a list" in printed
     for record in records:
         assert record.sm_clock_mhz == 1_980.0
         assert record.memory_clock_mhz == 3_201.0
@@ -358,7 +362,7 @@ def test_throttled_measurements_are_dropped_counted_and_repeated(
 
 
 def test_a_set_that_stays_throttled_waits_for_the_next_run(
-    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    watched: Callable[..., tuple[list[CostRecord], str]],
 ) -> None:
     hot_on_set_1 = [FINE, *[HOT] * MAX_ATTEMPTS, FINE]
     records, printed = watched(iter(hot_on_set_1), 3)
@@ -371,7 +375,7 @@ def test_a_set_that_stays_throttled_waits_for_the_next_run(
 
 
 def test_a_set_too_large_for_the_device_is_left_out_and_told(
-    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    watched: Callable[..., tuple[list[CostRecord], str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measure = SetTimer.measure
@@ -388,7 +392,7 @@ def test_a_set_too_large_for_the_device_is_left_out_and_told(
 
 
 def test_a_set_that_finds_memory_the_second_time_is_kept(
-    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    watched: Callable[..., tuple[list[CostRecord], str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measure, failed = SetTimer.measure, list[bool]()
@@ -406,7 +410,7 @@ def test_a_set_that_finds_memory_the_second_time_is_kept(
 
 
 def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
-    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    watched: Callable[..., tuple[list[CostRecord], str]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -428,7 +432,7 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
 
 
 def test_faults_of_our_own_are_not_taken_for_the_device_s(
-    watched: Callable[[Iterator[int], int], tuple[list[CostRecord], str]],
+    watched: Callable[..., tuple[list[CostRecord], str]],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -481,23 +485,9 @@ def test_options_change_what_the_device_would_get(
     )
 
 
-def test_monitors_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Console(width=200, file=io.StringIO())
-    assert _monitor(torch.device("cpu"), shown) is None
-    monkeypatch.setattr(
-        "torch.cuda.get_device_properties", lambda _: SimpleNamespace(uuid="7c-1e")
-    )
-    asked: list[str] = []
-
-    def find(uuid: str) -> GpuMonitor | None:
-        asked.append(uuid)
-        found = GpuMonitor(lambda: state(FINE), source="nvidia-smi")
-        return found if len(asked) == 1 else None
-
-    monkeypatch.setattr("torchrec_neuroshard.collect.compute.find_gpu_monitor", find)
-    assert _monitor(torch.device("cuda"), shown) is not None
-    assert _monitor(torch.device("cuda"), shown) is None
-    assert asked == ["GPU-7c-1e", "GPU-7c-1e"]
-    printed = shown.file.getvalue()  # type: ignore[attr-defined]
-    assert "clocks and temperature are read by nvidia-smi" in printed
+def test_a_device_that_nothing_watches_is_measured(
+    watched: Callable[..., tuple[list[CostRecord], str]],
+) -> None:
+    records, printed = watched(None, 1)
+    assert [r.sm_clock_mhz for r in records] == [None]
     assert "neither pynvml nor nvidia-smi answers" in printed

@@ -15,7 +15,6 @@ from torchrec_neuroshard.collect.tbe import (
     Arena,
     FusedTables,
     InputBatch,
-    _draw_lengths_there,
     draw_inputs,
     fbgemm_version,
     length_distribution,
@@ -315,12 +314,18 @@ def test_version_is_reported() -> None:
     ("mean", "std"), [(2.0, 0.0), (2.3, 0.0), (0.4, 0.5), (7.0, 2.6), (5.0, 9.0)]
 )
 def test_lengths_drawn_on_a_device_are_those_drawn_by_numpy(
-    mean: float, std: float
+    mean: float, std: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torchrec_neuroshard.collect.tbe.DRAWN_ON_HOST", ())
     count = 40_000
-    generator = torch.Generator()
-    generator.manual_seed(1)
-    there = _draw_lengths_there(mean, std, count, generator)
+    known = FeatureProfile(
+        batch_size=count,
+        num_lookups=count * mean,
+        pooling_std=std,
+        access_histogram=ACCESS[1].histogram(count * mean),
+    )
+    table = dataclasses.replace(TABLES[1], num_features=1, profile=known)
+    there = draw_inputs([table], ACCESS[1:2], count, (1, 2), CPU).offsets.diff()
     assert there.dtype == torch.int64 and there.shape == (count,)
     here = draw_lengths(np.random.default_rng(1), mean, std, count)
     spread = here.std()
@@ -346,7 +351,7 @@ def test_length_distribution_rises_to_one(std: float) -> None:
 def test_inputs_made_on_a_device_are_whole_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torchrec_neuroshard.collect.tbe._ON_HOST", ())
+    monkeypatch.setattr("torchrec_neuroshard.collect.tbe.DRAWN_ON_HOST", ())
     batch = draw_inputs(TABLES, ACCESS, BATCH, (1, 2), CPU)
     assert len(batch.offsets) == BATCH * len(FEATURES) + 1
     assert int(batch.offsets[0]) == 0 and (batch.offsets.diff() >= 0).all()
@@ -398,7 +403,7 @@ def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
         for i in range(2)
     ]
     kernel = FusedTables(tables, torch.device("meta"))
-    module = kernel._module
+    module = kernel.module
     assert not module.use_cpu
     assert [tuple(w.shape) for w in kernel.split_weights()] == [(100, 8), (200, 12)]
     assert module.weights_dev.dtype == (

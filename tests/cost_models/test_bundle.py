@@ -152,7 +152,7 @@ def test_auto_takes_the_bundle_of_this_device(
 ) -> None:
     from torchrec_neuroshard.cost_models import loading
 
-    monkeypatch.setattr(loading, "_PRETRAINED", tmp_path)
+    monkeypatch.setattr(loading, "PRETRAINED", tmp_path)
     write_bundle(tmp_path / "other", device="another CPU")
     with pytest.warns(UserWarning, match="physical estimate"):
         assert isinstance(load_cost_model("auto"), PhysicalCostModel)

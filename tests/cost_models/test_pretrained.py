@@ -30,7 +30,7 @@ from torchrec_neuroshard.training.compute import (
     fit_stock,
 )
 
-BUNDLE = Path(loading.__file__).parent.parent / "pretrained" / "cpu"
+BUNDLE = loading.PRETRAINED / "cpu"
 DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
 
 

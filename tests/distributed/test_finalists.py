@@ -43,7 +43,7 @@ RANK_1_DIES = "import os; os.environ['RANK'] == '1' and os.abort()"
 def plan(program: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "torchrec_neuroshard.training.first_launch._PROGRAM", ("-c", program)
+            "torchrec_neuroshard.training.first_launch.PROGRAM", ("-c", program)
         )
         planner = make_planner(
             dist.get_world_size(), measure_finalists=2, search=SEARCH

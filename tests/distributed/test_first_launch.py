@@ -112,7 +112,7 @@ def in_cache(folder: Path, program: str | None, action: Any) -> dict[str, Any]:
             )
         else:
             patch.setattr(
-                "torchrec_neuroshard.training.first_launch._PROGRAM", ("-c", program)
+                "torchrec_neuroshard.training.first_launch.PROGRAM", ("-c", program)
             )
         if program == FAILURES["a rank is late"]:
             patch.setattr(

@@ -226,7 +226,7 @@ def learning_planner(ranks: Ranks, **costs: Any) -> NeuroShardPlanner:
 def learn(ranks: Ranks, cache: Path) -> dict[str, Any]:
     """First launch, second launch, and a job whose inputs drift and plan follows."""
     found: dict[str, Any] = {}
-    program = "torchrec_neuroshard.training.first_launch._PROGRAM"
+    program = "torchrec_neuroshard.training.first_launch.PROGRAM"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEUROSHARD_CACHE", str(cache))
         for launch in ("first", "second"):

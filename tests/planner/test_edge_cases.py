@@ -6,11 +6,11 @@ search that is cut short. Each case works or ends in an error that names the tab
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,9 +79,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import (
-    NeuroShardPlanLoader,
     NeuroShardPlanner,
-    save_plan,
 )
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -151,8 +149,15 @@ def test_one_sharding_type_is_allowed(kind: str) -> None:
     assert found == kind or (kind == "column_wise" and len(entry_of(plan).ranks) == 1)
 
 
-def test_no_sharding_type_is_left() -> None:
-    planner = user_planner(device="cpu", constraints=only(sharding_types=["row_wise"]))
+@pytest.mark.parametrize(
+    ("device", "limits"),
+    [
+        ("cpu", {"sharding_types": ["row_wise"]}),
+        ("cuda", {"compute_kernels": ["quant"]}),
+    ],
+)
+def test_no_way_is_left(device: str, limits: dict[str, Any]) -> None:
+    planner = user_planner(device=device, constraints=only(**limits))
     with pytest.raises(RuntimeError, match=r"No available sharding type.*for t0"):
         planner.plan(bags(), get_default_sharders())
 
@@ -163,14 +168,8 @@ def test_one_compute_kernel_is_allowed(kernel: str) -> None:
     assert entry_of(plan).compute_kernel == kernel
 
 
-def test_no_compute_kernel_is_left() -> None:
-    planner = user_planner(constraints=only(compute_kernels=["quant"]))
-    with pytest.raises(RuntimeError, match=r"No available sharding type.*for t0"):
-        planner.plan(bags(), get_default_sharders())
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("least", [1, 3, 24, 50, 64, 100])
+@pytest.mark.parametrize("least", [1, 3, 30, 64, 100])
 def test_min_partition_below_four_not_a_divisor_or_above_the_width(
     least: int, device: str
 ) -> None:
@@ -185,7 +184,7 @@ def test_min_partition_below_four_not_a_divisor_or_above_the_width(
     widths = [w for _, w, _ in shards_of(plan)["t0"]]
     assert sum(widths) == 64 and not any(w % 4 for w in widths)
     assert widths == [64] or min(widths) >= least
-    if least <= 24:
+    if least <= 30:
         assert len(widths) > 1
 
 
@@ -261,19 +260,16 @@ class EvenAccess(CacheStatistics):
 
 @pytest.mark.parametrize("stats", [None, EvenAccess()])
 @pytest.mark.parametrize("load_factor", [None, 0.2])
-@pytest.mark.parametrize("kernel", ["fused", "fused_uvm_caching"])
-def test_cache_params(
-    kernel: str, load_factor: float | None, stats: CacheStatistics | None
-) -> None:
+def test_cache_params(load_factor: float | None, stats: CacheStatistics | None) -> None:
+    kernel = "fused_uvm_caching"
     params = CacheParams(load_factor=load_factor, stats=stats)
     plan, _ = plan_of(
         bags(), constraints=only(compute_kernels=[kernel], cache_params=params)
     )
     assert entry_of(plan).compute_kernel == kernel
-    if kernel == "fused_uvm_caching":
-        found = entry_of(plan).cache_params.load_factor
-        assert found == load_factor if load_factor else 0 < found < 1
-        assert isinstance(entry_of(plan).cache_params.stats, type(stats))
+    found = entry_of(plan).cache_params
+    assert isinstance(found.stats, type(stats))
+    assert load_factor in (None, found.load_factor) and 0 < found.load_factor < 1
 
 
 @pytest.mark.parametrize(
@@ -316,7 +312,9 @@ def test_kernels_that_were_not_measured_are_told() -> None:
         "t1": ParameterConstraints(compute_kernels=["fused_uvm_caching"]),
         "t2": ParameterConstraints(sharding_types=["data_parallel"]),
     }
-    _, planner = plan_of(bags(), constraints=constraints)
+    plan, planner = plan_of(bags(), constraints=constraints)
+    kernels = [entry_of(plan, f"t{i}").compute_kernel for i in range(3)]
+    assert kernels == ["fused_uvm", "fused_uvm_caching", "dense"]
     assert planner.last_result is not None
     told = "\n".join(planner.last_result.warnings)
     assert "tables 't0', 't1': in the host's memory: kernels that read it" in told
@@ -402,19 +400,6 @@ def test_enumerator_with_the_constraints(both: bool) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_world_size_one(device: str) -> None:
-    plan, _ = plan_of(bags(), 1, device)
-    assert all(len(s) == 1 for s in shards_of(plan).values())
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_more_ranks_than_tables(device: str) -> None:
-    _, planner = plan_of(bags(bag_config(0)), 8, device)
-    assert planner.last_result is not None
-    assert len(planner.last_result.predicted.ranks) == 8
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_fewer_columns_than_ranks(device: str) -> None:
     plan, _ = plan_of(
         bags(bag_config(0, dim=8)),
@@ -428,7 +413,7 @@ def test_fewer_columns_than_ranks(device: str) -> None:
 @pytest.mark.parametrize("make", [plan_of, searched])
 def test_several_nodes_name_their_local_devices(make: Plan) -> None:
     plan, planner = make(
-        bags(*(bag_config(i, dim=32) for i in range(12))),
+        bags(*(bag_config(i, dim=32) for i in range(8))),
         8,
         topology_arguments={"local_world_size": 4},
     )
@@ -611,16 +596,6 @@ def test_several_collections_of_both_kinds(make: Plan) -> None:
     assert (tables["c.s0"].num_features, tables["d.z0"].num_features) == (5, 1)
 
 
-def test_one_table_name_in_two_modules() -> None:
-    model = nn.ModuleDict(
-        {"a": bags(bag_config(0, dim=256)), "b": bags(bag_config(0, rows=500))}
-    )
-    plan, planner = searched(model, constraints=only(sharding_types=["table_wise"]))
-    assert [plan.plan[p]["t0"].sharding_type for p in "ab"] == ["table_wise"] * 2
-    assert planner.last_task is not None
-    assert {t.name for t in planner.last_task.tables} == {"a.t0", "b.t0"}
-
-
 def test_module_tied_under_one_parent_is_planned_once() -> None:
     shared = bags()
     parent = nn.Module()
@@ -644,17 +619,6 @@ def test_table_without_features() -> None:
     _, planner = searched(bags(bare, bag_config(1)))
     assert planner.last_task is not None
     assert [t.num_features for t in planner.last_task.tables] == [1, 1]
-
-
-def test_feature_shared_by_two_tables() -> None:
-    shared = ["f"]
-    _, planner = searched(
-        bags(
-            bag_config(0, feature_names=shared),
-            bag_config(1, dim=64, feature_names=shared),
-        )
-    )
-    assert planner.last_task is not None and len(planner.last_task.tables) == 2
 
 
 def collision_model(pooled: bool, buckets: int = 2) -> Any:
@@ -767,29 +731,6 @@ def test_weights_of_several_types() -> None:
     assert types == ["fp32", "fp16", "bf16", "int8"]
 
 
-def test_data_parallel_tables_beside_others() -> None:
-    kind = "data_parallel"
-    constraints = {
-        f"t{i}": ParameterConstraints(sharding_types=[kind]) for i in range(2)
-    }
-    plan, _ = plan_of(
-        bags(bag_config(0, rows=10), bag_config(1, rows=20), bag_config(2)),
-        constraints=constraints,
-    )
-    types = [entry_of(plan, f"t{i}").sharding_type for i in range(3)]
-    assert types[:2] == [kind] * 2
-
-
-def test_offloaded_tables_beside_others() -> None:
-    constraints = {
-        "t0": ParameterConstraints(compute_kernels=["fused_uvm"]),
-        "t1": ParameterConstraints(compute_kernels=["fused_uvm_caching"]),
-    }
-    plan, _ = plan_of(bags(), constraints=constraints)
-    kernels = [entry_of(plan, f"t{i}").compute_kernel for i in range(3)]
-    assert kernels == ["fused_uvm", "fused_uvm_caching", "fused"]
-
-
 def test_table_on_ssd() -> None:
     plan, _ = plan_of(
         bags(),
@@ -802,20 +743,19 @@ def test_table_on_ssd() -> None:
 # The planner's own arguments and promises.
 
 
-def test_timeout_holds_inside_a_long_search() -> None:
+def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = [bag_config(i, rows=1000 + 37 * i, dim=64) for i in range(80)]
-    start = time.process_time()
-    plan_of(
-        bags(*tables), 8, "cpu", timeout_seconds=1, search=SearchConfig(effort=1000.0)
-    )
-    # Generous: the rest of the planning is not part of the search.
-    assert time.process_time() - start < 10
+    clock = itertools.count(0.0, 0.05)  # of which each look takes a while
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    long = SearchConfig(effort=1000.0)
+    plan_of(bags(*tables), 8, "cpu", timeout_seconds=1, search=long)
+    # The rest of the planning is not part of the search.
+    assert 1 < next(clock) < 3
 
 
-@pytest.mark.parametrize("debug", [True, False])
-def test_debug_changes_nothing(debug: bool) -> None:
-    plan, _ = plan_of(bags(), debug=debug)
-    assert str(plan) == str(plan_of(bags())[0])
+def test_debug_changes_nothing() -> None:
+    first, second = (plan_of(bags(), debug=debug)[0] for debug in (True, False))
+    assert str(first) == str(second)
 
 
 def test_stats_of_ones_own() -> None:
@@ -901,16 +841,6 @@ def test_storage_reservation_of_a_plan_that_does_not_fit(name: str) -> None:
         planner.plan(bags(bag_config(0, rows=100_000, dim=64)), get_default_sharders())
 
 
-def test_plan_loader_round_trip(tmp_path: Path) -> None:
-    model = bags(bag_config(0, rows=50_000, dim=64), bag_config(1))
-    plan, planner = plan_of(model, 4, "cpu")
-    assert len(shards_of(plan)["t0"]) > 1
-    save_plan(plan, tmp_path / "plan.json", model=model, planner=planner)
-    other = user_planner(4, "cpu")
-    other.plan_loader = NeuroShardPlanLoader(tmp_path / "plan.json", other)
-    assert str(other.plan(model, get_default_sharders())) == str(plan)
-
-
 def test_planner_takes_one_model_after_another() -> None:
     planner = user_planner()
     models = [bags(), bags(bag_config(7, dim=64)), bags(), nn.Linear(2, 2)]
@@ -941,13 +871,6 @@ def test_plan_can_be_pickled() -> None:
     assert str(pickle.loads(pickle.dumps(plan))) == str(plan)
     again = pickle.loads(pickle.dumps(planner.last_result))
     assert again == planner.last_result
-
-
-def test_plan_for_one_group_of_a_two_dimensional_job() -> None:
-    # Of 8 ranks in replicas of 4, the plan is for 4: TorchRec maps them to the rest.
-    _, planner = plan_of(bags(), 4, topology_arguments={"local_world_size": 4})
-    assert planner.last_result is not None
-    assert len(planner.last_result.predicted.ranks) == 4
 
 
 OPTIMIZERS: dict[str, tuple[Any, str]] = {

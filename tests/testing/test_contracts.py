@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import torchrec_neuroshard
 from tests.builders import result_of
 from torchrec_neuroshard.baselines.annealing import (
     AnnealingConfig,
@@ -53,7 +51,7 @@ from torchrec_neuroshard.cost_models.bundle import (
 )
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.cost_models.compute import PhysicalConstants
-from torchrec_neuroshard.cost_models.loading import pretrained_names
+from torchrec_neuroshard.cost_models.loading import PRETRAINED, pretrained_names
 from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.features import FEATURE_NAMES
@@ -75,8 +73,6 @@ from torchrec_neuroshard.testing import (
     CostModelContract,
     SearcherContract,
 )
-
-PRETRAINED = Path(torchrec_neuroshard.__file__).parent / "pretrained"
 
 Features = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]

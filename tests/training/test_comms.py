@@ -462,7 +462,7 @@ def test_planner_finds_what_was_measured_or_published(
     assert find(bundle, "cuda") is None
 
     # "auto" takes a shipped bundle of this very device.
-    monkeypatch.setattr(loading, "_PRETRAINED", tmp_path / "shipped")
+    monkeypatch.setattr(loading, "PRETRAINED", tmp_path / "shipped")
     shutil.copytree(bundle, tmp_path / "shipped" / "one")
     monkeypatch.setattr(loading, "current_device_name", lambda _: "another CPU")
     assert find("auto") is None

@@ -309,7 +309,7 @@ def test_what_was_measured_badly_is_not_kept(
     bundle = measured_bundle(tmp_path / "found", model, noisy=noisy)
     monkeypatch.setenv("NEUROSHARD_CACHE", str(tmp_path / "cache"))
     program = COPIES.replace("sys.argv[2]", repr(str(bundle)))
-    monkeypatch.setattr(first_launch, "_PROGRAM", ("-c", program))
+    monkeypatch.setattr(first_launch, "PROGRAM", ("-c", program))
     for launch in range(2):
         planner = make_planner(
             1, search_only=False, cost_model="measure", comms_model=None, calibrate=1.0

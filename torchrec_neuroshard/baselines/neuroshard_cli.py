@@ -44,7 +44,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
 from torchrec_neuroshard.errors import ConfigError, RecordMismatchError
 from torchrec_neuroshard.features import ShardFeaturizer
-from torchrec_neuroshard.files import check_folder
+from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.records import CommsRecord, CostRecord, command_line
 from torchrec_neuroshard.tables import TableConfig
@@ -455,23 +455,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.max_rows is not None:
         tables = tuple(cap_rows(t, args.max_rows) for t in tables)
-    settings = PaperRun(
-        compute=tuple(args.compute),
-        comms=tuple(args.comms),
-        cost_model=args.cost_model,
-        label=args.label,
-        world_sizes=tuple(args.world_sizes),
-        batch_sizes=tuple(args.batch_sizes),
-        widths=tuple(args.widths),
-        num_samples=args.num_samples,
-        longest_offset_ms=args.longest_offset_ms,
-        mix_hardware=args.mix_hardware,
-        recipe=PaperTrainConfig(
-            epochs=args.epochs,
-            batch_samples=args.batch_samples,
-            optimizer=args.optimizer,
-            seed=args.seed,
-        ),
-    )
+    recipe = from_options(PaperTrainConfig, args)
+    settings = from_options(PaperRun, args, recipe=recipe)
     save_models(args.out, train_models(settings, tables))
     return 0

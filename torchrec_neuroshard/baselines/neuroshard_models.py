@@ -33,25 +33,23 @@ from torch import nn
 
 from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE, layers
 from torchrec_neuroshard.cost_models.bundle import BundleFormat
+from torchrec_neuroshard.cost_models.loading import PRETRAINED
 from torchrec_neuroshard.errors import (
     BundleMismatchError,
-    ConfigError,
     FeatureSchemaError,
 )
 from torchrec_neuroshard.profiles import NUM_COUNT_BINS
 from torchrec_neuroshard.records import Fingerprint
-from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
+from torchrec_neuroshard.tables import TableConfig
 
 __all__ = [
     "PAPER_FEATURES",
-    "PAPER_MAX_DIM",
+    "PAPER_WIDTHS",
     "CommsNets",
     "ComputeNet",
     "NeuroShardModels",
     "RankTimesNet",
-    "augment_tables",
     "columns_in_paper_batch",
-    "halved_widths",
     "load_models",
     "save_models",
     "shard_features",
@@ -60,8 +58,8 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 
-PAPER_MAX_DIM = 128
-"""Widest table of NeuroShard's augmentation."""
+PAPER_WIDTHS = (128, 64, 32, 16, 8, 4)
+"""That NeuroShard augments every table to: 856 tables become 5,136."""
 
 PAPER_FEATURES: tuple[str, ...] = tuple(
     sorted(
@@ -75,39 +73,9 @@ width, `pooling_factor` the mean lookups per sample, `row` the rows, at least 10
 
 _MIN_ROWS = 100
 _FORMAT_VERSION = 2
-_SHIPPED = Path(__file__).parent.parent / "pretrained" / "neuroshard"
 
 
 # What the nets see.
-
-
-def augment_tables(
-    tables: Iterable[TableConfig], max_dim: int = PAPER_MAX_DIM
-) -> tuple[TableConfig, ...]:
-    """Return every table at `max_dim` and its halves while they divide by 4.
-
-    128 gives the paper's six widths: 856 tables become 5,136.
-
-    Raises:
-        ConfigError: `max_dim` is not a positive multiple of 4.
-    """
-    return tuple(t.with_width(w) for t in tables for w in halved_widths(max_dim))
-
-
-def halved_widths(max_dim: int = PAPER_MAX_DIM) -> list[int]:
-    """Return `max_dim` and its halves while they divide by 4, widest first.
-
-    Raises:
-        ConfigError: `max_dim` is not a positive multiple of 4.
-    """
-    if max_dim < COLUMN_MULTIPLE or max_dim % COLUMN_MULTIPLE:
-        raise ConfigError(
-            f"max_dim must be a positive multiple of {COLUMN_MULTIPLE}, got {max_dim}"
-        )
-    widths = [max_dim]
-    while widths[-1] % 2 == 0 and widths[-1] // 2 % COLUMN_MULTIPLE == 0:
-        widths.append(widths[-1] // 2)
-    return widths
 
 
 def shard_features(
@@ -323,7 +291,7 @@ def load_models(folder: str | Path) -> NeuroShardModels:
 
 def shipped_models(hardware: str) -> NeuroShardModels | None:
     """Load the nets that come with the package for a device, if there are any."""
-    for folder in filter(_FORMAT.is_in, sorted(_SHIPPED.glob("*"))):
+    for folder in filter(_FORMAT.is_in, sorted((PRETRAINED / "neuroshard").glob("*"))):
         if _FORMAT.read_info(folder).fingerprint.device == hardware:
             return load_models(folder)
     return None

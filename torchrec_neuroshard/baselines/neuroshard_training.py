@@ -27,11 +27,11 @@ from torch import nn
 from torchrec_neuroshard.baselines.common import PAPER_BATCH_SIZE
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
+    PAPER_WIDTHS,
     CommsNets,
     ComputeNet,
     RankTimesNet,
     columns_in_paper_batch,
-    halved_widths,
     shard_features,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
@@ -221,8 +221,8 @@ def fit_compute(
 ) -> tuple[ComputeNet, FitReport]:
     """Train the compute net on measured sets.
 
-    Features are standardised by their mean and standard deviation over the augmented
-    tables (`augment_tables`) of all sets, as in the paper, whatever widths they have.
+    Features are standardised by their mean and standard deviation over the tables of
+    all sets at each of `PAPER_WIDTHS`, as in the paper, whatever widths they have.
 
     Args:
         records: Measured sets; see `comparable_records` for those that are taken.
@@ -279,14 +279,13 @@ def fit_compute_to_model(
             knows one.
         num_samples: Sets to label.
         config: The recipe.
-        widths: That each table is augmented to; empty is the paper's
-            (`augment_tables`).
+        widths: That each table is augmented to; empty is the paper's.
 
     Raises:
         ConfigError: No draw of a number of tables stays below 4 GB.
     """
     tables = [dataclasses.replace(t, optimizer=config.optimizer) for t in tables]
-    widths = list(widths) or halved_widths()
+    widths = widths or PAPER_WIDTHS
     table_L = np.repeat(np.arange(len(tables)), len(widths))
     width_L = np.tile(widths, len(tables))
     rows_L = np.array([t.num_embeddings for t in tables])[table_L]
@@ -357,9 +356,8 @@ def comparable_records(
 
 def _statistics(features_NF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and standard deviation over the shards at each of the augmented widths."""
-    widths = halved_widths()
-    every = features_NF.double().repeat_interleave(len(widths), dim=0)
-    every[:, _DIM] = torch.tensor(widths).double().repeat(len(features_NF))
+    every = features_NF.double().repeat_interleave(len(PAPER_WIDTHS), dim=0)
+    every[:, _DIM] = torch.tensor(PAPER_WIDTHS).double().repeat(len(features_NF))
     return _mean_and_deviation(every)
 
 
@@ -504,7 +502,7 @@ def place_at_random_level(
 def draw_columns(rng: np.random.Generator) -> Ints:
     """Draw the columns of 10 to 59 tables from the augmented widths, as the paper."""
     low, high = _NUM_TABLES
-    drawn: Ints = rng.choice(halved_widths(), size=(rng.integers(low, high + 1),))
+    drawn: Ints = rng.choice(PAPER_WIDTHS, size=(rng.integers(low, high + 1),))
     return drawn
 
 

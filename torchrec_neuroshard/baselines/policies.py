@@ -37,6 +37,7 @@ from torchrec_neuroshard.baselines.common import (
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.bundle import BundleFormat
+from torchrec_neuroshard.cost_models.loading import PRETRAINED
 from torchrec_neuroshard.errors import (
     BundleMismatchError,
     ConfigError,
@@ -89,7 +90,6 @@ _STANDARDISED = 4
 _GB = 1e9
 _STD_FLOOR = 1e-6
 _ILLEGAL = -1e9
-_SHIPPED = Path(__file__).parent.parent / "pretrained" / "policies"
 
 
 def policy_features(
@@ -452,7 +452,7 @@ def shipped_policy(method: str) -> Path:
     Raises:
         ConfigError: There is none of this method.
     """
-    folders = sorted(_SHIPPED.glob(f"{method}_*"))
+    folders = sorted((PRETRAINED / "policies").glob(f"{method}_*"))
     if not folders:
         raise ConfigError(
             f"no {method} policy comes with this package; train one with 'neuroshard "

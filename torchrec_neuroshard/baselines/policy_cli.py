@@ -56,7 +56,7 @@ from torchrec_neuroshard.cost_models.comms import BandwidthCommsModel
 from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
 from torchrec_neuroshard.devices import BACKENDS
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.files import check_folder
+from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.records import command_line
 from torchrec_neuroshard.tables import TableConfig
@@ -430,22 +430,11 @@ def run(args: argparse.Namespace) -> int:
     """Run `neuroshard train-policy`."""
     check_folder(args.out)
     tables, name = read_tables(args.tables, args.workload, args.seed)
-    settings = PolicyRun(
-        method=args.method,
-        cost_model=args.cost_model,
-        device_type=args.device_type,
-        gb_per_s=args.gb_per_s,
+    settings = from_options(
+        PolicyRun,
+        args,
         method_settings=dict(args.set),
-        num_tasks=args.num_tasks,
-        num_test_tasks=args.num_test_tasks,
-        tasks=PolicyTaskConfig(
-            num_tables=tuple(args.num_tables),
-            world_sizes=tuple(args.world_sizes),
-            max_width=args.max_width,
-            batch_size=args.batch_size,
-            seed=args.seed,
-        ),
-        seed=args.seed,
+        tasks=from_options(PolicyTaskConfig, args),
     )
     train_policy(settings, tables, name, args.out)
     return 0

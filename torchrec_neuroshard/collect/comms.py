@@ -52,6 +52,7 @@ from torchrec_neuroshard.errors import (
     NeuroShardError,
     RankFailureError,
 )
+from torchrec_neuroshard.files import from_options
 from torchrec_neuroshard.record_store import (
     CommsStore,
     journal_path,
@@ -561,15 +562,12 @@ def run(args: argparse.Namespace) -> int:
     """Run `neuroshard collect comms`; only one rank prints what went wrong."""
     try:
         collect_comms(
-            CommsConfig(
-                out=args.out,
+            from_options(
+                CommsConfig,
+                args,
                 backend=args.backend or _default_backend(),
-                num_samples=args.num_samples,
-                seed=args.seed,
                 timeout_seconds=args.timeout,
                 time_limit_seconds=args.time_limit,
-                sample_seconds=args.sample_seconds,
-                group_sizes=tuple(args.group_sizes),
                 sampling=CommsSamplingConfig(
                     bytes_per_rank=(args.min_bytes, args.max_bytes),
                     max_delay_ms=args.max_delay_ms,

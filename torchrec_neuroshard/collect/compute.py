@@ -38,7 +38,7 @@ from torchrec_neuroshard.devices import (
     torch_threads,
 )
 from torchrec_neuroshard.errors import ConfigError, DeviceFailureError, RecordError
-from torchrec_neuroshard.files import parse_json
+from torchrec_neuroshard.files import from_options, parse_json
 from torchrec_neuroshard.record_store import (
     RecordStore,
     append_line,
@@ -83,7 +83,7 @@ _MOST_MORE = 5
 
 MAX_ATTEMPTS = 4
 """Measurements of one set on a throttled GPU before it is left for another run."""
-_COOL_DOWN_S = 2.0
+COOL_DOWN_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -449,7 +449,7 @@ class _SetMeter:
             if not reason:
                 return _with_state(record, state, attempt)
             self._num_dropped += 1
-            time.sleep(_COOL_DOWN_S)
+            time.sleep(COOL_DOWN_S)
         self._left_out[index] = reason
         return None
 
@@ -594,14 +594,10 @@ def sampling_from(args: argparse.Namespace) -> SamplingConfig:
 def run(args: argparse.Namespace) -> int:
     """Run `neuroshard collect compute`."""
     collect_compute(
-        CollectConfig(
-            out=args.out,
-            num_sets=args.num_sets,
-            seed=args.seed,
-            device=args.device,
-            num_threads=args.num_threads,
-            tables=tuple(args.tables),
-            workloads=tuple(args.workload),
+        from_options(
+            CollectConfig,
+            args,
+            workloads=args.workload,
             sampling=sampling_from(args),
             time_limit_seconds=args.time_limit,
         )

@@ -70,7 +70,7 @@ _LEARNING_RATE = 1e-6
 """Small, so that thousands of timed steps keep the weights in their usual range."""
 _WEIGHT_BOUND = 0.05
 """Weights are drawn from both sides of 0: no denormals, no overflow in any layout."""
-_ON_HOST = ("cpu",)
+DRAWN_ON_HOST = ("cpu",)
 """Devices whose bag lengths NumPy draws."""
 BOUNDS_CHECK = "warning"
 """How each forward checks ids: what FBGEMM does unless told, and TorchRec leaves it."""
@@ -240,7 +240,7 @@ def draw_inputs(
         mean = profile.pooling_factor / table.num_features
         for _ in range(table.num_features):
             std = profile.pooling_std
-            if device.type in _ON_HOST:
+            if device.type in DRAWN_ON_HOST:
                 bag = torch.from_numpy(draw_lengths(rng, mean, std, batch_size))
             else:
                 bag = _draw_lengths_there(mean, std, batch_size, generator)
@@ -411,7 +411,7 @@ class FusedTables:
         ]
         logging.disable(logging.INFO)
         try:
-            self._module = SplitTableBatchedEmbeddingBagsCodegen(
+            self.module = SplitTableBatchedEmbeddingBagsCodegen(
                 [
                     (t.num_embeddings, t.embedding_dim, location, compute)
                     for t in tables
@@ -436,12 +436,12 @@ class FusedTables:
 
     def forward(self, batch: InputBatch) -> torch.Tensor:
         """Return the `B x D` pooled embeddings."""
-        output: torch.Tensor = self._module(
+        output: torch.Tensor = self.module(
             batch.indices_L, batch.offsets, per_sample_weights=batch.weights_L
         )
         return output
 
     def split_weights(self) -> list[torch.Tensor]:
         """Each table's weights, viewed."""
-        weights: list[torch.Tensor] = self._module.split_embedding_weights()
+        weights: list[torch.Tensor] = self.module.split_embedding_weights()
         return weights

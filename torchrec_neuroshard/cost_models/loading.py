@@ -40,7 +40,7 @@ __all__ = [
     "pretrained_names",
 ]
 
-_PRETRAINED = Path(__file__).parent.parent / "pretrained"
+PRETRAINED = Path(__file__).parent.parent / "pretrained"
 
 _CPU_CONSTANTS = PhysicalConstants(
     memory_gb_per_s=20.0,
@@ -70,13 +70,13 @@ def card_constants(card: GpuCard) -> PhysicalConstants:
 
 def pretrained_names() -> tuple[str, ...]:
     """Names of the bundles that come with the package."""
-    return tuple(sorted(p.parent.name for p in _PRETRAINED.glob("*/bundle.json")))
+    return tuple(sorted(p.parent.name for p in PRETRAINED.glob("*/bundle.json")))
 
 
 def bundle_folder(name: str | Path) -> Path | None:
     """Find the folder of a shipped bundle, or one given by its path, if it is there."""
     if str(name) in pretrained_names():
-        return _PRETRAINED / str(name)
+        return PRETRAINED / str(name)
     return Path(name) if Path(name).is_dir() else None
 
 
@@ -219,7 +219,7 @@ def load_comms_model(
         folder is None and not is_accelerator(device_type) and intra_gb_per_s is None
     )
     if stands_in:
-        folder = _PRETRAINED / _STAND_IN
+        folder = PRETRAINED / _STAND_IN
     if folder is None or not COMMS_BUNDLE.is_in(folder):
         if card is None:
             return None
@@ -270,7 +270,7 @@ def _measured_collectives(
     if cost_model is None:
         return None
     by_name = str(cost_model) != "auto"
-    folders: list[Path] = sorted(p.parent for p in _PRETRAINED.glob("*/comms.json"))
+    folders: list[Path] = sorted(p.parent for p in PRETRAINED.glob("*/comms.json"))
     if by_name:
         folders = list(filter(None, [bundle_folder(cost_model)]))
     for folder in filter(COMMS_BUNDLE.is_in, folders):
@@ -292,12 +292,12 @@ def _shipped_for(device_type: str, device: str | None) -> Path | None:
     """The shipped bundle that was measured on a device."""
     for name in pretrained_names():
         try:
-            fingerprint = COMPUTE_BUNDLE.read_info(_PRETRAINED / name).fingerprint
+            fingerprint = COMPUTE_BUNDLE.read_info(PRETRAINED / name).fingerprint
         except NeuroShardError as error:
             warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=4)
             continue
         if fingerprint.device_type == device_type and fingerprint.device == device:
-            return _PRETRAINED / name
+            return PRETRAINED / name
     return None
 
 

@@ -3,11 +3,10 @@
 from torchrec_neuroshard.report.comparison import PlanComparison, TableMove
 from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.html import html_report, write_html
-from torchrec_neuroshard.report.plan_report import (
+from torchrec_neuroshard.report.plan_parts import (
     DeviceFigure,
     HostTable,
     PlanBasis,
-    PlanReport,
     RankReport,
     Robustness,
     ScheduleReport,
@@ -16,6 +15,7 @@ from torchrec_neuroshard.report.plan_report import (
     TableReport,
     WeightSync,
 )
+from torchrec_neuroshard.report.plan_report import PlanReport
 from torchrec_neuroshard.report.rehearsal import (
     RankRehearsal,
     Rehearsal,

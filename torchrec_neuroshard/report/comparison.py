@@ -6,10 +6,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.report.plan_report import PlanReport
+from torchrec_neuroshard.report.html import HtmlReport, sentence, view
+from torchrec_neuroshard.report.plan_report import PlanReport, plan_data, plan_page
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanComparison", "TableMove"]
@@ -38,7 +40,7 @@ class TableMove:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanComparison:
+class PlanComparison(HtmlReport):
     """Two plans by the same costs, or by those stored; `print` shows it as text."""
 
     first_name: str
@@ -100,11 +102,54 @@ class PlanComparison:
         """Return the comparison as text."""
         return "\n".join(_lines(self))
 
-    def _repr_html_(self) -> str:
-        """Return the comparison as notebooks show it."""
-        from torchrec_neuroshard.report.html import notebook_html
+    def _page_body(self) -> Iterator[str]:
+        """Lay out both plans side by side, then each by itself."""
+        yield f"<p>{escape(sentence(self.verdict))}</p>"
+        names = [escape(name) for name in (self.first_name, self.second_name)]
+        yield "<div class='pair'>"
+        for number, name in enumerate(names):
+            title = f"<h3>{name[0].upper()}{name[1:]}</h3>"
+            yield f"<div class='box'>{title}{view('phases', number)}</div>"
+        yield f"</div>{view('legend')}"
+        titles = "".join(f"<th class='number'>{name}</th>" for name in names)
+        yield f"<div class='scroll'><table><tr><th></th>{titles}"
+        yield "<th class='number'>change</th></tr>"
+        for name, first, second in self.rows:
+            shown = [_figure(first), _figure(second)]
+            shown.append(f"{second / first - 1:+.1%}" if first > 0 else "")
+            cells = "".join(f"<td class='number'>{text}</td>" for text in shown)
+            yield f"<tr><td>{name}</td>{cells}</tr>"
+        yield "</table></div>"
+        yield "<h2>Tables that lie otherwise</h2>"
+        if not self.moves:
+            yield "<p>None.</p>"
+        else:
+            yield (
+                f"<p>{len(self.moves)} of {self.second.num_tables}; ranks would fetch "
+                f"{format_bytes(self.moved_bytes)} of weights.</p>"
+            )
+            yield view("moves")
+        yield from (f"<p class='note'>{escape(note)}</p>" for note in self.notes)
+        # What both have in common is said of the second alone.
+        shared = self.second
+        first_alone = dataclasses.replace(
+            self.first,
+            basis=None if self.first.basis == shared.basis else self.first.basis,
+            warnings=tuple(w for w in self.first.warnings if w not in shared.warnings),
+        )
+        for number, report in enumerate((first_alone, shared)):
+            name = names[number]
+            yield f"<h1 class='plan'>{name[0].upper()}{name[1:]}</h1>"
+            yield from plan_page(report, number)
 
-        return notebook_html(self)
+    def _page_data(self) -> dict[str, Any]:
+        return {
+            "plans": [
+                plan_data(self.first, self.first_name),
+                plan_data(self.second, self.second_name),
+            ],
+            "moves": [[m.table, m.before, m.after, m.moved_bytes] for m in self.moves],
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -119,6 +164,10 @@ class PlanComparison:
         }
 
 
+def _figure(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
+
+
 def _lines(found: PlanComparison) -> Iterator[str]:
     yield found.verdict
     yield ""
@@ -126,11 +175,7 @@ def _lines(found: PlanComparison) -> Iterator[str]:
     wide = max(14, *(len(name) + 2 for name in names))
     yield f"{'':<30}" + "".join(f"{name:>{wide}}" for name in names)
     for name, first, second in found.rows:
-        cells = (
-            f"{value:,}" if isinstance(value, int) else f"{value:.3f}"
-            for value in (first, second)
-        )
-        yield f"{name:<30}" + "".join(f"{cell:>{wide}}" for cell in cells)
+        yield f"{name:<30}{_figure(first):>{wide}}{_figure(second):>{wide}}"
     yield ""
     total = found.second.num_tables
     if not found.moves:

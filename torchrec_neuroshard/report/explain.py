@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
-from torchrec_neuroshard.report.plan_report import (
+from torchrec_neuroshard.report.plan_parts import (
     PlanBasis,
-    PlanReport,
     Robustness,
     ScheduleReport,
     ShardReport,
@@ -23,6 +22,7 @@ from torchrec_neuroshard.report.plan_report import (
     WeightSync,
     rank_reports,
 )
+from torchrec_neuroshard.report.plan_report import PlanReport
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.simulator import PredictedCosts, Simulator
 

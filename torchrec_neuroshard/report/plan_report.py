@@ -4,419 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
-from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.schedules import (
-    SCHEDULES,
-    SEQUENTIAL,
-    TIMED,
-    find_schedule,
+from torchrec_neuroshard.report.html import HtmlReport, sentence, view
+from torchrec_neuroshard.report.plan_parts import (
+    PlanBasis,
+    RankReport,
+    Robustness,
+    ScheduleReport,
+    SplitReport,
+    TableReport,
+    WeightSync,
 )
 from torchrec_neuroshard.search.base import Finalist
-from torchrec_neuroshard.simulator import PHASES, PredictedCosts, RankCosts
+from torchrec_neuroshard.simulator import PHASES
 
 __all__ = [
-    "DeviceFigure",
-    "HostTable",
-    "PlanBasis",
     "PlanReport",
-    "RankReport",
-    "Robustness",
-    "ScheduleReport",
-    "ShardReport",
-    "SplitReport",
-    "TableReport",
-    "WeightSync",
     "head_lines",
-    "rank_reports",
+    "plan_data",
+    "plan_page",
     "shown_ranks",
     "tail_lines",
 ]
 
 MAX_RANKS = 32
 """Ranks shown one by one; of more, those that set a phase and the least loaded."""
-MAX_RUNS = 8
-"""Runs of ranks in a line of text."""
 MAX_TABLES = 50
 """Tables that the text lists one by one, the costliest; pages and JSON have all."""
-MAX_NAMES = 3
-"""Names in a line of text; the rest is counted."""
 _GIB = 2**30
 
 
-ASSUMED_BASES = frozenset({"assumed", "TorchRec's default"})
-"""Of figures that are neither given nor published nor measured for these devices."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceFigure:
-    """A figure of the devices that a plan is made for."""
-
-    name: str
-    value: float
-    unit: str
-    basis: str
-    """"given", "this machine", a basis of `gpu_cards.Figure`, "TorchRec's default"."""
-    source: str = ""
-    """Who says so; empty where the basis says it."""
-
-    @property
-    def is_assumed(self) -> bool:
-        """Whether nobody gave, published or measured it for these devices."""
-        return self.basis in ASSUMED_BASES
-
-    def __str__(self) -> str:
-        """Return value and unit."""
-        return f"{self.value:,.4g} {self.unit}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanBasis:
-    """What the costs of a plan rest on."""
-
-    card: str | None
-    """Of every rank; None where it is not known."""
-    figures: tuple[DeviceFigure, ...]
-    batch_size: int
-    """Samples per rank."""
-    batch_size_is_default: bool
-    """Whether it is TorchRec's default, since the caller gave none."""
-    ids_per_sample: tuple[tuple[str, int], ...]
-    """Where the features' ids per sample, and how often they repeat, are from -> how
-    many features."""
-    assumed_features: tuple[str, ...]
-    """Those that nobody described: TorchRec's default of 1 id per sample."""
-    estimate_error: str | None = None
-    """How far off the estimate of kernels may be; None where they were measured."""
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What was neither given nor published nor measured."""
-        texts = [f"{f.name} {f} ({f.basis})" for f in self.figures if f.is_assumed]
-        if self.batch_size_is_default:
-            texts.append(f"{self.batch_size:,} samples per rank (TorchRec's default)")
-        if self.assumed_features:
-            first = ", ".join(self.assumed_features[:MAX_NAMES])
-            more = len(self.assumed_features) - MAX_NAMES
-            texts.append(
-                f"1 id per sample of {first}{f' and {more} more' if more > 0 else ''} "
-                "(TorchRec's default)"
-            )
-        return tuple(texts)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Robustness:
-    """How a plan by costs that were not measured does if these are off."""
-
-    num_draws: int
-    """Of what the card may really be."""
-    num_plans: int
-    """Plans that it was chosen from."""
-    mean_ms: float
-    """Critical path over the draws."""
-    std_ms: float
-    mean_ratio: float | None
-    """Over TorchRec's plan; None where there was none to compare with."""
-    worst_ratio: float | None
-    """The same in the worst draw."""
-
-    def __str__(self) -> str:
-        """Return it as a sentence without a full stop."""
-        spread = (
-            f"in {self.num_draws} draws of what the card may really be: "
-            f"{self.mean_ms:.3f} ms, standard deviation {self.std_ms:.3f}"
-        )
-        if self.mean_ratio is None or self.worst_ratio is None:
-            return f"{spread}; TorchRec's own plan was not there to compare with"
-        return (
-            f"{spread}; {self.mean_ratio:.2f} times TorchRec's plan on average, "
-            f"{self.worst_ratio:.2f} times in the worst draw"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightSync:
-    """How the replicas of a sharding group's tables are kept alike."""
-
-    num_replicas: int
-    interval: int
-    """Iterations from one average to the next."""
-    rank_bytes: float
-    """Weights and optimizer state of the slowest rank."""
-    sync_ms: float
-    """What one average takes."""
-    source: str
-    """What that rests on."""
-
-    @property
-    def ms_per_iteration(self) -> float:
-        """What it adds to an iteration, on average."""
-        return self.sync_ms / self.interval
-
-    def __str__(self) -> str:
-        """Return it as a sentence without a full stop."""
-        every = f"{self.interval} iterations" if self.interval > 1 else "iteration"
-        return (
-            f"weights of {self.num_replicas} replicas are averaged every {every}: "
-            f"{format_bytes(self.rank_bytes)} of a rank in {self.sync_ms:.3f} ms, "
-            f"{self.ms_per_iteration:.3f} ms per iteration on top of the critical "
-            f"path ({self.source})"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleReport:
-    """What the train pipeline makes of a plan's phases; all of it is predicted."""
-
-    pipeline_type: str
-    dense_ms: float
-    """What the rest of the model takes, of the critical path."""
-    phases_ms: dict[str, float]
-    """Phase -> what it takes on its slowest rank."""
-    hidden_ms: dict[str, float]
-    """Phase -> how much of that runs beside something longer."""
-    path_ms: dict[str, float]
-    """Pipeline -> critical path of this plan under it."""
-
-    @staticmethod
-    def of(predicted: PredictedCosts) -> ScheduleReport | None:
-        """Describe costs; None where nobody said how the model is trained."""
-        schedule, dense = predicted.schedule, predicted.dense
-        if schedule is SEQUENTIAL and not dense.total_ms:
-            return None
-        timed = predicted.timed_phases(schedule)[0]
-        worst = timed.max(axis=0).sum(axis=0).tolist()
-        return ScheduleReport(
-            pipeline_type=schedule.name,
-            dense_ms=dense.total_ms,
-            phases_ms=dict(zip(TIMED, worst, strict=True)),
-            hidden_ms=predicted.hidden_ms(schedule),
-            path_ms={
-                name: predicted.path_ms(find_schedule(name, dense))
-                for name in SCHEDULES
-                if name != "train_base"  # the same as "none"
-            },
-        )
-
-    @property
-    def hidden(self) -> tuple[str, ...]:
-        """Phases of which something is hidden, in words."""
-        return tuple(
-            f"{name} {self.hidden_ms[name]:.3f} of {ms:.3f}"
-            for name, ms in self.phases_ms.items()
-            if self.hidden_ms[name] > 1e-9
-        )
-
-    def __str__(self) -> str:
-        """Return it as a sentence without a full stop."""
-        return (
-            f"trained by pipeline_type '{self.pipeline_type}' with "
-            f"{self.dense_ms:.3f} ms of other layers; hidden beside something longer "
-            f"[ms]: {', '.join(self.hidden) or 'nothing'}"
-        )
-
-    @property
-    def alternatives(self) -> str:
-        """What this plan would take under each pipeline, in words."""
-        paths = ", ".join(f"{name} {ms:.3f}" for name, ms in self.path_ms.items())
-        return f"this plan under other pipelines, predicted [ms]: {paths}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankReport:
-    """What one rank holds, in the memory that fused tables live in, and does."""
-
-    rank: int
-    num_shards: int
-    columns: int
-    """Widths of its shards together."""
-    used_bytes: float
-    memory_bytes: int | None
-    """What the rank has for shards; None where it is not limited."""
-    costs: RankCosts
-    """Over all stages [ms]."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SplitReport:
-    """Why one table lies in several pieces."""
-
-    table: str
-    shards: tuple[tuple[int, int], ...]
-    """(width, rank), by offset."""
-    whole_bytes: float
-    """Memory that it would need in one piece."""
-    whole_rank: int | None
-    """The rank where it would cost least in one piece; None where none has room."""
-    whole_ms: float | None
-    """Critical path with it there, all else as planned."""
-    compute_change_ms: float
-    """How much longer the slowest ranks' kernels would then take."""
-    comms_change_ms: float
-    """How much longer the collectives would then take."""
-
-    def reason(self, planned_ms: float) -> str:
-        """Say in a sentence what the split is good for.
-
-        Args:
-            planned_ms: Critical path of the plan.
-        """
-        if self.whole_ms is None:
-            return (
-                f"in one piece it needs {format_bytes(self.whole_bytes)}, more than "
-                "any rank has free"
-            )
-        change = self.whole_ms / planned_ms - 1 if planned_ms > 0 else 0.0
-        then = (
-            f"the critical path would be {self.whole_ms:.3f} ms ({change:+.1%}: "
-            f"kernels {self.compute_change_ms:+.3f}, collectives "
-            f"{self.comms_change_ms:+.3f})"
-        )
-        if self.whole_ms > planned_ms:
-            return f"in one piece, at best on rank {self.whole_rank}, {then}"
-        return (
-            "by itself the split does not pay: in one piece on rank "
-            f"{self.whole_rank} {then}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostTable:
-    """What a table in the host's memory takes of it, and in each iteration."""
-
-    ms_per_iteration: float
-    """Moving rows to and from the slowest of its ranks; part of its kernels' time."""
-    rank_bytes: tuple[tuple[int, float], ...]
-    """(rank, bytes of the host's memory)."""
-    load_factor: float | None = None
-    """Share of the rows that its cache on the device holds; None: it has no cache."""
-    missed: float | None = None
-    """Share of a batch's distinct rows that this lacks."""
-
-    def __str__(self) -> str:
-        """Return it as a clause."""
-        cache = "no cache"
-        if self.load_factor is not None and self.missed is not None:
-            cache = (
-                f"cache_load_factor {self.load_factor:.4g}, which lacks "
-                f"{self.missed:.1%} of the rows of a batch"
-            )
-        size = format_bytes(sum(size for _, size in self.rank_bytes))
-        return (
-            f"{size} of the hosts' memory, {cache}: {self.ms_per_iteration:.3f} ms per "
-            "iteration"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardReport:
-    """A piece of a table: where it lies and what it takes there."""
-
-    rank: int
-    num_embeddings: int
-    """Rows of the table in it."""
-    embedding_dim: int
-    """Columns of the table in it."""
-    used_bytes: float
-    """In the memory that fused tables live in."""
-    compute_ms: float = 0.0
-    """Its part of what its rank's kernels take in an iteration; 0: not known."""
-    comms_ms: float = 0.0
-    """Its part of what its rank's collectives take."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableReport:
-    """Where one table lies, what it takes there."""
-
-    table: str
-    sharding_type: str
-    compute_kernel: str
-    num_embeddings: int
-    embedding_dim: int
-    shards: tuple[ShardReport, ...]
-    """In the order of rows and columns."""
-    host: HostTable | None = None
-    """None where its rows are on the devices, or nobody knows what they cost."""
-
-    @property
-    def num_shards(self) -> int:
-        """Pieces that it lies in."""
-        return len(self.shards)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Those that hold some of it, ascending."""
-        return tuple(sorted({shard.rank for shard in self.shards}))
-
-    @property
-    def used_bytes(self) -> float:
-        """Of all its shards, in the memory that fused tables live in."""
-        return sum(shard.used_bytes for shard in self.shards)
-
-    @property
-    def cost_ms(self) -> float:
-        """Its part of what its ranks take in an iteration, over these; 0: unknown."""
-        return sum(shard.compute_ms + shard.comms_ms for shard in self.shards)
-
-    @property
-    def place(self) -> str:
-        """How it is sharded, and where, in words."""
-        kernel = "" if self.compute_kernel == "fused" else f" ({self.compute_kernel})"
-        shards = f"{self.num_shards} shards on " if self.num_shards > 1 else ""
-        return f"{self.sharding_type}{kernel}, {shards}{_listed_ranks(self.ranks)}"
-
-
-def rank_reports(
-    tables: Iterable[TableReport],
-    costs: Sequence[RankCosts],
-    memory_bytes: Sequence[int | None],
-) -> tuple[RankReport, ...]:
-    """Say what each rank holds and does.
-
-    Args:
-        tables: All of them.
-        costs: Of each rank.
-        memory_bytes: What each has for shards.
-    """
-    held: list[list[ShardReport]] = [[] for _ in costs]
-    for table in tables:
-        for shard in table.shards:
-            held[shard.rank].append(shard)
-    return tuple(
-        RankReport(
-            rank=rank,
-            num_shards=len(shards),
-            columns=sum(s.embedding_dim for s in shards),
-            used_bytes=float(sum(s.used_bytes for s in shards)),
-            memory_bytes=memory,
-            costs=cost,
-        )
-        for rank, (shards, memory, cost) in enumerate(
-            zip(held, memory_bytes, costs, strict=True)
-        )
-    )
-
-
-def _listed_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, ascending: runs of them by the first and the last."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    texts = ["-".join(map(str, run)) for run in runs]
-    more = f" and {len(texts) - MAX_RUNS} more" if len(texts) > MAX_RUNS else ""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(texts[:MAX_RUNS])}{more}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanReport:
+class PlanReport(HtmlReport):
     """A plan, for people to look at; `print` shows it as text."""
 
     critical_path_ms: float
@@ -456,11 +79,11 @@ class PlanReport:
             lines += ["", *tail]
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
-        """Return the report as notebooks show it."""
-        from torchrec_neuroshard.report.html import notebook_html
+    def _page_body(self) -> Iterator[str]:
+        return plan_page(self, 0)
 
-        return notebook_html(self)
+    def _page_data(self) -> dict[str, Any]:
+        return {"plans": [plan_data(self, "")], "moves": []}
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -617,3 +240,182 @@ def _worst(ranks: Sequence[RankReport]) -> dict[str, float]:
 def _split_lines(split: SplitReport, planned_ms: float) -> Iterator[str]:
     yield f"{split.table}: " + ", ".join(f"{w} on rank {r}" for w, r in split.shards)
     yield f"    {split.reason(planned_ms)}"
+
+
+def plan_page(report: PlanReport, number: int) -> Iterator[str]:
+    """Lay out one of a page's plans.
+
+    Args:
+        report: Of the plan.
+        number: The plan's place in the page's data.
+    """
+    yield from _summary(report)
+    yield f"<div class='box'><h2>Critical path</h2>{view('path', number)}"
+    yield "<h2>What each rank does in an iteration</h2>"
+    yield view("legend") + view("phases", number)
+    yield "<h2>Memory of each rank</h2>"
+    yield f"{view('memory', number)}</div>"
+    yield "<h2>Tables</h2>"
+    yield view("tables", number)
+    yield "<h2>Ranks</h2>"
+    yield "<p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>"
+    yield view("ranks", number)
+    yield "<h2>Split tables, and why</h2>"
+    if report.splits:
+        yield view("splits", number)
+        if more := report.num_split - len(report.splits):
+            yield f"<p class='note'>... and {more:,} more, which matter less.</p>"
+    elif report.num_split:
+        yield f"<p>{report.num_split:,} tables are; what for is not known.</p>"
+    else:
+        yield "<p>No table is split.</p>"
+    yield from _basis(report.basis)
+    yield from _warnings(report)
+
+
+def _summary(report: PlanReport) -> Iterator[str]:
+    path_ms, bound_ms = report.critical_path_ms, report.lower_bound_ms
+    bound = "how far above the best possible is unknown"
+    if bound_ms > 0:
+        most = "at most" if report.bound_is_proven else "by an estimate"
+        bound = f"{most} {report.gap:.1%} above the best possible"
+    path, known = f"{path_ms:.3f} ms", not math.isnan(path_ms)
+    fullest = max(report.ranks, key=lambda rank: rank.used_bytes)
+    room = ""
+    if fullest.memory_bytes:
+        room = f"of {fullest.memory_bytes / _GIB:.2f} GiB, "
+    cards = (
+        ("critical path, predicted", path if known else "not known", bound),
+        (
+            "tables",
+            f"{report.num_tables:,}",
+            f"on {len(report.ranks)} ranks, {report.num_split:,} split",
+        ),
+        (
+            "fullest rank",
+            f"{fullest.used_bytes / _GIB:.2f} GiB",
+            f"{room}rank {fullest.rank}",
+        ),
+    )
+    yield "<div class='cards'>"
+    for title, value, more in cards:
+        yield f"<div><span>{title}</span><b>{value}</b><span>{more}</span></div>"
+    yield "</div>"
+    estimated = report.basis is not None and report.basis.estimate_error is not None
+    uncertain = (
+        f" The ensemble of nets differs by up to {report.uncertainty:.1%} on a rank."
+        if report.uncertainty and not estimated
+        else ""
+    )
+    searched = (
+        f" {report.num_evaluated:,} rank sets evaluated in "
+        f"{report.search_seconds:.1f} s."
+        if report.num_evaluated
+        else ""
+    )
+    yield (
+        f"<p class='note'>Compute: {escape(report.compute_source)}. Collectives: "
+        f"{escape(report.comms_source)}.{uncertain}{searched}</p>"
+    )
+    if report.schedule is not None:
+        yield f"<p>{escape(sentence(str(report.schedule)))}</p>"
+        yield f"<p class='note'>{escape(sentence(report.schedule.alternatives))}"
+        yield "</p>"
+    for found in filter(None, (report.weight_sync, report.robustness)):
+        yield f"<p>{escape(sentence(str(found)))}</p>"
+    if report.fallback is not None:
+        yield (
+            "<p class='warning'>TorchRec's own plan was taken: "
+            f"{escape(report.fallback)}</p>"
+        )
+
+
+def _basis(basis: PlanBasis | None) -> Iterator[str]:
+    if basis is None:
+        return
+    yield "<h2>What the costs rest on</h2>"
+    card = escape(basis.card or "not named")
+    yield f"<p>Card: {card}. {basis.batch_size:,} samples per rank.</p>"
+    if basis.estimate_error is not None:
+        error = escape(basis.estimate_error)
+        yield f"<p class='warning'>The estimate of kernels may be off: {error}.</p>"
+    yield "<div class='scroll'><table>"
+    yield "<tr><th>figure</th><th class='number'>value</th><th>from</th></tr>"
+    for figure in basis.figures:
+        source = f"{figure.basis}: {figure.source}" if figure.source else figure.basis
+        yield (
+            f"<tr><td>{escape(figure.name)}</td><td class='number'>{figure}</td>"
+            f"<td>{escape(source)}</td></tr>"
+        )
+    for source, count in basis.ids_per_sample:
+        yield (
+            f"<tr><td>ids per sample</td><td class='number'>{count} features</td>"
+            f"<td>{escape(source)}</td></tr>"
+        )
+    yield "</table></div>"
+    if basis.assumptions:
+        yield "<p>Assumed, that is neither given nor published nor measured:</p>"
+        yield "<ul class='warning'>"
+        yield from (f"<li>{escape(text)}</li>" for text in basis.assumptions)
+        yield "</ul>"
+
+
+def _warnings(report: PlanReport) -> Iterator[str]:
+    if not report.warnings:
+        return
+    yield "<h2>Warnings</h2>"
+    yield "<ul class='warning'>"
+    yield from (f"<li>{escape(text)}</li>" for text in report.warnings)
+    yield "</ul>"
+
+
+def plan_data(report: PlanReport, name: str) -> dict[str, Any]:
+    """Return what `page.js` draws of a plan, under the name that the page gives it."""
+    path_ms = report.critical_path_ms
+    return {
+        "name": name,
+        "path_ms": 0.0 if math.isnan(path_ms) else path_ms,
+        "bound_ms": report.lower_bound_ms,
+        "bound_is_proven": report.bound_is_proven,
+        "ranks": [
+            [
+                rank.num_shards,
+                rank.columns,
+                rank.used_bytes,
+                rank.memory_bytes,
+                [getattr(rank.costs, phase) for phase in PHASES],
+            ]
+            for rank in report.ranks
+        ],
+        "tables": [_table_data(table) for table in report.tables],
+        "splits": [
+            [
+                split.table,
+                ", ".join(f"{width} ({rank})" for width, rank in split.shards),
+                split.reason(path_ms),
+            ]
+            for split in report.splits
+        ],
+    }
+
+
+def _table_data(table: TableReport) -> list[Any]:
+    return [
+        table.table,
+        table.sharding_type,
+        table.compute_kernel,
+        table.num_embeddings,
+        table.embedding_dim,
+        "" if table.host is None else sentence(str(table.host)),
+        [
+            [
+                shard.rank,
+                shard.num_embeddings,
+                shard.embedding_dim,
+                round(shard.used_bytes),
+                float(f"{shard.compute_ms:.6g}"),
+                float(f"{shard.comms_ms:.6g}"),
+            ]
+            for shard in table.shards
+        ],
+    ]

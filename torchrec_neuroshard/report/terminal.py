@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from torchrec_neuroshard.report.plan_parts import RankReport
 from torchrec_neuroshard.report.plan_report import (
     MAX_RANKS,
     PlanReport,
-    RankReport,
     head_lines,
     shown_ranks,
     tail_lines,

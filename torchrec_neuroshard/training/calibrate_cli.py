@@ -35,7 +35,7 @@ from torchrec_neuroshard.devices import (
     is_accelerator,
 )
 from torchrec_neuroshard.errors import ConfigError, RankFailureError, RecordError
-from torchrec_neuroshard.files import check_folder
+from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -444,9 +444,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     source = source_folder(args.source)
     _check_collectives(args, source)
-    config = CalibrationConfig(
-        steps=args.steps, learning_rate=args.learning_rate, seed=args.seed
-    )
+    config = from_options(CalibrationConfig, args)
     records = args.records or [_measure(args, console)]
     with RateProgress(console, "epochs") as progress:
 

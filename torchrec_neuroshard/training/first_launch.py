@@ -108,7 +108,7 @@ _REQUEST, _BUNDLE, _REASON = "request.json", "bundle", "reason.txt"
 
 _KERNEL_SHARE, _COMMS_SHARE = 0.5, 0.75
 """Of the budget: when measuring kernels ends, and when measuring collectives does."""
-_PROGRAM = ("-m", "torchrec_neuroshard.training.first_launch")
+PROGRAM = ("-m", "torchrec_neuroshard.training.first_launch")
 _FREE_SHARE = 0.5
 """Of the memory that is free, what the sets of all ranks may take."""
 _MOST_SET_SECONDS, _USUAL_SETS = 0.2, 60
@@ -202,7 +202,7 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
     (folder / _REQUEST).write_text(text, encoding="utf-8")
     limit = 2 * request.seconds + request.grace_seconds
     process = subprocess.Popen(
-        [sys.executable, *_PROGRAM, str(folder), str(limit)],
+        [sys.executable, *PROGRAM, str(folder), str(limit)],
         env=_environment(request, member),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

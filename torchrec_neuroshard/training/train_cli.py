@@ -18,7 +18,7 @@ from torchrec_neuroshard.cost_models.bundle import (
 )
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
-from torchrec_neuroshard.files import check_folder
+from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.record_store import (
     read_comms_records,
     read_records,
@@ -318,7 +318,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the bundle")
     parser.add_argument("--name", help="name of the bundle; default: the folder's")
     parser.add_argument("--epochs", type=int, default=defaults.epochs)
-    parser.add_argument("--members", type=int, default=defaults.num_members)
+    parser.add_argument(
+        "--members", dest="num_members", type=int, default=defaults.num_members
+    )
     parser.add_argument("--batch-sets", type=int, default=defaults.batch_sets)
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument("--seed", type=int, default=defaults.seed)
@@ -347,12 +349,6 @@ def run(args: argparse.Namespace) -> int:
             backend=args.backend,
         )
         return 0
-    config = TrainConfig(
-        epochs=args.epochs,
-        num_members=args.members,
-        batch_sets=args.batch_sets,
-        learning_rate=args.learning_rate,
-        seed=args.seed,
-    )
+    config = from_options(TrainConfig, args)
     train_bundle(args.records, args.out, name, config)
     return 0

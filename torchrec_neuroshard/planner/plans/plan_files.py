@@ -85,7 +85,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.report import PlanComparison, PlanReport
-from torchrec_neuroshard.report.plan_report import rank_reports
+from torchrec_neuroshard.report.plan_parts import rank_reports
 from torchrec_neuroshard.schedules import SEQUENTIAL
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
