@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -357,7 +356,7 @@ class MemoryModel:
         cached = has_cache(option)
         static = self._static(option, shard, max(cache_width, int(shard.size[1])))
         held, passing = self._activations(option, shard, cached)
-        return static.total + max(map(operator.add, held, passing))
+        return static.total + max(h + p for h, p in zip(held, passing, strict=True))
 
     def _element_size(self, option: ShardingOption) -> int:
         return int(option.tensor.element_size())
