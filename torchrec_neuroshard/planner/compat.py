@@ -126,6 +126,9 @@ _KERNEL_SETTINGS = (
     "stash_weights",  # since 1.9
 )
 
+_PLAIN = (str, int, float, type(None))
+"""Types of values that copies of options share, whatever becomes of them."""
+
 PlannerPart = Literal[
     "topology",
     "batch_size",
@@ -642,6 +645,7 @@ class SharingOption(ShardingOption):
                 name: copy.deepcopy(value, memo)
                 for name, value in vars(self).items()
                 if name not in ("_tensor", "_module", "shards", "samples")
+                and not isinstance(value, _PLAIN)
             }
         )
         if "shards" in vars(self):

@@ -534,25 +534,26 @@ class _Part:
             sum_by(line, amounts, num_sets),
         )
 
-    def costs_of(self, sets: _Sets) -> Floats:
-        """Costs of sets, some at a time."""
+    def costs_of(self, sets: _Sets, comms: bool = True) -> Floats:
+        """Costs of sets, some at a time; see `costs`."""
         ends_L = np.cumsum((sets.table_LM >= 0).sum(axis=1)) // SHARDS_AT_ONCE
         parts = np.split(np.arange(len(sets)), np.flatnonzero(np.diff(ends_L)) + 1)
-        return np.concatenate([self.costs(self.totals(sets.pick(p))) for p in parts])
+        totals = (self.totals(sets.pick(p)) for p in parts)
+        return np.concatenate([self.costs(t, comms) for t in totals])
 
-    def costs(self, totals: _Totals) -> Floats:
+    def costs(self, totals: _Totals, comms: bool = True) -> Floats:
         """Forward, backward and collectives of sets, `L x 3` [ms].
 
-        Infinite where no rank has the memory.
+        Infinite where no rank has the memory; collectives are 0 where not asked for.
         """
         compute = np.zeros((*totals.count_LG.shape, 2))
         held = totals.count_LG > 0
         if held.any():
             compute[held] = self.bank.predict(totals.sums_LGE[held])
-        costs = np.empty((len(compute), 3))
+        costs = np.zeros((len(compute), 3))
         costs[:, :2] = compute.sum(axis=1) + totals.amounts_LA[:, :2] + self._extra_2
         step = max(1, CHUNK // self.num_ranks)
-        for i in range(0, len(costs), step):
+        for i in range(0, len(costs) if comms else 0, step):
             costs[i : i + step, 2] = self._comms(totals.amounts_LA[i : i + step])
         costs[totals.amounts_LA[:, 2] + self._bytes > self.most_bytes] = np.inf
         return costs
@@ -744,10 +745,9 @@ class _Prices:
 
         Without collectives where these depend on what lies on other ranks.
         """
-        costs = self.part.costs_of(_Sets.alone(table_N, width_N))
-        if self.part.has_choices:
-            costs[:, 2] = np.where(np.isfinite(costs[:, 0]), 0.0, np.inf)
-        return costs
+        return self.part.costs_of(
+            _Sets.alone(table_N, width_N), comms=not self.part.has_choices
+        )
 
     def _lay_out(self, cutoff_ms: float) -> None:
         """Say which prices there are, and which of them each table has."""
@@ -958,8 +958,7 @@ class _Prices:
             dims = part.dims_T[company_N]
             none = np.zeros_like(company_N)
             totals.exchange(part, (none, none), (company_N, dims))
-            costs = part.costs(totals)
-            cost_N = costs[:, : 2 if part.has_choices else 3].sum(axis=1)
+            cost_N = part.costs(totals, comms=not part.has_choices).sum(axis=1)
             best = int(cost_N.argmin())
             if cost_N[best] >= cost:
                 break

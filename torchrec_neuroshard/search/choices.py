@@ -81,6 +81,13 @@ class Choices:
         self._way_F: Ints = np.concatenate(self.ways)
         num_ways = [len(ways) for ways in self.ways]
         self._number_F: Ints = np.repeat(np.arange(len(self.ways)), num_ways)
+        # Of fewer ways than others have, the first one again and again.
+        self._way_NK: Ints = np.repeat(
+            np.array([ways[0] for ways in self.ways])[:, None], max(num_ways), axis=1
+        )
+        self._way_NK[np.arange(max(num_ways)) < np.array(num_ways)[:, None]] = (
+            self._way_F
+        )
         count = len(task.tables)
         table, rank, alike = bank.parts(np.arange(count))
         # Of grid shards, the blocks of the columns are on so many nodes.
@@ -201,9 +208,8 @@ class Choices:
 
     def _at_price(self, cost_T: Floats, ms_per_byte: float) -> Ints:
         """Return the cheapest way of each table where memory has a price, too."""
-        cost_F = (cost_T + ms_per_byte * self._bytes_T)[self._way_F]
-        order = np.lexsort((cost_F, self._number_F))
-        cheapest: Ints = self._way_F[order[_firsts(self._number_F)]]
+        cost_NK = (cost_T + ms_per_byte * self._bytes_T)[self._way_NK]
+        cheapest: Ints = self._way_NK[np.arange(len(cost_NK)), cost_NK.argmin(axis=1)]
         return cheapest
 
     def _within_memory(self) -> list[Ints]:

@@ -67,8 +67,7 @@ def place_lanes(
     Returns:
         The rank of each shard (-1 where none may take it) and whether all were placed.
     """
-    num_lanes, num_shards = rows_LN.shape
-    num_ranks = bank.task.world_size
+    num_lanes, num_ranks = len(rows_LN), bank.task.world_size
     used = np.maximum(rows_LN, 0)
     table_LN, width_LN = bank.table(used), bank.width(used)
     cost_NP = bank.approximate(table_LN.reshape(-1), width_LN.reshape(-1))
@@ -77,7 +76,6 @@ def place_lanes(
     phases = np.flatnonzero(bank.mean_phases_P > 0)
     scale = bank.mean_phases_P[phases]
     cost_PLN = (cost_NP[:, phases] / scale).T.reshape(len(phases), *used.shape)
-    columns_LN = bank.columns(table_LN, width_LN)
     bytes_LN = bank.bytes(table_LN, width_LN)
     split_LN = (width_LN < bank.dims_T[table_LN]) & (rows_LN >= 0)
     split_tables = np.unique(table_LN[split_LN])
@@ -87,53 +85,62 @@ def place_lanes(
     is_split_N: npt.NDArray[np.bool_] = np.any(split_LN, axis=0)
 
     limited = bool(np.isfinite(bank.caps_W).any())
-    loads = np.zeros((len(phases), num_lanes, num_ranks))
-    potential = np.zeros((num_lanes, num_ranks))
-    columns = np.zeros((num_lanes, num_ranks))
-    free = np.repeat(bank.caps_W[None], num_lanes, axis=0)
+    # What ranks have: of each phase, columns, and memory that is free. All lanes lie
+    # in one line, since a step takes less time than many calls.
+    amounts = [*cost_PLN, bank.columns(table_LN, width_LN), -bytes_LN]
+    change_NAL = np.stack(amounts).transpose(2, 0, 1).copy()
+    shape, size = (num_lanes, num_ranks), num_lanes * num_ranks
+    has = np.zeros((len(amounts), size))
+    has[-1] = np.tile(bank.caps_W, num_lanes)
+    loads, columns, free = has[:-2].reshape(-1, *shape), has[-2], has[-1]
+    columns, free = columns.reshape(shape), free.reshape(shape)
+    powers = np.empty(loads.shape)
+    potential = np.zeros(size)
     room = np.repeat(
         (caps_L * bank.mean_columns * (1 + 1e-9))[:, None], num_ranks, axis=1
     )
     capped = bool(np.isfinite(caps_L).any())
     holds = np.zeros((num_lanes, len(split_tables), num_ranks), dtype=bool)
     rules = _LaneRules(bank, num_lanes) if bank.rules else None
-    rank_LN = np.full(rows_LN.shape, -1, dtype=np.int64)
+    rank_NL = np.full(rows_LN.T.shape, -1, dtype=np.int64)
     placed = np.ones(num_lanes, dtype=bool)
     lanes = np.arange(num_lanes)
-    for i in range(num_shards):
-        active = rows_LN[:, i] >= 0
-        powers = loads + cost_PLN[:, :, i, None]
+    active_NL = rows_LN.T >= 0
+    for i, (change_AL, active) in enumerate(zip(change_NAL, active_NL, strict=True)):
+        np.add(loads, change_AL[:-2, :, None], out=powers)
         np.square(powers, out=powers)
         np.square(powers, out=powers)
-        grown = np.tensordot(scale, powers, axes=1)
-        result = grown - potential
+        grown = np.dot(scale[None], powers.reshape(len(phases), size))[0]
+        result = (grown - potential).reshape(shape)
         if capped:
             # Ranks over the cap come after all others, those with fewest columns first.
-            over = columns + columns_LN[:, i, None] - room
+            over = columns + change_AL[-2, :, None]
+            over -= room
             result = np.where(over > 0, 1e12 + over, result)
         if limited:
-            result[free < bytes_LN[:, i, None]] = np.inf
+            np.putmask(result, free < bytes_LN[:, i, None], np.inf)
         if is_split_N[i]:
             taken = holds[lanes, slot_LN[:, i]] & split_LN[:, i, None]
             result[taken] = np.inf
         if rules is not None:
             result[rules.closed(table_LN[:, i])] = np.inf
-        best = result.argmin(axis=1)
-        fits = np.isfinite(result[lanes, best])
-        placed &= fits | ~active
-        lane = lanes[active & fits]
-        chosen = best[lane]
-        rank_LN[lane, i] = chosen
-        loads[:, lane, chosen] += cost_PLN[:, lane, i]
-        potential[lane, chosen] = grown[lane, chosen]
-        columns[lane, chosen] += columns_LN[lane, i]
-        free[lane, chosen] -= bytes_LN[lane, i]
+        chosen = result.argmin(axis=1)
+        cell, lane = lanes * num_ranks + chosen, lanes
+        fits = np.isfinite(result.reshape(-1)[cell])
+        if np.count_nonzero(fits & active) < num_lanes:
+            placed &= fits | ~active
+            lane = lanes[active & fits]
+            cell, chosen, change_AL = cell[lane], chosen[lane], change_AL[:, lane]
+        rank_NL[i, lane] = chosen
+        for amount, change_L in zip(has, change_AL, strict=True):
+            amount[cell] += change_L
+        potential[cell] = grown[cell]
         if is_split_N[i]:
             spread = split_LN[lane, i]
             holds[lane[spread], slot_LN[lane[spread], i], chosen[spread]] = True
         if rules is not None:
             rules.add(lane, table_LN[lane, i], chosen)
-    return rank_LN, placed
+    return rank_NL.T.copy(), placed
 
 
 class _LaneRules:

@@ -57,7 +57,8 @@ _MEASURED_DENSE: Mapping[str, KernelFactors] = {
 }
 """By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core, and held
 to others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
-_FLOAT = 4.0
+_FLOAT, _FUSED = 4.0, EmbeddingComputeKernel.FUSED.value
+_known_bandwidth = lru_cache(kernel_bw_lookup)
 _CLAMPED = ("fp16", "bf16")
 """Codecs that limit the values in a pass of its own before they cast them."""
 _MEASURED_CODING: Mapping[tuple[str, str], tuple[float, float]] = {
@@ -203,7 +204,7 @@ def _curve(table: TableConfig, num_samples: int, is_lfu: bool) -> MissCurve:
 
 def _slowness(option: ShardingOption, topology: Topology) -> float:
     """How much slower than a fused kernel TorchRec's estimate takes this one."""
-    fused = _bandwidth(option, topology, EmbeddingComputeKernel.FUSED.value)
+    fused = _bandwidth(option, topology, _FUSED)
     return fused / _bandwidth(option, topology, option.compute_kernel)
 
 
@@ -213,15 +214,13 @@ def _bandwidth(option: ShardingOption, topology: Topology, kernel: str) -> float
     Raises:
         PlannerError: TorchRec has no such kernel for the device.
     """
-    params = option.cache_params
-    found = kernel_bw_lookup(
-        compute_device=topology.compute_device,
-        compute_kernel=kernel,
-        hbm_mem_bw=topology.hbm_mem_bw,
-        ddr_mem_bw=topology.ddr_mem_bw,
-        hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
-        caching_ratio=params.load_factor if params else None,
-        prefetch_pipeline=bool(params and params.prefetch_pipeline),
+    # What caches hold and fetch ahead matters to none that is compared.
+    found = _known_bandwidth(
+        topology.compute_device,
+        kernel,
+        topology.hbm_mem_bw,
+        topology.ddr_mem_bw,
+        topology.hbm_to_ddr_mem_bw,
     )
     if found is None:
         raise PlannerError(

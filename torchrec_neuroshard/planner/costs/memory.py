@@ -21,7 +21,6 @@ the outputs of a rank's own samples.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import defaultdict
@@ -118,10 +117,10 @@ class StaticMemory:
     def __add__(self, other: StaticMemory) -> StaticMemory:
         """Return both together."""
         return StaticMemory(
-            **{
-                f.name: getattr(self, f.name) + getattr(other, f.name)
-                for f in dataclasses.fields(self)
-            }
+            weights=self.weights + other.weights,
+            optimizer=self.optimizer + other.optimizer,
+            cache=self.cache + other.cache,
+            index_tables=self.index_tables + other.index_tables,
         )
 
 
@@ -142,20 +141,9 @@ class RankMemory:
         return self.static.total + self.activations
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What the memory of a shard depends on."""
-
-    rows: int
-    width: int
-    lookups: float
-    """n: of the shard, in a step."""
-    bags: float
-    """f: of the shard, in a step."""
-    samples: float
-    """Samples whose bags the kernel sees."""
-    parts: int
-    """Ranks that share the table's rows."""
+_Seen = dict[tuple[int, tuple[int, ...], int], tuple[StaticMemory, Floats, Floats]]
+"""Option, size and width of the cache -> what a shard takes: at rest, at each instant
+held by all kernels, and passing in one."""
 
 
 class MemoryModel:
@@ -267,8 +255,11 @@ class MemoryModel:
             for shard in option.shards:
                 if shard.size[0] or option.sharding_type in _BY_ROWS:
                     kernels[shard.rank][key].append((option, shard))
+        seen: _Seen = {}
         return tuple(
-            self._rank(kernels[r], common if known else common * 0, others[r], first)
+            self._rank(
+                kernels[r], common if known else common * 0, others[r], first, seen
+            )
             for r in range(self._world_size)
         )
 
@@ -329,6 +320,7 @@ class MemoryModel:
         common: Floats,
         other: float,
         replicated_first: Mapping[str, bool],
+        seen: _Seen,
     ) -> RankMemory:
         static = StaticMemory(weights=other)
         held = common + (_ALLOCATOR if common.any() else 0)
@@ -338,12 +330,18 @@ class MemoryModel:
             width = max((int(s.size[1]) for _, s in cached), default=0)
             kernel_passing = np.zeros(len(INSTANTS))
             for option, shard in shards:
-                static += self._static(option, shard, width)
-                holds, passes = self._activations(option, shard, bool(cached))
-                if replicated_first[option.path] and not is_dense(option):
-                    holds[-1] = holds[0]  # autograd begins with the last
-                held = held + holds
-                kernel_passing = kernel_passing + passes
+                # Shards of one size are many, and take the same.
+                key = id(option), tuple(shard.size), width
+                if key not in seen:
+                    holds, passes = self._activations(option, shard, bool(cached))
+                    if replicated_first[option.path] and not is_dense(option):
+                        holds[-1] = holds[0]  # autograd begins with the last
+                    both = np.array([holds, passes])
+                    seen[key] = self._static(option, shard, width), *both
+                at_rest, holding, pass_by = seen[key]
+                static += at_rest
+                held = held + holding
+                kernel_passing = kernel_passing + pass_by
             passing = np.maximum(passing, kernel_passing)
         total = held + passing
         instant = int(total.argmax())
@@ -358,7 +356,7 @@ class MemoryModel:
         cached = has_cache(option)
         static = self._static(option, shard, max(cache_width, int(shard.size[1])))
         held, passing = self._activations(option, shard, cached)
-        return static.total + float((held + passing).max())
+        return static.total + max(h + p for h, p in zip(held, passing, strict=True))
 
     def _element_size(self, option: ShardingOption) -> int:
         return int(option.tensor.element_size())
@@ -393,61 +391,52 @@ class MemoryModel:
             index_tables=float(4 * rows + 8 * slots + 8 * ages),
         )
 
-    def _shape(self, option: ShardingOption, shard: Shard) -> _Shape:
-        table = self._reader.table(option)
-        local = float(option.batch_size)
-        world = 1 if is_dense(option) else self._world_size
-        parts = 1
-        if option.sharding_type in _BY_ROWS:
-            parts = self._node if option.sharding_type in _BY_NODE else world
-        features = self._reader.bags_per_sample(option)
-        return _Shape(
-            rows=int(shard.size[0]),
-            width=int(shard.size[1]),
-            lookups=table.pooling_factor * local * world / parts,
-            bags=features * local * world,
-            samples=local * world,
-            parts=parts,
-        )
-
     def _activations(
         self, option: ShardingOption, shard: Shard, is_cached: bool
-    ) -> tuple[Floats, Floats]:
+    ) -> tuple[list[float], list[float]]:
         """What a shard adds to each instant: held by all kernels, passing in one."""
-        shape = self._shape(option, shard)
-        n, f = shape.lookups, shape.bags
-        weight = _WEIGHT if self._reader.table(option).weighted else 0
+        table, local = self._reader.table(option), float(option.batch_size)
+        world = 1 if is_dense(option) else self._world_size
+        parts = 1  # ranks that share the table's rows
+        if option.sharding_type in _BY_ROWS:
+            parts = self._node if option.sharding_type in _BY_NODE else world
+        n = table.pooling_factor * local * world / parts
+        f = self._reader.bags_per_sample(option) * local * world
+        num_rows, width = int(shard.size[0]), int(shard.size[1])
+        weight = _WEIGHT if table.weighted else 0
         location = _LOCATION if is_cached else 0
         saved = (_INDEX + weight + location) * n + _OFFSET * f
         if self._is_pipelined and not is_dense(option):
             ahead = location if self._prefetches else 0
             saved += (_INDEX + weight + ahead) * n + _LENGTH * f
-        output = f * shape.width if option.is_pooled else n * shape.width
+        output = f * width if option.is_pooled else n * width
         gradient = _FLOAT * output
         sorting = (_SORTING if option.is_pooled else _SORTING_SEQUENCE) * n
         if weight or location:
             sorting = (_SORTING + weight + location + _SORT_TEMPORARY) * n
-        held = np.full(len(INSTANTS), saved)
         if is_dense(option):
-            rows = shape.rows * shape.width * self._element_size(option)
-            return held, np.array([_OFFSET * f, 0, 0, 0, 0, sorting - 8 * n + rows])
+            rows = num_rows * width * self._element_size(option)
+            passing = [_OFFSET * f, 0, 0, 0, 0, sorting - 8 * n + rows]
+            return [saved] * len(INSTANTS), passing
         if not option.is_pooled:
             # Lengths as they arrived and as they are sent back, until the step ends.
-            held += 2 * _LENGTH * f + np.array([0, 0, 0, gradient, gradient, gradient])
+            before = saved + 2 * _LENGTH * f
+            after = saved + (2 * _LENGTH * f + gradient)
             permuted = gradient + 12 * f
             if option.sharding_type in _BY_ROWS:  # where each id came from
-                held += _INDEX * n * shape.parts / self._world_size
-            return held, np.array(
-                [gradient + permuted, 0, 0, 0, max(sorting, permuted), 0]
-            )
-        copied = gradient if option.sharding_type in _BY_COLUMNS else 0.0
+                before += _INDEX * n * parts / self._world_size
+                after += _INDEX * n * parts / self._world_size
+            passing = [gradient + permuted, 0, 0, 0, max(sorting, permuted), 0]
+            return [before] * 3 + [after] * 3, passing
+        after = saved + gradient
         if option.sharding_type in _BY_NODE and not self._is_reduced_at_once(option):
-            held += [0, 0, 0, 0, gradient, gradient]
-            reduced = gradient / shape.parts
+            reduced = gradient / parts
             forward = gradient + 2 * reduced + _OFFSET * f
-            return held, np.array([forward, 0, 0, reduced, max(sorting, reduced), 0])
-        held += [0, 0, 0, gradient, gradient, gradient]
-        return held, np.array([gradient + copied + _OFFSET * f, 0, 0, 0, sorting, 0])
+            passing = [forward, 0, 0, reduced, max(sorting, reduced), 0]
+            return [saved] * 4 + [after] * 2, passing
+        copied = gradient if option.sharding_type in _BY_COLUMNS else 0.0
+        passing = [gradient + copied + _OFFSET * f, 0, 0, 0, sorting, 0]
+        return [saved] * 3 + [after] * 3, passing
 
     def _common(self, option: ShardingOption) -> Floats:
         """What every rank holds at each instant of the outputs of its own samples."""

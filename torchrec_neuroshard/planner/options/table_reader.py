@@ -94,15 +94,13 @@ _COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 """Collective of `sharding_types` -> TorchRec's names, pooled and of sequences."""
 _FUSED = EmbeddingComputeKernel.FUSED.value
+_CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _DENSE = EmbeddingComputeKernel.DENSE.value
 SPLITTING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 """Sharding types that may cut a table's columns."""
 
 OFFLOADED_KERNELS: frozenset[str] = frozenset(
-    {
-        EmbeddingComputeKernel.FUSED_UVM.value,
-        EmbeddingComputeKernel.FUSED_UVM_CACHING.value,
-    }
+    {EmbeddingComputeKernel.FUSED_UVM.value, _CACHING}
 )
 """Fused kernels whose tables live in the host's memory."""
 
@@ -156,7 +154,7 @@ def is_dense(option: ShardingOption) -> bool:
 
 def has_cache(option: ShardingOption) -> bool:
     """Whether a table in the host's memory has a cache of rows on the device."""
-    return bool(option.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value)
+    return bool(option.compute_kernel == _CACHING)
 
 
 def has_open_cache(option: ShardingOption) -> bool:
@@ -184,7 +182,7 @@ def cache_load(option: ShardingOption) -> float | None:
 
 def is_fused(option: ShardingOption) -> bool:
     """Whether the option runs FBGEMM's fused kernel, wherever its rows are."""
-    return option.compute_kernel in OFFLOADED_KERNELS | {_FUSED}
+    return option.compute_kernel == _FUSED or option.compute_kernel in OFFLOADED_KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +344,20 @@ def is_modelled_config(config: BaseEmbeddingConfig) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """What a reader knows of one of TorchRec's modules."""
+
+    configs: Mapping[str, BaseEmbeddingConfig]
+    modelled: frozenset[str]
+    """Tables that the cost model knows, as far as their configurations tell."""
+    is_weighted: bool
+    optimizer: str | None
+    """That all tables of a fused collection share."""
+    tables: dict[tuple[Any, ...], TableConfig]
+    """Those described so far."""
+
+
 class TableReader:
     """Reads TorchRec's sharding options as tables of the cost model.
 
@@ -364,20 +376,40 @@ class TableReader:
         self._world_size = world_size
         self._constraints = constraints or {}
         self._profiles = profiles or {}
-        self._configs: weakref.WeakKeyDictionary[
-            nn.Module, dict[str, BaseEmbeddingConfig]
-        ] = weakref.WeakKeyDictionary()
-        self._weighted: weakref.WeakKeyDictionary[nn.Module, bool] = (
+        self._modules: weakref.WeakKeyDictionary[nn.Module, _Module] = (
             weakref.WeakKeyDictionary()
         )
-        self._tables: dict[tuple[Any, ...], TableConfig] = {}
+
+    def _module(self, option: ShardingOption) -> _Module:
+        """Read the option's module, once."""
+        module = option.module[1]
+        known = self._modules.get(module)
+        if known is None:
+            configs = {c.name: c for c in table_configs(module)}
+            optimizer = None
+            if isinstance(
+                module, FusedEmbeddingBagCollection | FusedEmbeddingCollection
+            ):
+                kind = module.optimizer_type()
+                optimizer = _OPTIMIZER_NAMES.get(kind.__name__, "adam")
+            known = self._modules[module] = _Module(
+                configs=configs,
+                modelled=frozenset(
+                    name for name, c in configs.items() if is_modelled_config(c)
+                ),
+                is_weighted=any(
+                    isinstance(child, EmbeddingBagCollectionInterface)
+                    and bool(child.is_weighted())
+                    for child in module.modules()
+                ),
+                optimizer=optimizer,
+                tables={},
+            )
+        return known
 
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""
-        module = option.module[1]
-        if module not in self._configs:
-            self._configs[module] = {c.name: c for c in table_configs(module)}
-        return self._configs[module].get(option.name)
+        return self._module(option).configs.get(option.name)
 
     def _is_weighted(self, option: ShardingOption) -> bool:
         """Whether lookups carry weights, given or made by a feature processor.
@@ -385,16 +417,7 @@ class TableReader:
         TorchRec's estimator notes in options of sequences, which have none, what a
         constraint says.
         """
-        if option.has_feature_processor:
-            return True
-        module = option.module[1]
-        if module not in self._weighted:
-            self._weighted[module] = any(
-                isinstance(child, EmbeddingBagCollectionInterface)
-                and bool(child.is_weighted())
-                for child in module.modules()
-            )
-        return self._weighted[module]
+        return bool(option.has_feature_processor) or self._module(option).is_weighted
 
     def is_column_sharded(self, option: ShardingOption) -> bool:
         """Whether each shard is whole columns of a fused table on one rank."""
@@ -431,25 +454,19 @@ class TableReader:
         return twin if self.has_cost(twin) else None
 
     def _is_modelled(self, option: ShardingOption) -> bool:
-        config = self.config(option)
-        return (
-            config is not None
-            and is_modelled_config(config)
-            and option.tensor.dim() == 2
-            and all(
-                width > 0 and width % COLUMN_MULTIPLE == 0
-                for width in {s.size[1] for s in sample_shards(option)}
-            )
-        )
+        if option.name not in self._module(option).modelled or option.tensor.dim() != 2:
+            return False
+        widths = {s.size[1] for s in sample_shards(option)}
+        return all(width > 0 and width % COLUMN_MULTIPLE == 0 for width in widths)
 
     def optimizer(self, option: ShardingOption) -> str:
         """Return the table's optimizer, by a name that the cost models know."""
-        if has_own_optimizer(option):
-            first = optimizer_classes(option.tensor)[0]
-            return _OPTIMIZER_NAMES.get(first.__name__, "adam")
-        module = option.module[1]
-        if isinstance(module, FusedEmbeddingBagCollection | FusedEmbeddingCollection):
-            return _OPTIMIZER_NAMES.get(module.optimizer_type().__name__, "adam")
+        own = optimizer_classes(option.tensor)
+        if own:
+            return _OPTIMIZER_NAMES.get(own[0].__name__, "adam")
+        shared = self._module(option).optimizer
+        if shared is not None:
+            return shared
         chosen = vars(option).get(_SHARDERS_OPTIMIZER)
         if chosen is None or is_dense(option):  # which reads no fused_params
             return "sgd"  # fbgemm's own default
@@ -473,24 +490,21 @@ class TableReader:
         Args:
             option: One that has a cost.
         """
-        optimizer = self.optimizer(option)
-        config = self.config(option)
-        assert config is not None, "only options with a cost have tables"
+        optimizer, known = self.optimizer(option), self._module(option)
         key = (
-            table_name(option),
-            tuple(option.tensor.shape),
-            tuple(config.feature_names),
-            config.data_type,
+            option.path,
+            option.name,
+            option.tensor.shape,
             tuple(option.input_lengths),
             option.batch_size,
-            self._is_weighted(option),
-            option.is_pooled,
+            bool(option.has_feature_processor),
             self.looks_up_distinct(option),
             optimizer,
         )
-        table = self._tables.get(key)
+        table = known.tables.get(key)
         if table is None:
-            table = self._tables[key] = self._describe(option, config, optimizer)
+            config = known.configs[option.name]
+            table = known.tables[key] = self._describe(option, config, optimizer)
         return table
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
