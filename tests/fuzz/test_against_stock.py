@@ -109,6 +109,33 @@ FOUND = {
         second=[table(dim=4096)],
         batch_size=59,
     ),
+    "a kernel without a price was put on one rank, by its slowest shard": case(
+        "ebc",
+        [
+            table(name="t2", rows=63904, dim=512),
+            table(name="t3", rows=13653, dim=8, features=["g"]),
+        ],
+        {
+            "world_size": 2,
+            "local_world_size": 1,
+            "hbm_cap": 12 * 10**15,
+            "ddr_cap": 11 * 10**15,
+        },
+        {
+            "t2": {
+                "sharding_types": ["row_wise", "table_column_wise"],
+                "compute_kernels": ["key_value"],
+                "pooling_factors": [6.642],
+            },
+            "t4": {"sharding_types": ["data_parallel", "column_wise"]},
+        },
+        second=[
+            table(name="t4", rows=2078, dim=512),
+            table(name="t5", rows=109, dim=96, features=["g", "h"]),
+            table(name="t6", rows=578772329031, dim=1024, features=["i", "j", "k"]),
+        ],
+        batch_size=589,
+    ),
 }
 """What was wrong -> the case."""
 

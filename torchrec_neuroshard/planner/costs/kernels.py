@@ -1,10 +1,12 @@
 """What kernels cost that no bundle holds, in the terms of the measured fused one.
 
-Two kinds are estimates. The kernel of replicas, with the optimizer's pass over all of
+Three kinds are estimates. The kernel of replicas, with the optimizer's pass over all of
 their rows, takes what the fused kernel takes above its launch, times a factor: measured
 on CPUs, else what TorchRec's estimate takes it to be slower. Kernels that read the
 host's memory take what the fused one takes and, beside it, what their rows take over
-the link (`cost_models.physical.host_memory_ms`).
+the link (`cost_models.physical.host_memory_ms`). All others (Triton's, tables on disk,
+virtual ones) take what the fused one takes above its launch, times what TorchRec's
+estimate takes them to be slower.
 
 Codecs of quantised collectives are kernels of their own: they take what the memory that
 they read and write takes at the fused kernel's bandwidth; on CPUs, what was measured.
@@ -57,6 +59,7 @@ _MEASURED_DENSE: Mapping[str, KernelFactors] = {
 }
 """By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core, and held
 to others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
+_FUSED = EmbeddingComputeKernel.FUSED.value
 _FLOAT = 4.0
 _CLAMPED = ("fp16", "bf16")
 """Codecs that limit the values in a pass of its own before they cast them."""
@@ -85,7 +88,7 @@ MAX_KNOWN_CURVES = 2**14
 
 def is_estimated(option: ShardingOption) -> bool:
     """Whether an option's kernel is of a kind that was not measured."""
-    return is_dense(option) or option.compute_kernel in OFFLOADED_KERNELS
+    return bool(option.compute_kernel != _FUSED)
 
 
 def kernel_factors(
@@ -121,6 +124,9 @@ def kernel_factors(
                 missed=_missed(option, topology, reader),
             )
         )
+    if is_estimated(option):
+        slowness = _slowness(option, topology)
+        return KernelFactors(forward=slowness, backward=slowness)
     return None
 
 
@@ -203,7 +209,7 @@ def _curve(table: TableConfig, num_samples: int, is_lfu: bool) -> MissCurve:
 
 def _slowness(option: ShardingOption, topology: Topology) -> float:
     """How much slower than a fused kernel TorchRec's estimate takes this one."""
-    fused = _bandwidth(option, topology, EmbeddingComputeKernel.FUSED.value)
+    fused = _bandwidth(option, topology, _FUSED)
     return fused / _bandwidth(option, topology, option.compute_kernel)
 
 
@@ -222,6 +228,7 @@ def _bandwidth(option: ShardingOption, topology: Topology, kernel: str) -> float
         hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
         caching_ratio=params.load_factor if params else None,
         prefetch_pipeline=bool(params and params.prefetch_pipeline),
+        ssd_mem_bw=topology.ssd_mem_bw,
     )
     if found is None:
         raise PlannerError(
