@@ -13,7 +13,7 @@ from torchrec_neuroshard.planner.parts import torchrec_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SEED, NUM_CASES = 7, 120
+SEED, NUM_CASES = 7, 329
 
 
 def table(**fields: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def test_a_sample() -> None:
     drawn = [
         cases.draw(np.random.default_rng([SEED, number])) for number in range(NUM_CASES)
     ]
-    # One in ten is large, and takes as long as all others.
+    # One in ten is large, and takes as long as all others: 300 are left.
     outcomes = [against_stock.judge(c) for c in drawn if "most_proposals" in c]
     assert [o for o in outcomes if o.startswith("failure")] == []
     assert sum(o == "planned, no worse" for o in outcomes) > NUM_CASES / 3
