@@ -412,9 +412,7 @@ class TableReader:
         kind = SHARDING_TYPES.get(option.sharding_type)
         if kind is None or not self._is_modelled(option):
             return False
-        if kind.is_replicated:
-            return is_dense(option)
-        return not _is_quantised(option)
+        return kind.is_replicated == is_dense(option) and not _is_quantised(option)
 
     def is_stashed(self, option: ShardingOption) -> bool:
         """Whether the table's weights leave the device between uses."""
