@@ -109,6 +109,13 @@ FOUND = {
         second=[table(dim=4096)],
         batch_size=59,
     ),
+    "sequences of more ids than a table may have features": case(
+        "ec",
+        [table()],
+        {"world_size": 2},
+        {"t0": {"pooling_factors": [2e5]}},
+        batch_size=1,
+    ),
     "a kernel without a price was put on one rank, by its slowest shard": case(
         "ebc",
         [

@@ -52,6 +52,7 @@ from torchrec_neuroshard.tables import (
     COLUMN_MULTIPLE,
     DATA_TYPE_BYTES,
     MAX_CUDA_COLUMNS,
+    MAX_FEATURES,
     TableConfig,
 )
 
@@ -530,8 +531,9 @@ class TableReader:
             total = profile.pooling_factor
         num_features, outputs = len(features), None
         if not option.is_pooled:
-            num_features = max(1, round(total))
-            outputs = total if distinct and total > 0 else None
+            num_features = min(max(1, round(total)), MAX_FEATURES)
+            is_other = distinct or total > MAX_FEATURES
+            outputs = total if is_other and total > 0 else None
         elif sum(shares) > 0 and sum(shares) != num_features:
             outputs = sum(shares)
         return TableConfig(
