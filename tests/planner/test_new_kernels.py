@@ -108,3 +108,20 @@ def test_stashed_weights_are_priced_as_fused_and_flagged() -> None:
         compute = planner.last_result.predicted.stages[0].ranks
         paths.append(sum(r.fwd_compute + r.bwd_compute for r in compute))
     assert paths[0] == pytest.approx(paths[1])
+
+
+def test_one_that_is_asked_for_beside_the_fused_one_makes_room() -> None:
+    kernels = ["fused", "key_value"]
+    planner = make_planner(
+        2,
+        "cuda",
+        topology_arguments={"ssd_cap": 2**40},
+        constraints={
+            f"t{i}": ParameterConstraints(compute_kernels=kernels) for i in (0, 1)
+        },
+    )
+    tables = [bag_config(0, rows=10**9, dim=64), bag_config(1, rows=4000, dim=64)]
+    plan = planner.plan(bags(*tables), [Sharder("key_value")])
+    found = {n: e.compute_kernel for n, e in entries_of(plan).items()}
+    assert found == {"t0": "key_value", "t1": "fused"}
+    assert planner.last_result is not None and planner.last_result.fallback is None
