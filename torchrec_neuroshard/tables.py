@@ -17,6 +17,7 @@ __all__ = [
     "COLUMN_MULTIPLE",
     "DATA_TYPE_BYTES",
     "MAX_CUDA_COLUMNS",
+    "MAX_FEATURES",
     "OPTIMIZERS",
     "TableConfig",
     "check_tables",
@@ -35,8 +36,8 @@ DATA_TYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1
 OPTIMIZERS: tuple[str, ...] = ("rowwise_adagrad", "sgd", "adam", "adagrad")
 """Optimizers that the cost models know by name."""
 
-
-_MOST_FEATURES = 100_000
+MAX_FEATURES = 100_000
+"""Most of a table; each is a thing of its own where kernels are measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +70,9 @@ class TableConfig:
         sizes = self.num_embeddings, self.embedding_dim, self.num_features
         if max(sizes) >= TOO_LARGE:
             raise TableError(f"{where}: a size is beyond 64 bits, {max(sizes):.3g}")
-        if self.num_features > _MOST_FEATURES:
+        if self.num_features > MAX_FEATURES:
             raise TableError(
-                f"{where}: num_features must be at most {_MOST_FEATURES:,}, got "
+                f"{where}: num_features must be at most {MAX_FEATURES:,}, got "
                 f"{self.num_features:,}"
             )
         if not self.num_embeddings >= 1:  # also when it is NaN
@@ -188,12 +189,15 @@ def row_shard(
     # Each id of a bag falls into the shard with probability `share`.
     variance = (share * whole.pooling_std) ** 2 + share * (1 - share) * per_bag
     features, outputs = table.num_features, table.outputs_per_sample
+    if not pooled:
+        features = max(1, round(features * share))
+        outputs = (outputs or 0.0) * share or None  # a shard may have no rows
     return dataclasses.replace(
         table,
         num_embeddings=max(1, rows),
         pooling_factor=table.pooling_factor * share,
-        num_features=features if pooled else max(1, round(features * share)),
-        outputs_per_sample=outputs if pooled or outputs is None else outputs * share,
+        num_features=features,
+        outputs_per_sample=outputs,
         profile=FeatureProfile(
             batch_size=batch_size,
             num_lookups=whole.num_lookups * share,

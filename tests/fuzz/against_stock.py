@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from torch import nn
 from torchrec.distributed.planner.estimator import annotations as lookups
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
@@ -117,16 +118,16 @@ def _planned_twice(case: Case) -> Outcome:
         refusal = error
     except HangError:
         refusal = TimeoutError("TorchRec's planner did not end")
-    return _judge(case, theirs, refusal, time.process_time() - start)
+    return _judge(case, module, theirs, refusal, time.process_time() - start)
 
 
 def _judge(
     case: Case,
+    module: nn.Module,
     theirs: ShardingPlan | None,
     refusal: Exception | None,
     stock_seconds: float,
 ) -> Outcome:
-    module = cases.build_module(case)
     plan: ShardingPlan | None = None
     failure: Exception | None = None
     start = time.process_time()
@@ -144,7 +145,7 @@ def _judge(
     if seconds > allowed and (failure is None or stock_seconds < STOCK_SHARE):
         return f"failure, slow: {seconds:.1f} s of {allowed:.1f}"
     if isinstance(failure, NeuroShardError | PlannerError):
-        return _refused(case, theirs, failure)
+        return _refused(case, module, theirs, failure)
     if failure is not None:
         # TorchRec's enumerator names tables that nothing is left for in such errors.
         tables = [t["name"] for m in case["modules"] for t in m["tables"]]
@@ -152,7 +153,7 @@ def _judge(
         if named and type(failure) is type(refusal):
             return f"both raise {type(failure).__name__}: {failure}"
         if named and isinstance(failure, RuntimeError):
-            return _refused(case, theirs, failure)
+            return _refused(case, module, theirs, failure)
         return f"failure, undocumented {type(failure).__name__}: {failure}"
     assert plan is not None
     if not plan.plan:
@@ -208,14 +209,15 @@ def _compare(
     return "planned, no worse"
 
 
-def _refused(case: Case, theirs: ShardingPlan | None, error: Exception) -> Outcome:
+def _refused(
+    case: Case, module: nn.Module, theirs: ShardingPlan | None, error: Exception
+) -> Outcome:
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
     if theirs is None:
         names = [t["name"] for m in case["modules"] for t in m["tables"]]
         words = [*names, "rank", "storage", *(m["path"] for m in case["modules"])]
         named = any(word in text for word in words)
         return f"{'both refuse' if named else 'failure, no reason'}: {text}"
-    module = cases.build_module(case)
     try:
         planner = planner_of(case)
         options = options_of(planner, module, theirs)

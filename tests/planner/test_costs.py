@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,8 @@ def test_row_shard_without_rows() -> None:
     table = TableConfig(name="t", num_embeddings=3, embedding_dim=4)
     shard = row_shard(table, 0, 10)
     assert shard.profile is not None and shard.profile.num_lookups == 0
+    distinct = dataclasses.replace(table, outputs_per_sample=0.9)
+    assert row_shard(distinct, 0, 10, pooled=False).pooling_factor == 0
 
 
 # --- sharding types -------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What kernels cost that no bundle holds, in the terms of the measured fused one.
 
-Two kinds are estimates. The kernel of replicas, with the optimizer's pass over all of
+Three kinds are estimates. The kernel of replicas, with the optimizer's pass over all of
 their rows, takes what the fused kernel takes above its launch, times a factor: measured
 on CPUs, else what TorchRec's estimate takes it to be slower. Kernels that read the
 host's memory take what the fused one takes and, beside it, what their rows take over
-the link (`cost_models.physical.host_memory_ms`).
+the link (`cost_models.physical.host_memory_ms`). All others (Triton's, tables on disk,
+virtual ones) take what the fused one takes above its launch, times what TorchRec's
+estimate takes them to be slower.
 
 Codecs of quantised collectives are kernels of their own: they take what the memory that
 they read and write takes at the fused kernel's bandwidth; on CPUs, what was measured.
@@ -86,7 +88,7 @@ MAX_KNOWN_CURVES = 2**14
 
 def is_estimated(option: ShardingOption) -> bool:
     """Whether an option's kernel is of a kind that was not measured."""
-    return is_dense(option) or option.compute_kernel in OFFLOADED_KERNELS
+    return bool(option.compute_kernel != _FUSED)
 
 
 def kernel_factors(
@@ -122,6 +124,9 @@ def kernel_factors(
                 missed=_missed(option, topology, reader),
             )
         )
+    if is_estimated(option):
+        slowness = _slowness(option, topology)
+        return KernelFactors(forward=slowness, backward=slowness)
     return None
 
 
@@ -214,13 +219,16 @@ def _bandwidth(option: ShardingOption, topology: Topology, kernel: str) -> float
     Raises:
         PlannerError: TorchRec has no such kernel for the device.
     """
-    # What caches hold and fetch ahead matters to none that is compared.
+    params = option.cache_params
     found = _known_bandwidth(
-        topology.compute_device,
-        kernel,
-        topology.hbm_mem_bw,
-        topology.ddr_mem_bw,
-        topology.hbm_to_ddr_mem_bw,
+        compute_device=topology.compute_device,
+        compute_kernel=kernel,
+        hbm_mem_bw=topology.hbm_mem_bw,
+        ddr_mem_bw=topology.ddr_mem_bw,
+        hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
+        caching_ratio=params.load_factor if params else None,
+        prefetch_pipeline=bool(params and params.prefetch_pipeline),
+        ssd_mem_bw=topology.ssd_mem_bw,
     )
     if found is None:
         raise PlannerError(

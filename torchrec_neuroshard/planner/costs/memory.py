@@ -49,6 +49,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     has_cache,
     is_dense,
+    is_fused,
     is_lfu,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
@@ -179,7 +180,8 @@ class MemoryModel:
 
     def knows(self, option: ShardingOption) -> bool:
         """Whether it can foretell the memory of an option's shards."""
-        return self._is_cuda and self._reader.has_cost(option)
+        known = is_fused(option) or is_dense(option)
+        return self._is_cuda and known and self._reader.has_cost(option)
 
     def shard_bytes(
         self, options: Sequence[ShardingOption]

@@ -36,7 +36,7 @@ from torchrec_neuroshard.planner.costs.kernels import priced_codecs
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     has_cache,
-    is_dense,
+    is_fused,
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size, whole_nodes
@@ -63,8 +63,8 @@ def fusion_key(
 ) -> tuple[Any, ...]:
     """Key of the fused kernel that TorchRec puts the option's shards into.
 
-    Tables of one module and sharding type fuse when weight type, pooling, optimizer
-    and the kernel's parameters agree.
+    Tables of one module and sharding type fuse when weight type, pooling, optimizer,
+    kernel and its parameters agree; where a fused kernel's rows are does not matter.
     """
     config = reader.config(option)
     pooling = config.pooling if isinstance(config, EmbeddingBagConfig) else None
@@ -78,7 +78,7 @@ def fusion_key(
         repr(optimizer_arguments(option.tensor)),
         kernel_settings(option),
         _cache_key(option),
-        is_dense(option),
+        _FUSED if is_fused(option) else option.compute_kernel,
     )
 
 

@@ -57,6 +57,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
     is_dense,
+    is_fused,
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S, PlannedDevices
@@ -532,10 +533,9 @@ class PlanCosts:
     def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
         """Say which tables of a plan run kernels whose cost is an estimate."""
         costed, stock = self._split(lowered)
-        scaled = [o for o in stock if self.reader.fused_twin(o) is not None]
-        stock = [o for o in stock if self.reader.fused_twin(o) is None]
         replicas = [o for o in costed if is_dense(o)]
-        offloaded = [o for o in costed if is_estimated(o) and not is_dense(o)]
+        offloaded = [o for o in costed if o.compute_kernel in OFFLOADED_KERNELS]
+        scaled = [o for o in costed if not (is_dense(o) or is_fused(o))]
         texts = (
             (
                 replicas,

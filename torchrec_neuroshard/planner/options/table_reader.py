@@ -2,14 +2,13 @@
 
 An option is *column-sharded* where each shard is whole columns of a fused table on one
 rank: table-wise, column-wise or table-column-wise. It *has a cost* where the cost model
-prices it: column-sharded ones, row shards, replicas and tables in host memory. All
-others (tables on disk, quantised or of odd widths, modules of other kinds) keep
+prices it: column-sharded ones, row shards, replicas and tables in other memory than the
+device's. All others (quantised tables, odd widths, modules of other kinds) keep
 TorchRec's own costs. Which of those with a cost a search may place, `ways` says.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import sys
 import weakref
@@ -53,6 +52,7 @@ from torchrec_neuroshard.tables import (
     COLUMN_MULTIPLE,
     DATA_TYPE_BYTES,
     MAX_CUDA_COLUMNS,
+    MAX_FEATURES,
     TableConfig,
 )
 
@@ -185,6 +185,11 @@ def is_fused(option: ShardingOption) -> bool:
     return option.compute_kernel == _FUSED or option.compute_kernel in OFFLOADED_KERNELS
 
 
+def _is_quantised(option: ShardingOption) -> bool:
+    """Whether the option runs a kernel of quantised tables, which are not trained."""
+    return str(option.compute_kernel).startswith("quant")
+
+
 @dataclass(frozen=True, slots=True)
 class RunFault:
     """Why TorchRec or FBGEMM refuse an option when it runs."""
@@ -196,8 +201,7 @@ class RunFault:
 def run_fault(option: ShardingOption) -> RunFault | None:
     """Return what cannot run of an option, whatever its ranks; None: nothing known."""
     widths = {int(s.size[1]) for s in sample_shards(option)}
-    quantised = str(option.compute_kernel).startswith("quant")
-    if not (is_dense(option) or quantised):
+    if not (is_dense(option) or _is_quantised(option)):
         odd = sorted(w for w in widths if w % COLUMN_MULTIPLE)
         if odd:
             return RunFault(
@@ -432,26 +436,12 @@ class TableReader:
         kind = SHARDING_TYPES.get(option.sharding_type)
         if kind is None or not self._is_modelled(option):
             return False
-        if kind.is_replicated:
-            return is_dense(option)
-        return is_fused(option)
+        return kind.is_replicated == is_dense(option) and not _is_quantised(option)
 
     def is_stashed(self, option: ShardingOption) -> bool:
         """Whether the table's weights leave the device between uses."""
         config = self.config(option)
         return config is not None and bool(config.stash_weights)
-
-    def fused_twin(self, option: ShardingOption) -> ShardingOption | None:
-        """Return an option without a price as it would be with the fused kernel.
-
-        The shards are the option's own. None where that has no price either, and for
-        quantised tables, which are not trained.
-        """
-        if self.has_cost(option) or str(option.compute_kernel).startswith("quant"):
-            return None
-        twin = copy.copy(option)
-        twin.compute_kernel, twin.shards = _FUSED, option.shards
-        return twin if self.has_cost(twin) else None
 
     def _is_modelled(self, option: ShardingOption) -> bool:
         if option.name not in self._module(option).modelled or option.tensor.dim() != 2:
@@ -555,8 +545,9 @@ class TableReader:
             total = profile.pooling_factor
         num_features, outputs = len(features), None
         if not option.is_pooled:
-            num_features = max(1, round(total))
-            outputs = total if distinct and total > 0 else None
+            num_features = min(max(1, round(total)), MAX_FEATURES)
+            is_other = distinct or total > MAX_FEATURES
+            outputs = total if is_other and total > 0 else None
         elif sum(shares) > 0 and sum(shares) != num_features:
             outputs = sum(shares)
         return TableConfig(

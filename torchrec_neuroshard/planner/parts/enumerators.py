@@ -296,7 +296,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             return [_FUSED]
         params = constraint.cache_params if constraint else None
         load = None if params is None else params.load_factor
-        kept = OFFLOADED_KERNELS | {_FUSED}
+        kept = set(kernels) if asked else OFFLOADED_KERNELS | {_FUSED}
         if load is not None and not 0 < load <= 1:
             kept -= {_CACHING}  # it could not run
         return [k for k in kernels if k in kept]

@@ -28,6 +28,7 @@ from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs.caches import size_caches
+from torchrec_neuroshard.planner.costs.kernels import is_estimated
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
 from torchrec_neuroshard.planner.launch.finalists import Finalists
@@ -36,10 +37,10 @@ from torchrec_neuroshard.planner.options.constraints import (
     ranks_by_table,
 )
 from torchrec_neuroshard.planner.options.table_reader import (
-    OFFLOADED_KERNELS,
     device_tier,
     has_cache,
     has_open_cache,
+    is_dense,
     note_sharders,
     table_name,
 )
@@ -213,8 +214,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         ]
         plan = self._place(proposal, ways, storage_constraint, rules)
         if _full_rank(storage_constraint, plan) is not None:
-            # The search counts the devices' memory; TorchRec places by the host's, too.
-            offloaded = [o.compute_kernel in OFFLOADED_KERNELS for o in plan]
+            # The search counts the devices' memory; TorchRec places by the host's and
+            # the disks', too.
+            offloaded = [is_estimated(o) and not is_dense(o) for o in plan]
             again = [
                 chosen if out else option
                 for option, chosen, out in zip(proposal, plan, offloaded, strict=True)

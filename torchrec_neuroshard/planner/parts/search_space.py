@@ -44,6 +44,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     device_tier,
     has_open_cache,
     has_own_optimizer,
+    is_fused,
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
@@ -344,8 +345,8 @@ def _storages(
             per_column[name] = slope
             fixed[name] = max(0.0, low - slope * narrow.size[1])
         counted = has_own_optimizer(option) or counts_all
-        if memory is not None and memory.knows(option):
-            counted = False  # it counts what each shard keeps
+        if not is_fused(option) or (memory is not None and memory.knows(option)):
+            counted = False  # it counts what each shard keeps, or the rows are on disk
         if counted and reader.optimizer(option) == "rowwise_adagrad":
             # TorchRec spreads one value per row over the columns; in truth each
             # shard keeps its own.

@@ -13,7 +13,6 @@ from torchrec.distributed.planner.shard_estimators import (
 )
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    Perf,
     PlannerError,
     ShardEstimator,
     ShardingOption,
@@ -115,11 +114,10 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
     """Predicts the shards of each option as if its table were alone.
 
     All options of a search space are predicted in one batch, row shards, replicas and
-    tables in the host's memory included. Kernels that no cost model holds (Triton's,
-    tables on disk, virtual ones) cost as many times the fused kernel as TorchRec
-    estimates. Other options without a price (quantised tables, odd widths) keep
-    TorchRec's estimate, which knows no launch overhead: what the cost model says any
-    kernel costs is added to their compute, so that both can be compared.
+    kernels that no cost model holds (`costs.kernels`) included. Options without a price
+    (quantised tables, odd widths) keep TorchRec's estimate, which knows no launch
+    overhead: what the cost model says any kernel costs is added to their compute, so
+    that both can be compared.
 
     The arguments are those of `CostedPart`.
     """
@@ -158,34 +156,11 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         for option, shard_perfs in zip(now, perfs, strict=True):
             for shard, perf in zip(option.shards, shard_perfs, strict=True):
                 shard.perf = perf
-        if others:
-            self._estimate(others, *args, **kwargs)
-
-    def _estimate(
-        self, options: list[ShardingOption], *args: Any, **kwargs: Any
-    ) -> None:
-        """Price options by TorchRec, in the terms of the fused kernel where it can."""
-        twins = [self.costs.reader.fused_twin(o) for o in options]
-        fused = [t for t in twins if t is not None]
-        self._stock.estimate(fused, *args, **kwargs)
-        scales = iter(
-            [
-                _ratios(ours, shard.perf)
-                for twin, perfs in zip(
-                    fused, self.costs.single_perfs(fused), strict=True
-                )
-                for shard, ours in zip(twin.shards, perfs, strict=True)
-            ]
-        )
-        self._stock.estimate(options, *args, **kwargs)
-        for option, twin in zip(options, twins, strict=True):
-            for shard in option.shards if twin is not None else ():
-                for name, ratio in next(scales).items():
-                    setattr(shard.perf, name, getattr(shard.perf, name) * ratio)
-        launches = self.costs.launch_ms()
-        for option, twin in zip(options, twins, strict=True):
-            # Of twins, the launch is part of the fused kernel's time.
-            forward, backward = launches if twin is None else (0.0, 0.0)
+        if not others:
+            return
+        self._stock.estimate(others, *args, **kwargs)
+        forward, backward = self.costs.launch_ms()
+        for option in others:
             for shard in () if is_dense(option) else option.shards:
                 shard.perf = LaunchedPerf(**vars(shard.perf))
                 shard.perf.fwd_compute += forward
@@ -256,16 +231,6 @@ class StorageEstimator(EmbeddingStorageEstimator):
         if state is None or has_own_optimizer(option):
             return option
         return with_optimizer(option, state)
-
-
-def _ratios(ours: Perf, torchrecs: Perf) -> dict[str, float]:
-    """How many times TorchRec's estimate of a shard each part of this package's is."""
-    return {
-        name: getattr(ours, name) / theirs
-        if (theirs := getattr(torchrecs, name))
-        else 1.0
-        for name in ("fwd_compute", "fwd_comms", "bwd_compute", "bwd_comms")
-    }
 
 
 def _note_sharders(options: list[ShardingOption], *given: Any) -> None:
