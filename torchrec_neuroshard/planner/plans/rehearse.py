@@ -56,6 +56,7 @@ from torchrec_neuroshard.planner.costs.given_plans import (
 )
 from torchrec_neuroshard.planner.costs.memory import RankMemory, StaticMemory
 from torchrec_neuroshard.planner.options.checks import check_sharders
+from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     max_columns,
@@ -135,6 +136,8 @@ def rehearse(
     enumerator.populate_estimates(options)
     memory = _memory(options, storage, topology)
     built, errors, notes = _build(model, plan, given, topology)
+    if group := sharding_group(topology):
+        notes.append(f"the ranks are {group}; those of the others hold the same")
     if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
         notes.append(
             f"{len(unknown)} of {len(options)} tables count with TorchRec's estimate "
@@ -295,12 +298,9 @@ def _build(
     Returns:
         Rank -> kernels, rank -> what was raised, and what to know.
     """
-    if any(p.compute_kernel not in _BUILDABLE for *_, p in plan_entries(plan)):
-        return (
-            {},
-            {},
-            ["not built: tables on disk or quantised ones need their devices"],
-        )
+    kernels = {p.compute_kernel for *_, p in plan_entries(plan)}
+    if others := sorted(kernels - _BUILDABLE):
+        return {}, {}, [f"not built: {', '.join(others)} tables need their devices"]
     world_size = int(topology.world_size)
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
