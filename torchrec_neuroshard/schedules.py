@@ -30,6 +30,7 @@ from torchrec_neuroshard.errors import ConfigError
 __all__ = [
     "COLLECTIVES",
     "DENSE",
+    "PREFETCHING",
     "SCHEDULES",
     "SEQUENTIAL",
     "TIMED",
@@ -54,6 +55,8 @@ DENSE = (
     "optimizer",
 )
 """Phases of the rest of the model, of which all ranks do the same."""
+PREFETCHING = "train_prefetch_sparse_dist"
+"""The pipeline that loads caches ahead of lookups."""
 _BARRIERS = {*COLLECTIVES, "all_reduce"}
 
 _READS = (
@@ -365,7 +368,7 @@ _ROWS = (
         (_LOOKUPS_FIRST, _NEXT),
     ),
     _rows(
-        "train_prefetch_sparse_dist",
+        PREFETCHING,
         "PrefetchTrainPipelineSparseDist",
         (f"lower_forward {_PLAIN}", _PREFETCH),
         (_LOOKUPS_FIRST, _PREFETCH),

@@ -14,7 +14,8 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,10 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
     QCommsConfig,
     get_qcomm_codecs_registry,
 )
-from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.modules.embedding_configs import NoEvictionPolicy
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.builders import (
     CPU,
@@ -41,8 +45,11 @@ from tests.builders import (
     managed_collisions,
 )
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results
+from tests.distributed.test_groups import collection_class
 from tests.distributed.unsharded import local_parts, loss_of
+from torchrec_neuroshard import group_topology
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.schedules import SCHEDULES
 
 pytestmark = pytest.mark.distributed
 
@@ -57,11 +64,23 @@ TYPES = (
 )
 OFFLOADED = ("fused_uvm", "fused_uvm_caching")
 KERNELS = ("fused", "dense", *OFFLOADED, "quant")
+VIRTUAL = ("ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table")
+NEWER = ("fused_triton", "key_value", *VIRTUAL)
+"""Tried with two kinds of module."""
+LATE = "train_semi_sync"
+"""The pipeline that looks rows up before the update of the batch before."""
+PIPELINES = {
+    name: schedule.pipeline
+    for name, (schedule, _) in SCHEDULES.items()
+    if name not in ("none", "train_base")  # a loop like the plain one
+}
 SPLIT = ("column_wise", "table_column_wise", "grid_shard")
 
-LOCAL_BATCH, NUM_STEPS, NUM_ROWS, MAX_LENGTH = 8, 3, 12, 4
+LOCAL_BATCH, NUM_STEPS, NUM_ROWS, MAX_LENGTH = 8, 2, 12, 4
 LEARNING_RATE = 0.3
 WORLD_SIZE = TWO_NODES * NODE_SIZE
+GROUP_SIZE = NODE_SIZE
+"""Ranks of a sharding group, where there are several."""
 TABLES_PER_TYPE = WORLD_SIZE
 """So that what fails where a table is placed fails on every rank."""
 
@@ -79,13 +98,21 @@ def table_type(name: str) -> str:
     return name.split("/")[1]
 
 
-def tables_of(part: str, types: Sequence[str], pooled: bool) -> list[Table]:
+def tables_of(
+    part: str, types: Sequence[str], pooled: bool, kernel: str
+) -> list[Table]:
+    virtual = {
+        "use_virtual_table": True,
+        "total_num_buckets": NUM_ROWS,
+        "virtual_table_eviction_policy": NoEvictionPolicy(),
+    }
     return [
         {
             "name": f"{part}/{kind}/{i}",
             "num_embeddings": NUM_ROWS,
             "embedding_dim": 32 if kind in SPLIT and pooled else 16,
             "feature_names": [f"{part}/{kind}/{i}"],
+            **(virtual if kernel in VIRTUAL else {}),
         }
         for kind in types
         for i in range(TABLES_PER_TYPE)
@@ -166,6 +193,12 @@ class Part:
     """Of all collectives, both ways."""
     distinct: bool = False
     """Whether repeated ids are looked up once."""
+    pipeline: str = ""
+    """One of the schedules; "": a plain loop."""
+    in_groups: bool = False
+    """Whether each node holds a replica of the tables."""
+    kernels: Sequence[str] = KERNELS
+    """Those that are tried."""
 
     def sharder_of(self) -> Any:
         arguments: dict[str, Any] = {}
@@ -178,7 +211,7 @@ class Part:
         if self.distinct:
             distinct_ids_on_cpus()
             arguments["use_index_dedup"] = True
-        return offering(self.sharder, **arguments)
+        return offering(self.sharder, NEWER[:1], **arguments)
 
 
 EBC = Part(bags_of, "EmbeddingBagCollectionSharder")
@@ -188,11 +221,12 @@ WEIGHTED = Part(
     weighted=True,
 )
 EC = Part(sequences_of, "EmbeddingCollectionSharder", pooled=False)
+FUSED_EBC, FUSED_EC = (replace(part, kernels=("fused",)) for part in (EBC, EC))
 CODECS = {"fp16": 2e-3, "bf16": 2e-2, "int8": 1e-2, "fp8": 0.0}
 """Codec -> how far outputs and weights may be off; outputs are around 1."""
 
 MODELS: dict[str, dict[str, Part]] = {
-    "EmbeddingBagCollection": {"bags": EBC},
+    "EmbeddingBagCollection": {"bags": replace(EBC, kernels=(*KERNELS, *NEWER))},
     "EmbeddingBagCollection, weighted": {"bags": WEIGHTED},
     "EmbeddingBagCollection, variable batch": {"bags": EBC},
     "FeatureProcessedEmbeddingBagCollection": {
@@ -206,7 +240,7 @@ MODELS: dict[str, dict[str, Part]] = {
             own_optimizer=True,
         )
     },
-    "EmbeddingCollection": {"sequences": EC},
+    "EmbeddingCollection": {"sequences": replace(EC, kernels=(*KERNELS, *NEWER))},
     "ManagedCollisionEmbeddingBagCollection": {
         "bags": Part(
             managed_bags,
@@ -232,12 +266,29 @@ MODELS: dict[str, dict[str, Part]] = {
     "three collections in one model": {"bags": EBC, "more": WEIGHTED, "sequences": EC},
     **{
         f"EmbeddingBagCollection, {codec.upper()} collectives": {
-            "bags": replace(EBC, codec=codec)
+            "bags": replace(FUSED_EBC, codec=codec)
         }
         for codec in CODECS
     },
-    "EmbeddingCollection, FP16 collectives": {"sequences": replace(EC, codec="fp16")},
-    "EmbeddingCollection, repeated ids once": {"sequences": replace(EC, distinct=True)},
+    "EmbeddingCollection, FP16 collectives": {
+        "sequences": replace(FUSED_EC, codec="fp16")
+    },
+    "EmbeddingCollection, repeated ids once": {
+        "sequences": replace(FUSED_EC, distinct=True)
+    },
+    **{
+        f"EmbeddingBagCollection, {pipeline}": {
+            "bags": replace(
+                EBC,
+                pipeline=name,
+                kernels=(OFFLOADED[1] if "prefetch" in name else "fused",),
+            )
+        }
+        for name, pipeline in PIPELINES.items()
+    },
+    "EmbeddingBagCollection, two sharding groups": {
+        "bags": replace(EBC, in_groups=True, kernels=("fused", "dense"))
+    },
 }
 VARIABLE_BATCH = "EmbeddingBagCollection, variable batch"
 
@@ -267,8 +318,28 @@ class Model(nn.Module):
         return outputs
 
 
-def offering(name: str, **arguments: Any) -> Any:
-    """TorchRec's sharder, but offering on CPUs what it offers on GPUs."""
+class PipelinedModel(Model):
+    """What pipelines can trace: one part, which is called with the batch itself."""
+
+    def forward(self, batch: Any) -> Any:
+        (part,) = self.parts.values()
+        return loss_and_outputs(part(batch))
+
+
+class HostStream(torch.cpu.Stream):
+    """Does nothing, as all of them; pipelines ask for its device."""
+
+    device = CPU
+
+
+@torch.fx.wrap
+def loss_and_outputs(pooled: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    outputs = pooled.to_dict()
+    return loss_of(outputs, LOCAL_BATCH), outputs
+
+
+def offering(name: str, kernels: Sequence[str] = (), **arguments: Any) -> Any:
+    """TorchRec's sharder, but offering on CPUs what it offers on GPUs, and more."""
     from torchrec.distributed import (
         embedding,
         embeddingbag,
@@ -295,7 +366,8 @@ def offering(name: str, **arguments: Any) -> Any:
             return list(super().sharding_types("cuda"))
 
         def compute_kernels(self, kind: str, compute_device_type: str) -> list[str]:
-            return list(super().compute_kernels(kind, "cuda"))
+            offered = list(super().compute_kernels(kind, "cuda"))
+            return [*offered, *(kernels if "fused" in offered else ())]
 
     return Sharder(**arguments)
 
@@ -311,19 +383,29 @@ def in_turn(task: ShardingTask) -> Triples:
     return triples
 
 
-def planner_of(names: Sequence[str], kernel: str, varying: bool = False) -> Any:
-    return make_planner(
+def planner_of(
+    names: Sequence[str], kernel: str, part: Part, varying: bool = False
+) -> Any:
+    topology = Topology(
         WORLD_SIZE,
-        # TorchRec knows no such kernels for CPUs.
-        "cuda" if kernel in OFFLOADED else "cpu",
-        topology_arguments={"local_world_size": NODE_SIZE},
+        # TorchRec knows the other kernels for GPUs alone, and CPUs have no streams.
+        "cuda" if kernel not in KERNELS[:2] or part.pipeline else "cpu",
+        local_world_size=NODE_SIZE,
+        ssd_cap=2**40,
+    )
+    if part.in_groups:
+        topology = group_topology(topology, GROUP_SIZE, use_inter_host_allreduce=True)
+    return make_planner(
+        topology=topology,
         batch_size=LOCAL_BATCH,
+        pipeline_type=part.pipeline or None,
         constraints={
             name: ParameterConstraints(
                 sharding_types=[table_type(name)],
                 compute_kernels=[kernel],
                 min_partition=16 if table_type(name) in SPLIT else None,
                 batch_sizes=[(1 + LOCAL_BATCH) // 2] if varying else None,
+                use_virtual_table=kernel in VIRTUAL,
             )
             for name in names
         },
@@ -395,19 +477,21 @@ def train(
     model: str, kernel: str, types: Sequence[str], rank: int, done: list[str]
 ) -> dict[str, Any]:
     """Plan, train and compare; returns the largest gaps of each type's tables."""
-    from torchrec.distributed import DistributedModelParallel
     from torchrec.optim.apply_optimizer_in_backward import (
         apply_optimizer_in_backward,
     )
 
     torch.manual_seed(1)
     parts = MODELS[model]
+    # Of several parts none has a loop or ranks of its own.
+    (*_, last) = parts.values()
     sharders = {p.sharder: p.sharder_of() for p in parts.values()}
     tables = {
         name: tables_of(
             name,
             [t for t in types if is_offered(sharders[p.sharder], t, kernel)],
             p.pooled,
+            kernel,
         )
         for name, p in parts.items()
     }
@@ -415,10 +499,15 @@ def train(
     unsharded = Model(
         {n: (p.unsharded or p.build)(tables[n]) for n, p in parts.items()}
     )
-    original = Model({n: p.build(tables[n]) for n, p in parts.items()})
-    if not any(p.own_optimizer for p in parts.values()):
+    original = (PipelinedModel if last.pipeline else Model)(
+        {n: p.build(tables[n]) for n, p in parts.items()}
+    )
+    own_optimizer = any(p.own_optimizer for p in parts.values())
+    if not own_optimizer:
+        # Kernels of tables on disk know no other.
+        kind = torch.optim.SGD if kernel in KERNELS else RowWiseAdagrad
         apply_optimizer_in_backward(
-            torch.optim.SGD, table_weights(original), {"lr": LEARNING_RATE}
+            kind, table_weights(original), {"lr": LEARNING_RATE}
         )
 
     def draw(seed: int) -> dict[str, list[tuple[Any, Any]]]:
@@ -432,15 +521,11 @@ def train(
             for name, part in parts.items()
         }
 
-    planner = planner_of(names, kernel, model == VARIABLE_BATCH)
+    planner = planner_of(names, kernel, last, model == VARIABLE_BATCH)
     plan = on_cpu(planner.collective_plan(original, list(sharders.values())))
     done.append("planned")
-    sharded = DistributedModelParallel(
-        original,
-        device=torch.device("cpu"),
-        plan=plan,
-        sharders=list(sharders.values()),
-    )
+    placed = {n: s for m in plan.plan.values() for n, s in m.items()}
+    sharded = sharded_model(original, plan, list(sharders.values()), last.in_groups)
     for seed in range((NUM_STEPS + 1) * any(p.renumbers for p in parts.values())):
         # Ids get rows of their own now, and keep them for the steps that follow.
         with torch.no_grad():
@@ -449,36 +534,49 @@ def train(
     with torch.no_grad():
         for _, shard, part in local_parts(by_table(sharded.state_dict()), start):
             shard.copy_(part)
-    replicas = table_weights(sharded, "data_parallel")
-    steps = [torch.optim.SGD(table_weights(unsharded), lr=LEARNING_RATE)]
-    if replicas and not any(p.own_optimizer for p in parts.values()):
+    # Pipelines are filled first.
+    num_steps = NUM_STEPS + (last.pipeline != "")
+    pairs = [draw(100 + step) for step in range(num_steps)]
+    steps = outputs_of_steps(
+        sharded,
+        [{n: of_rank[rank][0] for n, of_rank in p.items()} for p in pairs],
         # Trained outside of any kernel.
-        steps.append(torch.optim.SGD(replicas, lr=LEARNING_RATE))
+        [] if own_optimizer else table_weights(sharded, "data_parallel"),
+        last.pipeline,
+    )
+    got, full = [], []
+    for pair, outputs in zip(pairs, steps, strict=True):
+        got.append(outputs)
+        batches = {name: of_rank[rank][1] for name, of_rank in pair.items()}
+        full.append(batches | sharded.module.remapped)
+    fed: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(fed, full)
+    optimizer = torch.optim.SGD(table_weights(unsharded), lr=LEARNING_RATE)
     forward = dict.fromkeys(names, 0.0)
-    for step in range(NUM_STEPS):
-        pairs = draw(100 + step)
-        got = sharded({name: of_rank[rank][0] for name, of_rank in pairs.items()})
-        full = {name: of_rank[rank][1] for name, of_rank in pairs.items()}
-        fed: list[Any] = [None] * WORLD_SIZE
-        dist.all_gather_object(fed, full | sharded.module.remapped)
-        expected = [unsharded(batches) for batches in fed]
-        for key, value in got.items():
-            gap = float((value - expected[rank][key]).abs().max())
+    expected: list[Any] = [[unsharded(of_rank[0]) for of_rank in fed]]
+    for step in range(num_steps):
+        for key, value in got[step].items():
+            gap = float((value - expected[step][rank][key]).abs().max())
             forward[key] = max(forward[key], gap)
-        for optimizer in steps:
-            optimizer.zero_grad()
+
+        def look_up_next(step: int = step) -> None:
+            if step + 1 < num_steps:
+                expected.append([unsharded(of_rank[step + 1]) for of_rank in fed])
+
+        if last.pipeline == LATE:
+            look_up_next()
+        optimizer.zero_grad()
         # Gradients are means over the ranks.
-        losses = [loss_of(e, LOCAL_BATCH) for e in expected]
+        losses = [loss_of(e, LOCAL_BATCH) for e in expected[step]]
         torch.autograd.backward(torch.stack(losses).mean())
-        torch.autograd.backward(loss_of(got, LOCAL_BATCH))
-        for optimizer in steps:
-            optimizer.step()
+        optimizer.step()
+        if last.pipeline != LATE:
+            look_up_next()
     want = {k: v.detach() for k, v in by_table(unsharded.state_dict()).items()}
     weights = dict.fromkeys(names, 0.0)
     for key, shard, part in local_parts(by_table(sharded.state_dict()), want):
         gap = float((shard.detach() - part).abs().max())
         weights[key] = max(weights[key], gap)
-    placed = {n: s for m in plan.plan.values() for n, s in m.items()}
     return {
         kind: {
             "forward": max(forward[n] for n in of_type),
@@ -491,6 +589,61 @@ def train(
         for kind in types
         if (of_type := [n for n in names if table_type(n) == kind])
     }
+
+
+def sharded_model(
+    model: Model, plan: Any, sharders: Sequence[Any], in_groups: bool
+) -> Any:
+    from torchrec.distributed import DistributedModelParallel
+
+    arguments = {"device": CPU, "plan": plan, "sharders": sharders}
+    if not in_groups:
+        return DistributedModelParallel(model, **arguments)
+    return collection_class()(
+        model,
+        world_size=WORLD_SIZE,
+        sharding_group_size=GROUP_SIZE,
+        node_group_size=GROUP_SIZE,
+        global_pg=dist.group.WORLD,
+        use_inter_host_allreduce=True,
+        **arguments,
+    )
+
+
+def outputs_of_steps(
+    sharded: Any,
+    batches: Sequence[Mapping[str, Any]],
+    replicas: Sequence[nn.Parameter],
+    pipeline: str,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Train on batches, one after another."""
+    if pipeline:
+        loop = getattr(train_pipelines, PIPELINES[pipeline])(
+            sharded,
+            sharded.fused_optimizer,
+            CPU,
+            **({"start_batch": 0} if pipeline == LATE else {}),
+        )
+        # TorchRec makes streams for GPUs alone.
+        loop._data_dist_stream, loop._stream_context = HostStream(), nullcontext
+        queue = (batch for of_parts in batches for batch in of_parts.values())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+            for _ in batches:
+                yield loop.progress(queue)
+        return
+    optimizers = [torch.optim.SGD(replicas, lr=LEARNING_RATE)] if replicas else []
+    for batch in batches:
+        outputs: dict[str, torch.Tensor] = sharded(batch)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.autograd.backward(loss_of(outputs, LOCAL_BATCH))
+        for optimizer in optimizers:
+            optimizer.step()
+        if hasattr(sharded, "sync"):
+            # After every step, groups are as one.
+            sharded.sync()
+        yield outputs
 
 
 def on_cpu(plan: Any) -> Any:
@@ -585,10 +738,7 @@ def run_model(model: str, kernel: str, rank: int) -> dict[str, Any]:
 
 def offered_types(model: str, kernel: str) -> list[str]:
     """Sharding types that TorchRec has for some part of the model, with a kernel."""
-    parts = MODELS[model].values()
-    if kernel != "fused" and any(part.codec or part.distinct for part in parts):
-        return []
-    sharders = [offering(part.sharder) for part in parts]
+    sharders = [p.sharder_of() for p in MODELS[model].values() if kernel in p.kernels]
     return [t for t in TYPES if any(is_offered(s, t, kernel) for s in sharders)]
 
 
@@ -598,7 +748,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     return {
         f"{model}: {kernel}": functools.partial(run_model, model, kernel, rank)
         for model in MODELS
-        for kernel in KERNELS
+        for kernel in (*KERNELS, *NEWER)
         if offered_types(model, kernel)
     }
 
@@ -608,7 +758,7 @@ def outcomes(ranks: Results) -> Outcomes:
     return {
         (model, kernel): merged(ranks(__name__, TWO_NODES, f"{model}: {kernel}"))
         for model in MODELS
-        for kernel in KERNELS
+        for kernel in (*KERNELS, *NEWER)
         if offered_types(model, kernel)
     }
 
@@ -665,7 +815,8 @@ def rendered(outcomes: Outcomes) -> str:
             return "–"
         if "error" not in outcome:
             return "trained"
-        text = " ".join(re.sub(r"\b\d+", "N", outcome["error"]).split())[:NOTE_LENGTH]
+        found = re.sub(r"\b\d+", "N", outcome["error"]).replace("`", "'")
+        text = " ".join(found.split())[:NOTE_LENGTH]
         word = "planned" if outcome["planned"] else "refused"
         return f"{word} [{notes.setdefault(text, len(notes) + 1)}]"
 

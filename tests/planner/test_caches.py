@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import CacheParams, ShardingPlan
+from torchrec.distributed.types import CacheAlgorithm, CacheParams, ShardingPlan
 
 from tests.builders import (
     GIB,
@@ -25,6 +25,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import NeuroShardPlanner, rehearse
 from torchrec_neuroshard.cost_models import load_cost_model
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import (
     NeuroShardPlanLoader,
     PlanMismatchError,
@@ -48,7 +49,11 @@ def model() -> nn.Module:
 
 
 def planner_of(
-    ranks: int = 2, *, constraints: Any = None, **topology: Any
+    ranks: int = 2,
+    *,
+    constraints: Any = None,
+    pipeline_type: Any = None,
+    **topology: Any,
 ) -> NeuroShardPlanner:
     topology = {"hbm_cap": HBM, "ddr_cap": 8 * GIB, **topology}
     return make_planner(
@@ -56,6 +61,7 @@ def planner_of(
         batch_size=512,
         cost_model=load_cost_model("h100", device_type="cuda"),
         comms_model=None,
+        pipeline_type=pipeline_type,
         constraints=constraints
         or {
             f"t{i}": ParameterConstraints(pooling_factors=[10.0])
@@ -145,6 +151,50 @@ def test_plan_files_keep_the_sizes(tmp_path: Path) -> None:
     planner.plan_loader = NeuroShardPlanLoader(path, planner)
     with pytest.raises(PlanMismatchError, match=r"load_factor=0\.\d+.*use load_plan"):
         planned(planner)
+
+
+def test_caches_are_made_ready_for_being_loaded_ahead() -> None:
+    """Without it TorchRec trains on, and logs that results may be wrong."""
+    ahead, module = "train_prefetch_sparse_dist", bags(bag_config(0, 1000, 64))
+    plain = EmbeddingBagCollectionSharder()
+
+    def plan_for(pipeline: str) -> ShardingPlan:
+        planner = make_planner(
+            topology=gpus(),
+            pipeline_type=pipeline,
+            dense_ms=1.0,
+            constraints=only(compute_kernels=[CACHED]),
+        )
+        return planner.plan(module, [plain])
+
+    def faults(plan: ShardingPlan, sharder: Any, pipeline: str) -> str:
+        given = module, plan, gpus(), [sharder]
+        return str(rehearse(*given, batch_size=64, pipeline_type=pipeline))
+
+    unready = plan_for("train_sparse_dist")
+    assert entry_of(plan_for(ahead)).cache_params.prefetch_pipeline
+    assert "every rank can" in faults(plan_for(ahead), plain, ahead)
+    assert "'t0': train_prefetch_sparse_dist loads" in faults(unready, plain, ahead)
+    assert "every rank can" in faults(unready, plain, "train_sparse_dist")
+    asks = EmbeddingBagCollectionSharder(fused_params={"prefetch_pipeline": True})
+    assert "every rank can" in faults(unready, asks, ahead)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        (
+            {"algorithm": CacheAlgorithm.LFU},
+            "t0.*LFU and the pipeline is train_prefetch_s",
+        ),
+        ({"prefetch_pipeline": False}, "t0.*prefetch_pipeline is False, and train_pre"),
+    ],
+)
+def test_caches_that_cannot_be_loaded_ahead(fields: Any, match: str) -> None:
+    constraints = only(cache_params=CacheParams(**fields))
+    planner_of(constraints=constraints)
+    with pytest.raises(ConfigError, match=match):
+        planner_of(constraints=constraints, pipeline_type="train_prefetch_sparse_dist")
 
 
 def test_the_report_says_what_host_memory_costs() -> None:

@@ -27,6 +27,7 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import (
     PlacementConstraints,
     PlanMismatchError,
+    StalePlanWarning,
     load_plan,
     save_plan,
 )
@@ -262,6 +263,7 @@ def test_groups_are_rehearsed_as_they_are() -> None:
     found = rehearse(model, plan, topology, SHARDERS, batch_size=64)
     assert (found.world_size, found.num_built) == (2, 2)
     assert not any(rank.faults for rank in found.ranks)
+    assert "the ranks are one of 2 sharding groups of 4 ranks, 2 per" in str(found)
 
 
 def test_plan_files_fit_any_number_of_replicas(tmp_path: Path) -> None:
@@ -269,9 +271,15 @@ def test_plan_files_fit_any_number_of_replicas(tmp_path: Path) -> None:
     planner = make_planner(topology=group_topology(two_nodes(4), 2))
     plan = planner.plan(model, SHARDERS)
     save_plan(plan, path, model=model, planner=planner)
+    assert str(load_plan(path, model=model, planner=planner)) == str(plan)
     # Four replicas, dealt out such that a group's nodes are the same.
     more = make_planner(topology=group_topology(two_nodes(8), 2))
-    assert str(load_plan(path, model=model, planner=more)) == str(plan)
+    text = r"sharding group: expected one of 4 .* 8 ranks.* found one of 2 .* 4 ranks"
+    with pytest.warns(StalePlanWarning, match=text):
+        assert str(load_plan(path, model=model, planner=more)) == str(plan)
+    alone = make_planner(topology=Topology(2, "cuda", local_world_size=1))
+    with pytest.warns(StalePlanWarning, match="expected all ranks, found one of 2"):
+        load_plan(path, model=model, planner=alone)
     whole = make_planner(topology=two_nodes(4))
     with pytest.raises(PlanMismatchError, match=r"world_size.*4.*2"):
         load_plan(path, model=model, planner=whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 
 from tests.builders import bag_config, bags, entries_of, make_planner
+from torchrec_neuroshard import rehearse
+from torchrec_neuroshard.planner import PlanFileError, load_plan, save_plan
 
 VIRTUAL = ("ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table")
 KERNELS = [
@@ -69,6 +72,25 @@ def test_searched_and_flagged(kernel: str) -> None:
     assert "TorchRec's estimate, rescaled by the fused kernel's" in text
     assert text in str(planner.report())
     assert planner.last_result.gap < 0.01  # all tables are part of the bound
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kept_in_files_and_rehearsed(kernel: str, tmp_path: Path) -> None:
+    planner, sharders, path = planner_for(kernel), [Sharder(kernel)], tmp_path / "plan"
+    plan = planner.plan(three_bags(), sharders)
+    save_plan(plan, path, model=three_bags(), planner=planner)
+    kept = load_plan(path, model=three_bags(), planner=planner, sharders=sharders)
+    assert kept == plan
+    found = rehearse(three_bags(), plan, planner.topology, sharders, batch_size=64)
+    assert found.runs and found.num_built == 0
+    assert f"not built: {kernel} tables need their devices" in str(found)
+    assert "2 of 3 tables count with TorchRec's estimate of their memory" in str(found)
+    # As an older release reads it.
+    path.write_text(path.read_text().replace(kernel, "fused_later"))
+    with pytest.raises(
+        PlanFileError, match="'t1': this TorchRec has no kernel 'fused_"
+    ):
+        load_plan(path, model=three_bags(), planner=planner)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

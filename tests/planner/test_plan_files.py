@@ -30,6 +30,7 @@ from tests.builders import (
     FixedSearcher,
     Nested,
     bag_sharders,
+    gpus,
     make_ebc,
     make_planner,
     sequences,
@@ -184,9 +185,9 @@ def test_planner_and_its_parts_say_the_same(stored: Stored) -> None:
         batch_size=64,
         cost_model=planner.costs.cost_model,
     )
-    # How often tables are read, and what sharders ask, only planners know.
+    # How often tables are read, what sharders ask and the loop only planners know.
     assert read_plan(path).fingerprint == dataclasses.replace(
-        first.fingerprint, pooling_factors=None, exchanges=None
+        first.fingerprint, pooling_factors=None, exchanges=None, pipeline_type=None
     )
     assert first.fingerprint.cost_model == planner.costs.cost_model.name
     assert first.fingerprint.versions["torch"] == torch.__version__
@@ -331,6 +332,16 @@ def test_other_circumstances_are_warned_of(
     with pytest.warns(StalePlanWarning, match=message):
         loaded = load_plan(path, model=model, topology=topology, **arguments)
     assert loaded == plan
+
+
+def test_other_host_memory_is_warned_of(tmp_path: Path) -> None:
+    model, path = make_ebc(SIZES), tmp_path / "plan.json"
+    plan = make_planner(topology=gpus(2)).plan(model, bag_sharders())
+    for ddr_cap in (2**31, 2**30):
+        save_plan(plan, path, model=model, topology=gpus(2, ddr_cap=ddr_cap))
+    text = f"^[^;]*host_memory_bytes: expected 2 x {2**31}, found 2 x {2**30}[^;]*$"
+    with pytest.warns(StalePlanWarning, match=text):
+        load_plan(path, model=model, topology=gpus(2, ddr_cap=2**31))
 
 
 @pytest.mark.parametrize("way", ["constraints", "profiles", "torchrec"])

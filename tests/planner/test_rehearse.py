@@ -27,7 +27,7 @@ from tests.builders import (
     sequences,
     stock_planner,
 )
-from torchrec_neuroshard import rehearse
+from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import PlanFileError, save_plan
@@ -217,6 +217,39 @@ def test_the_command(
     assert "cannot run it" in capsys.readouterr().out
     assert main(["rehearse", str(path), "nothing"]) == 2
     assert "package.module:function" in capsys.readouterr().err
+
+
+def test_the_command_takes_what_the_plan_was_made_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    size, path, name = 1000 * 64 * 4, tmp_path / "plan.json", f"{__name__}:make_model"
+    whole = gpus(4, hbm_cap=GIB, ddr_cap=2 * size)
+    planner = make_planner(
+        topology=group_topology(whole, 2, sync_interval=5),
+        batch_size=64,
+        storage_reservation=keep_nothing_back(),
+        pipeline_type="train_sparse_dist",
+        constraints={
+            f"t{i}": ParameterConstraints(
+                sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
+            )
+            for i in range(2)
+        },
+    )
+    plan = planner.plan(make_model(), bag_sharders())
+    save_plan(plan, path, model=make_model(), planner=planner)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["rehearse", str(path), name]) == 0
+    shown = capsys.readouterr().out
+    assert "pipeline train_sparse_dist" in shown
+    assert "one of 2 sharding groups of 4 ranks" in shown and "every 5 iter" in shown
+    assert main(["rehearse", str(path), name, "--pipeline", "none"]) == 0
+    assert "pipeline none" in capsys.readouterr().out
+    data = json.loads(path.read_text())
+    data["fingerprint"]["host_memory_bytes"] = [size // 2] * 2
+    path.write_text(json.dumps(data))
+    assert main(["rehearse", str(path), name]) == 1
+    assert "in the host's memory, of which it has" in capsys.readouterr().out
 
 
 def test_no_weight_is_allocated() -> None:

@@ -13,6 +13,7 @@ from torchrec_neuroshard.errors import ConfigError, suggestion
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.planner.cli.given_models import MODEL_HELP, read_model
 from torchrec_neuroshard.planner.cli.plan import planning, write_json
+from torchrec_neuroshard.planner.options.groups import with_sharding_group
 from torchrec_neuroshard.planner.plans.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.planner.plans.rehearse import rehearse
 from torchrec_neuroshard.schedules import SCHEDULES
@@ -33,8 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline",
         choices=list(SCHEDULES),
-        default="none",
-        help="of the training loop",
+        help="of the training loop (the plan's)",
     )
     parser.add_argument(
         "--pooling-factor",
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             given.sharders,
             batch_size=batch_size,
             constraints=_constraints(made_for, args.pooling_factor),
-            pipeline_type=None if args.pipeline == "none" else args.pipeline,
+            pipeline_type=args.pipeline or made_for.pipeline_type,
         )
     print(report)
     if args.json:
@@ -90,9 +90,11 @@ def _topology(made_for: PlanFingerprint, hbm_gib: float | None) -> Topology:
     )
     tier = "ddr" if made_for.compute_device == "cpu" else "hbm"
     for device, size in zip(topology.devices, made_for.memory_bytes, strict=True):
-        bytes_ = size if hbm_gib is None else int(hbm_gib * _GIB)
-        device.storage = dataclasses.replace(device.storage, **{tier: bytes_})
-    return topology
+        sizes = {tier: size if hbm_gib is None else int(hbm_gib * _GIB)}
+        if made_for.host_memory_bytes is not None:
+            sizes["ddr"] = made_for.host_memory_bytes[device.rank]
+        device.storage = dataclasses.replace(device.storage, **sizes)
+    return with_sharding_group(topology, made_for.sharding_group)
 
 
 def _constraints(

@@ -22,6 +22,7 @@ from torchrec.quant.embedding_modules import (
 from torchrec_neuroshard.errors import NeuroShardError
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
+from torchrec_neuroshard.planner.options.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.options.table_reader import (
     TABLE_MODULES,
     note_sharders,
@@ -382,6 +383,11 @@ def _check_sharding(
     table: PlanTable, sharding: ParameterSharding, world_size: int
 ) -> None:
     where = f"table '{table.full_name}'"
+    if sharding.compute_kernel not in KNOWN_VALUES["compute_kernels"]:
+        raise PlanFileError(
+            f"{where}: this TorchRec has no kernel '{sharding.compute_kernel}'; use "
+            "the release that the plan was made by"
+        )
     wrong = [r for r in sharding.ranks or () if not 0 <= r < world_size]
     if wrong:
         raise PlanFileError(f"{where}: rank {wrong[0]} is not in 0 to {world_size - 1}")

@@ -40,6 +40,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_dense,
     is_lfu,
     is_summed,
+    loads_ahead,
     option_codecs,
     table_name,
 )
@@ -227,7 +228,7 @@ def _bandwidth(option: ShardingOption, topology: Topology, kernel: str) -> float
         ddr_mem_bw=topology.ddr_mem_bw,
         hbm_to_ddr_mem_bw=topology.hbm_to_ddr_mem_bw,
         caching_ratio=params.load_factor if params else None,
-        prefetch_pipeline=bool(params and params.prefetch_pipeline),
+        prefetch_pipeline=loads_ahead(option),
         ssd_mem_bw=topology.ssd_mem_bw,
     )
     if found is None:

@@ -53,6 +53,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_lfu,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
+from torchrec_neuroshard.schedules import PREFETCHING
 
 __all__ = ["INSTANTS", "MemoryModel", "RankMemory", "StaticMemory"]
 
@@ -176,7 +177,7 @@ class MemoryModel:
         name = torchrec_pipeline(pipeline_type).value
         self._is_pipelined = name in _NUM_SENT
         self._num_sent = np.array(_NUM_SENT.get(name, (0,) * len(INSTANTS)))
-        self._prefetches = name == "train_prefetch_sparse_dist"
+        self._prefetches = name == PREFETCHING
 
     def knows(self, option: ShardingOption) -> bool:
         """Whether it can foretell the memory of an option's shards."""

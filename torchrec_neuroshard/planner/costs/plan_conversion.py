@@ -37,6 +37,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     has_cache,
     is_fused,
+    loads_ahead,
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size, whole_nodes
@@ -94,7 +95,7 @@ def _cache_key(option: ShardingOption) -> tuple[Any, ...]:
     names = ("algorithm", "reserved_memory", "precision", "prefetch_pipeline")
     values = ((name, getattr(params, name)) for name in names)
     key = tuple((name, repr(value)) for name, value in values if value is not None)
-    if not (has_cache(option) and params.prefetch_pipeline):
+    if not (has_cache(option) and loads_ahead(option)):
         return key
     return (*key, *sorted({int(s.size[1]) for s in option.shards}))
 

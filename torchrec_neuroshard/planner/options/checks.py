@@ -36,6 +36,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     table_configs,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.schedules import PREFETCHING
 
 __all__ = [
     "KNOWN_VALUES",
@@ -104,8 +105,14 @@ def odd_batch_size(batch_size: Any) -> tuple[str, ...]:
     return ()
 
 
-def check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
+def check_constraints(
+    constraints: Mapping[str, ParameterConstraints], *, prefetches: bool = False
+) -> None:
     """Check what constraints say of features and of caches of rows.
+
+    Args:
+        constraints: By table.
+        prefetches: Whether the pipeline loads caches ahead of lookups.
 
     Raises:
         ConfigError: A number that is not finite or below 0, two lists of a table that
@@ -134,10 +141,12 @@ def check_constraints(constraints: Mapping[str, ParameterConstraints]) -> None:
                 f"{where}: min_partition is {constraint.min_partition}; give the "
                 "columns of the narrowest shard, at least 1, or leave it out"
             )
-        _check_cache(where, constraint)
+        _check_cache(where, constraint, prefetches)
 
 
-def _check_cache(where: str, constraint: ParameterConstraints) -> None:
+def _check_cache(
+    where: str, constraint: ParameterConstraints, prefetches: bool
+) -> None:
     kernels, params = set(constraint.compute_kernels or ()), constraint.cache_params
     if constraint.enforce_hbm and kernels and kernels <= OFFLOADED_KERNELS:
         raise ConfigError(
@@ -156,10 +165,19 @@ def _check_cache(where: str, constraint: ParameterConstraints) -> None:
             "search to choose. compute_kernels=['fused'] keeps all rows on the device"
         )
     is_lfu = params.algorithm is not None and params.algorithm.name == "LFU"
-    if is_lfu and params.prefetch_pipeline:
+    if is_lfu and (params.prefetch_pipeline or prefetches):
+        asked = "prefetch_pipeline"
+        if prefetches:
+            asked = f"the pipeline is {PREFETCHING}"
         raise ConfigError(
-            f"{where}: cache_params has algorithm LFU and prefetch_pipeline, which "
-            "FBGEMM runs by LRU alone; leave one of them out"
+            f"{where}: cache_params has algorithm LFU and {asked}, which FBGEMM runs "
+            "by LRU alone; leave one of them out"
+        )
+    if prefetches and params.prefetch_pipeline is False:
+        raise ConfigError(
+            f"{where}: cache_params.prefetch_pipeline is False, and {PREFETCHING} "
+            "prefetches: backward passes could write to the wrong rows; leave it out, "
+            "or train by train_sparse_dist"
         )
 
 

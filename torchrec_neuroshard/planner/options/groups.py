@@ -31,6 +31,7 @@ __all__ = [
     "group_topology",
     "sharding_group",
     "synced_bytes",
+    "with_sharding_group",
 ]
 
 _GROUP = "sharding_group"
@@ -53,6 +54,14 @@ class ShardingGroup:
     """Ranks of a replica group that lie in one node."""
     sync_interval: int
     """Iterations from one average of the weights to the next."""
+
+    def __str__(self) -> str:
+        """Return it as part of a sentence."""
+        return (
+            f"one of {self.num_replicas} sharding groups of {self.num_ranks} ranks, "
+            f"{self.ranks_per_node} per node, whose weights are averaged every "
+            f"{self.sync_interval} iterations, {self.replicas_per_node} in a node"
+        )
 
 
 def group_topology(
@@ -123,8 +132,13 @@ def group_topology(
         replicas_per_node=_side_by_side(replicas_GR, per_node),
         sync_interval=sync_interval,
     )
-    setattr(found, _GROUP, group)
-    return found
+    return with_sharding_group(found, group)
+
+
+def with_sharding_group(topology: Topology, group: ShardingGroup | None) -> Topology:
+    """Note on the topology of a sharding group, in place, what is around it."""
+    setattr(topology, _GROUP, group)
+    return topology
 
 
 def sharding_group(topology: Topology) -> ShardingGroup | None:

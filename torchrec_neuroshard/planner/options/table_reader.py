@@ -73,6 +73,7 @@ __all__ = [
     "is_lfu",
     "is_modelled_config",
     "is_summed",
+    "loads_ahead",
     "max_columns",
     "note_sharders",
     "option_codecs",
@@ -167,6 +168,12 @@ def is_lfu(option: ShardingOption) -> bool:
     params = option.cache_params
     algorithm = params.algorithm if params is not None else None
     return algorithm is not None and algorithm.name == "LFU"
+
+
+def loads_ahead(option: ShardingOption) -> bool:
+    """Whether a table's cache is ready for being loaded before lookups."""
+    params = option.cache_params
+    return params is not None and bool(params.prefetch_pipeline)
 
 
 def cache_load(option: ShardingOption) -> float | None:

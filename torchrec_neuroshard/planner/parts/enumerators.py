@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,19 +16,24 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingType
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
+from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.compat import (
     HookedEnumerator,
     SharingOption,
     enumerator_constraints,
+    pipeline_name,
     sharders_by_type,
 )
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.options.checks import check_sharders
+from torchrec_neuroshard.planner.options.checks import (
+    check_constraints,
+    check_sharders,
+)
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.spread_options import SpreadOption
 from torchrec_neuroshard.planner.options.table_reader import (
@@ -35,6 +41,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     SPLITTING_TYPES,
     RunFault,
     codec_fault,
+    has_cache,
     is_modelled_config,
     max_columns,
     note_sharders,
@@ -46,6 +53,7 @@ from torchrec_neuroshard.planner.parts.shard_estimators import (
     StorageEstimator,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
+from torchrec_neuroshard.schedules import PREFETCHING
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 
 __all__ = ["NeuroShardEnumerator"]
@@ -98,7 +106,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         costs: Shares one loaded cost model between parts; replaces the three above.
         placement: Which ranks tables may be on. None: any.
         pipeline_type: TorchRec's, of the training loop: what it keeps on the device
-            counts as memory. None: no pipeline. Only without `estimator`.
+            counts as memory, unless there is an `estimator`, and caches are made ready
+            for being loaded ahead. None: no pipeline.
         kwargs: Passed to `EmbeddingEnumerator`.
     """
 
@@ -135,6 +144,9 @@ class NeuroShardEnumerator(HookedEnumerator):
                 NeuroShardEstimator(topology, constraints, costs=costs),
                 storage,
             ]
+        on_gpus = is_accelerator(topology.compute_device)
+        self._prefetches = on_gpus and pipeline_name(pipeline_type) == PREFETCHING
+        check_constraints(constraints or {}, prefetches=self._prefetches)
         super().__init__(
             topology=topology,
             batch_size=batch_size,
@@ -232,6 +244,11 @@ class NeuroShardEnumerator(HookedEnumerator):
         ]
         # Estimators are told less of sharders.
         note_sharders(sharding_options, self._sharders)
+        for option in filter(has_cache, sharding_options if self._prefetches else ()):
+            # TorchRec leaves it to the caller; without it rows come out wrong.
+            option.cache_params = dataclasses.replace(
+                option.cache_params or CacheParams(), prefetch_pipeline=True
+            )
         super().populate_estimates(sharding_options)
 
     def spread(self, option: ShardingOption, world_size: int) -> ShardingOption:

@@ -77,6 +77,10 @@ from torchrec_neuroshard.planner.costs.given_plans import (
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.options.checks import unsharded_tables
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
+from torchrec_neuroshard.planner.options.groups import (
+    ShardingGroup,
+    sharding_group,
+)
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     device_tier,
@@ -86,7 +90,7 @@ from torchrec_neuroshard.planner.options.topologies import GB_PER_S
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.plan_parts import rank_reports
-from torchrec_neuroshard.schedules import SEQUENTIAL
+from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 from torchrec_neuroshard.simulator import PHASES, RankCosts
@@ -116,8 +120,9 @@ _BANDWIDTHS = (
     "intra_host_bw",
     "inter_host_bw",
 )
-_SAME_POOLING = 0.1
-"""Relative difference in lookups that one profile of a job has to the next."""
+_SAME_MEASURED = 0.1
+"""Relative difference in lookups, or in ms, from one measurement of a job to the next.
+"""
 _MOST_NAMED = 3
 
 _FORMAT = "torchrec_neuroshard.plan"
@@ -167,6 +172,11 @@ class PlanFingerprint:
     compute_device: str
     memory_bytes: tuple[int, ...]
     """Memory of each rank that fused tables live in."""
+    host_memory_bytes: tuple[int, ...] | None = None
+    """Host memory of each rank, beside that of its device; None: not known, or the
+    device is the host."""
+    sharding_group: ShardingGroup | None = None
+    """What the ranks are a sharding group of; None: they are all, or not known."""
     batch_size: int | None = None
     """Samples per rank; None: not known."""
     cost_model: str | None = None
@@ -174,7 +184,10 @@ class PlanFingerprint:
     hardware: str | None = None
     """What the cost model predicts."""
     pipeline_type: str | None = None
-    """Of the training loop; None: none that changes what a plan costs."""
+    """Of the training loop, "none" for a plain one; None: not known."""
+    dense_ms: DenseMs | None = None
+    """What the rest of the model takes under a pipeline; None: not known, or it is of
+    no account."""
     placement: Mapping[str, Any] | None = None
     """Which ranks tables may be on (`PlacementConstraints.to_json`); None: any, or not
     known."""
@@ -188,6 +201,12 @@ class PlanFingerprint:
     known."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "host_memory_bytes"):
+            sizes = getattr(self, name)
+            if sizes is not None and len(sizes) != self.world_size:
+                raise ValueError(f"{name} has {len(sizes)} values, not one per rank")
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
@@ -332,6 +351,7 @@ class _Job:
     cost_model: str | None = None
     hardware: str | None = None
     pipeline_type: str | None = None
+    dense_ms: DenseMs | None = None
     placement: PlacementConstraints | None = None
     reader: TableReader | None = None
     """Knows how often tables are read; None: nobody said."""
@@ -386,7 +406,8 @@ class _Job:
             size,
             cost_model=costs.cost_model.name,
             hardware=costs.cost_model.hardware,
-            pipeline_type=None if costs.schedule is SEQUENTIAL else costs.schedule.name,
+            pipeline_type=costs.schedule.name,
+            dense_ms=None if costs.schedule.adds_up(costs.dense) else costs.dense,
             placement=planner.placement_constraints,
             reader=costs.reader,
             sharders=planner.last_model[1] if planner.last_model else None,
@@ -397,19 +418,23 @@ class _Job:
     ) -> PlanFingerprint:
         """Describe this job with these tables."""
         tier = device_tier(self.topology)
+        storages = [d.storage for d in self.topology.devices]
         return PlanFingerprint(
             tables=tables,
             unsharded=unsharded,
             world_size=int(self.topology.world_size),
             local_world_size=int(self.topology.local_world_size),
             compute_device=str(self.topology.compute_device),
-            memory_bytes=tuple(
-                int(getattr(d.storage, tier)) for d in self.topology.devices
-            ),
+            memory_bytes=tuple(int(getattr(s, tier)) for s in storages),
+            host_memory_bytes=None
+            if tier == "ddr"
+            else tuple(int(s.ddr) for s in storages),
+            sharding_group=sharding_group(self.topology),
             batch_size=self.batch_size,
             cost_model=self.cost_model,
             hardware=self.hardware,
             pipeline_type=self.pipeline_type,
+            dense_ms=self.dense_ms,
             placement=self.placement.to_json() if self.placement else None,
             gb_per_s={
                 name: round(float(getattr(self.topology, name)) * GB_PER_S, 3)
@@ -554,9 +579,9 @@ def load_plan(
         UserWarning: Where the sharders are not known, modules that TorchRec's do not
             take.
         StalePlanWarning: Memory, bandwidths, batch size, pooling factors, cost model,
-            placement constraints, codecs of collectives, the treatment of repeated ids
-            or package versions are not those of the plan: it works, but a new one may
-            be better.
+            the pipeline, the rest of the model, the sharding group, placement
+            constraints, codecs of collectives, the treatment of repeated ids or package
+            versions are not those of the plan: it works, but a new one may be better.
     """
     job = _Job.of(planner, topology, batch_size, cost_model, sharders)
     stored = read_plan(path)
@@ -861,8 +886,12 @@ def _invalid(
 
 def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMismatch]:
     """Differences under which another plan may be better."""
+    groups = current.sharding_group, stored.sharding_group
+    if groups[0] != groups[1]:
+        yield _mismatch("sharding group", *(g or "all ranks" for g in groups))
     for field_name in (
         "memory_bytes",
+        "host_memory_bytes",
         "batch_size",
         "cost_model",
         "hardware",
@@ -877,11 +906,16 @@ def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMi
     for name in sorted(ours.keys() & theirs.keys()):
         if not math.isclose(ours[name], theirs[name], rel_tol=1e-3):
             yield _mismatch(f"{name} [GB/s]", ours[name], theirs[name])
+    if current.dense_ms and stored.dense_ms:
+        ours, theirs = current.dense_ms.to_json(), stored.dense_ms.to_json()
+        for name, ms in ours.items():
+            if not math.isclose(ms, theirs[name], rel_tol=_SAME_MEASURED):
+                yield _mismatch(f"dense_ms.{name}", ms, theirs[name])
     ours, theirs = current.pooling_factors or {}, stored.pooling_factors or {}
     changed = [
         name
         for name in sorted(ours.keys() & theirs.keys())
-        if not math.isclose(ours[name], theirs[name], rel_tol=_SAME_POOLING)
+        if not math.isclose(ours[name], theirs[name], rel_tol=_SAME_MEASURED)
     ]
     for name in changed[:_MOST_NAMED]:
         yield _mismatch(f"pooling factor of table '{name}'", ours[name], theirs[name])

@@ -47,6 +47,8 @@ from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.compat import (
     all_lookups,
     pipeline_name,
+    sharder_params,
+    sharders_by_type,
     without_other_ranks,
 )
 from torchrec_neuroshard.planner.costs.given_plans import (
@@ -56,8 +58,12 @@ from torchrec_neuroshard.planner.costs.given_plans import (
 )
 from torchrec_neuroshard.planner.costs.memory import RankMemory, StaticMemory
 from torchrec_neuroshard.planner.options.checks import check_sharders
+from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
+    RunFault,
     TableReader,
+    has_cache,
+    loads_ahead,
     max_columns,
     run_fault,
     table_name,
@@ -65,6 +71,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
 from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import RankRehearsal, Rehearsal, TableFault
+from torchrec_neuroshard.schedules import PREFETCHING
 
 __all__ = ["rehearse"]
 
@@ -135,12 +142,23 @@ def rehearse(
     enumerator.populate_estimates(options)
     memory = _memory(options, storage, topology)
     built, errors, notes = _build(model, plan, given, topology)
+    if group := sharding_group(topology):
+        notes.append(f"the ranks are {group}; those of the others hold the same")
     if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
         notes.append(
             f"{len(unknown)} of {len(options)} tables count with TorchRec's estimate "
             f"of their memory, '{unknown[0]}' among them"
         )
-    kernels = [_own_faults(options, r, topology) for r in range(world_size)]
+    params = sharder_params(sharders_by_type(given))
+    prefetches = pipeline_name(pipeline_type) == PREFETCHING
+    unready = {
+        table_name(o)
+        for o in options
+        if prefetches
+        and has_cache(o)
+        and not (loads_ahead(o) or params[o.module_type_key].get("prefetch_pipeline"))
+    }
+    kernels = _own_faults(options, unready, topology)
     ranks = []
     for rank, found in enumerate(memory):
         shards = [(o, s) for o in options for s in o.shards if s.rank == rank]
@@ -203,29 +221,40 @@ def _available(topology: Topology, rank: int) -> int:
 
 
 def _own_faults(
-    options: Sequence[ShardingOption], rank: int, topology: Topology
-) -> list[TableFault]:
-    """What kernels refuse, but only when they run."""
-    found, widest = [], max_columns(topology)
+    options: Sequence[ShardingOption], unready: set[str], topology: Topology
+) -> list[list[TableFault]]:
+    """What kernels of each rank refuse, or get wrong, but only when they run.
+
+    Args:
+        options: Of the plan.
+        unready: Tables whose caches the pipeline loads ahead though they cannot be.
+        topology: The devices.
+    """
+    found: list[list[TableFault]] = [[] for _ in topology.devices]
+    widest = max_columns(topology)
     for option in options:
-        widths = [int(s.size[1]) for s in option.shards if s.rank == rank]
-        if not widths:
-            continue
-        if fault := run_fault(option):
-            found.append(
-                TableFault(
-                    table=table_name(option), cause=fault.cause, way_out=fault.way_out
-                )
+        fault, table = run_fault(option), table_name(option)
+        if fault is None and table in unready:
+            fault = RunFault(
+                f"{PREFETCHING} loads its cache ahead, and its cache_params are "
+                "without prefetch_pipeline: the backward pass may write to wrong rows",
+                "Plan with this pipeline_type, or set "
+                "cache_params=CacheParams(prefetch_pipeline=True) in its constraints",
             )
-        elif max(widths) > widest:
-            found.append(
-                TableFault(
-                    table=table_name(option),
-                    cause="a GPU's kernels take at most "
-                    f"{widest} columns, got {max(widths)}",
-                    way_out="Split its columns: allow column_wise sharding for it",
+        widths: dict[int, int] = {}
+        for shard in option.shards:
+            widths[shard.rank] = max(widths.get(shard.rank, 0), int(shard.size[1]))
+        for rank, width in widths.items():
+            own = fault
+            if fault is None and width > widest:
+                own = RunFault(
+                    f"a GPU's kernels take at most {widest} columns, got {width}",
+                    "Split its columns: allow column_wise sharding for it",
                 )
-            )
+            if own is not None:
+                found[rank].append(
+                    TableFault(table=table, cause=own.cause, way_out=own.way_out)
+                )
     return found
 
 
@@ -295,12 +324,9 @@ def _build(
     Returns:
         Rank -> kernels, rank -> what was raised, and what to know.
     """
-    if any(p.compute_kernel not in _BUILDABLE for *_, p in plan_entries(plan)):
-        return (
-            {},
-            {},
-            ["not built: tables on disk or quantised ones need their devices"],
-        )
+    kernels = {p.compute_kernel for *_, p in plan_entries(plan)}
+    if others := sorted(kernels - _BUILDABLE):
+        return {}, {}, [f"not built: {', '.join(others)} tables need their devices"]
     world_size = int(topology.world_size)
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
