@@ -30,6 +30,7 @@ __all__ = [
     "Jobs",
     "OfJob",
     "Results",
+    "message_of",
     "run_ranks",
 ]
 
@@ -51,6 +52,15 @@ END_SECONDS = 400
 """A group must have run all jobs by then, not counting time that it stood still."""
 GROUP_TIMEOUT_SECONDS = 3600
 """Longer than a rank may live: a rank that waits in vain fails the tests."""
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    """What an action raises, in words that a rank can send."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def run_ranks(

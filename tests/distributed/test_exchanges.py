@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -18,7 +17,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 )
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
-from tests.builders import FixedSearcher, make_planner, stock_planner
+from tests.builders import FixedSearcher, bag_config, bags, make_planner, stock_planner
 from tests.distributed.ranks import NODE_SIZE, ONE_NODE, Jobs, OfJob
 from tests.distributed.unsharded import draw_batch, local_parts, loss_of
 
@@ -55,16 +54,9 @@ def run_codecs(rank: int) -> dict[str, Any]:
     )
 
     torch.manual_seed(1)
-    whole = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=f"t{i}",
-                num_embeddings=NUM_ROWS,
-                embedding_dim=width,
-                feature_names=[f"f{i}"],
-            )
-            for i, width in enumerate(WIDTHS)
-        ]
+    whole = bags(
+        *(bag_config(i, NUM_ROWS, width) for i, width in enumerate(WIDTHS)),
+        device=torch.device("cpu"),
     )
     apply_optimizer_in_backward(torch.optim.SGD, whole.parameters(), {"lr": 0.3})
     constraints = {

@@ -18,7 +18,7 @@ from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 
 from tests.builders import bag_config, bags, make_planner
-from tests.distributed.ranks import ONE_NODE, Jobs, OfJob
+from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
@@ -334,14 +334,6 @@ def run_failures(rank: int) -> dict[str, Any]:
         }
         monitor.close()
     return found
-
-
-def message_of(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def run_refusals(rank: int) -> dict[str, str]:

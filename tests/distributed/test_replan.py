@@ -17,7 +17,7 @@ from torch import nn
 from torchrec.distributed.planner import ParameterConstraints
 
 from tests.builders import bag_config, bags, make_planner
-from tests.distributed.ranks import ONE_NODE, Jobs, OfJob
+from tests.distributed.ranks import ONE_NODE, Jobs, OfJob, message_of
 from tests.distributed.unsharded import draw_batch, whole_weights
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -305,14 +305,6 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
             float((moved["weights"][k] - start[k]).abs().max()) for k in start
         ),
     }
-
-
-def message_of(action: Any) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def run_refusals(rank: int) -> dict[str, Any]:

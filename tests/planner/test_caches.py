@@ -17,6 +17,7 @@ from tests.builders import (
     MIB,
     bag_config,
     bags,
+    cost_of,
     entries_of,
     entry_of,
     gpus,
@@ -74,11 +75,6 @@ def planned(planner: NeuroShardPlanner) -> ShardingPlan:
     return planner.plan(model(), [EmbeddingBagCollectionSharder()])
 
 
-def cost(planner: NeuroShardPlanner) -> float:
-    assert planner.last_result is not None
-    return planner.last_result.predicted.critical_path_ms
-
-
 def host_bytes(planner: NeuroShardPlanner, ranks: int) -> list[int]:
     held = [0] * ranks
     for option in planner.get_selected_options():
@@ -113,7 +109,7 @@ def test_a_chosen_size_beats_torchrecs() -> None:
     free, given = planner_of(), planner_of(constraints=fixed)
     planned(free)
     plan = planned(given)
-    assert cost(free) < cost(given)
+    assert cost_of(free) < cost_of(given)
     kept = [e for e in entries_of(plan).values() if e.compute_kernel == CACHED]
     assert all(e.cache_params.load_factor == 0.2 for e in kept)
 
@@ -132,7 +128,7 @@ def test_evaluating_a_plan_reads_its_sizes() -> None:
     planner = planner_of()
     plan = planned(planner)
     report = planner.evaluate(plan, model(), [EmbeddingBagCollectionSharder()])
-    assert report.critical_path_ms == pytest.approx(cost(planner))
+    assert report.critical_path_ms == pytest.approx(cost_of(planner))
     cached = [e for e in entries_of(plan).values() if e.compute_kernel == CACHED]
     cached[0].cache_params = CacheParams(load_factor=1e-3)
     slower = planner.evaluate(plan, model(), [EmbeddingBagCollectionSharder()])

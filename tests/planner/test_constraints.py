@@ -10,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import (
@@ -23,7 +21,15 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from tests.builders import FixedSearcher, bag_sharders, make_ebc, make_planner, types_of
+from tests.builders import (
+    FixedSearcher,
+    bag_config,
+    bag_sharders,
+    bags,
+    make_ebc,
+    make_planner,
+    types_of,
+)
 from torchrec_neuroshard import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError, PlacementError
 from torchrec_neuroshard.planner import (
@@ -408,17 +414,11 @@ def test_parts_of_the_documentation_keep_them() -> None:
     [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(code, names)
-    ebc = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=name,
-                num_embeddings=100_000,
-                embedding_dim=64,
-                feature_names=[name],
-            )
+    ebc = bags(
+        *(
+            bag_config(0, 100_000, 64, name=name, feature_names=[name])
             for name in ("user", "item", "shop")
-        ],
-        device=torch.device("meta"),
+        )
     )
     assert ranks_of(names["planner"].plan(ebc, bag_sharders()))["user"] == {0}
 

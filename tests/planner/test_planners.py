@@ -13,12 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import nn
-from torchrec import (
-    EmbeddingCollection,
-    EmbeddingConfig,
-)
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.perf_models import NoopPerfModel
@@ -41,6 +36,7 @@ from tests.builders import (
     make_ebc,
     make_planner,
     result_of,
+    sequences,
     shards_of,
     types_of,
 )
@@ -307,16 +303,7 @@ def test_unknown_cost_model_and_search() -> None:
 
 
 def test_sequence_tables_stay_whole() -> None:
-    tables = [
-        EmbeddingConfig(
-            name=f"s{i}",
-            num_embeddings=10_000,
-            embedding_dim=128,
-            feature_names=[f"f{i}"],
-        )
-        for i in range(3)
-    ]
-    module = EmbeddingCollection(tables=tables, device=torch.device("meta"))
+    module = sequences(128, 128, 128, rows=10_000)
     planner = make_planner(8, constraints=columns_only(module))
     plan = planner.plan(module, [EmbeddingCollectionSharder()])
     check_result(planner)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
@@ -24,7 +23,7 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 
-from tests.builders import bag_sharders, make_ebc, make_planner, shards_of
+from tests.builders import bag_sharders, make_ebc, make_planner, sequences, shards_of
 from torchrec_neuroshard.errors import ConfigError, ProfileError
 from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
@@ -398,18 +397,7 @@ def test_what_torchrec_cannot_move_is_not_proposed(
 
 
 def test_sequence_tables_are_not_resharded() -> None:
-    model = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=f"t{i}",
-                num_embeddings=1000,
-                embedding_dim=16,
-                feature_names=[f"f{i}"],
-            )
-            for i in range(4)
-        ],
-        device=torch.device("meta"),
-    )
+    model = sequences(16, 16, 16, 16, prefix="t")
     sharders = [EmbeddingCollectionSharder()]
     planner = make_planner(
         1, constraints={f"t{i}": ParameterConstraints(**TABLE) for i in range(4)}

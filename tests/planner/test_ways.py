@@ -6,9 +6,7 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
@@ -16,7 +14,14 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 
-from tests.builders import FixedSearcher, bag_sharders, make_ebc, make_planner, types_of
+from tests.builders import (
+    FixedSearcher,
+    bag_sharders,
+    make_ebc,
+    make_planner,
+    sequences,
+    types_of,
+)
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardPartitioner,
@@ -267,15 +272,7 @@ def test_stock_planner_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_stock_plan_that_cannot_run_is_left_out() -> None:
     # TorchRec splits them to unlike widths, which its all-to-all cannot take.
-    module = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=f"t{i}", num_embeddings=100, embedding_dim=64, feature_names=["f"]
-            )
-            for i in range(2)
-        ],
-        device=torch.device("meta"),
-    )
+    module = sequences(64, 64, rows=100, prefix="t")
     constraints = {
         f"t{i}": only("column_wise", min_partition=width)
         for i, width in enumerate((16, 32))
@@ -293,15 +290,7 @@ def test_stock_plan_that_cannot_run_is_left_out() -> None:
 @pytest.mark.parametrize("widths", [(16, 32), (32, 32)])
 def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -> None:
     """Only split do the tables fit; the search keeps tables of sequences whole."""
-    module = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(
-                name=f"t{i}", num_embeddings=1000, embedding_dim=64, feature_names=["f"]
-            )
-            for i in range(2)
-        ],
-        device=torch.device("meta"),
-    )
+    module = sequences(64, 64, prefix="t")
     constraints = {
         f"t{i}": only("column_wise", compute_kernels=["fused"], min_partition=width)
         for i, width in enumerate(widths)
