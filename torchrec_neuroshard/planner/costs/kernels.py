@@ -215,13 +215,8 @@ def _bandwidth(option: ShardingOption, topology: Topology, kernel: str) -> float
         PlannerError: TorchRec has no such kernel for the device.
     """
     # What caches hold and fetch ahead matters to none that is compared.
-    found = _known_bandwidth(
-        topology.compute_device,
-        kernel,
-        topology.hbm_mem_bw,
-        topology.ddr_mem_bw,
-        topology.hbm_to_ddr_mem_bw,
-    )
+    bandwidths = topology.hbm_mem_bw, topology.ddr_mem_bw, topology.hbm_to_ddr_mem_bw
+    found = _known_bandwidth(topology.compute_device, kernel, *bandwidths)
     if found is None:
         raise PlannerError(
             f"table '{table_name(option)}': TorchRec has no kernel '{kernel}' "
