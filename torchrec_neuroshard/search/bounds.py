@@ -745,9 +745,8 @@ class _Prices:
 
         Without collectives where these depend on what lies on other ranks.
         """
-        return self.part.costs_of(
-            _Sets.alone(table_N, width_N), comms=not self.part.has_choices
-        )
+        comms = not self.part.has_choices
+        return self.part.costs_of(_Sets.alone(table_N, width_N), comms)
 
     def _lay_out(self, cutoff_ms: float) -> None:
         """Say which prices there are, and which of them each table has."""

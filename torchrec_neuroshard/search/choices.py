@@ -82,12 +82,8 @@ class Choices:
         num_ways = [len(ways) for ways in self.ways]
         self._number_F: Ints = np.repeat(np.arange(len(self.ways)), num_ways)
         # Of fewer ways than others have, the first one again and again.
-        self._way_NK: Ints = np.repeat(
-            np.array([ways[0] for ways in self.ways])[:, None], max(num_ways), axis=1
-        )
-        self._way_NK[np.arange(max(num_ways)) < np.array(num_ways)[:, None]] = (
-            self._way_F
-        )
+        filled = [(*w, *w[:1] * (max(num_ways) - len(w))) for w in self.ways]
+        self._way_NK: Ints = np.array(filled)
         count = len(task.tables)
         table, rank, alike = bank.parts(np.arange(count))
         # Of grid shards, the blocks of the columns are on so many nodes.

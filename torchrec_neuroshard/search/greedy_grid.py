@@ -92,8 +92,7 @@ def place_lanes(
     shape, size = (num_lanes, num_ranks), num_lanes * num_ranks
     has = np.zeros((len(amounts), size))
     has[-1] = np.tile(bank.caps_W, num_lanes)
-    loads, columns, free = has[:-2].reshape(-1, *shape), has[-2], has[-1]
-    columns, free = columns.reshape(shape), free.reshape(shape)
+    loads, (columns, free) = has[:-2].reshape(-1, *shape), has[-2:].reshape(2, *shape)
     powers = np.empty(loads.shape)
     potential = np.zeros(size)
     room = np.repeat(
@@ -105,8 +104,8 @@ def place_lanes(
     rank_NL = np.full(rows_LN.T.shape, -1, dtype=np.int64)
     placed = np.ones(num_lanes, dtype=bool)
     lanes = np.arange(num_lanes)
-    active_NL = rows_LN.T >= 0
-    for i, (change_AL, active) in enumerate(zip(change_NAL, active_NL, strict=True)):
+    for i, change_AL in enumerate(change_NAL):
+        active = rows_LN[:, i] >= 0
         np.add(loads, change_AL[:-2, :, None], out=powers)
         np.square(powers, out=powers)
         np.square(powers, out=powers)

@@ -143,11 +143,6 @@ class RankMemory:
         return self.static.total + self.activations
 
 
-_Seen = dict[tuple[int, tuple[int, ...], int], tuple[StaticMemory, Floats, Floats]]
-"""Option, size and width of the cache -> what a shard takes: at rest, at each instant
-held by all kernels, and passing in one."""
-
-
 class MemoryModel:
     """Foretells what shards and ranks allocate on CUDA devices.
 
@@ -258,7 +253,7 @@ class MemoryModel:
             for shard in option.shards:
                 if shard.size[0] or option.sharding_type in _BY_ROWS:
                     kernels[shard.rank][key].append((option, shard))
-        seen: _Seen = {}
+        seen: dict[tuple[Any, ...], tuple[StaticMemory, Floats, Floats]] = {}
         return tuple(
             self._rank(
                 kernels[r], common if known else common * 0, others[r], first, seen
@@ -323,7 +318,7 @@ class MemoryModel:
         common: Floats,
         other: float,
         replicated_first: Mapping[str, bool],
-        seen: _Seen,
+        seen: dict[tuple[Any, ...], tuple[StaticMemory, Floats, Floats]],
     ) -> RankMemory:
         static = StaticMemory(weights=other)
         held = common + (_ALLOCATOR if common.any() else 0)

@@ -360,13 +360,11 @@ class _Module:
     """What a reader knows of one of TorchRec's modules."""
 
     configs: Mapping[str, BaseEmbeddingConfig]
-    modelled: frozenset[str]
-    """Tables that the cost model knows, as far as their configurations tell."""
+    inputs: Mapping[str, tuple[Any, ...]]
+    """Features and data type of the tables that the cost model may know."""
     is_weighted: bool
     optimizer: str | None
     """That all tables of a fused collection share."""
-    tables: dict[tuple[Any, ...], TableConfig]
-    """Those described so far."""
 
 
 class TableReader:
@@ -390,6 +388,7 @@ class TableReader:
         self._modules: weakref.WeakKeyDictionary[nn.Module, _Module] = (
             weakref.WeakKeyDictionary()
         )
+        self._tables: dict[tuple[Any, ...], TableConfig] = {}
 
     def _module(self, option: ShardingOption) -> _Module:
         """Read the option's module, once."""
@@ -397,25 +396,22 @@ class TableReader:
         known = self._modules.get(module)
         if known is None:
             configs = {c.name: c for c in table_configs(module)}
-            optimizer = None
+            inputs = {
+                name: (tuple(c.feature_names), c.data_type.value)
+                for name, c in configs.items()
+                if is_modelled_config(c)
+            }
+            weighted = any(
+                isinstance(child, EmbeddingBagCollectionInterface)
+                and bool(child.is_weighted())
+                for child in module.modules()
+            )
+            shared: str | None = None
             if isinstance(
                 module, FusedEmbeddingBagCollection | FusedEmbeddingCollection
             ):
-                kind = module.optimizer_type()
-                optimizer = _OPTIMIZER_NAMES.get(kind.__name__, "adam")
-            known = self._modules[module] = _Module(
-                configs=configs,
-                modelled=frozenset(
-                    name for name, c in configs.items() if is_modelled_config(c)
-                ),
-                is_weighted=any(
-                    isinstance(child, EmbeddingBagCollectionInterface)
-                    and bool(child.is_weighted())
-                    for child in module.modules()
-                ),
-                optimizer=optimizer,
-                tables={},
-            )
+                shared = _OPTIMIZER_NAMES.get(module.optimizer_type().__name__, "adam")
+            known = self._modules[module] = _Module(configs, inputs, weighted, shared)
         return known
 
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
@@ -451,7 +447,7 @@ class TableReader:
         return config is not None and bool(config.stash_weights)
 
     def _is_modelled(self, option: ShardingOption) -> bool:
-        if option.name not in self._module(option).modelled or option.tensor.dim() != 2:
+        if option.name not in self._module(option).inputs or option.tensor.dim() != 2:
             return False
         widths = {s.size[1] for s in sample_shards(option)}
         return all(width > 0 and width % COLUMN_MULTIPLE == 0 for width in widths)
@@ -492,16 +488,18 @@ class TableReader:
             option.path,
             option.name,
             option.tensor.shape,
+            known.inputs[option.name],
             tuple(option.input_lengths),
             option.batch_size,
-            bool(option.has_feature_processor),
+            self._is_weighted(option),
+            option.is_pooled,
             self.looks_up_distinct(option),
             optimizer,
         )
-        table = known.tables.get(key)
+        table = self._tables.get(key)
         if table is None:
             config = known.configs[option.name]
-            table = known.tables[key] = self._describe(option, config, optimizer)
+            table = self._tables[key] = self._describe(option, config, optimizer)
         return table
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
