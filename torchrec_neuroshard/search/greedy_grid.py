@@ -1,6 +1,7 @@
 """Ranks for shards: many greedy placements side by side.
 
-Shapes: `L` lanes (placements in progress), `N` shards per lane, `W` ranks.
+Shapes: `L` lanes (placements in progress), `N` shards per lane, `W` ranks,
+`M` memories.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def place_lanes(
     scale = bank.mean_phases_P[phases]
     cost_PLN = (cost_NP[:, phases] / scale).T.reshape(len(phases), *used.shape)
     columns_LN = bank.columns(table_LN, width_LN)
-    bytes_LN = bank.bytes(table_LN, width_LN)
+    sizes_MLN = bank.sizes(table_LN, width_LN)
     split_LN = (width_LN < bank.dims_T[table_LN]) & (rows_LN >= 0)
     split_tables = np.unique(table_LN[split_LN])
     slot_T = np.full(len(bank.dims_T), -1)
@@ -86,11 +87,11 @@ def place_lanes(
     slot_LN = slot_T[table_LN]
     is_split_N: npt.NDArray[np.bool_] = np.any(split_LN, axis=0)
 
-    limited = bool(np.isfinite(bank.caps_W).any())
+    limited = bool(np.isfinite(bank.caps_MW).any())
     loads = np.zeros((len(phases), num_lanes, num_ranks))
     potential = np.zeros((num_lanes, num_ranks))
     columns = np.zeros((num_lanes, num_ranks))
-    free = np.repeat(bank.caps_W[None], num_lanes, axis=0)
+    free_MLW = np.repeat(bank.caps_MW[:, None], num_lanes, axis=1)
     room = np.repeat(
         (caps_L * bank.mean_columns * (1 + 1e-9))[:, None], num_ranks, axis=1
     )
@@ -112,7 +113,7 @@ def place_lanes(
             over = columns + columns_LN[:, i, None] - room
             result = np.where(over > 0, 1e12 + over, result)
         if limited:
-            result[free < bytes_LN[:, i, None]] = np.inf
+            result[(free_MLW < sizes_MLN[:, :, i, None]).any(axis=0)] = np.inf
         if is_split_N[i]:
             taken = holds[lanes, slot_LN[:, i]] & split_LN[:, i, None]
             result[taken] = np.inf
@@ -127,7 +128,7 @@ def place_lanes(
         loads[:, lane, chosen] += cost_PLN[:, lane, i]
         potential[lane, chosen] = grown[lane, chosen]
         columns[lane, chosen] += columns_LN[lane, i]
-        free[lane, chosen] -= bytes_LN[lane, i]
+        free_MLW[:, lane, chosen] -= sizes_MLN[:, lane, i]
         if is_split_N[i]:
             spread = split_LN[lane, i]
             holds[lane[spread], slot_LN[lane[spread], i], chosen[spread]] = True
@@ -188,7 +189,7 @@ def plan_states(
     for s, rows in enumerate(states):
         table, width = bank.table(rows), bank.width(rows)
         cost = bank.approximate(table, width).sum(axis=1)
-        size = bank.bytes(table, width)
+        size = bank.scarcest(bank.sizes(table, width))
         for o, order in enumerate(orders):
             first, second = (cost, size) if order == "cost" else (size, cost)
             # Rows are numbered as they are met, so ties go by table and width. Tables

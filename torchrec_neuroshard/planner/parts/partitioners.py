@@ -36,7 +36,6 @@ from torchrec_neuroshard.planner.options.constraints import (
     ranks_by_table,
 )
 from torchrec_neuroshard.planner.options.table_reader import (
-    OFFLOADED_KERNELS,
     device_tier,
     has_cache,
     has_open_cache,
@@ -212,16 +211,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             for option in proposal
         ]
         plan = self._place(proposal, ways, storage_constraint, rules)
-        if _full_rank(storage_constraint, plan) is not None:
-            # The search counts the devices' memory; TorchRec places by the host's, too.
-            offloaded = [o.compute_kernel in OFFLOADED_KERNELS for o in plan]
-            again = [
-                chosen if out else option
-                for option, chosen, out in zip(proposal, plan, offloaded, strict=True)
-            ]
-            ways = [() if out else w for w, out in zip(ways, offloaded, strict=True)]
-            self.costs.attribute(plan)
-            plan = self._place(_without_ranks(again), ways, storage_constraint, rules)
         if self._memory is not None:
             sized = [
                 has_cache(chosen)
@@ -329,7 +318,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         # Searches of this package keep to their budget by themselves.
         budget = math.inf if is_own(searcher) else searcher.time_budget_seconds
         seconds = budget + GRACE_SECONDS
-        if space.task.has_choices and not searcher.takes_choices:
+        task = space.task
+        if not searcher.takes_choices and (task.has_choices or task.host_memory_bytes):
             searcher = ChoosingSearcher(searcher)
         try:
             cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
@@ -381,12 +371,3 @@ def _full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None
     nothing = Storage(hbm=0, ddr=0)
     left = memory_left(topology, plan)
     return next((r for r, m in enumerate(left) if not nothing.fits_in(m)), None)
-
-
-def _without_ranks(options: Sequence[ShardingOption]) -> list[ShardingOption]:
-    """Copies of options whose shards are to be placed."""
-    copies = option_copies(options)
-    for option in copies:
-        for shard in option.shards:
-            shard.rank = None
-    return copies
