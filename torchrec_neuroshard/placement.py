@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -116,6 +117,13 @@ class ShardingTask:
     row-wise optimizer state). Empty: 0."""
     column_bytes: tuple[float, ...] = ()
     """Per table: bytes per column of a shard. Empty: the weights alone."""
+    host_memory_bytes: tuple[int, ...] = ()
+    """Bytes of the host's memory that each rank has for shards, beside its own; empty
+    is unlimited."""
+    host_fixed_bytes: tuple[int, ...] = ()
+    """As `fixed_bytes`, in the host's memory. Empty: 0."""
+    host_column_bytes: tuple[float, ...] = ()
+    """As `column_bytes`, in the host's memory. Empty: 0."""
     min_widths: tuple[int, ...] = ()
     """Per table: narrowest shard allowed; a table's own width forbids splitting it, and
     is taken where its sharding type keeps columns whole. Of a grid, the width of every
@@ -178,6 +186,8 @@ class ShardingTask:
             "fixed_bytes": self.fixed_bytes or (0,) * count,
             "column_bytes": self.column_bytes
             or tuple(t.weight_bytes / t.embedding_dim for t in self.tables),
+            "host_fixed_bytes": self.host_fixed_bytes or (0,) * count,
+            "host_column_bytes": self.host_column_bytes or (0.0,) * count,
             "min_widths": self.min_widths or (COLUMN_MULTIPLE,) * count,
             "max_shards": self.max_shards or (self.world_size,) * count,
             "groups": self.groups or (0,) * count,
@@ -207,11 +217,13 @@ class ShardingTask:
                 f"stage_names needs one name per stage ({self.num_stages}), got "
                 f"{len(names)}"
             )
-        if self.memory_bytes and len(self.memory_bytes) != self.world_size:
-            raise ConfigError(
-                f"memory_bytes needs one value per rank ({self.world_size}), got "
-                f"{len(self.memory_bytes)}"
-            )
+        for name in ("memory_bytes", "host_memory_bytes"):
+            limits: tuple[int, ...] = getattr(self, name)
+            if limits and len(limits) != self.world_size:
+                raise ConfigError(
+                    f"{name} needs one value per rank ({self.world_size}), got "
+                    f"{len(limits)}"
+                )
         object.__setattr__(self, "allowed_ranks", self._checked_ranks())
         together = joined_sets(self._checked_sets("together"))
         most = list(self.max_shards)
@@ -366,6 +378,20 @@ class ShardingTask:
             apart=self.apart,
         )
 
+    @property
+    def memories(self) -> tuple[ShardingTask, ...]:
+        """The task once for each memory that is limited: the device's, the host's.
+
+        In the second, what is said of memory is said of the host's.
+        """
+        if not self.host_memory_bytes:
+            return (self,)
+        other = copy.copy(self)
+        for name in ("memory_bytes", "fixed_bytes", "column_bytes"):
+            object.__setattr__(other, name, getattr(self, f"host_{name}"))
+        object.__setattr__(other, "host_memory_bytes", ())
+        return self, other
+
     def shard_bytes(self, table: int, width: int) -> float:
         """Memory of one shard [bytes]."""
         return self.fixed_bytes[table] + self.column_bytes[table] * width
@@ -470,14 +496,15 @@ class Placement:
         violation = task.rules.violation(ranks)
         if violation is not None:
             raise PlacementError(violation)
-        for rank, (used, cap) in enumerate(
-            zip(self.rank_bytes(task), task.memory_bytes, strict=False)
-        ):
-            if used > cap:
-                raise InfeasibleError(
-                    f"rank {rank} holds {format_bytes(used)}, it has "
-                    f"{format_bytes(cap)}"
-                )
+        for where, memory in zip(("", " in its host"), task.memories, strict=False):
+            for rank, (used, cap) in enumerate(
+                zip(self.rank_bytes(memory), memory.memory_bytes, strict=False)
+            ):
+                if used > cap:
+                    raise InfeasibleError(
+                        f"rank {rank} holds {format_bytes(used)}{where}, it has "
+                        f"{format_bytes(cap)}"
+                    )
 
     def _check_table(
         self, task: ShardingTask, i: int, shards: Sequence[ColumnShard]

@@ -2,10 +2,11 @@
 
     python -m tests.fuzz.against_truth --cases 2000 --seed 1 --log truth.jsonl
 
-All sharding types, kernels in the host's memory, memory that a placement fills to the
-byte or misses by one, and rules on ranks. What must hold: a placement is found exactly
-where there is one, it is at most 1 % worse than the best, and the bound is not above
-the best. The search is kept from trying all placements itself.
+All sharding types, kernels in the host's memory, memory of devices and of hosts that a
+placement fills to the byte or misses by one, and rules on ranks. What must hold: a
+placement is found exactly where there is one, it is at most 1 % worse than the best,
+and the bound is not above the best. The search is kept from trying all placements
+itself.
 """
 
 from __future__ import annotations
@@ -37,10 +38,15 @@ KERNELS = {
 }
 
 
+HOSTED = 0.5
+"""Share of the tasks in which the host's memory is limited, too, where it is used."""
+
+
 def draw(rng: np.random.Generator) -> Case:
     """Return a task as plain data, with few enough placements to try them all."""
     num_ranks, node = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2)][int(rng.integers(5))]
     tables = []
+    is_hosted = bool(rng.random() < HOSTED)
     for _ in range(int(rng.integers(1, 5 if num_ranks < 4 else 4))):
         kinds = [k for k in SHARDING_TYPES if k != "table_wise"]
         ways = [
@@ -49,6 +55,8 @@ def draw(rng: np.random.Generator) -> Case:
         ]
         if rng.random() < 0.3:
             ways.append(["column_wise", "uvm"])
+            if is_hosted and rng.random() < 0.5:
+                ways.append(["row_wise", "uvm"])
         tables.append(
             {
                 "rows": int(10 ** rng.uniform(0, 4)),
@@ -80,17 +88,20 @@ def draw(rng: np.random.Generator) -> Case:
         for index in case["together"]:
             tables[index]["ways"] = [["column_wise", None]]
     if rng.random() < 0.7:
-        task = build(case)
-        used = _some_placement(rng, task).rank_bytes(task)
-        edge = rng.random()
-        caps = [int(np.ceil(u)) for u in used]
-        if edge < 0.3:
-            rank = int(rng.integers(num_ranks))
-            caps[rank] = max(0, caps[rank] - 1)
-        elif edge < 0.6:
-            mean = sum(used) / num_ranks * rng.uniform(0.3, 1.5)
-            caps = [int(mean)] * num_ranks
-        case["memory"] = caps
+        task = build(case | {"host": [0] * num_ranks})
+        placement = _some_placement(rng, task)
+        for name, memory in zip(("memory", "host"), task.memories, strict=True):
+            used = placement.rank_bytes(memory)
+            edge = rng.random()
+            caps = [int(np.ceil(u)) for u in used]
+            if edge < 0.3:
+                rank = int(rng.integers(num_ranks))
+                caps[rank] = max(0, caps[rank] - 1)
+            elif edge < 0.6:
+                mean = sum(used) / num_ranks * rng.uniform(0.3, 1.5)
+                caps = [int(mean)] * num_ranks
+            if name == "memory" or (is_hosted and any(memory.column_bytes)):
+                case[name] = caps
     return case
 
 
@@ -120,13 +131,16 @@ def build(case: Case) -> ShardingTask:
                     kind,
                     KERNELS.get(kernel),
                     group,
-                    0.0 if kernel == "uvm" else part * 4.0,
+                    part * 4.0 * (kernel != "uvm"),
+                    part * 4.0 * (kernel == "uvm"),
                     4 if row.splits_columns else spec["dim"],
                     tuple(spec.get("allowed", ())) if row.in_columns else (),
                 )
             )
         ways_of.append(tuple(range(first, len(tables))))
-    kinds, kernels, group_T, bytes_T, widths_T, allowed_T = zip(*fields, strict=True)
+    kinds, kernels, group_T, bytes_T, host_T, widths_T, allowed_T = zip(
+        *fields, strict=True
+    )
     stages: dict[tuple[int, str], int] = {}
     stage_G = [stages.setdefault(key[:2], len(stages)) for key in groups]
 
@@ -153,8 +167,10 @@ def build(case: Case) -> ShardingTask:
         sharding_types=kinds,
         kernels=kernels,
         column_bytes=bytes_T,
+        host_column_bytes=host_T,
         min_widths=widths_T,
         memory_bytes=tuple(case.get("memory", ())),
+        host_memory_bytes=tuple(case.get("host", ())),
         uneven="even" not in case,
         **rules,
     )
@@ -231,7 +247,9 @@ def judge(case: Case) -> Outcome:
 def simpler(case: Case) -> Iterator[Case]:
     """Yield cases with less in them."""
     keys: list[tuple[Any, ...]] = [
-        (name,) for name in ("even", "apart", "together", "memory") if name in case
+        (name,)
+        for name in ("even", "apart", "together", "memory", "host")
+        if name in case
     ]
     bound = {*case.get("apart", ()), *case.get("together", ())}
     for index, table in enumerate(case["tables"]):

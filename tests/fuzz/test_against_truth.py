@@ -112,6 +112,17 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
         },
         "best",
     ),
+    "what the devices' memory alone would send to the host broke the host's limit": (
+        {"ranks": 1, "memory": [5440], "host": [4800]}
+        | {
+            "tables": [
+                table(160, 4, COLUMN, HOST, pooling=1.0),
+                table(160, 4, COLUMN, HOST, pooling=1.0),
+                table(290, 4, COLUMN, HOST, pooling=20.0),
+            ]
+        },
+        "best",
+    ),
 }
 """What was wrong -> the case, and what it comes to."""
 

@@ -180,6 +180,28 @@ def test_offloaded_columns_are_spread_over_the_hosts_memory(
     assert sorted(rank for t in shards_of(plan).values() for *_, rank in t) == [0, 1]
 
 
+def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
+    # Two tables of 160 MiB, looked up less, and one of 290; the device has 340. By time
+    # and by its memory alone the two would be in the host, which has 300.
+    ebc = make_ebc([(655_360, 64), (655_360, 64), (1_187_840, 64)])
+    planner = make_planner(
+        1,
+        "cuda",
+        constraints={
+            name: ParameterConstraints(pooling_factors=[pooling])
+            for name, pooling in (("t0", 1.0), ("t1", 1.0), ("t2", 20.0))
+        },
+        topology_arguments={"hbm_cap": 340 * 2**20, "ddr_cap": 300 * 2**20},
+        consider_stock=False,
+    )
+    plan = planner.plan(ebc, bag_sharders())
+    kernels = [p.compute_kernel for p in plan.plan[""].values()]
+    assert kernels[:2] == ["fused", "fused"]
+    assert kernels[2] in ("fused_uvm", "fused_uvm_caching")
+    result = planner.last_result
+    assert result is not None and result.fallback is None
+
+
 @pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])
 def test_other_sharding_types_where_asked_for(kind: str) -> None:
     ebc = make_ebc([(1000, 64), (2000, 32), (3000, 64)])

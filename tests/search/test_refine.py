@@ -76,7 +76,7 @@ def test_scores_come_true() -> None:
             assert trial.score == pytest.approx(outcomes.score_K[k])
             fresh = Plan(bank, trial.width_TW)
             assert trial.score == pytest.approx(fresh.score)
-            np.testing.assert_allclose(trial.bytes_W, fresh.bytes_W)
+            np.testing.assert_allclose(trial.bytes_MW, fresh.bytes_MW)
             np.testing.assert_allclose(trial.sums_WGE, fresh.sums_WGE, atol=1e-9)
             assert (trial.count_WG == fresh.count_WG).all()
     row = np.array([8, 8, 8, 8])

@@ -205,7 +205,7 @@ def test_leaders_stand_for_their_sets(groups: tuple[int, ...], staged: bool) -> 
         placement = placement_from_widths(follow(task, width_TW.copy()))
         placement.check(task)
         used = placement.rank_bytes(task)
-        assert np.abs(np.array(used) - Plan(bank, width_TW).bytes_W).max() < 2
+        assert np.abs(np.array(used) - Plan(bank, width_TW).bytes_MW[0]).max() < 2
         return simulator.evaluate(placement).critical_path_ms
 
     for _ in range(8):

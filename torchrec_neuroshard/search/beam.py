@@ -53,24 +53,18 @@ class BeamPlan:
 def required_splits(bank: ShardBank) -> State:
     """Return the fewest shards of each table such that each shard fits some rank."""
     task, allowed_TW = bank.task, bank.rules.allowed_TW
-    largest_T = np.full(len(task.tables), bank.caps_W.max())
-    if allowed_TW is not None:
-        largest_T = np.where(allowed_TW, bank.caps_W, 0.0).max(axis=1)
-    needed = []
-    for table in range(len(task.tables)):
-        splits = bank.splits(table)
-        needed.append(splits[0])
-        largest = float(largest_T[table])
-        if task.shard_bytes(table, task.tables[table].embedding_dim) <= largest:
-            continue
-        needed[-1] = next(
-            (
-                k
-                for k in splits
-                if task.shard_bytes(table, split_widths(task, table, k)[0]) <= largest
-            ),
-            splits[-1],
-        )
+    needed = [bank.splits(table)[0] for table in range(len(task.tables))]
+    for memory, caps_W in zip(task.memories, bank.caps_MW, strict=True):
+        largest_T = np.full(len(needed), caps_W.max())
+        if allowed_TW is not None:
+            largest_T = np.where(allowed_TW, caps_W, 0.0).max(axis=1)
+        for table, largest in enumerate(largest_T.tolist()):
+            if memory.shard_bytes(table, int(bank.dims_T[table])) <= largest:
+                continue
+            splits = [k for k in bank.splits(table) if k >= needed[table]]
+            widths = ((k, split_widths(task, table, k)[0]) for k in splits)
+            fitting = (k for k, w in widths if memory.shard_bytes(table, w) <= largest)
+            needed[table] = next(fitting, splits[-1])
     return tuple(needed)
 
 
@@ -153,7 +147,7 @@ class _Beam:
         width = widths_TW[table, hottest[column]]
         cost = bank.approximate(table, width).sum(axis=1)
         hot = table[np.argsort(-cost, kind="stable")][:count]
-        size = bank.bytes(np.arange(len(bank.dims_T)), bank.dims_T)
+        size = bank.scarcest(bank.sizes(np.arange(len(bank.dims_T)), bank.dims_T))
         big = np.argsort(-size / np.array(state), kind="stable")[: max(1, count // 3)]
         tables = list(dict.fromkeys([*hot.tolist(), *big.tolist()]))
         found = [self.split_further(state, t, step) for t in tables for step in (0, 1)]

@@ -9,7 +9,7 @@ start for the search proper (see `refine`), which goes on from there on real ran
 
 Shapes: `T` tables, one index for each way, `N` tables proper, `F` their ways, one after
 the other, `C` choices, `G` fusion groups, `S` stages, `E` encoding values, `W` ranks,
-`P` approximate phases.
+`P` approximate phases, `M` memories.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,9 +96,10 @@ class Choices:
         self._encoding_TE = sum_by(table, bank.encoding(rows) * share_M1, count)
         self._extra_T2 = sum_by(table, bank.extra(rows) * share_M1, count)
         self._loads_T3 = sum_by(table, bank.loads_of(rows) * share_M1, count)
-        self._bytes_T: Floats = (
-            bank.bytes(np.arange(count), self.width_T) * bank.block_T * blocks_T
+        self._bytes_MT: Floats = (
+            bank.sizes(np.arange(count), self.width_T) * bank.block_T * blocks_T
         )
+        self._bytes_T = bank.scarcest(self._bytes_MT)
         self.has_caches = any(k is not None and k.has_cache for k in task.kernels)
         self.own_ms_T: Floats = (
             bank.total_ms(np.arange(count), self.width_T) * bank.block_T * blocks_T
@@ -113,8 +114,9 @@ class Choices:
         # Part of a table on the average rank is a kernel on some rank.
         alone = bank.predict(bank.encoding(rows)) + bank.extra(rows)
         self._floor_T2: Floats = np.maximum(alone, bank.simulator.encoder.launch_ms)
-        self._shard_bytes_T: Floats = bank.bytes(np.arange(count), np.array(narrow))
-        self.fits_T = self._fits()
+        shard_MT = bank.sizes(np.arange(count), np.array(narrow))
+        self._shard_bytes_T = bank.scarcest(shard_MT)
+        self.fits_T = self._fits(shard_MT)
         kernels = self._kernels()
         numbers = {k: i for i, k in enumerate(dict.fromkeys(kernels))}
         self.kind_T: Ints = bank.stages_T * len(numbers) + np.array(
@@ -122,7 +124,8 @@ class Choices:
         )
         self.estimated_T = np.array([k is not None for k in task.kernels])
         # On one rank whatever fits in all can be placed.
-        self.room = (FILL if num_ranks > 1 else 1.0) * float(bank.caps_W.sum())
+        self.room_M: Floats = bank.caps_MW.sum(axis=1)
+        self.room_M[:1] *= FILL if num_ranks > 1 else 1.0
 
     def _kernels(self) -> list[tuple[KernelFactors | None, int]]:
         """Return what all ways of one kind have in common: kernel and size of cache.
@@ -141,20 +144,20 @@ class Choices:
                 sizes[key] += kernel is not None and kernel.has_cache
         return found
 
-    def _fits(self) -> Bools:
+    def _fits(self, size_MT: Floats) -> Bools:
         """Whether some ranks that may hold a way have room for its smallest shards."""
-        bank, size_T = self.bank, self._shard_bytes_T
-        count = len(size_T)
-        allowed_TW = bank.rules.allowed_TW
-        caps_TW = np.broadcast_to(bank.caps_W, (count, len(bank.caps_W)))
-        if allowed_TW is not None:
-            caps_TW = np.where(allowed_TW, caps_TW, -1.0)
-        fits = np.zeros(count, dtype=bool)
+        bank = self.bank
+        room_TW: Bools = np.ones((size_MT.shape[1], bank.task.world_size), dtype=bool)
+        if bank.rules.allowed_TW is not None:
+            room_TW &= bank.rules.allowed_TW
+        for size_T, caps_W in zip(size_MT, bank.caps_MW, strict=True):
+            room_TW &= size_T[:, None] <= caps_W
+        fits = np.zeros(len(room_TW), dtype=bool)
         for size in np.unique(bank.block_T).tolist():
             own = bank.block_T == size
-            least = caps_TW[own].reshape(int(own.sum()), -1, size).min(axis=2)
             # A grid that needs more blocks than there are fits nowhere.
-            room = (size_T[own, None] <= least).sum(axis=1)
+            blocks_TB = room_TW[own].reshape(int(own.sum()), -1, size).all(axis=2)
+            room = blocks_TB.sum(axis=1)
             blocks_T = -(-bank.dims_T[own] // self.width_T[own])
             fits[own] = room >= np.where(bank.moves_T[own], 1, blocks_T)
         return fits
@@ -177,14 +180,36 @@ class Choices:
 
         chosen = np.array([min(ways, key=order) for ways in self.ways])
         for number in np.argsort(-self._bytes_T[chosen], kind="stable").tolist():
-            if self._bytes_T[chosen].sum() <= self.room:
+            if self._has_room(chosen):
                 break
             fitting = [w for w in self.ways[number] if self.fits_T[w]]
             if fitting:
-                least = min(fitting, key=lambda w: (self._bytes_T[w], order(w)))
-                if self._bytes_T[least] < 0.9 * self._bytes_T[chosen[number]]:
-                    chosen[number] = least
+                self._shrink(chosen, number, fitting, order)
         return chosen
+
+    def _shrink(
+        self, chosen: Ints, number: int, ways: list[int], order: Callable[[int], Any]
+    ) -> None:
+        """Give a table the way that takes least of a memory that is full, in place.
+
+        Not where that would fill another one.
+        """
+        now = chosen[number]
+        total_M = self._bytes_MT[:, chosen].sum(axis=1)
+        for bytes_T, full in zip(self._bytes_MT, total_M > self.room_M, strict=True):
+            least = min(ways, key=lambda w: (bytes_T[w], order(w)))
+            after_M = total_M - self._bytes_MT[:, now] + self._bytes_MT[:, least]
+            fills = (after_M > self.room_M) & (after_M > total_M)
+            if full and bytes_T[least] < 0.9 * bytes_T[now] and not fills.any():
+                chosen[number] = least
+                return
+
+    def _has_room(self, chosen_CN: Ints) -> Bools:
+        """Whether choices fit on average, `C`, or the one that is given."""
+        room: Bools = np.array(True)
+        for bytes_T, most in zip(self._bytes_MT, self.room_M, strict=True):
+            room = room & (bytes_T[chosen_CN].sum(axis=-1) <= most)
+        return room
 
     def _uniform(self, first: Ints) -> list[Ints]:
         """Return the choices in which all tables that may take one kind of way do.
@@ -198,13 +223,13 @@ class Choices:
             numbers, places = np.unique(self._number_F[own], return_index=True)
             chosen = first.copy()
             chosen[numbers] = self._way_F[own[places]]
-            if self._bytes_T[chosen].sum() <= self.room:
+            if self._has_room(chosen):
                 found.append(chosen)
         return found
 
-    def _at_price(self, cost_T: Floats, ms_per_byte: float) -> Ints:
+    def _at_price(self, cost_T: Floats, ms_per_byte: float, bytes_T: Floats) -> Ints:
         """Return the cheapest way of each table where memory has a price, too."""
-        cost_NK = (cost_T + ms_per_byte * self._bytes_T)[self._way_NK]
+        cost_NK = (cost_T + ms_per_byte * bytes_T)[self._way_NK]
         cheapest: Ints = self._way_NK[np.arange(len(cost_NK)), cost_NK.argmin(axis=1)]
         return cheapest
 
@@ -214,9 +239,10 @@ class Choices:
         One takes any way of each table, one for each stage the ways of that stage alone
         where a table has some: what a stage costs beside its tables they do not tell.
         What memory is worth is the same for all tables: the least price at which the
-        cheapest ways fit. Empty where there are no caches, whose sizes that decides.
+        cheapest ways fit. Empty where that decides neither the sizes of caches nor what
+        goes to a host whose memory is limited.
         """
-        if not self.has_caches:
+        if not self.has_caches and len(self._bytes_MT) == 1:
             return []
         found = []
         for stage in (None, *np.unique(self.bank.stages_T).tolist()):
@@ -224,21 +250,26 @@ class Choices:
             if stage is not None:
                 away = float(self.own_ms_T.sum()) * len(cost_T)
                 cost_T = cost_T + away * (self.bank.stages_T != stage)
-            chosen = self._cheapest_within_memory(cost_T)
-            found += [] if chosen is None else [chosen]
+            # The device's memory alone has a price, or all do, the scarcer the more.
+            for count in range(1, 1 + len(self._bytes_MT)):
+                chosen = self._cheapest_within_memory(cost_T, count)
+                found += [] if chosen is None else [chosen]
         return found
 
-    def _cheapest_within_memory(self, cost_T: Floats) -> Ints | None:
-        low, high = 0.0, float(self.own_ms_T.sum()) / max(self.room, 1.0)
+    def _cheapest_within_memory(self, cost_T: Floats, num_priced: int) -> Ints | None:
+        worth_M = self.bank.worth_M[:num_priced]
+        bytes_T: Floats = worth_M @ self._bytes_MT[:num_priced]
+        room = float(worth_M @ self.room_M[:num_priced])
+        low, high = 0.0, float(self.own_ms_T.sum()) / max(room, 1.0)
         found: Ints | None = None
         for _ in range(PRICE_STEPS):
             price = high if found is None else (low + high) / 2
-            chosen = self._at_price(cost_T, price)
-            if self._bytes_T[chosen].sum() <= self.room:
+            chosen = self._at_price(cost_T, price, bytes_T)
+            if bytes_T[chosen].sum() <= room:
                 found, high = chosen, price
             else:
                 low, high = price, 4.0 * high if found is None else high
-        return found
+        return found if found is not None and self._has_room(found) else None
 
     def _cheapest(self) -> list[Ints]:
         """Return the cheapest of all choices on balanced ranks, where these are few.
@@ -249,12 +280,12 @@ class Choices:
         if not 0 < math.prod(map(len, ways)) <= MAX_CHOICES_PRICED:
             return []
         every = np.array(list(itertools.product(*ways)))
-        size_C, cost_C = self._bytes_T[every].sum(axis=1), self.costs(every)
-        best = [
-            np.where(size_C <= room, cost_C, np.inf).argmin()
-            for room in (self.room, self.bank.caps_W.sum())
-            if size_C.min() <= room
-        ]
+        size_MC = np.array([b[every].sum(axis=1) for b in self._bytes_MT])
+        cost_C, best = self.costs(every), []
+        for room_M in (self.room_M, self.bank.caps_MW.sum(axis=1)):
+            fits_C = (size_MC <= room_M[:, None]).all(axis=0)
+            if fits_C.any():
+                best.append(np.where(fits_C, cost_C, np.inf).argmin())
         return [every[number] for number in dict.fromkeys(best)]
 
     def best(self, most: int, deadline: float) -> list[Ints]:
@@ -307,7 +338,8 @@ class Choices:
 
     def smallest(self) -> Ints:
         """Return the choice of least memory on the fullest rank, about."""
-        each = self.bank.bytes(np.arange(len(self.width_T)), self.width_T)
+        tables = np.arange(len(self.width_T))
+        each = self.bank.scarcest(self.bank.sizes(tables, self.width_T))
         return np.array(
             [
                 min(w, key=lambda v: (not self.fits_T[v], self._bytes_T[v], each[v]))
@@ -399,7 +431,7 @@ class Choices:
         margin_C = np.where(new_C, MIN_ESTIMATED_GAIN, MIN_SINGLE_GAIN)
         cost_C = self.costs(candidates)
         better = cost_C < now_ms * (1 - margin_C)
-        better &= self._bytes_T[candidates].sum(axis=1) <= self.room
+        better &= self._has_room(candidates)
         return [(float(cost_C[i]), candidates[i]) for i in np.flatnonzero(better)]
 
     def promising(self, now_N: Ints, most: int) -> Ints:
@@ -452,7 +484,7 @@ class Choices:
         if not found:
             return now_N[None][:0]
         candidates = np.stack(found)
-        candidates = candidates[self._bytes_T[candidates].sum(axis=1) <= self.room]
+        candidates = candidates[self._has_room(candidates)]
         cheapest = np.argsort(self.costs(candidates), kind="stable")
         first: Ints = candidates[cheapest[:most]]
         return first
@@ -484,7 +516,7 @@ class Choices:
             candidates = np.repeat(now_N[None], len(counts), axis=0)
             for line, count in enumerate(counts):
                 candidates[line, number[changes[:count]]] = way[changes[:count]]
-            fits = self._bytes_T[candidates].sum(axis=1) <= self.room
+            fits = self._has_room(candidates)
             estimated = bool(self.estimated_T[way[changes[0]]])
             if fits.any():
                 yield candidates[fits], MIN_ESTIMATED_GAIN if estimated else MIN_GAIN
@@ -546,21 +578,21 @@ def place_blocks(bank: ShardBank, chosen_N: Ints) -> Ints:
     """
     task = bank.task
     width_TW = bank.no_widths()
-    free_W = bank.caps_W.copy()
+    free_MW = bank.caps_MW.copy()
     loads_W = np.zeros(task.world_size)
     own = chosen_N[~bank.moves_T[chosen_N]]
     whole_ms = bank.total_ms(own, bank.dims_T[own])
     order = np.lexsort((own, -whole_ms, bank.block_T[own] < task.world_size))
     for table in own[order].tolist():
-        width_W = block_widths(bank, table, loads_W, free_W, width_TW)
+        width_W = block_widths(bank, table, loads_W, free_MW, width_TW)
         if width_W is None:
-            size = bank.bytes(np.array([table]), bank.dims_T[[table]])[0]
+            size = bank.sizes(np.array([table]), bank.dims_T[[table]]).max()
             raise InfeasibleError(
                 f"table '{task.tables[table].name}' ({task.sharding_types[table]}) "
                 f"needs {size / 2**30:.2f} GiB on each of its ranks; there is no room. "
                 "Allow other sharding types for it, or raise world_size"
             )
-        take_room(bank, table, width_W, loads_W, free_W)
+        take_room(bank, table, width_W, loads_W, free_MW)
         width_TW[table] = width_W
     return width_TW
 
@@ -573,16 +605,14 @@ def columns_of(bank: ShardBank, chosen_N: Ints) -> list[int]:
 
 
 def memory_left(bank: ShardBank, width_TW: Ints) -> Floats:
-    """Return the memory of each rank that placed tables leave, `W` bytes."""
+    """Return the memory of each rank that placed tables leave, `M x W` bytes."""
     held, rank = np.nonzero(width_TW)
-    size = bank.bytes(held, width_TW[held, rank])
-    used_W = np.bincount(rank, weights=size, minlength=len(bank.caps_W))
-    left: Floats = bank.caps_W - used_W
+    left: Floats = bank.caps_MW - bank.sizes_of_ranks(held, width_TW[held, rank], rank)
     return left
 
 
 def block_widths(
-    bank: ShardBank, table: int, loads_W: Floats, free_W: Floats, width_TW: Ints
+    bank: ShardBank, table: int, loads_W: Floats, free_MW: Floats, width_TW: Ints
 ) -> Ints | None:
     """Put a table that is split by rows, or replicated, on the least loaded blocks.
 
@@ -590,7 +620,7 @@ def block_widths(
         bank: The task's shards.
         table: Index of the way.
         loads_W: What ranks have to do [ms].
-        free_W: Memory left [bytes].
+        free_MW: Memory left [bytes].
         width_TW: Columns placed so far; rules on ranks are held against them.
 
     Returns:
@@ -599,10 +629,11 @@ def block_widths(
     task = bank.task
     size, count = int(bank.block_T[table]), task.num_blocks(table)
     width = min(int(bank.dims_T[table]), int(task.min_widths[table]))
-    room_W = free_W >= bank.bytes(np.array([table]), np.array([width]))[0]
+    room_MW = free_MW >= bank.sizes(np.array([table]), np.array([width]))
+    room_W: Bools = np.all(room_MW, axis=0)
     if bank.rules:
         room_W &= bank.rules.open_ranks(width_TW, table)
-    room_B = room_W.reshape(-1, size).all(axis=1)
+    room_B: Bools = np.all(room_W.reshape(-1, size), axis=1)
     if room_B.sum() < count:
         return None
     load_B = np.where(room_B, loads_W.reshape(-1, size).max(axis=1), np.inf)
@@ -612,7 +643,7 @@ def block_widths(
 
 
 def take_room(
-    bank: ShardBank, table: int, width_W: Ints, loads_W: Floats, free_W: Floats
+    bank: ShardBank, table: int, width_W: Ints, loads_W: Floats, free_MW: Floats
 ) -> None:
     """Add a table's shards to the load of ranks and take their memory, in place.
 
@@ -621,22 +652,22 @@ def take_room(
         table: Index of the way.
         width_W: Its columns on each rank.
         loads_W: What ranks have to do [ms].
-        free_W: Memory left [bytes].
+        free_MW: Memory left [bytes].
     """
     tables = np.full(len(width_W), table)
     loads_W += bank.total_ms(tables, width_W)
-    free_W -= bank.bytes(tables, width_W)
+    free_MW -= bank.sizes(tables, width_W)
 
 
 def column_task(
-    task: ShardingTask, tables: Sequence[int], free_W: Floats, width_TW: Ints
+    task: ShardingTask, tables: Sequence[int], free_MW: Floats, width_TW: Ints
 ) -> ShardingTask:
     """Return the task of some tables that lie in column shards.
 
     Args:
         task: The whole task.
         tables: Those tables, of each name one.
-        free_W: Memory that the others leave.
+        free_MW: Memory that the others leave.
         width_TW: Where the others are.
 
     Raises:
@@ -651,6 +682,8 @@ def column_task(
             "tables",
             "fixed_bytes",
             "column_bytes",
+            "host_fixed_bytes",
+            "host_column_bytes",
             "min_widths",
             "max_shards",
             "sharding_types",
@@ -688,8 +721,10 @@ def column_task(
     for name in ("together", "apart"):
         sets = [tuple(place[t] for t in s if t in place) for s in getattr(task, name)]
         fields[name] = tuple(s for s in sets if len(s) > 1)
-    if task.memory_bytes:
-        fields["memory_bytes"] = tuple(int(max(0.0, free)) for free in free_W.tolist())
+    names = "memory_bytes", "host_memory_bytes"
+    for name, free_W in zip(names, free_MW.tolist(), strict=False):
+        if getattr(task, name):
+            fields[name] = tuple(int(max(0.0, free)) for free in free_W)
     return dataclasses.replace(
         task,
         **fields,

@@ -18,6 +18,8 @@ from torchrec_neuroshard.search.choices import (
     place_blocks,
 )
 from torchrec_neuroshard.search.default import MAX_CHOICES, MAX_REPAIRS
+from torchrec_neuroshard.search.feasibility import pack
+from torchrec_neuroshard.search.rules import follow, merged
 from torchrec_neuroshard.search.shards import (
     Ints,
     ShardBank,
@@ -99,9 +101,16 @@ class ChoosingSearcher(Searcher):
         if not tables:
             return width_TW, None
         simulator = bank.simulator
-        free_W = memory_left(bank, width_TW)
-        task = column_task(simulator.task, tables, free_W, width_TW)
+        free_MW = memory_left(bank, width_TW)
+        task = column_task(simulator.task, tables, free_MW, width_TW)
         found = self._searcher.search(task, simulator.cost_model, simulator.comms_model)
-        for shard in found.placement.shards:
+        placement = found.placement
+        if task.host_memory_bytes:
+            try:
+                placement.check(task)
+            except InfeasibleError:  # of which the search knows nothing
+                packed = follow(task, pack(merged(task)))
+                placement = placement_from_widths(packed, task)
+        for shard in placement.shards:
             width_TW[tables[shard.table], shard.rank] += shard.width
         return width_TW, found

@@ -354,8 +354,8 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         tables = columns_of(bank, chosen_N)
         if not tables:
             return [width_TW]
-        free_W = memory_left(bank, width_TW)
-        task = column_task(bank.simulator.task, tables, free_W, width_TW)
+        free_MW = memory_left(bank, width_TW)
+        task = column_task(bank.simulator.task, tables, free_MW, width_TW)
         part = ShardBank(_other(bank.simulator, task), merge=True)
         check_memory(part.task)
         plans = self._split(part, config, deadline, NO_REPORTS)

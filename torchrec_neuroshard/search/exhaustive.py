@@ -120,9 +120,10 @@ class ExhaustiveSearcher(Searcher):
         ]
         order_ms = simulator.order_costs(np.stack(columns)).sum(axis=(1, 2))
         cost += order_ms[pattern.reshape(-1)]
-        if task.memory_bytes:
-            over = sets.bytes_S[code] > np.asarray(task.memory_bytes)
-            cost[over.any(axis=1)] = np.inf
+        for memory, bytes_S in zip(task.memories, sets.bytes_MS, strict=True):
+            if memory.memory_bytes:
+                over = bytes_S[code] > np.asarray(memory.memory_bytes)
+                cost[over.any(axis=1)] = np.inf
         for tables in task.together:
             for table in tables[1:]:
                 cost[(held[table] != held[tables[0]]).any(axis=1)] = np.inf
@@ -219,8 +220,8 @@ def _try_choices(simulator: Simulator, start: float) -> SearchResult:
         rows[held] = bank.rows(table[held], width_CNW[held], rank[held])
         lines = rows.reshape(len(index), -1), rank.reshape(len(index), -1)
         cost, _ = bank.critical_paths(*lines)
-        size = bank.bytes(table, width_CNW).sum(axis=1)
-        cost[(size > bank.caps_W).any(axis=1)] = np.inf
+        over_CW = bank.sizes(table, width_CNW).sum(axis=2) > bank.caps_MW[:, None]
+        cost[over_CW.any(axis=(0, 2))] = np.inf
         cost[_breaks_rules(task, way_CN, width_CNW)] = np.inf
         if cost.min(initial=np.inf) < best_ms:
             best, best_ms = first + int(cost.argmin()), float(cost.min())
@@ -293,7 +294,7 @@ class _RankSets:
         task = simulator.task
         shape = (int(radix[-1]), task.num_stages)
         self.loads_SS3: Floats = np.zeros((*shape, 3))
-        self.bytes_S: Floats = np.zeros(shape[0])
+        self.bytes_MS: Floats = np.zeros((len(task.memories), shape[0]))
         self.cost_SS2: Floats = np.zeros((*shape, 2))
         for first in range(0, int(radix[-1]), CHUNK):
             code = np.arange(first, min(int(radix[-1]), first + CHUNK))
@@ -309,8 +310,9 @@ class _RankSets:
             known = simulator.encodings([(table, int(w)) for w in widths[1:]])
             encodings = np.concatenate([np.zeros((1, known.shape[1])), known])
             sums[:, task.groups[table]] += encodings[units]
-            size = [0.0, *(task.shard_bytes(table, int(w)) for w in widths[1:])]
-            self.bytes_S[code] += np.array(size)[units]
+            for bytes_S, memory in zip(self.bytes_MS, task.memories, strict=True):
+                size = [0.0, *(memory.shard_bytes(table, int(w)) for w in widths[1:])]
+                bytes_S[code] += np.array(size)[units]
             stage = task.stages[task.groups[table]]
             loads = np.zeros((len(widths), 3))
             loads[1:] = simulator.price(np.full(len(known), table), widths[1:]).loads_N3

@@ -1,6 +1,6 @@
 """Whether the tables fit at all, and a placement that does where greedy placing failed.
 
-Shapes: `T` tables, `W` ranks.
+Shapes: `T` tables, `W` ranks, `M` memories.
 """
 
 from __future__ import annotations
@@ -46,6 +46,13 @@ def check_memory(task: ShardingTask) -> None:
     Raises:
         InfeasibleError: Proven; names the table or the total and what would help.
     """
+    device, *others = task.memories
+    for host in others:
+        try:
+            check_memory(host)
+        except InfeasibleError as error:
+            raise InfeasibleError(f"in the host's memory, {error}") from error
+    task = device
     if not task.memory_bytes:
         return
     if task.has_choices:
@@ -81,7 +88,7 @@ def check_memory(task: ShardingTask) -> None:
                 f"({task.min_widths[table]}) or raise world_size ({task.world_size})."
             )
         if task.uneven:
-            room = _room_for_columns(task, table, caps)
+            room = _room_for_columns(task, table, caps[None])
             room[room < task.min_widths[table]] = 0
             best = np.sort(room)[::-1][: max(1, task.max_shards[table])].sum()
             if best < width:
@@ -178,27 +185,36 @@ def _fill(task: ShardingTask) -> Ints | None:
     num_tables, num_ranks = len(task.tables), task.world_size
     rules = Rules(task)
     freedom = rules.freedom(np.arange(num_tables)).tolist()
-    left = np.asarray(_limits(task)).copy()
+    left_MW = np.array([_limits(memory) for memory in task.memories], dtype=float)
+    total_M = np.maximum(left_MW.sum(axis=1), 1.0)
     width_TW = np.zeros((num_tables, num_ranks), dtype=np.int64)
     sizes = [
-        task.shard_bytes(t, task.tables[t].embedding_dim) for t in range(num_tables)
+        _sizes(task, t, task.tables[t].embedding_dim) * (total_M[0] / total_M)
+        for t in range(num_tables)
     ]
-    for table in sorted(range(num_tables), key=lambda t: (freedom[t], -sizes[t], t)):
-        free = left
+    largest = [float(s.max()) for s in sizes]
+    for table in sorted(range(num_tables), key=lambda t: (freedom[t], -largest[t], t)):
+        free_MW = left_MW
         if rules:
-            free = np.where(rules.open_ranks(width_TW, table), left, -np.inf)
-        fits = np.flatnonzero(free >= sizes[table])
+            free_MW = np.where(rules.open_ranks(width_TW, table), left_MW, -np.inf)
+        dim = task.tables[table].embedding_dim
+        fits = np.flatnonzero((free_MW.T >= _sizes(task, table, dim)).all(axis=1))
         if len(fits):
-            widths = {int(fits[free[fits].argmin()]): task.tables[table].embedding_dim}
+            widths = {int(fits[free_MW[sizes[table].argmax(), fits].argmin()]): dim}
         else:
-            spread = spread_columns(task, table, free)
+            spread = spread_columns(task, table, free_MW)
             if spread is None:
                 return None
             widths = spread
         for rank, width in widths.items():
             width_TW[table, rank] = width
-            left[rank] -= task.shard_bytes(table, width)
+            left_MW[:, rank] -= _sizes(task, table, width)
     return width_TW
+
+
+def _sizes(task: ShardingTask, table: int, width: int) -> Floats:
+    """Memory of a shard, `M` bytes."""
+    return np.array([m.shard_bytes(table, width) for m in task.memories])
 
 
 def _limits(task: ShardingTask) -> tuple[float, ...]:
@@ -214,25 +230,29 @@ def _limits(task: ShardingTask) -> tuple[float, ...]:
 
 
 def spread_columns(
-    task: ShardingTask, table: int, free: Floats
+    task: ShardingTask, table: int, free_MW: Floats
 ) -> dict[int, int] | None:
     """Split one table over the freest ranks, in as few shards as fit.
 
     Returns:
         Widths by rank; None where there is no room.
     """
+    room_W = _room_for_columns(task, table, free_MW)
+    free = free_MW[0]
+    if len(free_MW) > 1:  # by the memory that runs out first
+        free = np.where(free_MW.min(axis=0) < 0, -np.inf, room_W)
     ranks = np.argsort(-free, kind="stable")
     for k in legal_splits(task, table)[1:]:
         widths = split_widths(task, table, k)
-        sizes = [task.shard_bytes(table, w) for w in widths]
-        if all(free[r] >= s for r, s in zip(ranks[:k], sizes, strict=True)):
+        sizes_MK = [[m.shard_bytes(table, w) for w in widths] for m in task.memories]
+        if (free_MW[:, ranks[:k]] >= sizes_MK).all():
             return {int(r): w for r, w in zip(ranks[:k], widths, strict=True)}
     if not task.uneven or task.max_shards[table] <= 1:
         return None
     left, spread = task.tables[table].embedding_dim, dict[int, int]()
     narrowest = max(COLUMN_MULTIPLE, task.min_widths[table])
     for rank in ranks[: max(1, task.max_shards[table])].tolist():
-        width = min(left, int(_room_for_columns(task, table, free[[rank]])[0]))
+        width = min(left, int(room_W[rank]))
         if 0 < left - width < narrowest:
             width = left - narrowest
         if width >= narrowest:
@@ -243,14 +263,21 @@ def spread_columns(
     return None
 
 
-def _room_for_columns(task: ShardingTask, table: int, free_N: Floats) -> Floats:
-    """Return how many columns of a table fit, `N`; all that there are, or a part."""
-    left, column = free_N - task.fixed_bytes[table], task.column_bytes[table]
+def _room_for_columns(task: ShardingTask, table: int, free_MN: Floats) -> Floats:
+    """Return how many columns of a table fit, `N`; all that there are, or a part.
+
+    Of the task's memories the first ones may be given alone.
+    """
     width = task.tables[table].embedding_dim
-    if not column:  # their rows are elsewhere
-        return np.where(left >= 0, width, 0)
-    room: Floats = np.clip(left / column, 0, width) // COLUMN_MULTIPLE
-    return room * COLUMN_MULTIPLE
+    room_N: Floats = np.full(free_MN.shape[1], float(width))
+    for memory, free_N in zip(task.memories, free_MN, strict=False):
+        left, column = free_N - memory.fixed_bytes[table], memory.column_bytes[table]
+        if column:
+            part = np.clip(left / column, 0, width) // COLUMN_MULTIPLE
+            room_N = np.minimum(room_N, part * COLUMN_MULTIPLE)
+        else:  # their rows are elsewhere
+            room_N[left < 0] = 0
+    return room_N
 
 
 def pack_exactly(task: ShardingTask, seconds: float) -> tuple[Ints | None, bool]:
@@ -287,7 +314,6 @@ def pack_exactly(task: ShardingTask, seconds: float) -> tuple[Ints | None, bool]
 def _no_packing(task: ShardingTask, proven: bool) -> str:
     """Say that tables fit no ranks, and what would make them."""
     num_tables, num_ranks = len(task.tables), task.world_size
-    caps = np.asarray(_limits(task))
     total = sum(task.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables))
     status = (
         "proven by exact packing" if proven else "no packing was found, none disproven"
@@ -306,19 +332,21 @@ def _no_packing(task: ShardingTask, proven: bool) -> str:
     rules = Rules(task)
     if rules:
         remedy += ", or allow tables more ranks (allowed_ranks, apart)"
+    limits = [f"{format_bytes(sum(_limits(m)))}" for m in task.memories]
     return (
         f"the tables need {format_bytes(total)} in all and the {num_ranks} ranks have "
-        f"{format_bytes(caps.sum())}, but no split allowed puts every shard on a rank "
-        f"{'that may take it ' if rules else ''}({status}); the largest is "
-        f"{_describe(task, largest)}. {remedy}."
+        f"{' and, in their hosts, '.join(limits)}, but no split allowed puts every "
+        f"shard on a rank {'that may take it ' if rules else ''}({status}); the "
+        f"largest is {_describe(task, largest)}. {remedy}."
     )
 
 
 def _within_memory(task: ShardingTask, width_TW: Ints) -> bool:
-    used = [0.0] * task.world_size
+    caps_MW = np.array([_limits(memory) for memory in task.memories], dtype=float)
+    used_MW = np.zeros_like(caps_MW)
     for table, rank in zip(*np.nonzero(width_TW), strict=True):
-        used[rank] += task.shard_bytes(int(table), int(width_TW[table, rank]))
-    return all(u <= cap for u, cap in zip(used, _limits(task), strict=True))
+        used_MW[:, rank] += _sizes(task, int(table), int(width_TW[table, rank]))
+    return bool((used_MW <= caps_MW).all())
 
 
 def _sufficient_factor(task: ShardingTask) -> float:
@@ -329,8 +357,11 @@ def _sufficient_factor(task: ShardingTask) -> float:
     low, high = 1.0, 2.0
 
     def packs(factor: float) -> bool:
-        memory = tuple(int(factor * m) for m in task.memory_bytes)
-        return _fill(dataclasses.replace(task, memory_bytes=memory)) is not None
+        more: dict[str, Any] = {
+            name: tuple(int(factor * m) for m in getattr(task, name))
+            for name in ("memory_bytes", "host_memory_bytes")
+        }
+        return _fill(dataclasses.replace(task, **more)) is not None
 
     if not packs(MOST_MEMORY):
         return 0.0
@@ -423,9 +454,6 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
         return sparse.csr_array((values, (row, cells)), shape=(num_rows, size))
 
     one = block(1.0, cells, size)
-    scale = 1.0 / max(_limits(task))
-    fixed = np.asarray(task.fixed_bytes)[table_K][kind] * scale
-    column = np.asarray(task.column_bytes)[table_K][kind] * unit_K[kind] * scale
     num_tables = len(task.tables)
     limits = np.asarray(counts, dtype=np.float64)
     sizes_K = np.array([task.block_size(t) for t in table_K.tolist()])
@@ -433,8 +461,6 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
     dims_K = np.array([task.tables[t].embedding_dim for t in table_K], dtype=np.float64)
     columns, shards = block(unit_K[kind], kind, num_kinds), block(1.0, kind, num_kinds)
     most, fewest = block(most_K[kind], cells, size), block(fewest_K[kind], cells, size)
-    memory = block(column, ranks, num_ranks), block(fixed, ranks, num_ranks)
-    caps = np.asarray(_limits(task)) * scale * (1 - shrink)
     number_T = np.empty(num_tables, dtype=np.int64)
     for table, ways in enumerate(task.ways):
         number_T[list(ways)] = table
@@ -466,9 +492,14 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
         line(columns, None, sparse.diags_array(-sizes_K * dims_K), 0.0, 0.0),
         line(None, shards, sparse.diags_array(-limits), -np.inf, 0.0),
         line(None, like_first, None, 0.0, 0.0),
-        # No rank over its memory.
-        line(*memory, None, -np.inf, caps),
     ]
+    for memory in task.memories:  # no rank over it
+        caps = np.asarray(_limits(memory))
+        scale = 1.0 / max(1.0, caps.max())
+        fixed = np.asarray(memory.fixed_bytes)[table_K][kind] * scale
+        column = np.asarray(memory.column_bytes)[table_K][kind] * unit_K[kind] * scale
+        parts = block(column, ranks, num_ranks), block(fixed, ranks, num_ranks)
+        blocks.append(line(*parts, None, -np.inf, caps * scale * (1 - shrink)))
     if task.apart:
         # Of the tables of a set at most one on each rank.
         number, cell = np.nonzero(_membership(task)[:, table_K[kind]])

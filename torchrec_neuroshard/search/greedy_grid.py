@@ -1,6 +1,7 @@
 """Ranks for shards: many greedy placements side by side.
 
-Shapes: `L` lanes (placements in progress), `N` shards per lane, `W` ranks.
+Shapes: `L` lanes (placements in progress), `N` shards per lane, `W` ranks,
+`M` memories.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def place_lanes(
     phases = np.flatnonzero(bank.mean_phases_P > 0)
     scale = bank.mean_phases_P[phases]
     cost_PLN = (cost_NP[:, phases] / scale).T.reshape(len(phases), *used.shape)
-    bytes_LN = bank.bytes(table_LN, width_LN)
+    sizes_MLN = bank.sizes(table_LN, width_LN)
     split_LN = (width_LN < bank.dims_T[table_LN]) & (rows_LN >= 0)
     split_tables = np.unique(table_LN[split_LN])
     slot_T = np.full(len(bank.dims_T), -1)
@@ -84,15 +85,17 @@ def place_lanes(
     slot_LN = slot_T[table_LN]
     is_split_N: npt.NDArray[np.bool_] = np.any(split_LN, axis=0)
 
-    limited = bool(np.isfinite(bank.caps_W).any())
-    # What ranks have: of each phase, columns, and memory that is free. All lanes lie
-    # in one line, since a step takes less time than many calls.
-    amounts = [*cost_PLN, bank.columns(table_LN, width_LN), -bytes_LN]
+    limited = bool(np.isfinite(bank.caps_MW).any())
+    # What ranks have: of each phase, columns, and each memory that is free. All lanes
+    # lie in one line, since a step takes less time than many calls.
+    num_memories = len(bank.caps_MW)
+    amounts = [*cost_PLN, bank.columns(table_LN, width_LN), *-sizes_MLN]
     change_NAL = np.stack(amounts).transpose(2, 0, 1).copy()
     shape, size = (num_lanes, num_ranks), num_lanes * num_ranks
     has = np.zeros((len(amounts), size))
-    has[-1] = np.tile(bank.caps_W, num_lanes)
-    loads, (columns, free) = has[:-2].reshape(-1, *shape), has[-2:].reshape(2, *shape)
+    has[-num_memories:] = np.tile(bank.caps_MW, num_lanes)
+    loads = has[: len(phases)].reshape(-1, *shape)
+    columns, *free_MLW = has[len(phases) :].reshape(-1, *shape)
     powers = np.empty(loads.shape)
     potential = np.zeros(size)
     room = np.repeat(
@@ -106,18 +109,19 @@ def place_lanes(
     lanes = np.arange(num_lanes)
     for i, change_AL in enumerate(change_NAL):
         active = rows_LN[:, i] >= 0
-        np.add(loads, change_AL[:-2, :, None], out=powers)
+        np.add(loads, change_AL[: len(phases), :, None], out=powers)
         np.square(powers, out=powers)
         np.square(powers, out=powers)
         grown = np.dot(scale[None], powers.reshape(len(phases), size))[0]
         result = (grown - potential).reshape(shape)
         if capped:
             # Ranks over the cap come after all others, those with fewest columns first.
-            over = columns + change_AL[-2, :, None]
+            over = columns + change_AL[len(phases), :, None]
             over -= room
             result = np.where(over > 0, 1e12 + over, result)
         if limited:
-            np.putmask(result, free < bytes_LN[:, i, None], np.inf)
+            for free, size_LN in zip(free_MLW, sizes_MLN, strict=True):
+                np.putmask(result, free < size_LN[:, i, None], np.inf)
         if is_split_N[i]:
             taken = holds[lanes, slot_LN[:, i]] & split_LN[:, i, None]
             result[taken] = np.inf
@@ -194,7 +198,7 @@ def plan_states(
     for s, rows in enumerate(states):
         table, width = bank.table(rows), bank.width(rows)
         cost = bank.approximate(table, width).sum(axis=1)
-        size = bank.bytes(table, width)
+        size = bank.scarcest(bank.sizes(table, width))
         for o, order in enumerate(orders):
             first, second = (cost, size) if order == "cost" else (size, cost)
             # Rows are numbered as they are met, so ties go by table and width. Tables

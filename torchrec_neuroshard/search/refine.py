@@ -5,7 +5,7 @@ one rank to another: all of a shard's columns (a move; a join, that is an un-spl
 where the other rank already holds the table) or some (a split or an uneven re-split).
 A swap is two such transfers. A budget (see `budget`) keeps the steps to what may be
 moved from a plan at work. Shapes: `K` candidates, `T` tables, `W` ranks, `G` fusion
-groups, `S` stages, `P` approximate phases (see `shards`).
+groups, `S` stages, `P` approximate phases, `M` memories (see `shards`).
 """
 
 from __future__ import annotations
@@ -190,11 +190,11 @@ class Plan:
         unit_P = bank.unit_phases_P
         self._per_unit_P1: Floats = 1.0 / unit_P[:, None]
         self._power_weights_P: Floats = spread * unit_P
-        self._limited = bool(np.isfinite(bank.caps_W).any())
+        self._limited = bool(np.isfinite(bank.caps_MW).any())
         self.sums_WGE: Floats = np.zeros((num_ranks, num_groups, bank.encoding_dim))
         self.extra_WS2: Floats = np.zeros((num_ranks, task.num_stages, 2))
         self.loads_WS3: Floats = np.zeros((num_ranks, task.num_stages, 3))
-        self.bytes_W: Floats = np.zeros(num_ranks)
+        self.bytes_MW: Floats = np.zeros_like(bank.caps_MW)
         self.count_WG: Ints = np.zeros((num_ranks, num_groups), dtype=np.int64)
         self.shards_T: Ints = (width_TW > 0).sum(axis=1)
         self.compute_WG2: Floats = np.zeros((num_ranks, num_groups, 2))
@@ -282,9 +282,8 @@ class Plan:
         self.count_WG[ranks] = count
         self.extra_WS2[ranks] = loads.extra_CWS2
         self.loads_WS3[ranks] = loads.loads_CWS3
-        self.bytes_W[ranks] = np.bincount(
-            place, weights=bank.bytes(table, width), minlength=len(ranks)
-        )
+        used_MW = bank.sizes_of_ranks(table, width, ranks[place])
+        self.bytes_MW[:, ranks] = used_MW[:, ranks]
         self.compute_WG2[ranks] = self._predict(
             loads.sums_CWGE.reshape(-1, bank.encoding_dim), count.reshape(-1)
         ).reshape(len(ranks), num_groups, 2)
@@ -373,9 +372,11 @@ class Plan:
             # All shards of a table keep one width: only moves to a rank without it.
             legal &= whole
         legal &= (
-            self.bytes_W[target] - bank.bytes(table, other) + bank.bytes(table, grown)
-            <= bank.caps_W[target]
-        )
+            self.bytes_MW[:, target]
+            - bank.sizes(table, other)
+            + bank.sizes(table, grown)
+            <= bank.caps_MW[:, target]
+        ).all(axis=0)
         if bank.rules:
             legal &= bank.rules.allows(self.width_TW, table, target)
         index = np.flatnonzero(legal)
@@ -427,9 +428,10 @@ class Plan:
         columns = self.width_TW[table, source]
         back_columns = self.width_TW[back, target]
         if self._limited:
-            more = bank.bytes(table, columns) - bank.bytes(back, back_columns)
-            fits = self.bytes_W[target] + more <= bank.caps_W[target]
-            fits &= self.bytes_W[source] - more <= bank.caps_W[source]
+            more = bank.sizes(table, columns) - bank.sizes(back, back_columns)
+            used_MW, caps_MW = self.bytes_MW, bank.caps_MW
+            fits = (used_MW[:, target] + more <= caps_MW[:, target]).all(axis=0)
+            fits &= (used_MW[:, source] - more <= caps_MW[:, source]).all(axis=0)
             table, source, back, target, columns, back_columns = (
                 a[fits] for a in (table, source, back, target, columns, back_columns)
             )
@@ -502,9 +504,13 @@ class Plan:
         old, of = self.width_TW[table], table[:, None]
         bytes_K = self._more_bytes(line, table, new, len(layouts))
         fine = bytes_K <= self.budget.limit_bytes - self.moved_bytes
-        more_KW = np.zeros((len(layouts), len(self.bytes_W)))
-        np.add.at(more_KW, line, bank.bytes(of, new) - bank.bytes(of, old))
-        fine &= ((self.bytes_W + more_KW <= bank.caps_W) | (more_KW <= 0)).all(axis=1)
+        more = bank.sizes(of, new) - bank.sizes(of, old)
+        for used_W, caps_W, more_LW in zip(
+            self.bytes_MW, bank.caps_MW, more, strict=True
+        ):
+            more_KW = np.zeros((len(layouts), len(used_W)))
+            np.add.at(more_KW, line, more_LW)
+            fine &= ((used_W + more_KW <= caps_W) | (more_KW <= 0)).all(axis=1)
         for k in np.flatnonzero(fine).tolist() if bank.rules else ():
             width_TW = self.width_TW.copy()
             for t, row_W in layouts[k].items():
@@ -815,7 +821,7 @@ class Plan:
                 old = self.width_TW[table, pair]
                 new = old + np.array([-columns, columns])
                 both = np.array([table, table])
-                self.bytes_W[pair] += bank.bytes(both, new) - bank.bytes(both, old)
+                self.bytes_MW[:, pair] += bank.sizes(both, new) - bank.sizes(both, old)
                 self.width_TW[table, pair] = new
                 self.shards_T[table] = np.count_nonzero(self.width_TW[table])
                 self._count_bytes(both[:1])
@@ -841,27 +847,28 @@ def _insert(
     table: int,
     widths: tuple[int, ...],
     loads_W: Floats,
-    free_W: Floats,
+    free_MW: Floats,
     width_TW: Ints,
 ) -> Ints | None:
     """Put a table's shards on the least loaded ranks with memory, one rank each.
 
     Where they do not fit so, and widths may differ, columns go where there is memory.
-    Changes `loads_W` and `free_W`; `width_TW` says where the other tables are.
+    Changes `loads_W` and `free_MW`; `width_TW` says where the other tables are.
 
     Returns:
         `W` widths; None where there is no room.
     """
     width_W: Ints = np.zeros(len(loads_W), dtype=np.int64)
-    room_W = free_W
+    room_MW = free_MW
     if bank.rules:
-        room_W = np.where(bank.rules.open_ranks(width_TW, table), free_W, -np.inf)
+        room_MW = np.where(bank.rules.open_ranks(width_TW, table), free_MW, -np.inf)
     for width in widths:
-        size = bank.task.shard_bytes(table, width)
-        loads = np.where((room_W >= size) & (width_W == 0), loads_W, np.inf)
+        size_M1 = bank.sizes(np.array([table]), np.array([width]))
+        fits_W = (room_MW >= size_M1).all(axis=0)
+        loads = np.where(fits_W & (width_W == 0), loads_W, np.inf)
         rank = int(loads.argmin())
         if not np.isfinite(loads[rank]):
-            spread = spread_columns(bank.task, table, room_W)
+            spread = spread_columns(bank.task, table, room_MW)
             if spread is None:
                 return None
             width_W[:] = 0
@@ -870,7 +877,7 @@ def _insert(
         width_W[rank] = width
     tables = np.full(len(loads_W), table)
     loads_W += bank.total_ms(tables, width_W)
-    free_W -= bank.bytes(tables, width_W)
+    free_MW -= bank.sizes(tables, width_W)
     return width_W
 
 
@@ -894,7 +901,7 @@ def _splits_anew(plan: Plan) -> list[Mapping[int, Ints]]:
         row = plan.width_TW[table]
         index = np.full(len(row), table)
         loads = plan.loads_W - bank.total_ms(index, row)
-        free = bank.caps_W - plan.bytes_W + bank.bytes(index, row)
+        free = bank.caps_MW - plan.bytes_MW + bank.sizes(index, row)
         for k in splits[max(0, place - 1) : place + 2]:
             for split in (split_widths, aligned_widths):
                 widths = split(bank.task, table, k)
@@ -1025,15 +1032,14 @@ def _switched(plan: Plan, choices: Choices, most: int) -> list[Plan]:
         loads = plan.loads_W - np.bincount(
             rank, weights=bank.total_ms(table, width), minlength=num_ranks
         )
-        free = bank.caps_W - plan.bytes_W
-        free += np.bincount(rank, weights=bank.bytes(table, width), minlength=num_ranks)
+        free = bank.caps_MW - plan.bytes_MW + bank.sizes_of_ranks(table, width, rank)
         if _put(bank, chosen_N[changed], loads, free, width_TW):
             found.append(Plan(bank, width_TW))
     return sorted(found, key=lambda p: p.score)
 
 
 def _put(
-    bank: ShardBank, tables: Ints, loads_W: Floats, free_W: Floats, width_TW: Ints
+    bank: ShardBank, tables: Ints, loads_W: Floats, free_MW: Floats, width_TW: Ints
 ) -> bool:
     """Place tables, the costliest first, in place; False where one finds no room."""
     cost = bank.total_ms(tables, bank.dims_T[tables])
@@ -1043,11 +1049,11 @@ def _put(
             wanted = float(cost[tables == table][0]) / max(float(loads_W.mean()), 1e-12)
             k = next((k for k in splits if k >= wanted), splits[-1])
             widths = split_widths(bank.task, table, k)
-            width_W = _insert(bank, table, widths, loads_W, free_W, width_TW)
+            width_W = _insert(bank, table, widths, loads_W, free_MW, width_TW)
         else:
-            width_W = block_widths(bank, table, loads_W, free_W, width_TW)
+            width_W = block_widths(bank, table, loads_W, free_MW, width_TW)
             if width_W is not None:
-                take_room(bank, table, width_W, loads_W, free_W)
+                take_room(bank, table, width_W, loads_W, free_MW)
         if width_W is None:
             return False
         width_TW[table] = width_W
@@ -1060,7 +1066,7 @@ def _ways_in(plan: Plan, table: int, other: int) -> list[Ints]:
     row = plan.width_TW[table]
     index = np.full(len(row), table)
     loads = plan.loads_W - bank.total_ms(index, row)
-    free = bank.caps_W - plan.bytes_W + bank.bytes(index, row)
+    free = bank.caps_MW - plan.bytes_MW + bank.sizes(index, row)
     width_TW = plan.width_TW
     if bank.rules:
         width_TW = width_TW.copy()
@@ -1247,9 +1253,8 @@ def _perturb(plan: Plan, rng: np.random.Generator) -> Plan | None:
     width = width_TW[out[held], rank]
     cost = bank.total_ms(out[held], width)
     loads = plan.loads_W - np.bincount(rank, weights=cost, minlength=num_ranks)
-    size = bank.bytes(out[held], width)
-    free = bank.caps_W - plan.bytes_W
-    free += np.bincount(rank, weights=size, minlength=num_ranks)
+    free = bank.caps_MW - plan.bytes_MW
+    free += bank.sizes_of_ranks(out[held], width, rank)
     width_TW[out] = 0
     loads += (
         rng.uniform(0.0, rng.uniform(0.0, PERTURB_NOISE), num_ranks)

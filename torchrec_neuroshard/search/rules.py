@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,21 +134,27 @@ def merged(task: ShardingTask) -> ShardingTask:
     if not task.together:
         return task
     leader_T = leaders(task)
-    fixed, column = list(task.fixed_bytes), list(task.column_bytes)
+    sizes: dict[str, Any] = {}
+    for prefix, memory in zip(("", "host_"), task.memories, strict=False):
+        fixed, column = list(memory.fixed_bytes), list(memory.column_bytes)
+        for tables in task.together:
+            # Limits are whole bytes, so that rounding up breaks none.
+            size = math.ceil(sum(_whole_bytes(memory, t) for t in tables))
+            for table in tables:
+                fixed[table], column[table] = 0, 0.0
+            fixed[tables[0]] = size
+        sizes[f"{prefix}fixed_bytes"] = tuple(fixed)
+        sizes[f"{prefix}column_bytes"] = tuple(column)
     allowed = list(task.allowed_ranks or ((),) * len(task.tables))
     for tables in task.together:
-        # Limits are whole bytes, so that rounding up breaks none.
-        size = math.ceil(sum(_whole_bytes(task, t) for t in tables))
         ranks = _common_ranks(task, tables)
         for table in tables:
-            fixed[table], column[table], allowed[table] = 0, 0.0, ()
-        fixed[tables[0]] = size
+            allowed[table] = ()
         if len(ranks) < task.world_size:
             allowed[tables[0]] = ranks
     return dataclasses.replace(
         task,
-        fixed_bytes=tuple(fixed),
-        column_bytes=tuple(column),
+        **sizes,
         allowed_ranks=tuple(allowed),
         together=(),
         apart=tuple(tuple(leader_T[list(s)].tolist()) for s in task.apart),

@@ -3,7 +3,8 @@
 Shapes: `N` shards, `R` known (table, width) rows, `T` tables, `W` ranks, `G` fusion
 groups, `S` stages, `E` encoding values, `P` approximate phases: forward, backward and
 collectives of each stage in turn, `Q` colocated tables, `K` parts of a table that
-differ in rows, `3` amounts that collectives move (see `simulator.PricedShards`).
+differ in rows, `3` amounts that collectives move (see `simulator.PricedShards`), `M`
+memories: the device's and, where it is limited, the host's.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ ALIGNMENT = 16
 ROWS_AT_ONCE = 2**18
 """Shards of which encodings are held at a time: of thousands of tables, split by rows
 over hundreds of ranks, there are millions."""
+MUCH_BYTES = 2.0**60
+"""What unlimited memory is taken as where memories are compared."""
 MAX_ENCODED_TABLES = 32
 """Tables of which all widths are encoded at once."""
 MIN_MARGINAL_SHARE = 0.05
@@ -133,11 +136,17 @@ class ShardBank:
         self.dims_T: Ints = np.array([t.embedding_dim for t in task.tables])
         self.groups_T: Ints = simulator.groups_T
         self.stages_T: Ints = simulator.stages_T
-        self.caps_W: Floats = np.asarray(
-            task.memory_bytes or (np.inf,) * task.world_size, dtype=np.float64
+        everywhere = (np.inf,) * task.world_size
+        self.caps_MW: Floats = np.array(
+            [m.memory_bytes or everywhere for m in task.memories], dtype=np.float64
         )
-        self._fixed_T = np.asarray(task.fixed_bytes, dtype=np.float64)
-        self._column_bytes_T = np.asarray(task.column_bytes, dtype=np.float64)
+        total_M = np.clip(self.caps_MW.sum(axis=1), 1.0, MUCH_BYTES)
+        self.worth_M: Floats = total_M[0] / total_M
+        """What a byte of each memory is worth, in bytes of the device's."""
+        self._fixed_MT = np.array([m.fixed_bytes for m in task.memories], dtype=float)
+        self._column_bytes_MT = np.array(
+            [m.column_bytes for m in task.memories], dtype=float
+        )
         self.block_T: Ints = np.array([task.block_size(t) for t in range(num_tables)])
         self.moves_T: npt.NDArray[np.bool_] = np.array(
             [task.sharding_type(t).in_columns for t in range(num_tables)]
@@ -506,14 +515,40 @@ class ShardBank:
         product: Floats = self.columns_T[table_N] / self.dims_T[table_N] * width_N
         return product
 
+    @property
+    def caps_W(self) -> Floats:
+        """Memory of each rank's device [bytes]."""
+        caps_W: Floats = self.caps_MW[0]
+        return caps_W
+
     def bytes(self, table_N: Ints, width_N: Ints) -> Floats:
-        """Return the memory of shards, `N` bytes; a width of 0 needs none."""
-        size: Floats = np.where(
-            width_N > 0,
-            self._fixed_T[table_N] + self._column_bytes_T[table_N] * width_N,
-            0.0,
-        )
+        """Return the device memory of shards, `N` bytes; a width of 0 needs none."""
+        size: Floats = self.sizes(table_N, width_N)[0]
         return size
+
+    def sizes(self, table_N: Ints, width_N: Ints) -> Floats:
+        """Return the memory of shards, `M x N` bytes; a width of 0 needs none."""
+        fixed_MN = self._fixed_MT.take(table_N, axis=1)
+        column_MN = self._column_bytes_MT.take(table_N, axis=1)
+        size: Floats = np.where(width_N > 0, fixed_MN + column_MN * width_N, 0.0)
+        return size
+
+    def scarcest(self, sizes_MN: Floats) -> Floats:
+        """Return the memory of which shards take the largest share.
+
+        Args:
+            sizes_MN: What they take of each.
+
+        Returns:
+            `N`, in bytes of the device's memory.
+        """
+        scarcest: Floats = (sizes_MN.T * self.worth_M).T.max(axis=0)
+        return scarcest
+
+    def sizes_of_ranks(self, table_N: Ints, width_N: Ints, rank_N: Ints) -> Floats:
+        """Add up the memory of shards by their ranks, `M x W` bytes."""
+        sizes_MN, num_ranks = self.sizes(table_N, width_N), self.caps_MW.shape[1]
+        return np.array([np.bincount(rank_N, w, num_ranks) for w in sizes_MN])
 
     def approximate(self, table_N: Ints, width_N: Ints) -> Floats:
         """Estimate the phases that shards add to an average rank.

@@ -214,8 +214,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         ]
         plan = self._place(proposal, ways, storage_constraint, rules)
         if _full_rank(storage_constraint, plan) is not None:
-            # The search counts the devices' memory; TorchRec places by the host's and
-            # the disks', too.
+            # The search counts no disks; TorchRec's routine does.
             offloaded = [is_estimated(o) and not is_dense(o) for o in plan]
             again = [
                 chosen if out else option
@@ -331,7 +330,8 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         # Searches of this package keep to their budget by themselves.
         budget = math.inf if is_own(searcher) else searcher.time_budget_seconds
         seconds = budget + GRACE_SECONDS
-        if space.task.has_choices and not searcher.takes_choices:
+        task = space.task
+        if not searcher.takes_choices and (task.has_choices or task.host_memory_bytes):
             searcher = ChoosingSearcher(searcher)
         try:
             cost_model, comms_model, const_ms = self.costs.searched_models(space.task)

@@ -169,9 +169,8 @@ class SearchSpace:
             options=tuple(options),
             task=dataclasses.replace(
                 task,
-                memory_bytes=tuple(max(0, getattr(m, tier)) for m in memory),
-                fixed_bytes=tuple(math.ceil(s.fixed[tier]) for s in storages),
-                column_bytes=tuple(s.per_column[tier] for s in storages),
+                **_memory_fields(tier, storages, memory),
+                **_host_fields(tier, tables, storages, memory),
                 min_widths=tuple(narrowest_shard(o, constraints) for o in options),
                 max_shards=tuple(most),
                 uneven=not is_accelerator(topology.compute_device),
@@ -377,6 +376,37 @@ def _bounded_storage(option: ShardingOption) -> _ShardStorage:
         per_column[tier] = min(weights, total / width)
         fixed[tier] = total - per_column[tier] * width
     return _ShardStorage(fixed, per_column)
+
+
+def _memory_fields(
+    tier: str, storages: Sequence[_ShardStorage], memory: Sequence[Storage]
+) -> dict[str, Any]:
+    """Fields of a task that say what ranks have of some memory, and tables take."""
+    return {
+        "memory_bytes": tuple(max(0, getattr(m, tier)) for m in memory),
+        "fixed_bytes": tuple(math.ceil(s.fixed[tier]) for s in storages),
+        "column_bytes": tuple(s.per_column[tier] for s in storages),
+    }
+
+
+def _host_fields(
+    tier: str,
+    tables: Sequence[Sequence[ShardingOption]],
+    storages: Sequence[_ShardStorage],
+    memory: Sequence[Storage],
+) -> dict[str, Any]:
+    """The same of the host's memory, where tables could fill that of a rank."""
+    if tier == "ddr":
+        return {}
+    most, known = 0.0, iter(storages)
+    for ways in tables:
+        width = int(ways[0].tensor.shape[1])
+        own = [next(known) for _ in ways]
+        most += max(s.fixed["ddr"] + s.per_column["ddr"] * width for s in own)
+    if most <= min(m.ddr for m in memory):
+        return {}
+    fields = _memory_fields("ddr", storages, memory)
+    return {f"host_{name}": value for name, value in fields.items()}
 
 
 def _placement_fields(

@@ -460,11 +460,11 @@ def _improve(
     for shared in budget.doubled():
         bank.price_as(*shared)
     # A rank that holds too much already may stay as full as it is.
-    used_W = np.array(job.placement().rank_bytes(job.task))
+    placement = job.placement()
+    used_MW = np.array([placement.rank_bytes(m) for m in job.task.memories])
     table, rank = np.nonzero(budget.width_TW)
-    size = bank.bytes(table, budget.width_TW[table, rank])
-    counted_W = np.bincount(rank, size, len(used_W))
-    bank.caps_W = np.maximum(bank.caps_W, used_W) + counted_W - used_W
+    counted_MW = bank.sizes_of_ranks(table, budget.width_TW[table, rank], rank)
+    bank.caps_MW = np.maximum(bank.caps_MW, used_MW) + counted_MW - used_MW
     deadline = time.monotonic() + config.time_budget_seconds
     width_TW = refine_within(bank, budget, SearchConfig(restarts=5), deadline)
     state = {t: budget.shards(t, width_W) for t, width_W in enumerate(width_TW)}
