@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 from torchrec.distributed.planner.estimator import annotations as lookups
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
-from torchrec.distributed.planner.types import PlannerError, ShardingOption, Storage
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import analytic, cost_of
@@ -36,12 +36,13 @@ from torchrec_neuroshard.planner import (
 )
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
 from torchrec_neuroshard.planner.costs.hedging import is_uncertain
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     max_columns,
     run_fault,
 )
-from torchrec_neuroshard.planner.parts.greedy import memory_left, without
+from torchrec_neuroshard.planner.parts.greedy import full_rank
 from torchrec_neuroshard.planner.parts.torchrec_plan import LEAST_STOCK_SECONDS, is_even
 from torchrec_neuroshard.search import SearchConfig
 
@@ -168,7 +169,10 @@ def _judge(
             planner.evaluate(plan, module, cases.sharders())  # it is whole
     except PlanFileError as error:
         return f"failure, not whole: {error}"
-    full = full_rank(planner, module, planner.get_selected_options())
+    chosen = planner.get_selected_options()
+    if "partitioner" not in case["planner"]:
+        _memory_of(planner).attribute(chosen)
+    full = full_rank(planner.reserve(module, cases.sharders()), chosen)
     if full is not None:
         return f"failure, over memory: rank {full}"
     if theirs is None:
@@ -265,13 +269,17 @@ def _obstacle(
         return "cannot run"
     if not is_even(options):
         return "cannot run"
+    _memory_of(planner).attribute(options)
+    if full_rank(planner.reserve(module, cases.sharders()), options) is not None:
+        return "over memory"
+    return None
+
+
+def _memory_of(planner: NeuroShardPlanner) -> MemoryModel:
     enumerator = planner.enumerator
     assert isinstance(enumerator, NeuroShardEnumerator)
     assert enumerator.memory is not None
-    common = enumerator.memory.common_bytes(options)
-    if full_rank(planner, module, options, common) is not None:
-        return "over memory"
-    return None
+    return enumerator.memory
 
 
 def planner_of(case: Case) -> NeuroShardPlanner:
@@ -287,19 +295,6 @@ def options_of(
     """Return a plan's options with our estimates."""
     given = PlanOptions(module, cases.sharders(), planner.enumerator, planner.costs)
     return given.of(plan)
-
-
-def full_rank(
-    planner: NeuroShardPlanner,
-    module: Any,
-    options: Sequence[ShardingOption],
-    common_bytes: float = 0.0,
-) -> int | None:
-    """Return a rank that holds more than it may, by the memory that options carry."""
-    room = without(planner.reserve(module, cases.sharders()), common_bytes)
-    left = memory_left(room, options)
-    nothing = Storage(hbm=0, ddr=0)
-    return next((r for r, m in enumerate(left) if not nothing.fits_in(m)), None)
 
 
 if __name__ == "__main__":
