@@ -143,6 +143,12 @@ FOUND = {
         ],
         batch_size=589,
     ),
+    "what replicas beside another type take was in the bound of no shard": case(
+        "ebc",
+        [table(dim=64), table(name="t1", rows=1000, dim=12)],
+        {"world_size": 1, "hbm_cap": 2_600_000},
+        storage_reservation=["fixed", 0.0],
+    ),
 }
 """What was wrong -> the case."""
 

@@ -218,3 +218,18 @@ def test_ranks_with_room_for_tables_but_not_for_outputs_are_full() -> None:
 
     with pytest.raises(PlannerError):
         planner.plan(module, bag_sharders())
+
+
+def test_tables_make_room_for_what_replicas_take_beside_them() -> None:
+    replicas = ParameterConstraints(sharding_types=["data_parallel"])
+    planner = make_planner(
+        topology=gpus(2, hbm_cap=9_500_000),
+        constraints={"t0": replicas},
+        batch_size=512,
+    )
+    planner.plan(make_ebc([(100, 128), (200_000, 16)]), bag_sharders())
+    options = planner.get_selected_options()
+    # By the bounds of single shards its rows would fit on the devices.
+    assert [o.compute_kernel for o in options] == ["dense", "fused_uvm"]
+    assert all(r.peak <= 9_500_000 for r in memory_of(planner).ranks(options))
+    assert planner.last_result is not None and planner.last_result.fallback is None

@@ -296,7 +296,7 @@ def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -
         for i, width in enumerate(widths)
     }
     planner = make_planner(
-        topology=Topology(4, "cuda", hbm_cap=200_000),
+        topology=Topology(4, "cuda", hbm_cap=2_300_000),
         constraints=constraints,
         batch_size=1,
     )

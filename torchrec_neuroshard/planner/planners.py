@@ -73,6 +73,7 @@ from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.options.topologies import default_topology
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
+from torchrec_neuroshard.planner.parts.greedy import check_memory
 from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.parts.partitioners import (
     NeuroShardPartitioner,
@@ -428,7 +429,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         except PlannerError as error:
             if error.error_type not in _NO_PLAN:
                 raise
-            plan = self._last_resort(run, error)
+            plan = self._last_resort(run, error, module, sharders)
         run.check()
         self._try_remember(module, sharders)
         if run.selected is not None:
@@ -836,8 +837,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         notes = (*self._notes, *self._check_inputs(module, sharders))
         options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
         self.costs.attribute(options)
-        if isinstance(self.enumerator, NeuroShardEnumerator) and self.enumerator.memory:
-            self.enumerator.memory.attribute(options)
+        self._attribute_memory(options)
         return options, describe_plan(
             options,
             self.costs,
@@ -847,6 +847,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             batch_size_is_default=self._batch_size_is_default,
             reserved=self._reserved(module, sharders),
         )
+
+    def _attribute_memory(self, options: Sequence[ShardingOption]) -> bool:
+        """Set what shards of a plan allocate, where that can be foretold."""
+        own = self.enumerator
+        memory = own.memory if isinstance(own, NeuroShardEnumerator) else None
+        if memory is not None:
+            memory.attribute(options)
+        return memory is not None
 
     def _check_inputs(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
@@ -897,7 +905,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         return rules.violation(ranks_by_table(options, rules))
 
-    def _last_resort(self, run: PlanRun, error: PlannerError) -> ShardingPlan:
+    def _last_resort(
+        self,
+        run: PlanRun,
+        error: PlannerError,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+    ) -> ShardingPlan:
         """Let TorchRec's own planner try, with what the caller passed."""
         ours, cut = run.log.infeasible, run.torchrec.guard.cut
         if cut is not None:  # nor would it return to TorchRec's own planner
@@ -909,6 +923,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         )
         try:
             plan, options = run.torchrec.last_resort()
+            if self._attribute_memory(options):
+                room = self.reserve(module, sharders)
+                check_memory(room, options, "TorchRec's own plan")
             run.select(options)
         except Exception as failure:
             # It may fail in other ways, too; why there is no plan is known.

@@ -217,16 +217,22 @@ class MemoryModel:
                 device, host = sizes[tuple(shard.size)]
                 shard.storage = Storage(hbm=math.ceil(device), ddr=math.ceil(host))
 
-    def common_bytes(self, options: Sequence[ShardingOption]) -> float:
+    def common_bytes(
+        self, options: Sequence[ShardingOption], *, placed: bool = False
+    ) -> float:
         """Return what every rank takes, whatever its shards.
 
         Args:
             options: One of each table; those that it does not know count nothing.
+            placed: Whether they are a plan: what the sharding types of its modules take
+                beside each other counts, too.
         """
         known = [o for o in options if self.knows(o)]
         if not known:
             return 0.0
         total = sum((self._common(o) for o in known), np.zeros(len(INSTANTS)))
+        if placed:
+            total += self._of_modules(known)
         return float(total.max()) + _ALLOCATOR
 
     def ranks(self, options: Sequence[ShardingOption]) -> tuple[RankMemory, ...]:

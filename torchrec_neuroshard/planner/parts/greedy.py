@@ -22,7 +22,14 @@ from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.options.constraints import ranks_by_table
 from torchrec_neuroshard.planner.options.table_reader import table_name
 
-__all__ = ["memory_left", "option_copies", "place_greedily", "without"]
+__all__ = [
+    "check_memory",
+    "full_rank",
+    "memory_left",
+    "option_copies",
+    "place_greedily",
+    "without",
+]
 
 
 def place_greedily(
@@ -109,6 +116,34 @@ def memory_left(topology: Topology, placed: Sequence[ShardingOption]) -> list[St
         for shard in option.shards:
             left[shard.rank] = left[shard.rank] - shard.storage
     return left
+
+
+def full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None:
+    """Return a rank that lacks the memory, on the device or in the host, for a plan."""
+    nothing = Storage(hbm=0, ddr=0)
+    left = memory_left(topology, plan)
+    return next((r for r, m in enumerate(left) if not nothing.fits_in(m)), None)
+
+
+def check_memory(
+    topology: Topology, plan: Sequence[ShardingOption], whose: str
+) -> None:
+    """Refuse a plan that needs more memory than there is.
+
+    Args:
+        topology: The devices and the memory that shards may take.
+        plan: Placed options.
+        whose: What the error calls the plan.
+
+    Raises:
+        PlannerError: Of type PARTITION.
+    """
+    full = full_rank(topology, plan)
+    if full is not None:
+        raise PlannerError(
+            error_type=PlannerErrorType.PARTITION,
+            message=f"rank {full} of {whose} holds more than its memory",
+        )
 
 
 def without(topology: Topology, num_bytes: float) -> Topology:

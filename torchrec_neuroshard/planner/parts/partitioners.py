@@ -47,6 +47,8 @@ from torchrec_neuroshard.planner.options.table_reader import (
 from torchrec_neuroshard.planner.options.ways import FreeOption, is_placeable
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.parts.greedy import (
+    check_memory,
+    full_rank,
     memory_left,
     option_copies,
     place_greedily,
@@ -207,13 +209,30 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             common = self._memory.common_bytes(proposal)
             storage_constraint = without(storage_constraint, common)
         if all(s.rank is not None for o in proposal for s in o.shards):
-            return self.log.keep(self._keep(proposal, storage_constraint, rules))
+            return self.log.keep(self._keep(proposal, room, rules))
         ways = [
             tuple(o for o in FreeOption.ways_of(option) if self._is_placeable(o))
             for option in proposal
         ]
+        plan = self._fitted(proposal, ways, storage_constraint, room, rules)
+        if self._memory is not None and full_rank(room, plan) is not None:
+            # What the sharding types of a module take beside each other shows now.
+            less = without(room, self._memory.common_bytes(plan, placed=True))
+            plan = self._fitted(proposal, ways, less, room, rules)
+            check_memory(room, plan, "the search's plan")
+        return self.log.keep(plan)
+
+    def _fitted(
+        self,
+        proposal: list[ShardingOption],
+        ways: list[tuple[ShardingOption, ...]],
+        storage_constraint: Topology,
+        room: Topology,
+        rules: PlacementRules,
+    ) -> list[ShardingOption]:
+        """Place tables, again where a disk is full, and size their caches."""
         plan = self._place(proposal, ways, storage_constraint, rules)
-        if _full_rank(storage_constraint, plan) is not None:
+        if full_rank(storage_constraint, plan) is not None:
             # The search counts no disks; TorchRec's routine does.
             offloaded = [is_estimated(o) and not is_dense(o) for o in plan]
             again = [
@@ -231,7 +250,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             ]
             plan = size_caches(plan, sized, self.costs, self._memory, room)
         self._attribute(plan)
-        return self.log.keep(plan)
+        return plan
 
     @property
     def _memory(self) -> MemoryModel | None:
@@ -289,7 +308,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     def _keep(
         self,
         plan: Sequence[ShardingOption],
-        storage_constraint: Topology,
+        room: Topology,
         rules: PlacementRules,
     ) -> list[ShardingOption]:
         """Price a plan that somebody else made."""
@@ -300,14 +319,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 message=f"a given plan breaks the placement constraints: {violation}",
             )
         kept = option_copies(plan)
-        full = _full_rank(storage_constraint, kept)
-        if full is not None:
-            raise PlannerError(
-                error_type=PlannerErrorType.PARTITION,
-                message=f"rank {full} of a given plan holds more than its memory",
-            )
         self.costs.share_launches(kept)
         self._attribute(kept)
+        check_memory(room, kept, "a given plan")
         return kept
 
     def _search(
@@ -376,13 +390,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             "outputs of its own samples and tables that are not searched leave "
             f"{format_bytes(max(0, left))}."
         )
-
-
-def _full_rank(topology: Topology, plan: Sequence[ShardingOption]) -> int | None:
-    """Return a rank that lacks the memory, on the device or in the host, for a plan."""
-    nothing = Storage(hbm=0, ddr=0)
-    left = memory_left(topology, plan)
-    return next((r for r, m in enumerate(left) if not nothing.fits_in(m)), None)
 
 
 def _without_ranks(options: Sequence[ShardingOption]) -> list[ShardingOption]:
