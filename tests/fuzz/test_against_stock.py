@@ -26,6 +26,7 @@ def case(
     topology: dict[str, Any],
     constraints: dict[str, Any] | None = None,
     second: list[dict[str, Any]] | None = None,
+    optimizer: str | None = None,
     **planner: Any,
 ) -> cases.Case:
     modules = [tables, *([second] if second else [])]
@@ -37,6 +38,7 @@ def case(
         "topology": {"compute_device": "cuda", **topology},
         "constraints": constraints or {},
         "planner": planner,
+        **({"optimizer": optimizer} if optimizer else {}),
     }
 
 
@@ -148,6 +150,23 @@ FOUND = {
         [table(dim=64), table(name="t1", rows=1000, dim=12)],
         {"world_size": 1, "hbm_cap": 2_600_000},
         storage_reservation=["fixed", 0.0],
+    ),
+    "other memory than TorchRec's led its proposers to a worse plan than theirs": case(
+        "ebc",
+        [
+            table(rows=114, dim=64, features=["f", "g"]),
+            table(name="t1", rows=8917483, dim=12, features=["h", "i", "j"]),
+        ],
+        {"world_size": 2, "hbm_cap": 391433093, "ddr_cap": 4122618279},
+        {
+            "t0": {
+                "compute_kernels": ["fused_uvm_caching"],
+                "pooling_factors": [10.161, 2.314],
+            }
+        },
+        optimizer="rowwise",
+        batch_size=1332,
+        proposer=["wide"],
     ),
 }
 """What was wrong -> the case."""

@@ -8,13 +8,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import (
     Enumerator,
     ParameterConstraints,
@@ -113,7 +114,7 @@ class TorchRecPlan:
         time_budget_seconds: float,
         guard: Guard,
     ) -> None:
-        self.proposer = PlacedPlanProposer(self._candidate)
+        self.proposer = PlacedPlanProposer(self._candidates)
         self.seconds = 0.0
         self.guard = guard
         self.skipped: str | None = None
@@ -180,16 +181,26 @@ class TorchRecPlan:
                 f"TorchRec's own planner did not return within {seconds:.1f} s"
             ) from None
 
-    def _candidate(self) -> list[ShardingOption] | None:
-        """Plan to compare with the search's, within the time there is."""
-        start = time.monotonic()
+    def _candidates(self) -> Iterator[list[ShardingOption]]:
+        """Plans to compare with the search's, within the time there is.
+
+        The one that TorchRec makes by itself: its proposers go by the memory that it
+        counts. Where that cannot be used, one by the memory that ranks allocate.
+        """
         if self.guard.cut is not None:
             self.skipped = f"TorchRec's own plan was not looked at: {self.guard.cut}"
-            return None
-        try:
-            return self._timed_candidate(start, self._allowed(start))
-        finally:
-            self.seconds += time.monotonic() - start
+            return
+        start = time.monotonic()
+        allowed = self._allowed(start)
+        is_given = self._arguments["enumerator"] is not None
+        for as_allocated in (False,) if is_given else (False, True):
+            begin = time.monotonic()
+            plan = self._timed_candidate(start, allowed, as_allocated)
+            self.seconds += time.monotonic() - begin
+            if plan is not None:
+                yield plan
+            if self.skipped is not None:
+                return
 
     def _allowed(self, now: float) -> float:
         """Seconds that TorchRec's planner may take."""
@@ -200,7 +211,7 @@ class TorchRecPlan:
         return min(allowed, self._timeout_seconds - passed)
 
     def _timed_candidate(
-        self, start: float, allowed: float
+        self, start: float, allowed: float, as_allocated: bool
     ) -> list[ShardingOption] | None:
         arguments = {
             **self._arguments,
@@ -213,14 +224,10 @@ class TorchRecPlan:
         in_turn = arguments["proposer"] is None
         try:
             if arguments["enumerator"] is None:
-                arguments["enumerator"] = self._timed_options(deadline)
+                arguments["enumerator"] = self._timed_options(deadline, as_allocated)
             # TorchRec's clock starts when the options are listed.
             left = max(start + allowed - time.monotonic(), 0.1)
             _, options = self._run({**arguments, "timeout_seconds": left}, in_turn)
-            if self._arguments["enumerator"] is None and self._too_wide(options):
-                arguments["enumerator"] = self._timed_options(deadline, split=True)
-                left = max(start + allowed - time.monotonic(), 0.1)
-                _, options = self._run({**arguments, "timeout_seconds": left}, in_turn)
         except PlannerError as error:
             logger.info("TorchRec's own planner has no plan: %s", error)
             late = isinstance(error, OutOfTimeError) or time.monotonic() > deadline
@@ -274,46 +281,46 @@ class TorchRecPlan:
         )
 
     def _timed_options(
-        self, deadline: float, split: bool = False
+        self, deadline: float, as_allocated: bool
     ) -> EmbeddingEnumerator:
         """TorchRec's enumerator, but it gives up at the deadline."""
         listed = self._enumerator.last_stored_search_space or ()
         needed = LEAST_SHARD_SECONDS * sum(o.num_shards for o in listed)
         if time.monotonic() + needed > deadline:
             raise OutOfTimeError("TorchRec's estimates would take too long")
-        return self._every_option(deadline, split)
+        return self._every_option(deadline, as_allocated)
 
     def _every_option(
-        self, deadline: float = math.inf, split: bool = True
+        self, deadline: float = math.inf, as_allocated: bool = True
     ) -> EmbeddingEnumerator:
-        """TorchRec's enumerator, with the state of all optimizers in the memory.
+        """TorchRec's enumerator.
 
         Args:
             deadline: See `TimedEstimator`.
-            split: Whether what is too wide for a GPU's kernels must be split. It is
-                where TorchRec leaves it whole, and only there: else its plan would not
-                be the one that it makes by itself.
+            as_allocated: Whether memory is what ranks allocate, and what is too wide
+                for a GPU's kernels must be split. Else all is as TorchRec has it, and
+                its plan the one that it makes by itself.
         """
         topology = self._arguments["topology"]
         constraints = dict(self._arguments["constraints"] or {})
         for config in table_configs(self._job[0]):
-            if split and config.embedding_dim > max_columns(topology):
+            if as_allocated and config.embedding_dim > max_columns(topology):
                 given = constraints.get(config.name) or ParameterConstraints()
                 kinds = given.sharding_types or SPLITTING_TYPES
                 constraints[config.name] = dataclasses.replace(
                     given, sharding_types=[k for k in kinds if k in SPLITTING_TYPES]
                 )
-        estimators = [
-            TimedEstimator(topology, constraints, deadline=deadline),
-            StorageEstimator(
+        storage = EmbeddingStorageEstimator(topology, constraints)
+        if as_allocated:
+            storage = StorageEstimator(
                 topology,
                 constraints,
                 reader=self._reader,
                 pipeline_type=self._pipeline_type,
-            ),
-        ]
+            )
+        timed = TimedEstimator(topology, constraints, deadline=deadline)
         batch_size = self._arguments["batch_size"] or BATCH_SIZE
-        return EmbeddingEnumerator(topology, batch_size, constraints, estimators)
+        return EmbeddingEnumerator(topology, batch_size, constraints, [timed, storage])
 
 
 class _InTurn(Proposer):
@@ -359,43 +366,37 @@ class _InTurn(Proposer):
 
 
 class PlacedPlanProposer(Proposer):
-    """Proposes a whole plan, ranks and all, that somebody else made.
+    """Proposes whole plans, ranks and all, that somebody else made, until one fits.
 
     Attributes:
         rating: How it was rated; None where there was none or it did not fit.
         loaded: When the search space was there (`time.monotonic()`).
 
     Args:
-        make_plan: Called after all other proposals; returns placed options, or None.
+        plans: Iterated after all other proposals; gives placed options.
     """
 
-    def __init__(
-        self, make_plan: Callable[[], Sequence[ShardingOption] | None]
-    ) -> None:
-        self._make_plan = make_plan
-        self._done = False
+    def __init__(self, plans: Callable[[], Iterator[Sequence[ShardingOption]]]) -> None:
+        self._plans = plans
         self.rating: float | None = None
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
-        """Prepare to ask for the plan once.
+        """Prepare to ask for plans.
 
         Args:
             search_space: Not needed.
             enumerator: Not needed.
         """
         del search_space, enumerator
-        self._done = False
+        self._left = self._plans()
         self.rating = None
         self.loaded = time.monotonic()
 
     def propose(self) -> list[ShardingOption] | None:
-        """Return the plan, then None."""
-        if self._done:
-            return None
-        self._done = True
-        plan = self._make_plan()
+        """Return the next plan; None after the last, or after one that fits."""
+        plan = next(self._left, None)
         return None if plan is None else [copy.copy(option) for option in plan]
 
     def feedback(
@@ -408,13 +409,15 @@ class PlacedPlanProposer(Proposer):
         """Remember how the plan is rated.
 
         Args:
-            partitionable: Not needed.
+            partitionable: Whether it fits.
             plan: Not needed.
             perf_rating: Its critical path [ms].
             storage_constraint: Not needed.
         """
-        del partitionable, plan, storage_constraint
+        del plan, storage_constraint
         self.rating = perf_rating
+        if partitionable:
+            self._left = iter(())
 
 
 def is_even(options: Sequence[ShardingOption]) -> bool:
