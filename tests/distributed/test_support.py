@@ -209,7 +209,6 @@ class Part:
             registry = get_qcomm_codecs_registry(config, device=torch.device("cuda"))
             arguments["qcomm_codecs_registry"] = registry
         if self.distinct:
-            distinct_ids_on_cpus()
             arguments["use_index_dedup"] = True
         return offering(self.sharder, NEWER[:1], **arguments)
 
@@ -728,6 +727,8 @@ def attempt(
 
 def run_model(model: str, kernel: str, rank: int) -> dict[str, Any]:
     """Train all types at once; where that fails, one after another."""
+    if any(part.distinct for part in MODELS[model].values()):
+        distinct_ids_on_cpus()
     types = offered_types(model, kernel)
     found, error = attempt(model, kernel, types, rank)
     if error and len(types) > 1:
