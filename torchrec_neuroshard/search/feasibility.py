@@ -332,7 +332,7 @@ def _no_packing(task: ShardingTask, proven: bool) -> str:
     rules = Rules(task)
     if rules:
         remedy += ", or allow tables more ranks (allowed_ranks, apart)"
-    limits = [f"{format_bytes(sum(_limits(m)))}" for m in task.memories]
+    limits = [format_bytes(sum(_limits(m))) for m in task.memories]
     return (
         f"the tables need {format_bytes(total)} in all and the {num_ranks} ranks have "
         f"{' and, in their hosts, '.join(limits)}, but no split allowed puts every "
