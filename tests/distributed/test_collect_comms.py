@@ -153,8 +153,9 @@ def test_group_that_cannot_be_made_is_an_error(
     assert "a group of 4 ranks cannot be made of 2 ranks" in ended[0][1]
 
 
-def test_dead_rank_is_named_and_records_of_all_groups_are_kept(
-    launch: Launcher, tmp_path: Path
+@pytest.mark.parametrize("odd", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
+def test_odd_rank_is_named_and_records_of_all_groups_are_kept(
+    launch: Launcher, tmp_path: Path, odd: signal.Signals
 ) -> None:
     path = tmp_path / "c.parquet"
     options = ["--num-samples", "100000", "--timeout", "10", "--seed", "3"]
@@ -166,8 +167,9 @@ def test_dead_rank_is_named_and_records_of_all_groups_are_kept(
             break
         assert all(r.poll() is None for r in ranks), ends(ranks)
         time.sleep(0.1)
+    ranks[1].send_signal(odd)
+    first, last = ends([ranks[0], ranks[2]])
     ranks[1].kill()
-    first, _, last = ends(ranks)
     assert first[0] == 2
     assert f"rank 1 ({socket.gethostname()}, process {ranks[1].pid})" in first[1]
     assert "died or fell silent" in first[1]
