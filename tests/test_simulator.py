@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from torchrec_neuroshard.cost_models.base import CostModel
+from torchrec_neuroshard.cost_models.comms_published import published_comms_model
+from torchrec_neuroshard.gpu_cards import card_named
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.simulator import Simulator, critical_path
 from torchrec_neuroshard.tables import TableConfig
@@ -137,6 +139,26 @@ def test_stages_wait_one_after_another() -> None:
         sum(s.critical_path_ms for s in apart.stages)
     )
     assert apart.critical_path_ms > together.critical_path_ms
+
+
+def test_a_stage_without_tables_has_no_collectives() -> None:
+    """Not even what it takes to begin one."""
+    kinds = ("column_wise", "row_wise", "data_parallel", "row_wise")
+    task = ShardingTask(
+        tables=(*TABLES, dataclasses.replace(TABLES[0], name="d")),
+        world_size=2,
+        batch_size=BATCH,
+        groups=(0, 1, 2, 1),
+        stages=(0, 1, 2),
+        sharding_types=kinds,
+    )
+    links = published_comms_model(card_named("h100"), world_size=2, local_world_size=2)
+    sim = Simulator(task, AnalyticCostModel(), links)
+    loads = np.zeros((4, 2, 3, 3))
+    for number, kind in enumerate((0, 1, 2), start=1):
+        loads[number, :, kind] = 1.0
+    used = sim.comms_costs(loads).any(axis=(1, 3))
+    np.testing.assert_array_equal(used, [[0, 0, 0], *np.eye(3)])
 
 
 def test_sets_predict_as_their_sums() -> None:

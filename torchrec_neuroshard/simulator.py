@@ -616,7 +616,7 @@ class Simulator:
         """Predict the collectives of one stage.
 
         Args:
-            stage: Index of a stage that has tables.
+            stage: Index of a stage that tables of the task may be in.
             loads_CW3: Amounts of that stage.
 
         Returns:
@@ -628,12 +628,16 @@ class Simulator:
         raise AssertionError(f"stage {stage} has no table")
 
     def _collective(self, collective: _Collective, loads_CW3: Floats) -> Floats:
-        """Index, forward and backward of one kind of collectives, `C x W x 3` [ms]."""
+        """Index, forward and backward of one kind of collectives, `C x W x 3` [ms].
+
+        A stage without tables, of which no rank sends anything, has no collectives.
+        """
+        used_C11 = loads_CW3.any(axis=(1, 2))[:, None, None]
         model, batch_size = self.comms_model, self.task.batch_size
         if collective.name == "all_reduce":
             out = np.zeros(loads_CW3.shape)
             out[..., 2] = model.all_reduce(loads_CW3[..., 2])
-            return out
+            return np.where(used_C11, out, 0.0)
         predict = getattr(model, collective.name)
         columns_CW = loads_CW3[..., 1]
         # Fewer bytes per value are as fewer columns, each way for itself.
@@ -649,7 +653,7 @@ class Simulator:
         out = np.concatenate([index[..., None], both], axis=2)
         if collective.repeats > 1:
             out += self._removal(collective.repeats, loads_CW3)
-        return out
+        return np.where(used_C11, out, 0.0)
 
     def _removal(self, repeats: float, loads_CW3: Floats) -> Floats:
         """Removing repeated ids before the exchange, and repeating outputs after it.

@@ -153,7 +153,9 @@ def test_group_that_cannot_be_made_is_an_error(
     assert "a group of 4 ranks cannot be made of 2 ranks" in ended[0][1]
 
 
-@pytest.mark.parametrize("odd", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
+@pytest.mark.parametrize(
+    "odd", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"]
+)
 def test_odd_rank_is_named_and_records_of_all_groups_are_kept(
     launch: Launcher, tmp_path: Path, odd: signal.Signals
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -27,9 +28,10 @@ from torchrec_neuroshard.planner import (
     NeuroShardPartitioner,
     PlanCosts,
 )
+from torchrec_neuroshard.planner.options.topologies import topology_for
 from torchrec_neuroshard.planner.parts import torchrec_plan
 from torchrec_neuroshard.planner.parts.partitioners import SearchLog
-from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig
+from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -352,3 +354,36 @@ def test_given_plan_beyond_a_ranks_memory() -> None:
     assert [o.shards[0].rank for o in kept] == [2] * 4
     with pytest.raises(PlannerError, match="rank 2 of a given plan holds more"):
         partitioner.partition(plan, tight)
+
+
+def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> None:
+    """Those of sharding types that no table takes do not run: neither plan nor bound
+    counts them.
+    """
+    rng = np.random.default_rng(4)
+    num_tables = int(rng.integers(10, 16))
+    sizes = [
+        (int(10 ** rng.uniform(4, 6)), int(rng.choice([16, 32, 64, 128])))
+        for _ in range(num_tables)
+    ]
+
+    def planned(*types: str) -> SearchResult:
+        chosen: dict[str, Any] = {"sharding_types": list(types)} if types else {}
+        planner = make_planner(
+            topology=topology_for("h100", ranks_per_node=8),
+            comms_model=None,
+            batch_size=512,
+            constraints={
+                f"t{i}": ParameterConstraints(pooling_factors=[5.0], **chosen)
+                for i in range(num_tables)
+            },
+        )
+        planner.plan(make_ebc(sizes), bag_sharders())
+        assert planner.last_result is not None
+        return planner.last_result
+
+    free = planned()
+    fewer = [planned("row_wise"), planned("table_wise", "column_wise")]
+    least_ms = min(r.predicted.critical_path_ms for r in fewer)
+    assert free.predicted.critical_path_ms <= least_ms * (1 + 1e-9)
+    assert free.lower_bound_ms <= least_ms * (1 + 1e-9)

@@ -296,7 +296,8 @@ class _Program:
         """Time of a stage's collectives at even loads, of the phases of one load."""
         bank, num_ranks = self._bank, self._bank.task.world_size
         loads = np.zeros((total_PN.size, num_ranks, 3))
-        loads[..., load] = total_PN.reshape(-1, 1) / num_ranks
+        # As of a stage in use, however little is sent.
+        loads[..., load] = np.maximum(total_PN.reshape(-1, 1), TINY) / num_ranks
         ms = bank.simulator.stage_comms(stage, loads).max(axis=1)
         own = ms[:, :1] if load == 0 else ms[:, 1:]
         total: Floats = own.sum(axis=1).reshape(total_PN.shape)

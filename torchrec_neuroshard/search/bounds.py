@@ -149,6 +149,8 @@ _OUT_OF_TIME = 1
 """SciPy's status of a program that its solver did not end in time."""
 CHUNK = 2_000_000
 """Ranks of sets whose collectives are predicted at a time."""
+LEAST_LOAD = 1e-3
+"""Bytes or columns of a stage in use, at least."""
 TOLERANCE = 1e-9
 ROUNDING = 1e-7
 """How much lower nets, of single precision, may be for sums in another order."""
@@ -569,6 +571,8 @@ class _Part:
         total_LS3 = np.broadcast_to(self._total_S3, own_LS3.shape)
         if self._tells:
             total_LS3 = total_LS3 + known.reshape(own_LS3.shape)
+            # What rounding leaves of tables that are taken off is no load of a stage.
+            total_LS3 = np.where(total_LS3 > LEAST_LOAD, total_LS3, 0.0)
         own_LS3 = np.maximum(own_LS3, total_LS3 / num_ranks)
         ms = np.zeros(num_lines)
         order = np.zeros((num_lines, bank.task.num_stages))

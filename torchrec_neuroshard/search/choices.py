@@ -375,8 +375,6 @@ class Choices:
             loads.reshape(count, 1, num_stages, 3), shape
         ).copy()
         comms = bank.simulator.comms_costs(loads_CWS3).max(axis=1)
-        # What nothing is sent for costs nothing.
-        comms[loads.reshape(count, num_stages, 3).sum(axis=2) == 0] = 0.0
         kernels: Floats = compute.reshape(count, num_groups * 2).sum(axis=1)
         total: Floats = kernels + comms.sum(axis=(1, 2))
         return total
