@@ -117,6 +117,18 @@ class KernelTimer:
         seen = [p.reference_ms for passes in raw.values() for p in passes]
         return self.reference_ms / statistics.median(seen)
 
+    def scatter(self, raw: Mapping[Kernel, Sequence[Pass]]) -> float:
+        """Return by how much a kernel's passes differ, relative to their mean; median.
+
+        Each counts in units of the reference beside it. 0 with fewer than three passes.
+        """
+        found = []
+        for passes in raw.values():
+            times = [(p.fwd_ms + p.bwd_ms) / (p.reference_ms or 1) for p in passes]
+            if len(times) > 2:
+                found.append(statistics.stdev(times) / statistics.fmean(times))
+        return statistics.median(found) if found else 0.0
+
     def _contenders(self, plans: Sequence[RunPlan], known: Times) -> Iterable[Kernel]:
         share = self._settings.contends
         for plan in plans:

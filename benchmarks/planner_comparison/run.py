@@ -63,6 +63,7 @@ _FREE_OPTIONS = (
     "pages_only",
     "readme",
     "least_speed",
+    "most_scatter",
     "num_tasks",
     "every",
 )
@@ -106,6 +107,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=float,
         default=0.9,
         help="end where the machine is slower than this share of its nominal speed",
+    )
+    parser.add_argument(
+        "--most-scatter",
+        type=float,
+        default=0.15,
+        help="do not keep tasks of which kernels' passes differ more: disturbed ones",
     )
     parser.add_argument("--num-tasks", type=int, help="only the first")
     parser.add_argument("--every", type=int, default=1, help="only every so many task")
@@ -241,6 +248,14 @@ class Comparison:
                     flush=True,
                 )
                 break
+            if (scatter := found[0]["scatter"]) > self._options.most_scatter:
+                print(
+                    f"{task.name} is not kept: the passes of its kernels differ by "
+                    f"{scatter:.2f} of their mean, more than "
+                    f"{self._options.most_scatter:g}; the same command goes on with it",
+                    flush=True,
+                )
+                continue
             self.data["tasks"] += found
             self.data["updated"] = now()
             write_results(self.data, self._options.out)
@@ -294,6 +309,7 @@ class Comparison:
             "commit": commit(),
             "created": now(),
             "machine_speed": round(speed, 4),
+            "scatter": round(self._timer.scatter(raw), 4),
             "seconds": {
                 "planning": round(clock[1] - clock[0], 2),
                 "kernels": round(clock[2] - clock[1], 2),

@@ -472,7 +472,8 @@ def test_the_readmes_table_is_the_results(
 ) -> None:
     results = parts("results").read_results(BENCHMARKS / "results" / "planners_202611")
     readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
-    assert parts("page").short_table(results) in readme
+    before = parts("page").short_table(results)
+    assert before in readme
     parts("results").write_results(data(parts), tmp_path / "run")
     copy = tmp_path / "README.md"
     copy.write_text(readme, encoding="utf-8")
@@ -481,7 +482,7 @@ def test_the_readmes_table_is_the_results(
     table = capsys.readouterr().out.strip()
     assert table.startswith("| planner | plans of 4 |")
     renewed = copy.read_text(encoding="utf-8")
-    assert table in renewed and "plans of 23" not in renewed
+    assert table in renewed and before not in renewed
     assert renewed.split("## How it works")[1] == readme.split("## How it works")[1]
 
 
@@ -499,20 +500,44 @@ def test_a_run_goes_on_where_it_was_cut_off(
     main = parts("run").main
     monkeypatch.setattr(sys, "argv", ["compare_planners.py", *command])
     main([*command, "--stop-after", "0"])
+    assert "the same command goes on" in capsys.readouterr().out
     read = parts("results").read_results
     first = read(tmp_path / "run")
+    timer = parts("kernels").KernelTimer
+    with monkeypatch.context() as disturbed:
+        disturbed.setattr(timer, "scatter", lambda *_: 0.2)
+        main(command)
+        assert "differ by 0.20 of their mean" in capsys.readouterr().out
+    assert read(tmp_path / "run")["tasks"] == first["tasks"]
     main(command)
     both = read(tmp_path / "run")
     assert [len(first["tasks"]), len(both["tasks"])] == [1, 2]
     assert both["tasks"][0] == first["tasks"][0]
     assert both["tasks"][1]["planners"]["greedy-size"]["status"] == "plan"
     assert str(tmp_path) not in (tmp_path / "run.json").read_text()
-    assert "the same command goes on" in capsys.readouterr().out
     (tmp_path / "run.md").unlink()
     main([*command, "--pages-only"])
     assert both["tasks"][1]["name"] in (tmp_path / "run.md").read_text()
     with pytest.raises(SystemExit, match=r"of another run: its options is .*'seed': 0"):
         main([*command, "--seed", "1"])
+
+
+def test_scatter_is_that_of_the_median_kernel(parts: Any) -> None:
+    """In units of the reference, whose own changes are the machine's."""
+    passes = parts("kernels").Pass
+    timer = object.__new__(parts("kernels").KernelTimer)
+
+    def kernel(*times: float, unit: float = 1.0) -> list[Any]:
+        return [passes(i, t * unit, t * unit, unit) for i, t in enumerate(times)]
+
+    raw = {
+        "steady": kernel(1.0, 1.0, 1.0) + kernel(1.0, unit=2.0),
+        "twice": kernel(1.0, 2.0, 3.0, unit=5.0),
+        "thrice": kernel(1.0, 4.0, 7.0),
+        "seen once": kernel(1.0, 9.0),
+    }
+    assert timer.scatter(raw) == pytest.approx(1.0 / 2.0)
+    assert timer.scatter({"seen once": raw["seen once"]}) == 0.0
 
 
 def test_a_task_that_was_begun_is_planned_once(
