@@ -632,7 +632,7 @@ class Simulator:
 
         A stage without tables, of which no rank sends anything, has no collectives.
         """
-        used_C11 = loads_CW3.any(axis=(1, 2))[:, None, None]
+        used_C11: npt.NDArray[np.bool_] = np.any(loads_CW3, axis=(1, 2), keepdims=True)
         model, batch_size = self.comms_model, self.task.batch_size
         if collective.name == "all_reduce":
             out = np.zeros(loads_CW3.shape)

@@ -329,3 +329,18 @@ def test_ranks_alike_take_as_long() -> None:
             assert (kinds.max(axis=1) == ms.max(axis=1)).all()
         ms_CW = groups.index_all_to_all(loads)
         assert (ms_CW[:, [0, alike, -1]].max(axis=1) == ms_CW.max(axis=1)).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_choices_of_blocks_only_keep_columns_where_there_is_nothing_else(
+    seed: int,
+) -> None:
+    task = random_task(seed)
+    bank = ShardBank(
+        Simulator(task, AnalyticCostModel(), AnalyticCommsModel()), merge=True
+    )
+    found = Choices(bank, blocks_only=True).best(4, math.inf)
+    for chosen in found:
+        for way, ways in zip(chosen.tolist(), task.ways, strict=True):
+            assert way in ways
+            assert not bank.moves_T[way] or bank.moves_T[list(ways)].all()

@@ -68,16 +68,22 @@ HOT_SHARE = 0.4
 class Choices:
     """Choices of ways, and what they would cost on balanced ranks."""
 
-    def __init__(self, bank: ShardBank) -> None:
+    def __init__(self, bank: ShardBank, blocks_only: bool = False) -> None:
         """Add up what each way gives the average rank.
 
         Args:
             bank: The task's shards.
+            blocks_only: Leave out the column shards of tables that have other ways.
         """
         self.bank = bank
         task = bank.task
         num_ranks = task.world_size
         self.ways = [w for w in task.ways if len(w) > 1 or bank.leads_T[w[0]]]
+        if blocks_only:
+            blocks = [
+                tuple(w for w in ways if not bank.moves_T[w]) for ways in self.ways
+            ]
+            self.ways = [b or w for b, w in zip(blocks, self.ways, strict=True)]
         self._way_F: Ints = np.concatenate(self.ways)
         num_ways = [len(ways) for ways in self.ways]
         self._number_F: Ints = np.repeat(np.arange(len(self.ways)), num_ways)

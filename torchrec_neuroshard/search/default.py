@@ -263,9 +263,14 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             MAX_CHOICES + MORE_CHOICES * choices.has_caches,
             max(LEAST_CHOICES, CHOSEN_TABLES // len(bank.task.ways)),
         )
-        promising = choices.best(most, now + CHOICE_SHARE * (deadline - now))
-        for number, chosen in enumerate((*promising, choices.smallest())):
-            if found and (time.monotonic() > deadline or number >= most):
+        until = now + CHOICE_SHARE * (deadline - now)
+        promising = choices.best(most, until)
+        blocks: list[Ints] = []
+        if len(bank.task.ways) <= MAX_REFINED_TABLES and bank.moves_T.any():
+            # No worse than without column shards, which even ranks make look good.
+            blocks = Choices(bank, blocks_only=True).best(MAX_CHOICES, until)
+        for number, chosen in enumerate((*blocks, *promising, choices.smallest())):
+            if found and (time.monotonic() > deadline or number >= most + len(blocks)):
                 break
             for repair in range(MAX_REPAIRS):
                 try:

@@ -77,6 +77,8 @@ PERTURB_OTHERS = 0.2
 PERTURB_WAYS, PERTURB_RETYPE, PERTURB_EXCHANGE = 0.5, 0.5, 0.3
 """Share of the disturbances that shard tables in another way; share of their tables;
 and share of them that exchange the ways of two tables instead."""
+PERTURB_KERNEL = 0.5
+"""Share of these ways that take any kernel, not the cheapest."""
 PERTURB_BACK = 0.5
 """Share of the disturbances within a budget that take changes back."""
 PERTURB_RESPLIT = 0.4
@@ -1195,6 +1197,19 @@ def _hot_table(plan: Plan, rng: np.random.Generator) -> int:
     return int(rng.choice(held, p=cost / cost.sum()))
 
 
+def _other_way(bank: ShardBank, table: int, rng: np.random.Generator) -> int:
+    """Draw another way of a table: how it is cut, then mostly the cheapest kernel."""
+    others, task = np.array(bank.others[table]), bank.task
+    cost = bank.total_ms(others, bank.dims_T[others])
+    cuts: dict[tuple[str, int], list[int]] = {}
+    for way in others[np.argsort(cost, kind="stable")].tolist():
+        cut = task.sharding_types[way], task.min_widths[way]
+        cuts.setdefault(cut, []).append(way)
+    ways = list(cuts.values())[int(rng.integers(len(cuts)))]
+    is_any = rng.random() < PERTURB_KERNEL
+    return ways[int(rng.integers(len(ways))) if is_any else 0]
+
+
 def _exchanged(plan: Plan, rng: np.random.Generator) -> dict[int, int]:
     """Pick two tables that change stages with each other, and their new ways.
 
@@ -1206,8 +1221,7 @@ def _exchanged(plan: Plan, rng: np.random.Generator) -> dict[int, int]:
     if not first:
         return {}
     table = first[int(rng.integers(len(first)))]
-    others = bank.others[table]
-    new = others[int(rng.integers(len(others)))]
+    new = _other_way(bank, table, rng)
     mates = [
         (mate, way)
         for mate in np.flatnonzero(placed_T & (bank.stages_T == bank.stages_T[new]))
@@ -1264,12 +1278,10 @@ def _perturb(plan: Plan, rng: np.random.Generator) -> Plan | None:
     order = -whole * rng.uniform(0.5, 1.5, len(out))
     order[out == first] = -np.inf
     for table in out[np.argsort(order, kind="stable")].tolist():
-        others = bank.others.get(table, ())
         if table in forced:
             new, k = forced[table], 0
-        elif others and retypes and rng.random() < PERTURB_RETYPE:
-            new = others[int(rng.integers(len(others)))]
-            k = 0
+        elif table in bank.others and retypes and rng.random() < PERTURB_RETYPE:
+            new, k = _other_way(bank, table, rng), 0
         else:
             new, k = table, int(plan.shards_T[table])
         if not bank.moves_T[new]:
