@@ -252,6 +252,39 @@ def test_the_command_takes_what_the_plan_was_made_for(
     assert "in the host's memory, of which it has" in capsys.readouterr().out
 
 
+def test_the_command_knows_features_with_few_samples(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """As many of a larger batch as of the plan's."""
+    path, out, topology = tmp_path / "plan.json", tmp_path / "r.json", gpus(2)
+
+    def sized(*samples: int) -> dict[str, ParameterConstraints]:
+        return {
+            f"t{i}": ParameterConstraints(pooling_factors=[3.0], batch_sizes=[n])
+            for i, n in enumerate(samples)
+        }
+
+    planner = make_planner(topology=topology, batch_size=64, constraints=sized(8, 40))
+    plan = planner.plan(make_model(), bag_sharders())
+    save_plan(plan, path, model=make_model(), planner=planner)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    command = ["rehearse", str(path), f"{__name__}:make_model", "--json", str(out)]
+    for batch_size, samples in ((64, (8, 40)), (128, (16, 80))):
+        assert main([*command, "--batch-size", str(batch_size)]) == 0
+        told = rehearse(
+            make_model(),
+            plan,
+            topology,
+            bag_sharders(),
+            batch_size=batch_size,
+            constraints=sized(*samples),
+        )
+        for read, rank in zip(
+            json.loads(out.read_text())["ranks"], told.ranks, strict=True
+        ):
+            assert read["activation_bytes"] == rank.activation_bytes
+
+
 def test_no_weight_is_allocated() -> None:
     model = make_ebc([(2**26, 1024)])  # 256 GiB
     topology, plan = plan_for(model, bag_sharders(), 64, sharding_types=["row_wise"])

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             _topology(made_for, args.hbm_gib),
             given.sharders,
             batch_size=batch_size,
-            constraints=_constraints(made_for, args.pooling_factor),
+            constraints=_constraints(made_for, batch_size, args.pooling_factor),
             pipeline_type=args.pipeline or made_for.pipeline_type,
         )
     print(report)
@@ -98,14 +98,20 @@ def _topology(made_for: PlanFingerprint, hbm_gib: float | None) -> Topology:
 
 
 def _constraints(
-    made_for: PlanFingerprint, given: list[str]
+    made_for: PlanFingerprint, batch_size: int, given: list[str]
 ) -> dict[str, ParameterConstraints]:
     known: dict[str, list[float]] = {}
+    batch_sizes: dict[str, list[int]] = {}
     for table in made_for.tables:
         factor = (made_for.pooling_factors or {}).get(table.full_name)
+        sizes = (made_for.batch_sizes or {}).get(table.full_name)
+        count = float(max(1, len(table.feature_names)))
+        if sizes and made_for.batch_size:
+            shares = [size / made_for.batch_size for size in sizes]
+            batch_sizes[table.name] = [max(1, round(s * batch_size)) for s in shares]
+            count = sum(shares)
         if factor is not None:
-            count = max(1, len(table.feature_names))
-            known[table.name] = [factor / count] * count
+            known[table.name] = [factor / count] * max(1, len(table.feature_names))
     for text in given:
         name, _, numbers = text.partition("=")
         tables = {table.name for table in made_for.tables}
@@ -121,6 +127,8 @@ def _constraints(
                 f"--pooling-factor must be TABLE=N or TABLE=N,N, got '{text}'"
             ) from None
     return {
-        name: ParameterConstraints(pooling_factors=factors)
+        name: ParameterConstraints(
+            pooling_factors=factors, batch_sizes=batch_sizes.get(name)
+        )
         for name, factors in known.items()
     }

@@ -618,15 +618,19 @@ class TableReader:
         count = max(1, len(config.feature_names if config is not None else ()))
         return sum(self._batch_shares(option.name, count, option.batch_size))
 
+    def batch_sizes(self, name: str) -> tuple[float, ...]:
+        """Return the samples of each feature of a table; empty where those of all."""
+        constraint = self._constraints.get(name)
+        return tuple(map(float, constraint.batch_sizes or ())) if constraint else ()
+
     def _batch_shares(
         self, name: str, count: int, batch_size: int | None
     ) -> list[float]:
         """Samples of each feature over those of the batch: less where it varies."""
-        constraint = self._constraints.get(name)
-        sizes = constraint.batch_sizes if constraint else None
+        sizes = self.batch_sizes(name)
         if not (batch_size and sizes):
             return [1.0] * count
-        shares = [float(size) / batch_size for size in sizes]
+        shares = [size / batch_size for size in sizes]
         return shares if len(shares) == count else [sum(shares) / len(shares)] * count
 
     def _pooling_factors(

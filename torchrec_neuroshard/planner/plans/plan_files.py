@@ -195,6 +195,9 @@ class PlanFingerprint:
     """Bandwidths of the topology; None: not known."""
     pooling_factors: Mapping[str, float] | None = None
     """Full name of a table -> ids that a sample looks up in it; None: not known."""
+    batch_sizes: Mapping[str, tuple[float, ...]] | None = None
+    """Full name of a table -> samples per rank that each of its features has, of tables
+    where they are others than the batch's; None: of none, or not known."""
     exchanges: Mapping[str, str] | None = None
     """Class of a module -> what its sharder does to what ranks exchange: codecs of
     collectives, forward and backward, and whether repeated ids are sent once; None: not
@@ -448,9 +451,17 @@ class _Job:
                 )
                 for t in tables
             },
+            batch_sizes=None if self.reader is None else self._batch_sizes(tables),
             exchanges=None if self.sharders is None else _exchanges(self.sharders),
             versions=_versions(),
         )
+
+    def _batch_sizes(
+        self, tables: Sequence[PlanTable]
+    ) -> dict[str, tuple[float, ...]] | None:
+        assert self.reader is not None
+        sizes = {t.full_name: self.reader.batch_sizes(t.name) for t in tables}
+        return {name: each for name, each in sizes.items() if each} or None
 
     def check_placement(self, stored: StoredPlan, path: str | Path) -> None:
         """Refuse a plan with tables where this job does not want them."""
