@@ -14,6 +14,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import CacheParams, CacheStatistics
 
 from tests.builders import (
@@ -28,7 +29,8 @@ from tests.builders import (
 )
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.planner.parts import torchrec_plan
+from torchrec_neuroshard.planner.options.spread_options import SpreadOption
+from torchrec_neuroshard.planner.parts import proposers, torchrec_plan
 from torchrec_neuroshard.planner.parts.shard_estimators import TimedEstimator
 from torchrec_neuroshard.search import SearchResult
 
@@ -218,3 +220,26 @@ def test_torchrecs_proposers_take_turns_while_plans_get_better(
     assert whole == in_turn
     # The best of few proposals comes early where the starts of all take turns.
     assert patient[1] < whole[1] / 2 and patient[2] < 1.5 * whole[2]
+
+
+def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither for TorchRec's message nor by its own planner, the last resort."""
+    asked: list[Any] = []
+    monkeypatch.setattr(proposers, "MOST_LISTED_SHARDS", 10)
+    monkeypatch.setattr(torchrec_plan, "LEAST_SHARD_SECONDS", 1e3)
+    monkeypatch.setattr(
+        torchrec_plan, "EmbeddingShardingPlanner", lambda **given: asked.append(given)
+    )
+    planner = make_planner(
+        topology=Topology(world_size=8, compute_device="cuda", hbm_cap=2**20),
+        search_only=False,
+    )
+    ebc = make_ebc([(100_000 + i, 64) for i in range(4)])
+    with pytest.raises(PlannerError, match="the freest rank, 0, has 0 bytes"):
+        planner.plan(ebc, bag_sharders())
+    listed = planner.enumerator.last_stored_search_space
+    assert listed is not None
+    assert not any(isinstance(o, SpreadOption) and o.is_listed for o in listed)
+    assert not asked

@@ -39,6 +39,11 @@ from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 __all__ = ["NeuroShardProposer"]
 
 
+MOST_LISTED_SHARDS = 1_000_000
+"""Of a proposal after the first. Where it does not fit either, TorchRec's loop reads
+all of its shards, which take more than half a kilobyte each."""
+
+
 class NeuroShardProposer(CostedPart, Proposer):
     """Proposes one option per table; `NeuroShardPartitioner` does the search.
 
@@ -112,7 +117,8 @@ class NeuroShardProposer(CostedPart, Proposer):
         self._room: dict[tuple[int, ...], int] = {}
         self._queue = [[self._free(options) for options in tables]]
         least = [_least(options, _memory_order) for options in tables]
-        if any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
+        few = sum(o.num_shards for o in least) <= MOST_LISTED_SHARDS
+        if few and any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
             self._queue.append(least)
 
     def propose(self) -> list[ShardingOption] | None:

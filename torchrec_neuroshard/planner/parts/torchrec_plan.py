@@ -136,13 +136,15 @@ class TorchRecPlan:
             The plan, and its options as the caller's callbacks left them.
 
         Raises:
-            PlannerError: TorchRec has none either, or none that may be used.
+            PlannerError: TorchRec has none either, none that may be used, or too many
+                shards to list.
         """
         arguments = dict(self._arguments)
-        if arguments["enumerator"] is None:
-            arguments["enumerator"] = self._every_option()
         timeout = arguments["timeout_seconds"] or STOCK_TIMEOUT_SECONDS
         start = time.monotonic()
+        if arguments["enumerator"] is None:
+            self._check_time(start + timeout)
+            arguments["enumerator"] = self._every_option()
         plan, options = self._run({**arguments, "timeout_seconds": timeout})
         self.seconds += time.monotonic() - start
         if obstacle := self._obstacle(options):
@@ -284,11 +286,15 @@ class TorchRecPlan:
         self, deadline: float, as_allocated: bool
     ) -> EmbeddingEnumerator:
         """TorchRec's enumerator, but it gives up at the deadline."""
+        self._check_time(deadline)
+        return self._every_option(deadline, as_allocated)
+
+    def _check_time(self, deadline: float) -> None:
+        """Give up at once where TorchRec's estimates take too long on any machine."""
         listed = self._enumerator.last_stored_search_space or ()
         needed = LEAST_SHARD_SECONDS * sum(o.num_shards for o in listed)
         if time.monotonic() + needed > deadline:
             raise OutOfTimeError("TorchRec's estimates would take too long")
-        return self._every_option(deadline, as_allocated)
 
     def _every_option(
         self, deadline: float = math.inf, as_allocated: bool = True
