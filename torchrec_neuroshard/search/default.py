@@ -269,7 +269,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         if len(bank.task.ways) <= MAX_REFINED_TABLES and bank.moves_T.any():
             # No worse than without column shards, which even ranks make look good.
             blocks = Choices(bank, blocks_only=True).best(MAX_CHOICES, until)
-        for number, chosen in enumerate((*blocks, *promising, choices.smallest())):
+        for number, chosen in enumerate((*promising, *blocks, choices.smallest())):
             if found and (time.monotonic() > deadline or number >= most + len(blocks)):
                 break
             for repair in range(MAX_REPAIRS):
