@@ -105,13 +105,12 @@ def _constraints(
     for table in made_for.tables:
         factor = (made_for.pooling_factors or {}).get(table.full_name)
         sizes = (made_for.batch_sizes or {}).get(table.full_name)
-        count = float(max(1, len(table.feature_names)))
+        shares = [1.0] * max(1, len(table.feature_names))
         if sizes and made_for.batch_size:
             shares = [size / made_for.batch_size for size in sizes]
             batch_sizes[table.name] = [max(1, round(s * batch_size)) for s in shares]
-            count = sum(shares)
         if factor is not None:
-            known[table.name] = [factor / count] * max(1, len(table.feature_names))
+            known[table.name] = [factor / sum(shares)] * len(shares)
     for text in given:
         name, _, numbers = text.partition("=")
         tables = {table.name for table in made_for.tables}
