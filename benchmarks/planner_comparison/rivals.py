@@ -204,7 +204,7 @@ def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
             PAPER_NETS,
             "NeuroShard's loops as published, on nets of its own for the task's "
             "optimizer, taught by our model at the judged batches, rows and widths "
-            "(100,000 sets, 1,000 epochs); three seeds in turn",
+            "(100,000 sets, 1,000 epochs), their seeds in turn",
             LABELLED,
         ),
         (
