@@ -17,12 +17,14 @@ Floating point differs between kinds of CPU and between releases of NumPy, SciPy
 PyTorch and TorchRec. On the CPU and the releases of the stored file all must be equal,
 and numbers agree to 1e-9. Elsewhere the comparison is loose, and says so. Where a plan
 is the same, milliseconds must agree to 1e-4 and lower bounds, which follow the search's
-path, to 5 %. Where a search came to another plan, only its critical path counts, to
+path, to 15 %. Where a search came to another plan, only its critical path counts, to
 1e-3, and the plan is named without being a failure.
 
 With OPENBLAS_CORETYPE=SkylakeX, Nehalem and Prescott on an AMD EPYC (26/2), whose own
 kernels are Haswell's, predictions of equal plans differed by up to 2e-7 and one lower
 bound by 1.8 %; 6 of 59 outcomes were other plans, with critical paths equal to 1e-6.
+On an Intel Xeon (6/167) one lower bound differs by 11 %, and critical paths of other plans
+by up to 8e-4.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from typing import Any
 
 STORED = Path(__file__).with_name("plans.json")
 SLOWER = 1000.0
-SAME, ALMOST_SAME, OTHER_PLAN, OTHER_BOUND = 1e-9, 1e-4, 1e-3, 5e-2
+SAME, ALMOST_SAME, OTHER_PLAN, OTHER_BOUND = 1e-9, 1e-4, 1e-3, 0.15
 """Relative: on the stored machine; elsewhere; there, critical paths of other plans;
 there, lower bounds."""
 RELEASES = ("numpy", "scipy", "torch", "torchrec")

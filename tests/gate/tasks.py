@@ -581,7 +581,7 @@ def plan_files() -> dict[str, Record]:
         loaded = loading.plan(model, get_default_sharders())
     return {
         "planned": record_planned(first, plan),
-        "read": {"plan": record_plan(taken)},
+        "read": {"as planned": record_plan(taken) == record_plan(plan)},
         "loaded": record_planned(loading, loaded),
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -29,6 +30,7 @@ from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.workloads import mlperf_dlrm_v2
 
 UVM = KernelFactors(forward=5.0, backward=7.0)
 DENSE = KernelFactors(forward=1.5, backward=2.0, passes=3.0)
@@ -243,6 +245,47 @@ def test_more_choices_are_no_worse_than_columns_alone() -> None:
 
     columns_ms = best_ms("column_wise")
     assert best_ms("column_wise", "row_wise") <= columns_ms * (1 + 1e-9)
+
+
+def test_hot_tables_are_split_by_rows_though_columns_alone_are_far_from_good() -> None:
+    """Eight large tables fill the ranks, and one of two hot ones has to be split."""
+    kinds, num_ranks, max_rows = ("column_wise", "row_wise"), 8, 400_000
+    tables = [
+        dataclasses.replace(
+            t, num_embeddings=min(t.num_embeddings, max_rows), embedding_dim=64
+        )
+        for t in mlperf_dlrm_v2()
+    ]
+    hot = {i for i, t in enumerate(tables) if t.pooling_factor > 20}
+    assert len(hot) == 2
+
+    def best_ms(*, prescribed: bool) -> float:
+        ways = [
+            (table, kind)
+            for i, table in enumerate(tables)
+            for kind in (kinds if not prescribed else (kinds[i in hot],))
+        ]
+        each = 1 if prescribed else 2
+        firsts = range(0, len(ways), each)
+        part = {"column_wise": 1, "row_wise": num_ranks}
+        task = ShardingTask(
+            tables=tuple(t for t, _ in ways),
+            world_size=num_ranks,
+            batch_size=2_048,
+            groups=tuple(kinds.index(k) for _, k in ways),
+            stages=(0, 1),
+            sharding_types=tuple(k for _, k in ways),
+            min_widths=tuple(32 if k == "column_wise" else 64 for _, k in ways),
+            column_bytes=tuple(t.num_embeddings * 4.0 / part[k] for t, k in ways),
+            memory_bytes=(int(1.26 * max_rows * 256),) * num_ranks,
+            alternatives=() if prescribed else tuple((i, i + 1) for i in firsts),
+        )
+        result = NeuroShardSearcher(SearchConfig(effort=0.1, restarts=2)).search(
+            task, load_cost_model("cpu_epyc_zen5"), AnalyticCommsModel(300.0)
+        )
+        return result.predicted.critical_path_ms
+
+    assert best_ms(prescribed=False) <= best_ms(prescribed=True) * (1 + 1e-9)
 
 
 def test_choices_are_made_table_by_table_at_last() -> None:

@@ -456,7 +456,7 @@ class Choices:
         best: Ints = candidates[order[:most]]
         return best
 
-    def relieving(self, now_N: Ints, most: int) -> Ints:
+    def relieving(self, now_N: Ints, most: int, below_ms: float) -> Ints:
         """Shard the tables in another way that may hold up a rank, costliest first.
 
         What a table takes of one rank balanced ranks do not tell.
@@ -464,6 +464,7 @@ class Choices:
         Args:
             now_N: The way that each table takes.
             most: Choices to return, those that balanced ranks take least for.
+            below_ms: They must take less than this for them.
 
         Returns:
             `C x N` choices that fit: the first few of these tables in one other kind of
@@ -489,8 +490,9 @@ class Choices:
             return now_N[None][:0]
         candidates = np.stack(found)
         candidates = candidates[self._has_room(candidates)]
-        cheapest = np.argsort(self.costs(candidates), kind="stable")
-        first: Ints = candidates[cheapest[:most]]
+        cost_C = self.costs(candidates)
+        cheapest = np.argsort(cost_C, kind="stable")[:most]
+        first: Ints = candidates[cheapest[cost_C[cheapest] < below_ms]]
         return first
 
     def of(self, width_TW: Ints) -> Ints:

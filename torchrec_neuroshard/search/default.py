@@ -62,8 +62,6 @@ MAX_TRIED_CHOICES = 3000
 """Placements of tables with several ways that are all tried."""
 MAX_REPAIRS = 8
 """Times that a choice which does not fit is changed to one that takes less."""
-FAR_CHOICE = 0.5
-"""How much worse than the best choice one may be that is still improved."""
 MAX_RELIEFS, MAX_RELIEVING, RELIEVED_TABLES = 4, 12, 1500
 """Times that tables which hold up ranks are sharded in another way, choices that are
 placed for it, and the tables that these have together."""
@@ -295,16 +293,15 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             if packed is None:
                 raise problem
             found.append((Plan(bank, packed).critical_ms, next(numbers), packed))
-        # The best plan of each choice; the last choice is all that fits.
+        # The best plan of each choice.
         starts = {choices.of(f[2]).tobytes(): f for f in sorted(found)[::-1]}
-        far_ms = min(found)[0] * (1 + FAR_CHOICE)
-        near = [f for f in starts.values() if f[0] <= far_ms]
+        near = list(starts.values())
         for most_steps in (1, MAX_RELIEFS - 1):
+            best_ms = min(found)[0]
             relieved: list[tuple[float, int, Ints]] = []
-            for cost_ms, _, width_TW in near:
-                now_N = choices.of(width_TW)
+            for *_, width_TW in near:
                 better = self._relieve(
-                    bank, choices, now_N, cost_ms, most_steps, deadline
+                    bank, choices, width_TW, best_ms, most_steps, deadline
                 )
                 relieved += [(ms, next(numbers), w) for ms, w in better]
             found += relieved
@@ -315,22 +312,32 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         self,
         bank: ShardBank,
         choices: Choices,
-        now_N: Ints,
-        now_ms: float,
+        width_TW: Ints,
+        best_ms: float,
         most_steps: int,
         deadline: float,
     ) -> list[tuple[float, Ints]]:
         """Shard tables that hold up ranks in another way as long as that pays.
 
+        Args:
+            bank: The task's shards.
+            choices: Their ways.
+            width_TW: The plan to begin with.
+            best_ms: Of the best plan. Choices that even balanced ranks take as long
+                for are not placed.
+            most_steps: How often.
+            deadline: `time.monotonic()` after which no choice is placed.
+
         Returns:
             The best plan of each step, its critical path [ms] and its widths.
         """
         config = dataclasses.replace(self.config, max_rounds=0, caps=QUICK_CAPS)
-        most = min(MAX_RELIEVING, max(1, RELIEVED_TABLES // len(now_N)))
+        most = min(MAX_RELIEVING, max(1, RELIEVED_TABLES // len(choices.ways)))
+        now_ms, now_N = Plan(bank, width_TW).critical_ms, choices.of(width_TW)
         found: list[tuple[float, Ints]] = []
         while len(found) < most_steps:
             step: list[tuple[float, int, Ints, Ints]] = []
-            for chosen in choices.relieving(now_N, most):
+            for chosen in choices.relieving(now_N, most, best_ms):
                 if time.monotonic() > deadline:
                     break
                 with contextlib.suppress(InfeasibleError):
