@@ -23,8 +23,8 @@ path, to 15 %. Where a search came to another plan, only its critical path count
 With OPENBLAS_CORETYPE=SkylakeX, Nehalem and Prescott on an AMD EPYC (26/2), whose own
 kernels are Haswell's, predictions of equal plans differed by up to 2e-7 and one lower
 bound by 1.8 %; 6 of 59 outcomes were other plans, with critical paths equal to 1e-6.
-On an Intel Xeon (6/167) one lower bound differs by 11 %, and critical paths of other plans
-by up to 8e-4.
+On an Intel Xeon (6/167) one lower bound differs by 11 %, and critical paths of other
+plans by up to 8e-4.
 """
 
 from __future__ import annotations
