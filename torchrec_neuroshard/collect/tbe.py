@@ -382,7 +382,7 @@ class FusedTables:
                 "one fused kernel has one optimizer, weight type and weighting, got "
                 f"{sorted(kinds)}"
             )
-        optimizer, data_type, self._weighted = kinds.pop()
+        optimizer, data_type, _ = kinds.pop()
         if data_type not in _PRECISIONS or (
             device.type == "cpu" and optimizer == "adam"
         ):

@@ -30,8 +30,6 @@ class LanePlans:
     rows_LN: Ints
     """Bank rows, padded with -1."""
     rank_LN: Ints
-    placed_L: npt.NDArray[np.bool_]
-    """Whether every shard found a rank with memory for it."""
     cost_L: Floats
     """Critical path [ms]; infinite where not placed or not evaluated."""
     phases_LWP: Floats
@@ -217,7 +215,7 @@ def plan_states(
     cost_L[:] = np.inf
     if len(best):
         cost_L[best], phases[best] = bank.critical_paths(rows_LN[best], rank_LN[best])
-    return LanePlans(rows_LN, rank_LN, placed, cost_L, phases)
+    return LanePlans(rows_LN, rank_LN, cost_L, phases)
 
 
 def _approximate_cost(

@@ -183,7 +183,6 @@ class ShardBank:
         total_GE = np.zeros((task.num_groups, simulator.cost_model.encoding_dim))
         encodings = simulator.encoder.encoding(whole.row_N) * self.block_T[:, None]
         np.add.at(total_GE, self.groups_T, encodings)
-        self.mean_GE: Floats = total_GE / task.world_size
         # The average rank, or the average table where ranks hold less than one.
         num_G = np.bincount(
             self.groups_T, weights=self.block_T, minlength=task.num_groups
