@@ -1,4 +1,4 @@
-"""Two ranks on paper GPUs, beside two on CPUs: losses to the bit, memory, restarts."""
+"""Two ranks on paper GPUs, beside two on CPUs: equal losses, memory, restarts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ from torchrec_neuroshard.training.calibrate_cli import source_folder
 
 ROOT = Path(__file__).parents[2]
 MULTI_GPU = ROOT / "benchmarks" / "torchrun_multi_gpu.py"
+ROUNDING = 1e-6
+"""Relative, of losses. Libraries add in another order where memory begins at another
+place: to the bit on an AMD EPYC, on an Intel Xeon up to 7e-8 apart."""
 
 
 def torchrun(script: Path, *options: str, **environment: str) -> str:
@@ -71,8 +74,9 @@ def test_the_example_trains_as_on_cpus(
     for rank, (found, expected) in enumerate(zip(gpus, cpus, strict=True)):
         assert found["example"]["device"] == f"cuda:{rank}"
         assert expected["example"]["device"] == "cpu"
-        assert found["example"]["losses"] == expected["example"]["losses"]
-        assert len(set(found["example"]["losses"])) > 1
+        losses = found["example"]["losses"]
+        assert losses == pytest.approx(expected["example"]["losses"], rel=ROUNDING)
+        assert len(set(losses)) > 1
 
 
 @pytest.mark.parametrize("plan", ["ours", "theirs", "replanned", "again"])
@@ -80,8 +84,9 @@ def test_plans_train_as_on_cpus(
     gpus: Sequence[dict[str, Any]], cpus: Sequence[dict[str, Any]], plan: str
 ) -> None:
     for found, expected in zip(gpus, cpus, strict=True):
-        assert found["trials"][plan] == expected["trials"][plan]
-        assert len(set(found["trials"][plan])) > 1
+        losses = found["trials"][plan]
+        assert losses == pytest.approx(expected["trials"][plan], rel=ROUNDING)
+        assert len(set(losses)) > 1
 
 
 @pytest.mark.parametrize("lookups", ["lookups last", "lookups first"])
@@ -145,7 +150,8 @@ def test_plan_follows_the_inputs_and_losses_stay(
         watched = found["watched"]
         assert watched["is_on"] and watched["applied"], watched["reason"]
         assert watched["on_first"] == [2, 1] and watched["moved_bytes"] > 0
-        assert watched["losses"] == found["still"]["losses"]
+        expected = pytest.approx(found["still"]["losses"], rel=ROUNDING)
+        assert watched["losses"] == expected
         assert len(set(watched["losses"])) > 1
     assert len(first["watched"]["phases"]) == 5
     assert second["watched"]["phases"] is None
