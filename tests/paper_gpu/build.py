@@ -23,6 +23,7 @@ _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
 _SOURCE = _HERE / "paper_cuda.cpp"
 _FLAGS = ("-std=c++20", "-O1", "-w", "-shared", "-fPIC")
+_LIBRARIES = ("-lc10", "-ltorch_cpu")
 _TORCH_RELEASE = "2.13."
 """The library is written against torch's own headers, which each release changes."""
 
@@ -57,7 +58,9 @@ def build() -> Path:
     import torch
 
     key = hashlib.sha256(_SOURCE.read_bytes())
-    key.update(repr((_FLAGS, torch.__version__, sys.version_info[:2])).encode())
+    key.update(
+        repr((_FLAGS, _LIBRARIES, torch.__version__, sys.version_info[:2])).encode()
+    )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "torchrec_neuroshard" / "paper_gpu"
     library = folder / f"paper_cuda_{key.hexdigest()[:16]}.so"
@@ -74,11 +77,7 @@ def build() -> Path:
                 f"-I{installed / 'include'}",
                 str(_SOURCE),
                 f"-L{installed / 'lib'}",
-                "-lc10",
-                "-ltorch_cpu",
-                "-ltorch",
-                "-Wl,--no-as-needed",
-                f"-Wl,-rpath,{installed / 'lib'}",
+                *_LIBRARIES,
                 "-o",
                 str(built),
             ],

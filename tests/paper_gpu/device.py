@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,8 +42,21 @@ def _quiet() -> Iterator[None]:
         os.close(nothing)
 
 
-with _quiet():
+def _load() -> None:
+    """Load the library, and before it those of this interpreter's torch that it needs.
+
+    It names no folder of theirs: it is kept for longer than the environment whose torch
+    it was linked with.
+    """
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None, "there is no torch"
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(Path(found.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(os.environ["PAPER_CUDA_LIBRARY"])
+
+
+with _quiet():
+    _load()
 
 import torch  # noqa: E402
 
