@@ -92,6 +92,7 @@ def test_a_run_goes_on_where_it_stopped(
     monkeypatch.setattr(bench_types, "make_tasks", lambda path: [make_task()])
     out = tmp_path / "types"
     command = ["--out", str(out), "--rival-seconds", str(SECONDS), "--resume"]
+    command += ["--longer", "1"]
     assert bench_types.main(command) == 0
     first = json.loads(out.with_suffix(".json").read_text())
     assert [r["name"] for r in first["rows"]] == ["tiny"]
@@ -99,7 +100,13 @@ def test_a_run_goes_on_where_it_stopped(
         first["settings"]
     )
     assert list(first["rows"][0]["limits"]) == list(make_task().limits)
-    assert "| tiny | columns |" in out.with_suffix(".md").read_text()
+    text = out.with_suffix(".md").read_text()
+    assert "| tiny | columns |" in text
+    found = first["rows"][0]["limits"][bench_types.FREE]
+    (longer,) = found["longer"]
+    assert longer["ms"] <= found["ms"]
+    share = f"{1 - longer['ms'] / found['ms']:.1%}".replace("%", " %")
+    assert f"{longer['ms']:.4g} | {share} |" in text.split("## Longer searches")[1]
     capsys.readouterr()
     assert bench_types.main(command) == 0
     assert capsys.readouterr().out == ""

@@ -33,7 +33,7 @@ from torchrec_neuroshard.collect.compute import (
 )
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.timing import SetTimer
+from torchrec_neuroshard.collect.timing import CPU_PASSES, SetTimer
 from torchrec_neuroshard.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.errors import (
     ConfigError,
@@ -299,6 +299,8 @@ def test_bad_configs_are_refused(tmp_path: Path) -> None:
             dataclasses.replace(good, **{name: 0})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="time limit must be above 0 s, got 0"):
         dataclasses.replace(good, time_limit_seconds=0)
+    with pytest.raises(ConfigError, match="set must be at least 0, got -1"):
+        dataclasses.replace(good, set_seconds=-1)
 
 
 # Limits, and a GPU that gets hot, with stand-ins for its driver
@@ -454,6 +456,13 @@ def test_no_set_is_begun_after_the_time_limit(
     _, records = read_records([path])
     assert [r.index for r in records] == list(range(len(records)))
     assert len(records) < 100
+
+
+def test_a_set_is_repeated_for_the_seconds_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    assert collect(path, 3, "--set-seconds", "0") == 0
+    _, records = read_records([path])
+    assert [len(r.ref_raw_ms) for r in records] == [CPU_PASSES.min_passes] * 3
 
 
 def options(*arguments: str) -> SamplingConfig:

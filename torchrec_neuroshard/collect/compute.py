@@ -105,6 +105,9 @@ class CollectConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     time_limit_seconds: float | None = None
     """Measure no further set after this time; None measures them all."""
+    set_seconds: float | None = None
+    """A set is repeated for so long, or as often as it must be (`PassCounts`); None
+    takes the device's. Less gives more sets in a time, each of less precision."""
     min_split: int = 0
     """Steady sets of held-out tables, and as many of others, that the run is to end
     with: they are measured first, and beyond `num_sets` until there are enough."""
@@ -118,6 +121,10 @@ class CollectConfig:
         if self.time_limit_seconds is not None and not self.time_limit_seconds > 0:
             raise ConfigError(
                 f"the time limit must be above 0 s, got {self.time_limit_seconds}"
+            )
+        if self.set_seconds is not None and not self.set_seconds >= 0:
+            raise ConfigError(
+                f"the seconds of a set must be at least 0, got {self.set_seconds}"
             )
 
 
@@ -201,6 +208,7 @@ def _collect(
         device,
         config.sampling.max_weight_bytes,
         reference_ms=known.reference_ms if known else None,
+        budget_seconds=config.set_seconds,
     )
     header = known or dataclasses.replace(header, reference_ms=timer.reference_ms)
     meter = _SetMeter(config, base_tables, timer, _monitor(device, console))
@@ -552,6 +560,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time-limit", type=float, help="measure no further set after so many seconds"
+    )
+    parser.add_argument(
+        "--set-seconds",
+        type=float,
+        help="repeat a set for so long (0.6 on a CPU): less gives more sets, each of "
+        "less precision",
     )
     ranges = parser.add_argument_group(
         "what is drawn", "Defaults are the device's: a GPU gets larger sets."
