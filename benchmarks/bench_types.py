@@ -17,8 +17,9 @@ and all limits of time count them, so that other work on the machine ends no sea
 Where a gap is not called proven the bound is an estimate.
 
 `--longer 3` plans with the first choices 3 times more, each with another seed and ten
-times the effort. The best of these plans splits a gap in two: so much is the plan's, at
-least; of the rest nobody knows whether it is the plan's or the bound's.
+times the steps, restarts and seconds. The best of these plans splits a gap in two: so
+much is the plan's, at least; of the rest nobody knows whether it is the plan's or the
+bound's.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ GIB = 2**30
 NODE = 8
 RESERVED = 0.1
 """Share of the memory that no planner may fill."""
-LONG_EFFORT, LONG_SECONDS = 10.0, 200.0
-"""Of a longer search, and its CPU seconds at most; 1 and 20 unless told."""
+LONGER = 10
+"""Times as many steps, restarts without a gain and CPU seconds as a search has."""
 TOLERANCE = 1e-3
 """A plan that is worse by no more than this share counts as equal."""
 CARD = "h100"
@@ -264,9 +265,13 @@ def judge(task: Task, limit: str, rival_seconds: float) -> dict[str, Any]:
 
 
 def search_longer(task: Task, limit: str, seed: int) -> dict[str, Any]:
-    """Plan with these choices and ten times the effort."""
+    """Plan with these choices for ten times as long at most."""
+    usual = SearchConfig()
     search = SearchConfig(
-        effort=LONG_EFFORT, time_budget_seconds=LONG_SECONDS, seed=seed
+        effort=LONGER * usual.effort,
+        restarts=LONGER * usual.restarts,
+        time_budget_seconds=LONGER * usual.time_budget_seconds,
+        seed=seed,
     )
     planner = _planner(task, limit, search=search)
     start = time.process_time()
@@ -350,7 +355,7 @@ def gap_of(entry: dict[str, Any]) -> str:
 
 
 def longer_searches(rows: list[dict[str, Any]]) -> list[str]:
-    """What searches of ten times the effort found, a line of a table each."""
+    """What searches of ten times the steps found, a line of a table each."""
     lines = [
         "| task | ours ms | gap | longer searches ms | below ours | gap of that |",
         "|---" * 6 + "|",
