@@ -21,6 +21,8 @@ from torchrec_neuroshard.cost_models.bundle import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.record_store import read_comms_records, read_records
+from torchrec_neuroshard.records import steady_records
+from torchrec_neuroshard.training.calibration import split_records
 from torchrec_neuroshard.training.compute import (
     Evaluation,
     SetData,
@@ -31,20 +33,18 @@ from torchrec_neuroshard.training.compute import (
 )
 
 BUNDLE = loading.PRETRAINED / "cpu"
-DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.parquet"
 
 
 @pytest.fixture(scope="module")
 def sets() -> tuple[SetData, SetData]:
-    _, records = read_records([DATA])
-    training = {r.index for r in records if not r.held_out}
-    held_out = [r for r in records if r.held_out and r.repeat_of is None]
-    names = {t.name for r in records if r.index in training for t in r.tables}
+    training, held_out = split_records(steady_records(read_records([DATA])[1]))
+    names = {t.name for r in training for t in r.tables}
     bases = {name.rsplit("#", 1)[0] for name in names}
     assert not any(
         t.name.rsplit("#", 1)[0] in bases for r in held_out for t in r.tables
     ), "a held-out set has a table that was trained on"
-    return build_sets([r for r in records if not r.held_out]), build_sets(held_out)
+    return build_sets(training), build_sets(held_out)
 
 
 @pytest.fixture(scope="module")
