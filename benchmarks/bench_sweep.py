@@ -90,7 +90,7 @@ def page(settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         f"{settings['tables']} tables; cards {settings['cards']}; ranks "
         f"{settings['ranks']}; 4,096 samples per rank; {settings['seconds']:g} s per "
         f"search, {settings['jobs']} processes. CPU: of all processes, imports "
-        "included. Gap: how far cells' plans are above their lower bounds at most.",
+        "included. Gap: how far cells' plans are above their bounds at most.",
         "",
         f"{settings['hardware']['device']}, {os.cpu_count()} cores that other work "
         f"shares; {settings['date']}, commit {settings['commit']}. Command: "

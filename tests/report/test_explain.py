@@ -128,6 +128,22 @@ def test_a_table_stays_off_ranks_without_memory(
             assert "needs 250.00 KiB, more than any rank has free" in split.reason(1.0)
 
 
+def test_figures_of_huge_tables_stand_apart_from_their_neighbours() -> None:
+    simulator = make_simulator(staged_task())
+    report = explain(searched(simulator), simulator)
+    first = dataclasses.replace(
+        report.ranks[0],
+        num_shards=12_345_678,
+        columns=123_456_789,
+        used_bytes=2**54,
+        memory_bytes=2**55,
+    )
+    huge = dataclasses.replace(report, ranks=(first, *report.ranks[1:]))
+    line = next(li for li in str(huge).splitlines() if "123,456,789" in li)
+    figures = ["0", "12345678", "123,456,789", "16777216.00", "33554432.00"]
+    assert line.split()[:5] == figures
+
+
 def test_text_and_json_hold_the_figures() -> None:
     simulator = make_simulator(staged_task())
     result = dataclasses.replace(searched(simulator), warnings=("one thing",))

@@ -183,7 +183,7 @@ def _table_lines(tables: Sequence[TableReport]) -> Iterator[str]:
         size = f"{table.num_embeddings:,} x {table.embedding_dim}"
         host = f"; {table.host}" if table.host is not None else ""
         yield (
-            f"{cost:>12}{table.used_bytes / _GIB:>9.2f}  "
+            f"{cost:>12} {table.used_bytes / _GIB:>8.2f}  "
             f"{table.table} ({size}): {table.place}{host}"
         )
     if len(tables) > MAX_TABLES:
@@ -203,16 +203,16 @@ def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
     )
     for rank in shown_ranks(ranks):
         cells = [
-            f"{getattr(rank.costs, p):>12.3f}"
+            f" {getattr(rank.costs, p):>11.3f}"
             + ("*" if 0 < worst[p] == getattr(rank.costs, p) else " ")
             for p in PHASES
         ]
-        memory = f"{rank.used_bytes / _GIB:>9.2f}"
+        memory = f" {rank.used_bytes / _GIB:>8.2f}"
         if limited:
             free = rank.memory_bytes
-            memory += f"{'' if free is None else f'{free / _GIB:.2f}':>9}"
+            memory += f" {'' if free is None else f'{free / _GIB:.2f}':>8}"
         yield (
-            f"{rank.rank:>5}{rank.num_shards:>8}{rank.columns:>9,}{memory}"
+            f"{rank.rank:>5} {rank.num_shards:>7} {rank.columns:>8,}{memory}"
             + "".join(cells)
         ).rstrip()
     if len(ranks) > MAX_RANKS:

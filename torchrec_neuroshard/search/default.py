@@ -299,9 +299,9 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         for most_steps in (1, MAX_RELIEFS - 1):
             best_ms = min(found)[0]
             relieved: list[tuple[float, int, Ints]] = []
-            for *_, width_TW in near:
+            for start_ms, _, width_TW in near:
                 better = self._relieve(
-                    bank, choices, width_TW, best_ms, most_steps, deadline
+                    bank, choices, width_TW, start_ms, best_ms, most_steps, deadline
                 )
                 relieved += [(ms, next(numbers), w) for ms, w in better]
             found += relieved
@@ -313,6 +313,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         bank: ShardBank,
         choices: Choices,
         width_TW: Ints,
+        now_ms: float,
         best_ms: float,
         most_steps: int,
         deadline: float,
@@ -323,6 +324,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             bank: The task's shards.
             choices: Their ways.
             width_TW: The plan to begin with.
+            now_ms: Its critical path.
             best_ms: Of the best plan. Choices that even balanced ranks take as long
                 for are not placed.
             most_steps: How often.
@@ -333,7 +335,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         """
         config = dataclasses.replace(self.config, max_rounds=0, caps=QUICK_CAPS)
         most = min(MAX_RELIEVING, max(1, RELIEVED_TABLES // len(choices.ways)))
-        now_ms, now_N = Plan(bank, width_TW).critical_ms, choices.of(width_TW)
+        now_N = choices.of(width_TW)
         found: list[tuple[float, Ints]] = []
         while len(found) < most_steps:
             step: list[tuple[float, int, Ints, Ints]] = []
