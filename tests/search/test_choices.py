@@ -288,8 +288,8 @@ def test_hot_tables_are_split_by_rows_though_columns_alone_are_far_from_good() -
     assert best_ms(prescribed=False) <= best_ms(prescribed=True) * (1 + 1e-9)
 
 
-def test_choices_are_made_table_by_table_at_last() -> None:
-    """No other way of one table would be cheaper, though tables switch many at once."""
+def choices_of_many_types() -> Choices:
+    """Twelve tables, some of them hot, on two nodes."""
     kinds = ("column_wise", "row_wise", "table_row_wise")
     rng, count = np.random.default_rng(5), 12
     tables = [
@@ -312,12 +312,30 @@ def test_choices_are_made_table_by_table_at_last() -> None:
         alternatives=tuple(tuple(range(i, i + 3)) for i in range(0, 3 * count, 3)),
     )
     simulator = Simulator(task, load_cost_model("cpu"), AnalyticCommsModel(3.0))
-    choices = Choices(ShardBank(simulator))
+    return Choices(ShardBank(simulator))
+
+
+def test_choices_are_made_table_by_table_at_last() -> None:
+    """No other way of one table would be cheaper, though tables switch many at once."""
+    choices = choices_of_many_types()
     [(found_ms, found), *_] = choices.path(choices.first(), math.inf)
     for number, ways in enumerate(choices.ways):
         others = np.repeat(found[None], len(ways), axis=0)
         others[:, number] = ways
         assert choices.costs(others).min() >= found_ms * (1 - MIN_SINGLE_GAIN)
+
+
+def test_of_few_choices_that_relieve_one_shards_all_hot_tables_anew() -> None:
+    choices = choices_of_many_types()
+    first = choices.first()
+    every = choices.relieving(first, 10**6, math.inf)
+    few = choices.relieving(first, 2, math.inf)
+    assert len(few) == 2
+    assert choices.costs(few)[0] == choices.costs(every).min()
+    num_changed = (every != first).sum(axis=1)
+    assert (few[1] != first).sum() == num_changed.max()
+    all_hot = every[num_changed == num_changed.max()]
+    assert choices.costs(few)[1] == choices.costs(all_hot).min()
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])

@@ -463,37 +463,47 @@ class Choices:
 
         Args:
             now_N: The way that each table takes.
-            most: Choices to return, those that balanced ranks take least for.
+            most: Choices to return: the one that balanced ranks take least for, of
+                those that shard all these tables in another way the same, and then
+                others by what balanced ranks take.
             below_ms: They must take less than this for them.
 
         Returns:
-            `C x N` choices that fit: the first few of these tables in one other kind of
-            way.
+            `C x N` choices that fit: the first few of these tables, or all, in one
+            other kind of way.
         """
         each_N = self.own_ms_T[now_N] / self.bank.block_T[now_N]
         hot_ms = HOT_SHARE * self.own_ms_T[now_N].sum() / self.bank.task.world_size
         order = np.argsort(-each_N, kind="stable")
         hot = order[each_N[order] > hot_ms].tolist()
-        found = []
+        found, is_last = [], []
         for kind in np.unique(self.kind_T).tolist() if hot else ():
-            chosen, changed = now_N.copy(), 0
-            counts = _counts(len(hot))
-            for number in hot:
-                ways = [w for w in self.ways[number] if self.kind_T[w] == kind]
-                ways = [w for w in ways if self.fits_T[w] and w != now_N[number]]
-                if ways:
-                    chosen[number] = min(ways, key=lambda w: float(self.own_ms_T[w]))
-                    changed += 1
-                    if changed in counts:
-                        found.append(chosen.copy())
+            chosen, counts = now_N.copy(), _counts(len(hot))
+            others = {n: self._fitting(n, kind, but=now_N[n]) for n in hot}
+            able = [n for n in hot if others[n]]
+            for changed, number in enumerate(able, 1):
+                ways = others[number]
+                chosen[number] = min(ways, key=lambda w: float(self.own_ms_T[w]))
+                if changed in counts or changed == len(able):
+                    found.append(chosen.copy())
+                    is_last.append(changed == len(able))
         if not found:
             return now_N[None][:0]
         candidates = np.stack(found)
-        candidates = candidates[self._has_room(candidates)]
+        fits = self._has_room(candidates)
+        candidates, last_C = candidates[fits], np.array(is_last)[fits]
         cost_C = self.costs(candidates)
-        cheapest = np.argsort(cost_C, kind="stable")[:most]
-        first: Ints = candidates[cheapest[cost_C[cheapest] < below_ms]]
+        order = np.argsort(cost_C, kind="stable")
+        all_hot = order[last_C[order]][:1]
+        order = np.array(list(dict.fromkeys([*order[:1], *all_hot, *order])), dtype=int)
+        order = order[cost_C[order] < below_ms][:most]
+        first: Ints = candidates[order]
         return first
+
+    def _fitting(self, number: int, kind: int, but: int) -> list[int]:
+        """Ways of a kind that a table fits in, without one."""
+        able = (w for w in self.ways[number] if self.kind_T[w] == kind)
+        return [w for w in able if self.fits_T[w] and w != but]
 
     def of(self, width_TW: Ints) -> Ints:
         """Return the way that each table takes in a placement."""

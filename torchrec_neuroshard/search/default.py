@@ -334,7 +334,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             The best plan of each step, its critical path [ms] and its widths.
         """
         config = dataclasses.replace(self.config, max_rounds=0, caps=QUICK_CAPS)
-        most = min(MAX_RELIEVING, max(1, RELIEVED_TABLES // len(choices.ways)))
+        most = min(MAX_RELIEVING, max(2, RELIEVED_TABLES // len(choices.ways)))
         now_N = choices.of(width_TW)
         found: list[tuple[float, Ints]] = []
         while len(found) < most_steps:
