@@ -226,7 +226,7 @@ class Bench:
             for i, t in enumerate(tables)
         )
         access = [
-            AccessDistribution.from_profile(t.profile_at(batch_size), t.num_embeddings)
+            AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
             for t in own
         ]
         found = self._timer.measure(own, access, batch_size, seed)

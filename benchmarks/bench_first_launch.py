@@ -140,7 +140,7 @@ def request_of(world_size: int) -> LaunchRequest:
 def measured(timer: SetTimer, shards: Any, seed: int, batch_size: int) -> list[float]:
     """Forward and backward [ms], and how much the passes disagree."""
     access = [
-        AccessDistribution.from_profile(t.profile_at(batch_size), t.num_embeddings)
+        AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
         for t in shards
     ]
     shards = [

@@ -10,6 +10,7 @@ from torchrec_neuroshard.access import (
     draw_lengths,
 )
 from torchrec_neuroshard.profiles import count_histogram, zipf_profile
+from torchrec_neuroshard.tables import TableConfig, row_shard
 
 
 @pytest.mark.parametrize(
@@ -58,11 +59,50 @@ def test_profile_gives_its_distribution_back() -> None:
     )
 
 
+@pytest.mark.parametrize("rows", [300, 5_000, 50_000, 10**9])
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.2])
+def test_batches_have_as_many_distinct_ids_as_their_profile(
+    rows: int, exponent: float
+) -> None:
+    profile = zipf_profile(
+        batch_size=2_048, pooling_factor=4, num_embeddings=rows, exponent=exponent
+    )
+    count = round(profile.num_lookups)
+    found = AccessDistribution.of_batch(profile, rows)
+    assert sum(found.num_ids) <= rows * (1 + 1e-9)
+    batches = [
+        draw_ids(np.random.default_rng(seed), found, rows, count) for seed in (1, 2)
+    ]
+    distinct = [len(np.unique(ids)) for ids in batches]
+    assert np.mean(distinct) == pytest.approx(profile.num_distinct, rel=0.04)
+    # A batch of others: of a large table, most of them are met for the first time.
+    if rows == 10**9:
+        both = len(np.unique(np.concatenate(batches)))
+        wider = profile.at_batch_size(2 * profile.batch_size, rows)
+        assert both == pytest.approx(wider.num_distinct, rel=0.1)
+
+
+def test_a_row_shards_batches_have_its_distinct_ids() -> None:
+    rows, batch_size = 400_000, 4_096
+    table = TableConfig(
+        name="t",
+        num_embeddings=rows,
+        embedding_dim=16,
+        pooling_factor=10.0,
+        profile=zipf_profile(batch_size=65_536, pooling_factor=10, num_embeddings=rows),
+    )
+    shard = row_shard(table, rows // 8, batch_size)
+    profile = shard.profile_at(batch_size)
+    found = AccessDistribution.of_batch(profile, shard.num_embeddings)
+    expected = sum(found.histogram(profile.num_lookups))
+    assert expected == pytest.approx(profile.num_distinct, rel=0.01)
+
+
 def test_profile_of_nothing_is_uniform() -> None:
     empty = zipf_profile(batch_size=4, pooling_factor=0, num_embeddings=10)
-    assert AccessDistribution.from_profile(empty, 10) == AccessDistribution(
-        (10.0,), (1.0,)
-    )
+    uniform = AccessDistribution((10.0,), (1.0,))
+    assert AccessDistribution.from_profile(empty, 10) == uniform
+    assert AccessDistribution.of_batch(empty, 10) == uniform
 
 
 def test_profile_of_more_ids_than_rows_is_cut() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import lambertw
 
 from torchrec_neuroshard.profiles import (
     FeatureProfile,
@@ -18,6 +19,11 @@ from torchrec_neuroshard.profiles import (
 )
 
 __all__ = ["AccessDistribution", "coprime_step", "draw_ids", "draw_lengths"]
+
+_LEAST_RATE = 0.05
+"""Lookups of an id a batch below which as many ids as there are rows may have it."""
+_FITS = 8
+"""Times that lookups are moved to rare ids until as many distinct ones are expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class AccessDistribution:
         """Ids that are looked up as often as the profile's histogram counts.
 
         Ids that the profile has not met are never drawn: for a batch about as large as
-        the profile's, extrapolate the profile first (`FeatureProfile.at_batch_size`).
+        the profile's take `of_batch`.
         """
         ids = np.asarray(profile.access_histogram, dtype=np.float64)
         if not ids.any():
@@ -51,6 +57,46 @@ class AccessDistribution:
         mass = ids * profile.bin_mean_counts()
         used = np.flatnonzero(ids)[::-1]
         return cls(tuple(ids[used]), tuple(mass[used] / mass.sum()))
+
+    @classmethod
+    def of_batch(
+        cls, profile: FeatureProfile, num_embeddings: int
+    ) -> AccessDistribution:
+        """Ids of which batches like the profile's are made, each of them of others.
+
+        A batch of as many lookups is expected to have as many distinct ids as the
+        profile, as far as the table has rows: counts are held to be Poisson's, of which
+        only those above 0 were seen (their rate by Lambert's W function). What was seen
+        about once stands for all rows that are left.
+
+        Args:
+            profile: Of the batch size that batches will have.
+            num_embeddings: Rows of the table.
+        """
+        ids = np.asarray(profile.access_histogram, dtype=np.float64)
+        if not ids.any():
+            return cls((float(num_embeddings),), (1.0,))
+        used = np.flatnonzero(ids)[::-1]
+        ids = ids[used] * min(1.0, num_embeddings / ids.sum())
+        count = profile.bin_mean_counts()[used]
+        above = np.maximum(count, 1 + 1e-9)  # at 1, where it is 0, W knows none
+        rate = above + lambertw(-above * np.exp(-above)).real
+        more = np.where(
+            rate > _LEAST_RATE, ids * (count / np.maximum(rate, _LEAST_RATE) - 1), 0.0
+        )
+        room = max(0.0, num_embeddings - float(ids.sum()))
+        more *= min(1.0, room / max(more.sum(), 1e-9))
+        rare = rate <= _LEAST_RATE
+        if rare.any():
+            more[rare] = (room - more.sum()) * ids[rare] / ids[rare].sum()
+        num_ids, mass = ids + more, ids * count
+        for _ in range(_FITS if rare.any() else 0):
+            # Few rows are left: some of what was seen once now comes twice.
+            met = num_ids * -np.expm1(-mass / num_ids)
+            lacks = min(ids.sum() - met.sum(), mass[~rare].sum() / 2)
+            mass[rare] += lacks * mass[rare] / mass[rare].sum()
+            mass[~rare] *= 1 - lacks / max(mass[~rare].sum(), 1e-9)
+        return cls(tuple(num_ids.tolist()), tuple((mass / mass.sum()).tolist()))
 
     def histogram(self, num_lookups: float) -> tuple[float, ...]:
         """Return the expected access histogram of that many draws."""

@@ -154,9 +154,8 @@ class KernelTimer:
 
     def _time_set(self, kernel: KernelSet, number: int) -> Measurement:
         access = [
-            AccessDistribution.from_profile(
-                shard.profile or shard.profile_at(kernel.batch_size),
-                shard.num_embeddings,
+            AccessDistribution.of_batch(
+                shard.profile_at(kernel.batch_size), shard.num_embeddings
             )
             for shard in kernel.shards
         ]

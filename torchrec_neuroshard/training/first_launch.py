@@ -397,7 +397,7 @@ def _with_rows(
 ) -> TableConfig:
     profile = shard.profile_at(batch_size)
     if rows < shard.num_embeddings:
-        access = AccessDistribution.from_profile(profile, rows)
+        access = AccessDistribution.of_batch(profile, rows)
         histogram = access.histogram(profile.num_lookups)
         profile = dataclasses.replace(profile, access_histogram=histogram)
     name = f"{shard.name}#{place}"
@@ -625,9 +625,7 @@ def measure_set(
     else:
         tables = draw_launch_set(request, index, max_bytes)
     access = [
-        AccessDistribution.from_profile(
-            t.profile_at(request.batch_size), t.num_embeddings
-        )
+        AccessDistribution.of_batch(t.profile_at(request.batch_size), t.num_embeddings)
         for t in tables
     ]
     try:
