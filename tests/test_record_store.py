@@ -17,7 +17,7 @@ from torchrec_neuroshard.record_store import (
     read_header,
     read_records,
 )
-from torchrec_neuroshard.records import CostRecord, RunHeader
+from torchrec_neuroshard.records import CostRecord, RunHeader, repeatability
 from torchrec_neuroshard.tables import TableConfig
 
 HEADER = make_header(
@@ -180,6 +180,17 @@ def test_files_of_two_machines_are_not_read_together(tmp_path: Path) -> None:
     write(tmp_path / "d.parquet", 2, header=checked)
     with pytest.raises(RecordMismatchError, match="bounds_check: 'none' against 'war"):
         read_records([tmp_path / "a.parquet", tmp_path / "d.parquet"])
+
+
+def test_repeats_are_of_sets_of_their_own_file(tmp_path: Path) -> None:
+    twice_as_long = make_record(record(0).tables, 2.2, 4.4, index=0)
+    again = make_record(record(0).tables, 2.2, 4.4, index=1, repeat_of=0)
+    write(tmp_path / "a.parquet", 0)
+    write_records(tmp_path / "b.parquet", HEADER, (twice_as_long, again))
+    _, found = read_records([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    assert [r.index for r in found] == [0, 1, 2]
+    assert [r.repeat_of for r in found] == [None, None, 1]
+    assert repeatability(found) == [0.0]
 
 
 def test_missing_file_names_the_command(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ file, written beside the old one and moved over it. Reading takes both together.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import json
@@ -264,14 +265,27 @@ def read_records(
     """Read files of compute records, runs under way included.
 
     Returns:
-        The headers, one per file, and all records.
+        The headers, one per file, and all records: those of a later file are numbered
+        on, so that each repeat is of a set of its own file.
 
     Raises:
         RecordError: A file is missing, empty or not a record file.
         RecordMismatchError: The files are of different hardware or libraries.
     """
     files = _read_files(paths, _COMPUTE)
-    return [header for header, _ in files], [r for _, rs in files for r in rs]
+    records: list[CostRecord] = []
+    for _, in_file in files:
+        start = 1 + max((r.index for r in records), default=-1)
+        for record in in_file:
+            source = record.repeat_of
+            if start:
+                record = dataclasses.replace(
+                    record,
+                    index=start + record.index,
+                    repeat_of=None if source is None else start + source,
+                )
+            records.append(record)
+    return [header for header, _ in files], records
 
 
 def read_comms_records(
