@@ -34,7 +34,6 @@ from harness.options import option, read_options
 from harness.provenance import describe_run, kept_rows, now
 from planner_comparison.paired import bootstrap, geometric_mean
 from planner_comparison.tasks import Task, TaskSettings, make_tasks
-from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.cost_models import BandwidthCommsModel
 from torchrec_neuroshard.placement import Placement, ShardingTask
@@ -225,11 +224,7 @@ class Bench:
             dataclasses.replace(t, name=str(i), profile=t.profile_at(batch_size))
             for i, t in enumerate(tables)
         )
-        access = [
-            AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
-            for t in own
-        ]
-        found = self._timer.measure(own, access, batch_size, seed)
+        found = self._timer.measure(own, None, batch_size, seed)
         return CostRecord(
             index=index,
             held_out=False,

@@ -35,7 +35,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from harness.provenance import commit, now
-from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.cost_models import cache, load_bundle
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
@@ -139,17 +138,13 @@ def request_of(world_size: int) -> LaunchRequest:
 
 def measured(timer: SetTimer, shards: Any, seed: int, batch_size: int) -> list[float]:
     """Forward and backward [ms], and how much the passes disagree."""
-    access = [
-        AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
-        for t in shards
-    ]
     shards = [
         TableConfig.from_json(
             {**t.to_json(), "profile": t.profile_at(batch_size).to_json()}
         )
         for t in shards
     ]
-    one = timer.measure(shards, access, batch_size, (seed,))
+    one = timer.measure(shards, None, batch_size, (seed,))
     totals = np.add(one.fwd_raw_ms, one.bwd_raw_ms) / one.ref_raw_ms
     spread = np.median(np.abs(totals / np.median(totals) - 1))
     return [one.fwd_ms, one.bwd_ms, float(spread)]

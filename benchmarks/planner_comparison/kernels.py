@@ -22,7 +22,6 @@ from planner_comparison.plans import (
     Times,
     with_profiles,
 )
-from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.tbe import column_permutation
 from torchrec_neuroshard.collect.timing import Measurement, SetTimer
 
@@ -153,15 +152,8 @@ class KernelTimer:
         return [Pass(number, *times) for times in zip(*raw, strict=True)]
 
     def _time_set(self, kernel: KernelSet, number: int) -> Measurement:
-        access = [
-            AccessDistribution.of_batch(
-                shard.profile_at(kernel.batch_size), shard.num_embeddings
-            )
-            for shard in kernel.shards
-        ]
-        seed = (_SEED, number)
         return self._timer.measure(
-            with_profiles(kernel), access, kernel.batch_size, seed
+            with_profiles(kernel), None, kernel.batch_size, (_SEED, number)
         )
 
     def _time_order(self, kernel: ColumnOrder) -> Measurement:

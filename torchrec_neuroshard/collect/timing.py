@@ -362,7 +362,7 @@ class SetTimer:
     def measure(
         self,
         tables: Sequence[TableConfig],
-        access: Sequence[AccessDistribution],
+        access: Sequence[AccessDistribution] | None,
         batch_size: int,
         seed: Sequence[int],
     ) -> Measurement:
@@ -370,10 +370,15 @@ class SetTimer:
 
         Args:
             tables: Shards of one rank, each with a profile at `batch_size`.
-            access: How the ids of each are drawn.
+            access: How the ids of each are drawn; None: as in batches like its own.
             batch_size: Samples of a pass.
             seed: Makes the inputs.
         """
+        if access is None:
+            access = [
+                AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
+                for t in tables
+            ]
         passes = _Passes(
             tables,
             access,

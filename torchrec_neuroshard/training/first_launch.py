@@ -624,13 +624,9 @@ def measure_set(
         tables = _fitted(tables, request.batch_size, max_bytes)
     else:
         tables = draw_launch_set(request, index, max_bytes)
-    access = [
-        AccessDistribution.of_batch(t.profile_at(request.batch_size), t.num_embeddings)
-        for t in tables
-    ]
     try:
         measured = timer.measure(
-            tables, access, request.batch_size, (request.seed, index, attempt)
+            tables, None, request.batch_size, (request.seed, index, attempt)
         )
     except torch.OutOfMemoryError:
         free_cached_memory(device)
