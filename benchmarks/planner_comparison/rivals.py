@@ -129,7 +129,7 @@ def make_rivals(
     """
     rivals = [
         *_ours(),
-        *_calibrated(trained / CALIBRATED, hardware),
+        *_calibrated(trained, hardware),
         *_learned(trained, hardware, max_rows),
         *_greedies(),
         *_solvers(solver_seconds),
@@ -178,17 +178,16 @@ def _estimate(device: str) -> PhysicalCostModel:
     return physical_estimate(device)
 
 
-def _calibrated(folder: Path, hardware: str) -> Iterator[Rival]:
+def _calibrated(trained: Path, hardware: str) -> Iterator[Rival]:
     """Yield what a user gets of another machine's bundle and few measured sets."""
-    if not folder.is_dir():
-        return
-    model = load_cost_model(folder, device_type="cpu")
-    if model.hardware == hardware:
+    folders = sorted(trained.glob(f"{CALIBRATED}*"))
+    models = [load_cost_model(f, device_type="cpu") for f in folders]
+    for model in [m for m in models if m.hardware == hardware]:
         yield Rival(
             name="default, 100 sets",
             about="this planner on another CPU's bundle, calibrated here on 100 sets",
-            make=lambda task, costs, device: _neuroshard(
-                task, dataclasses.replace(costs, compute=model), device
+            make=lambda task, costs, device, own=model: _neuroshard(
+                task, dataclasses.replace(costs, compute=own), device
             ),
         )
 
