@@ -370,7 +370,7 @@ class SetTimer:
 
         Args:
             tables: Shards of one rank, each with a profile at `batch_size`.
-            access: How the ids of each are drawn; None: as in batches like its own.
+            access: How the ids of each are drawn; None: as its profile tells.
             batch_size: Samples of a pass.
             seed: Makes the inputs.
         """
