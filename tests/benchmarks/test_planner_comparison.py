@@ -554,7 +554,9 @@ def test_a_task_that_was_begun_is_planned_once(
 
     monkeypatch.setattr(planning, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(planning, "_plan", plan)
-    settings = planning.PlanningSettings(names=("random", "greedy-dim"))
+    settings = planning.PlanningSettings(
+        names=("random", "greedy-dim"), cost_model="cpu"
+    )
     planners = planning.Planners(settings, 1)
     clusters = ("8 x H100", "8 x A100")
     for cluster in clusters:
