@@ -355,7 +355,7 @@ def test_the_planner_takes_no_part_that_ignores_them() -> None:
             2, partitioner=GreedyPerfPartitioner(), placement_constraints=pinned
         )
     topology = Topology(2, "cpu")
-    deaf = NeuroShardPartitioner(topology)
+    deaf = NeuroShardPartitioner(topology, cost_model="cpu")
     with pytest.raises(ConfigError, match="NeuroShardPartitioner given has other"):
         make_planner(topology=topology, partitioner=deaf, placement_constraints=pinned)
 

@@ -331,11 +331,11 @@ def test_of_few_choices_that_relieve_one_shards_all_hot_tables_anew() -> None:
     every = choices.relieving(first, 10**6, math.inf)
     few = choices.relieving(first, 2, math.inf)
     assert len(few) == 2
-    assert choices.costs(few)[0] == choices.costs(every).min()
+    assert choices.costs(few)[0] == pytest.approx(choices.costs(every).min())
     num_changed = (every != first).sum(axis=1)
     assert (few[1] != first).sum() == num_changed.max()
     all_hot = every[num_changed == num_changed.max()]
-    assert choices.costs(few)[1] == choices.costs(all_hot).min()
+    assert choices.costs(few)[1] == pytest.approx(choices.costs(all_hot).min())
 
 
 @pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])
