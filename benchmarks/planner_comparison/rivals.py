@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,11 @@ from planner_comparison.paired import (
     PAPER,
     PAPER_MEASURED,
     PAPER_NETS,
-    POLICIES,
 )
-from planner_comparison.tasks import BATCH_SIZES, Task
+from planner_comparison.tasks import BATCH_SIZES, OPTIMIZERS, Task
 from torchrec_neuroshard.baselines.annealing import AnnealingConfig, AnnealingSearcher
+from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
+from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
 from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
@@ -220,10 +221,14 @@ def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
                 make=functools.partial(_on_own_nets, nets),
                 training=functools.partial(_cards, nets, trained.parent, max_rows),
             )
-    for name in POLICIES:
-        load = functools.cache(functools.partial(_policy, name))
-        rival = search_rival(name, "trained policy, tables whole", load)
-        yield dataclasses.replace(rival, training=functools.partial(_training, load))
+    for kind in (AutoShardSearcher, DreamShardSearcher):
+        own = _policies(trained, kind, hardware)
+        yield Rival(
+            name=kind.method,
+            about="trained policy, tables whole",
+            make=functools.partial(_on_policy, own),
+            training=functools.partial(_training, own),
+        )
 
 
 def _nets(trained: Path, prefix: str, hardware: str) -> list[NeuroShardModels]:
@@ -298,20 +303,35 @@ def _measured(data: Path, hardware: str) -> list[CostRecord]:
     return found
 
 
-def _policy(name: str) -> PolicySearcher:
-    searcher = make_searcher(name)
-    assert isinstance(searcher, PolicySearcher)
-    return searcher
+def _policies(
+    trained: Path, kind: type[PolicySearcher], hardware: str
+) -> dict[str, PolicySearcher]:
+    """Load a method's policies: for each optimizer, its own or else the shipped one."""
+    found = dict.fromkeys(OPTIMIZERS, kind())
+    for folder in sorted(trained.glob(f"{kind.method}_*")):
+        searcher = kind(folder)
+        info = searcher.policy.info
+        if info.hardware == hardware:
+            for optimizer in info.trained_on["settings"]["tasks"]["optimizers"]:
+                found[optimizer] = searcher
+    return found
 
 
-def _training(load: Callable[[], PolicySearcher]) -> dict[str, Any]:
-    """Return what a policy's description says of its training."""
-    info = load().policy.info
-    seconds = info.trained_on.get("training_seconds")
+def _on_policy(
+    policies: Mapping[str, PolicySearcher], task: Task, costs: Costs, device: str
+) -> NeuroShardPlanner:
+    return _neuroshard(task, costs, device, policies[task.optimizer])
+
+
+def _training(policies: Mapping[str, PolicySearcher]) -> dict[str, Any]:
+    """Return what policies' descriptions say of their training."""
+    infos = {p.policy.info.name: p.policy.info for p in policies.values()}
     return {
-        "name": info.name,
-        "hardware": info.hardware,
-        "training_seconds": seconds,
+        "names": list(infos),
+        "hardware": [i.hardware for i in infos.values()],
+        "training_seconds": sum(
+            i.trained_on["training_seconds"] for i in infos.values()
+        ),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -59,16 +60,16 @@ def policy_tasks(
 ) -> tuple[tuple[ShardingTask, ...], tuple[ShardingTask, ...]]:
     """Tasks to train on, 2 and 4 ranks; tasks of other tables, 3 and 6 ranks."""
     training, test = split_tables(policy_tables, seed=0)
-    common = {"max_width": 64, "batch_size": 512}
+    drawn = PolicyTaskConfig(widths=(4, 8, 16, 32, 64), batch_sizes=(512,))
     return (
         sample_policy_tasks(
             training,
-            PolicyTaskConfig(num_tables=(6, 12), world_sizes=(2, 4), **common),
+            dataclasses.replace(drawn, num_tables=(6, 12), world_sizes=(2, 4)),
             16,
         ),
         sample_policy_tasks(
             test,
-            PolicyTaskConfig(num_tables=(10, 18), world_sizes=(3, 6), **common),
+            dataclasses.replace(drawn, num_tables=(10, 18), world_sizes=(3, 6)),
             20,
         ),
     )

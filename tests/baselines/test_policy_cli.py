@@ -45,7 +45,7 @@ def options(
         *("--tables", str(tables), "--out", str(out), "--seed", str(seed)),
         *("--set", f"iterations={iterations}", "--num-tasks", "8", "--num-test-tasks"),
         *("6", "--num-tables", "20", "30", "--world-sizes", "2", "3"),
-        *("--batch-size", "512"),
+        *("--batch-sizes", "512", "--gb-per-s", "50"),
     ]
 
 
@@ -94,6 +94,7 @@ def test_card_and_description_say_what_was_done(
     assert policy.info.trained_on["num_training_tables"] == 40
     assert policy.info.trained_on["method"]["iterations"] == 1
     card = (tmp_path / "CARD.md").read_text()
+    assert "| collectives | 50 GB/s assumed, not measured |" in card
     assert "| iterations | 1 | 10 |" in card
     assert "| cost_updates | 300 | 300 |" in card
     assert "| tables | tables.json |" in card

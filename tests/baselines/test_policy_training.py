@@ -49,11 +49,21 @@ def test_halves_share_no_table(policy_tables: tuple[TableConfig, ...]) -> None:
 
 def test_tasks_are_as_asked_for(policy_tables: tuple[TableConfig, ...]) -> None:
     config = PolicyTaskConfig(
-        num_tables=(5, 9), world_sizes=(2, 3), max_width=16, batch_size=256
+        num_tables=(5, 9),
+        world_sizes=(2, 3),
+        widths=(4, 8, 16),
+        batch_sizes=(256, 512),
+        optimizers=("sgd", "rowwise_adagrad"),
+        max_rows=(50, 1_000),
     )
     tasks = sample_policy_tasks(policy_tables, config, 7)
     assert [t.world_size for t in tasks] == [2, 3, 2, 3, 2, 3, 2]
-    assert {t.batch_size for t in tasks} == {256}
+    assert {t.batch_size for t in tasks} == {256, 512}
+    kinds = [{w.optimizer for w in t.tables} for t in tasks]
+    assert {"sgd"} in kinds and {"rowwise_adagrad"} in kinds
+    assert all(len(kind) == 1 for kind in kinds)
+    rows = [max(w.num_embeddings for w in t.tables) for t in tasks]
+    assert set(rows) == {50, 1_000}
     assert {w.embedding_dim for t in tasks for w in t.tables} == {4, 8, 16}
     assert {len(t.tables) for t in tasks} <= set(range(5, 10))
     assert tasks == sample_policy_tasks(policy_tables, config, 9)[:7]
@@ -68,6 +78,8 @@ def test_tasks_are_as_asked_for(policy_tables: tuple[TableConfig, ...]) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="world_sizes must be at least 1 each"):
         PolicyTaskConfig(world_sizes=(2, 0))
+    with pytest.raises(ConfigError, match="batch_sizes is empty; give at least one"):
+        PolicyTaskConfig(batch_sizes=())
     with pytest.raises(ConfigError, match=r"memory_slack must be at least 1, got 0\.5"):
         PolicyTaskConfig(memory_slack=0.5)
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.builders import ATTACHES_OPTIMIZERS, make_header, result_of
+from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.neuroshard_models import (
     ComputeNet,
     NeuroShardModels,
@@ -22,6 +23,7 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
     save_models,
 )
 from torchrec_neuroshard.baselines.neuroshard_training import FitReport
+from torchrec_neuroshard.baselines.policies import Policy, save_policy
 from torchrec_neuroshard.collect.sampling import is_held_out_table
 from torchrec_neuroshard.cost_models import BandwidthCommsModel, StockCostModel
 from torchrec_neuroshard.errors import InfeasibleError
@@ -253,6 +255,33 @@ def test_the_papers_nets_are_those_of_the_tasks_optimizer(
         own = tuple(dataclasses.replace(t, optimizer=optimizer) for t in small.tables)
         chosen = rivals.nets_for(nets, dataclasses.replace(small, tables=own))
         assert chosen.trained_on["settings"]["recipe"]["optimizer"] == optimizer
+
+
+def test_policies_are_those_of_the_tasks_optimizer(
+    parts: Any, small: Any, tmp_path: Path
+) -> None:
+    """Where a method has none of this hardware, the one that ships plans."""
+    rivals, shipped = parts("rivals"), DreamShardSearcher().policy
+    for optimizer, hardware in (("sgd", "here"), ("rowwise_adagrad", "elsewhere")):
+        settings = {"tasks": {"optimizers": [optimizer]}}
+        info = dataclasses.replace(
+            shipped.info,
+            name=optimizer,
+            hardware=hardware,
+            trained_on={"settings": settings, "training_seconds": 2.0},
+        )
+        folder = tmp_path / f"dreamshard_{optimizer}"
+        save_policy(folder, Policy(shipped.net, info), "")
+    made = rivals.make_rivals(["dreamshard"], tmp_path, 1.0, "here", 10)
+    told = made[0].training()
+    assert told["names"] == [shipped.info.name, "sgd"]
+    assert told["training_seconds"] == 2.0 + shipped.info.trained_on["training_seconds"]
+    costs = rivals.Costs(compute=AnalyticCostModel(), comms=comms_model())
+    for optimizer, name in (("sgd", "sgd"), ("rowwise_adagrad", shipped.info.name)):
+        own = tuple(dataclasses.replace(t, optimizer=optimizer) for t in small.tables)
+        task = dataclasses.replace(small, tables=own)
+        partitioner = made[0].make(task, costs, "cpu")._partitioner
+        assert partitioner.searcher.policy.info.name == name
 
 
 def test_rows_may_be_split_although_kernels_run_on_cpus(parts: Any, small: Any) -> None:

@@ -81,9 +81,9 @@ _CONFIGS: Mapping[str, type[PolicyConfig]] = {
 }
 _PAPER_TRAINING: Mapping[str, Mapping[str, Any]] = {
     "dreamshard": {
-        "batch_size": 65_536,
+        "batch_sizes": 65_536,
         "world_sizes": "4",
-        "max_width": "16, all tables",
+        "widths": "16, all tables",
         "num_tasks": 50,
         **{
             name: getattr(DreamShardConfig(), name)
@@ -97,9 +97,9 @@ _PAPER_TRAINING: Mapping[str, Mapping[str, Any]] = {
         },
     },
     "autoshard": {
-        "batch_size": 65_536,
+        "batch_sizes": 65_536,
         "world_sizes": "8",
-        "max_width": "16 or 32",
+        "widths": "16 or 32",
         "num_tasks": 1,
         **{
             name: getattr(AutoShardConfig(), name)
@@ -108,6 +108,7 @@ _PAPER_TRAINING: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What the papers' released code does, beside what was done here."""
+_LINK_GB_PER_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +120,9 @@ class PolicyRun:
     cost_model: str
     """As for `load_cost_model`."""
     device_type: str = "cpu"
-    gb_per_s: float = 600.0
-    """Of links that were not measured; TorchRec's default within a node."""
+    gb_per_s: float | None = None
+    """Of links, in place of the cost model's collectives; None takes these, and where
+    none are known TorchRec's default within a node."""
     method_settings: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Those that differ from the method's config; none are the paper's."""
     num_tasks: int = 200
@@ -239,7 +241,7 @@ def _trainer(
 def _run(
     trainer: PolicyTrainer, out: Path, identity: Mapping[str, Any], console: Console
 ) -> float:
-    """Train; return how long all of it takes at the pace of what was left [s]."""
+    """Train; return the processor's seconds of all of it, by those of what was left."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -260,9 +262,9 @@ def _run(
             text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             progress.update(bar, completed=iteration + 1, metrics=text)
 
-        start = time.monotonic()
+        start = time.process_time()
         first = run_training(trainer, out, identity, report)
-        seconds = time.monotonic() - start
+        seconds = time.process_time() - start
     if first:
         console.print(f"went on from iteration {first}")
     return seconds * trainer.num_iterations / max(1, trainer.num_iterations - first)
@@ -279,19 +281,22 @@ def _compare(
 
 
 def _comms_model(run: PolicyRun, world_size: int) -> CommsModel:
-    """Measured or published collectives inside one node, else the bandwidth given."""
-    known = load_comms_model(
-        run.cost_model,
-        device_type=run.device_type,
-        world_size=world_size,
-        local_world_size=world_size,
-    )
+    """The bandwidth given, else measured or published collectives inside one node."""
+    known = None
+    if run.gb_per_s is None:
+        known = load_comms_model(
+            run.cost_model,
+            device_type=run.device_type,
+            world_size=world_size,
+            local_world_size=world_size,
+        )
+    gb_per_s = run.gb_per_s or _LINK_GB_PER_S
     return known or BandwidthCommsModel(
         world_size=world_size,
         local_world_size=world_size,
-        intra_gb_per_s=run.gb_per_s,
-        inter_gb_per_s=run.gb_per_s,
-        source=f"{run.gb_per_s:g} GB/s assumed, not measured",
+        intra_gb_per_s=gb_per_s,
+        inter_gb_per_s=gb_per_s,
+        source=f"{gb_per_s:g} GB/s assumed, not measured",
     )
 
 
@@ -407,13 +412,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tables per task",
     )
     parser.add_argument("--world-sizes", type=int, nargs="+", default=tasks.world_sizes)
-    parser.add_argument("--max-width", type=int, default=tasks.max_width)
+    parser.add_argument("--widths", type=int, nargs="+", default=tasks.widths)
     parser.add_argument(
-        "--batch-size", type=int, default=tasks.batch_size, help="over all ranks"
+        "--batch-sizes",
+        type=int,
+        nargs="+",
+        default=tasks.batch_sizes,
+        help="over all ranks",
+    )
+    parser.add_argument("--optimizers", nargs="+", default=tasks.optimizers)
+    parser.add_argument(
+        "--max-rows",
+        type=int,
+        nargs="+",
+        default=tasks.max_rows,
+        help="cut a task's longer tables to one of these",
     )
     parser.add_argument("--device-type", choices=tuple(BACKENDS), default="cpu")
     parser.add_argument(
-        "--gb-per-s", type=float, default=600.0, help="of links that were not measured"
+        "--gb-per-s",
+        type=float,
+        help="of links, in place of the cost model's collectives",
     )
 
 

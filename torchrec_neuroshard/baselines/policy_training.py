@@ -38,6 +38,7 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.training.fit import seeded
 from torchrec_neuroshard.workloads.tasks import (
     TaskConfig,
+    cap_rows,
     power_of_two_widths,
     sample_tasks,
 )
@@ -102,10 +103,14 @@ class PolicyTaskConfig:
     num_tables: tuple[int, int] = (10, 60)
     """Fewest and most tables of a task."""
     world_sizes: tuple[int, ...] = (2, 4, 6, 8)
-    max_width: int = 128
-    """Widths are drawn from 4, 8, ... up to this."""
-    batch_size: int = 2_048
-    """Samples over all ranks."""
+    widths: tuple[int, ...] = power_of_two_widths(128)
+    """Drawn evenly for each table."""
+    batch_sizes: tuple[int, ...] = (2_048,)
+    """Samples over all ranks; one is drawn for each task."""
+    optimizers: tuple[str, ...] = ("rowwise_adagrad",)
+    """Of all tables of a task; one is drawn for each."""
+    max_rows: tuple[int, ...] = ()
+    """Longer tables of a task are cut to one of these; none are where it is empty."""
     memory_slack: float = 1.5
     """Memory of a rank over its even share, or over the largest table if that is
     more."""
@@ -116,6 +121,9 @@ class PolicyTaskConfig:
             raise ConfigError(
                 f"world_sizes must be at least 1 each, got {self.world_sizes}"
             )
+        for name in ("batch_sizes", "optimizers"):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty; give at least one")
         if not self.memory_slack >= 1:
             raise ConfigError(
                 f"memory_slack must be at least 1, got {self.memory_slack}: below, the "
@@ -144,7 +152,7 @@ def split_tables(
 def sample_policy_tasks(
     tables: Sequence[TableConfig], config: PolicyTaskConfig, num_tasks: int
 ) -> tuple[ShardingTask, ...]:
-    """Draw tasks of distinct tables, numbers of ranks in turn.
+    """Draw tasks of distinct tables, numbers of ranks in turn, all else at random.
 
     Raises:
         ConfigError: A task needs more tables than there are.
@@ -155,9 +163,9 @@ def sample_policy_tasks(
             tables,
             TaskConfig(
                 world_size=size,
-                batch_size=config.batch_size,
+                batch_size=config.batch_sizes[0],
                 num_tables=config.num_tables,
-                widths=power_of_two_widths(config.max_width),
+                widths=config.widths,
                 seed=config.seed * len(sizes) + number,
             ),
             -(-num_tasks // len(sizes)),
@@ -165,7 +173,29 @@ def sample_policy_tasks(
         for number, size in enumerate(sizes)
     ]
     mixed = [task for round_ in zip(*per_size, strict=True) for task in round_]
-    return tuple(_with_memory(t, config.memory_slack) for t in mixed[:num_tasks])
+    rng = np.random.default_rng(config.seed)
+    return tuple(
+        _with_memory(_varied(t, config, rng), config.memory_slack)
+        for t in mixed[:num_tasks]
+    )
+
+
+def _varied(
+    task: ShardingTask, config: PolicyTaskConfig, rng: np.random.Generator
+) -> ShardingTask:
+    """Draw a task's batch, optimizer and longest tables."""
+    batch_size = int(rng.choice(config.batch_sizes))
+    optimizer = str(rng.choice(config.optimizers))
+    tables = task.tables
+    if config.max_rows:
+        rows = int(rng.choice(config.max_rows))
+        tables = tuple(cap_rows(t, rows) for t in tables)
+    return dataclasses.replace(
+        task,
+        batch_size=batch_size,
+        tables=tuple(dataclasses.replace(t, optimizer=optimizer) for t in tables),
+        column_bytes=(),
+    )
 
 
 def _with_memory(task: ShardingTask, slack: float) -> ShardingTask:
