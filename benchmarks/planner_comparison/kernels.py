@@ -1,15 +1,19 @@
 """Kernels of plans, timed rank after rank in one process.
 
-What several plans share is timed once. Every kernel is timed in the first round; later
-rounds, in changing order, go on with those that may be the slowest of a plan: what is
-far below has no part in the plan's times.
+What several plans share is timed once. Every kernel is timed in the first two rounds;
+later rounds, in changing order, go on with those that may be the slowest of a plan:
+what is far below has no part in the plan's times.
+
+A pass of the reference is disturbed as easily as a kernel's, and takes less time.
+So a pass counts in units of the median reference of the passes around it.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +30,10 @@ from torchrec_neuroshard.collect.tbe import column_permutation
 from torchrec_neuroshard.collect.timing import Measurement, SetTimer
 
 _SEED = 0
+_WHOLE_ROUNDS = 2
+"""In which every kernel is timed."""
+_AROUND = 4
+"""References before and after a pass that its unit is taken from, beside its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,8 @@ class Pass:
     """One timed pass of a kernel."""
 
     round: int
+    visit: int
+    """Place among all passes, in the order of time."""
     fwd_ms: float
     bwd_ms: float
     reference_ms: float
@@ -86,27 +96,28 @@ class KernelTimer:
         kernels = list(dict.fromkeys(k for plan in plans for k in plan.kernels))
         raw: dict[Kernel, list[Pass]] = {k: [] for k in kernels}
         order = random.Random(_SEED)
+        visits = itertools.count()
         for number in range(self._settings.rounds):
-            if number:
+            if number >= _WHOLE_ROUNDS:
                 known = self.medians(raw)
                 kernels = list(dict.fromkeys(self._contenders(plans, known)))
             order.shuffle(kernels)
             for kernel in kernels:
-                raw[kernel] += self._visit(kernel, number)
+                raw[kernel] += self._visit(kernel, number, visits)
         return raw
 
     def medians(self, raw: Mapping[Kernel, Sequence[Pass]]) -> Times:
         """Return forward and backward of each kernel [ms].
 
-        Each pass counts in units of the reference timed beside it.
+        Each pass counts in units of the reference timed around it.
         """
         unit = self.reference_ms or 1.0
         return {
             kernel: (
-                unit * statistics.median(p.fwd_ms / (p.reference_ms or 1) for p in own),
-                unit * statistics.median(p.bwd_ms / (p.reference_ms or 1) for p in own),
+                unit * statistics.median(forward for forward, _ in own),
+                unit * statistics.median(backward for _, backward in own),
             )
-            for kernel, own in raw.items()
+            for kernel, own in _in_references(raw).items()
         }
 
     def machine_speed(self, raw: Mapping[Kernel, Sequence[Pass]]) -> float:
@@ -119,11 +130,11 @@ class KernelTimer:
     def scatter(self, raw: Mapping[Kernel, Sequence[Pass]]) -> float:
         """Return by how much a kernel's passes differ, relative to their mean; median.
 
-        Each counts in units of the reference beside it. 0 with fewer than three passes.
+        Each counts in units of the reference around it. 0 with fewer than three passes.
         """
         found = []
-        for passes in raw.values():
-            times = [(p.fwd_ms + p.bwd_ms) / (p.reference_ms or 1) for p in passes]
+        for passes in _in_references(raw).values():
+            times = [forward + backward for forward, backward in passes]
             if len(times) > 2:
                 found.append(statistics.stdev(times) / statistics.fmean(times))
         return statistics.median(found) if found else 0.0
@@ -141,7 +152,7 @@ class KernelTimer:
                     if any(v >= share * m for v, m in zip(values, most, strict=True)):
                         yield kernel
 
-    def _visit(self, kernel: Kernel, number: int) -> list[Pass]:
+    def _visit(self, kernel: Kernel, number: int, visits: Iterator[int]) -> list[Pass]:
         """Time one kernel in one round."""
         if isinstance(kernel, ColumnOrder):
             found = self._time_order(kernel)
@@ -149,7 +160,7 @@ class KernelTimer:
             found = self._time_set(kernel, number)
         beside = found.ref_raw_ms or (0.0,) * len(found.fwd_raw_ms)
         raw = (found.fwd_raw_ms, found.bwd_raw_ms, beside)
-        return [Pass(number, *times) for times in zip(*raw, strict=True)]
+        return [Pass(number, next(visits), *t) for t in zip(*raw, strict=True)]
 
     def _time_set(self, kernel: KernelSet, number: int) -> Measurement:
         return self._timer.measure(
@@ -166,3 +177,19 @@ class KernelTimer:
             backward(output)
 
         return self._timer.measure_calls(lambda: forward(values), run_backward)
+
+
+def _in_references(
+    raw: Mapping[Kernel, Sequence[Pass]],
+) -> dict[Kernel, list[tuple[float, float]]]:
+    """Return forward and backward of passes, in units of the references around."""
+    order = sorted((p for own in raw.values() for p in own), key=lambda p: p.visit)
+    beside = [p.reference_ms or 1.0 for p in order]
+    unit = {
+        one.visit: statistics.median(beside[max(0, i - _AROUND) : i + _AROUND + 1])
+        for i, one in enumerate(order)
+    }
+    return {
+        kernel: [(p.fwd_ms / unit[p.visit], p.bwd_ms / unit[p.visit]) for p in own]
+        for kernel, own in raw.items()
+    }

@@ -33,7 +33,8 @@ HOW = (
     "Kernels of every rank run on the device named above, one rank after another in "
     "one process: each rank has the device to itself. All plans' kernels are timed in "
     "turn, in rounds; a pass is timed beside a fixed reference set and given in the "
-    "milliseconds of the cost model's bundle. Kernels are not scaled to any GPU.",
+    "milliseconds of the cost model's bundle, by the median reference of nine passes "
+    "around it. Kernels are not scaled to any GPU.",
     "Collectives are those of named clusters, from tables that others published (see "
     "`planner_comparison/clusters.py`), and of no planner's model. Every planner plans "
     "for the cluster that it is judged on, with its published bandwidths.",
@@ -302,17 +303,37 @@ def _accuracy(data: Data) -> Table:
         )
         if m[0] + m[1] > 0
     )
+    twice = [
+        (sum(first), sum(second))
+        for t in data["tasks"]
+        if "measured" in t["planners"].get(paired.AGAIN, ())
+        for first, second in zip(
+            *(
+                t["planners"][name]["measured"]["ranks_ms"]
+                for name in (paired.OURS, paired.AGAIN)
+            ),
+            strict=True,
+        )
+        if sum(first) > 0
+    ]
     count = min(10, len(both))
     rows = []
     for number in range(count):
         part = both[number * len(both) // count : (number + 1) * len(both) // count]
         off = [p / m for m, p in part]
+        noise = [
+            2 * abs(b - a) / (a + b)
+            for a, b in twice
+            if part[0][0] <= (a + b) / 2 <= part[-1][0]
+        ]
         rows.append(
             (
                 f"{part[0][0]:.2f} to {part[-1][0]:.2f}",
                 str(len(part)),
                 f"{statistics.fmean(abs(o - 1) for o in off):.1%}",
                 f"{statistics.median(off):.3f}",
+                str(len(noise)),
+                f"{statistics.fmean(noise):.1%}" if noise else "-",
             )
         )
     return Table(
@@ -322,6 +343,8 @@ def _accuracy(data: Data) -> Table:
             "ranks",
             "mean error",
             "predicted over measured, median",
+            "timed twice",
+            "they differ by, mean",
         ),
         rows=rows,
     )

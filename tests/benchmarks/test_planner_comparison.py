@@ -551,22 +551,46 @@ def test_a_run_goes_on_where_it_was_cut_off(
         main([*command, "--seed", "1"])
 
 
-def test_scatter_is_that_of_the_median_kernel(parts: Any) -> None:
-    """In units of the reference, whose own changes are the machine's."""
-    passes = parts("kernels").Pass
+@pytest.fixture
+def timed(parts: Any) -> Any:
+    """Timer, and what makes raw passes of times and references, one after another."""
     timer = object.__new__(parts("kernels").KernelTimer)
+    timer.reference_ms = 10.0
+    visits = itertools.count()
 
-    def kernel(*times: float, unit: float = 1.0) -> list[Any]:
-        return [passes(i, t * unit, t * unit, unit) for i, t in enumerate(times)]
+    def kernel(*times: float, references: Sequence[float] | None = None) -> list[Any]:
+        beside = references or [1.0] * len(times)
+        return [
+            parts("kernels").Pass(number, next(visits), time, 2 * time, reference)
+            for number, (time, reference) in enumerate(zip(times, beside, strict=True))
+        ]
 
+    return timer, kernel
+
+
+def test_scatter_is_that_of_the_median_kernel(timed: Any) -> None:
+    timer, kernel = timed
     raw = {
-        "steady": kernel(1.0, 1.0, 1.0) + kernel(1.0, unit=2.0),
-        "twice": kernel(1.0, 2.0, 3.0, unit=5.0),
+        "steady": kernel(1.0, 1.0, 1.0, 1.0),
+        "twice": kernel(1.0, 2.0, 3.0),
         "thrice": kernel(1.0, 4.0, 7.0),
         "seen once": kernel(1.0, 9.0),
     }
     assert timer.scatter(raw) == pytest.approx(1.0 / 2.0)
     assert timer.scatter({"seen once": raw["seen once"]}) == 0.0
+
+
+def test_times_are_in_units_of_the_references_around_them(timed: Any) -> None:
+    """A slower machine changes them, and one disturbed reference does not."""
+    timer, kernel = timed
+    raw = {
+        "usual": kernel(*[3.0] * 20),
+        "beside a disturbed one": kernel(3.0, references=[9.0]),
+        "as before": kernel(*[3.0] * 20),
+        "on a slower machine": kernel(*[6.0] * 20, references=[2.0] * 20),
+    }
+    for times in timer.medians(raw).values():
+        assert times == pytest.approx((30.0, 60.0))
 
 
 def test_a_task_that_was_begun_is_planned_once(
