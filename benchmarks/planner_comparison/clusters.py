@@ -54,6 +54,8 @@ class Cluster:
     """The same of each rank's network card; published for 400G."""
     worlds: tuple[int, ...] = (4, 8)
     """Tasks of so many ranks are judged on it."""
+    every: int = 1
+    """Of these, every so many-th."""
     ranks_per_node: int = 8
 
     def local_world_size(self, world_size: int) -> int:
@@ -128,6 +130,7 @@ CLUSTERS = {
             about="one node with NVSwitch: the same, sizes scaled to A100's 230 GB/s "
             "(NVIDIA/nccl-tests issue 149)",
             intra_gb_per_s=230.0,
+            every=4,
         ),
         Cluster(
             name=GLOO,

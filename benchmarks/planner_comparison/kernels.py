@@ -4,12 +4,15 @@ What several plans share is timed once. Every kernel is timed in the first two r
 later rounds, in changing order, go on with those that may be the slowest of a plan:
 what is far below has no part in the plan's times.
 
+In a round a table reads the same ids in all kernels that hold it, whoever put it there.
+
 A pass of the reference is disturbed as easily as a kernel's, and takes less time.
 So a pass counts in units of the median reference of the passes around it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import statistics
@@ -26,12 +29,22 @@ from planner_comparison.plans import (
     Times,
     with_profiles,
 )
-from torchrec_neuroshard.collect.tbe import column_permutation
+from torchrec_neuroshard.access import AccessDistribution
+from torchrec_neuroshard.collect.tbe import (
+    InputBatch,
+    column_permutation,
+    draw_inputs,
+    join_inputs,
+)
 from torchrec_neuroshard.collect.timing import Measurement, SetTimer
+from torchrec_neuroshard.tables import TableConfig
 
 _SEED = 0
 _WHOLE_ROUNDS = 2
 """In which every kernel is timed."""
+_WARM_UP_SHARE = 8
+"""A kernel warms up on one of so many samples: it has run once, its rows are as cold
+as after other work."""
 _AROUND = 4
 """References before and after a pass that its unit is taken from, beside its own."""
 
@@ -97,13 +110,15 @@ class KernelTimer:
         raw: dict[Kernel, list[Pass]] = {k: [] for k in kernels}
         order = random.Random(_SEED)
         visits = itertools.count()
+        inputs = _Inputs(self._device)
         for number in range(self._settings.rounds):
             if number >= _WHOLE_ROUNDS:
                 known = self.medians(raw)
                 kernels = list(dict.fromkeys(self._contenders(plans, known)))
             order.shuffle(kernels)
+            inputs.begin(number)
             for kernel in kernels:
-                raw[kernel] += self._visit(kernel, number, visits)
+                raw[kernel] += self._visit(kernel, number, visits, inputs)
         return raw
 
     def medians(self, raw: Mapping[Kernel, Sequence[Pass]]) -> Times:
@@ -152,20 +167,21 @@ class KernelTimer:
                     if any(v >= share * m for v, m in zip(values, most, strict=True)):
                         yield kernel
 
-    def _visit(self, kernel: Kernel, number: int, visits: Iterator[int]) -> list[Pass]:
+    def _visit(
+        self, kernel: Kernel, number: int, visits: Iterator[int], inputs: _Inputs
+    ) -> list[Pass]:
         """Time one kernel in one round."""
         if isinstance(kernel, ColumnOrder):
             found = self._time_order(kernel)
         else:
-            found = self._time_set(kernel, number)
+            found = self._timer.measure_on(
+                with_profiles(kernel),
+                lambda index: inputs.draw(kernel, index),
+                kernel.batch_size,
+            )
         beside = found.ref_raw_ms or (0.0,) * len(found.fwd_raw_ms)
         raw = (found.fwd_raw_ms, found.bwd_raw_ms, beside)
         return [Pass(number, next(visits), *t) for t in zip(*raw, strict=True)]
-
-    def _time_set(self, kernel: KernelSet, number: int) -> Measurement:
-        return self._timer.measure(
-            with_profiles(kernel), None, kernel.batch_size, (_SEED, number)
-        )
 
     def _time_order(self, kernel: ColumnOrder) -> Measurement:
         values = torch.ones(kernel.batch_size, sum(kernel.widths), device=self._device)
@@ -177,6 +193,47 @@ class KernelTimer:
             backward(output)
 
         return self._timer.measure_calls(lambda: forward(values), run_backward)
+
+
+class _Inputs:
+    """What the kernels read: each table the same in a round, in whichever kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tables: dict[tuple[TableConfig, int], int] = {}
+        self._round = 0
+        self._drawn: dict[tuple[int, int], InputBatch] = {}
+
+    def begin(self, number: int) -> None:
+        """Go on to a round; what earlier ones read is forgotten."""
+        self._round = number
+        self._drawn.clear()
+
+    def draw(self, kernel: KernelSet, index: int) -> InputBatch:
+        """Return the input of a kernel's first pass, second, ... of the round.
+
+        The first is the warm-up's, of few samples.
+        """
+        return join_inputs(
+            [self._of(t, kernel.batch_size, index) for t in kernel.shards]
+        )
+
+    def _of(self, shard: TableConfig, batch_size: int, index: int) -> InputBatch:
+        # Columns of a table read what the table does.
+        table = dataclasses.replace(shard, name="", embedding_dim=4)
+        number = self._tables.setdefault((table, batch_size), len(self._tables))
+        if (found := self._drawn.get((number, index))) is not None:
+            return found
+        profile = table.profile_at(batch_size)
+        drawn = draw_inputs(
+            [dataclasses.replace(table, profile=profile)],
+            [AccessDistribution.of_batch(profile, table.num_embeddings)],
+            batch_size if index else max(1, batch_size // _WARM_UP_SHARE),
+            (_SEED, self._round, number, index),
+            self._device,
+        )
+        self._drawn[number, index] = drawn
+        return drawn
 
 
 def _in_references(

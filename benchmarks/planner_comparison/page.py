@@ -228,25 +228,27 @@ def _summary(data: Data) -> Table:
 
 def _by_cluster(data: Data) -> Table:
     """How far the order of the planners hangs on the cluster."""
-    clusters = [c for c in data["clusters"] if _on(data, c)]
+    columns = {c: _on(data, c) for c in data["clusters"] if _on(data, c)}
+    headline = columns.get(_headline(data), [])
+    for cluster, tasks in list(columns.items()):
+        names = {t["task"] for t in tasks}
+        same = [t for t in headline if t["task"] in names]
+        if 0 < len(same) < len(headline):
+            columns[f"{_headline(data)}, tasks of {cluster}"] = same
     means: dict[str, dict[str, float]] = {}
-    for cluster in clusters:
-        found = {
-            n: paired.compare(_on(data, cluster), n, BEST_PRACTICE)
-            for n in _planners(data)
-        }
-        means[cluster] = {n: p.mean for n, p in found.items() if p is not None}
+    for title, tasks in columns.items():
+        found = {n: paired.compare(tasks, n, BEST_PRACTICE) for n in _planners(data)}
+        means[title] = {n: p.mean for n, p in found.items() if p is not None}
     rows = []
     for name in _planners(data):
         cells = [_marked(name)]
-        for cluster in clusters:
-            own = means[cluster]
+        for own in means.values():
             place = sorted(own.values()).index(own[name]) + 1 if name in own else 0
             cells.append(f"{own[name]:.3f}, {place}." if place else "-")
         rows.append(cells)
     return Table(
         title="Over TorchRec's best practice, and the place, by cluster",
-        head=("planner", *(f"{c}, {len(_on(data, c))} tasks" for c in clusters)),
+        head=("planner", *(f"{c}, {len(t)} tasks" for c, t in columns.items())),
         rows=rows,
     )
 

@@ -109,8 +109,9 @@ class Planners:
 
     def begin(self, task: Task) -> None:
         """Let the processes start on a task that `plan` will be asked for."""
-        if self._num_processes:
-            self._begun[task.name, task.cluster] = self._submit(task)
+        key = task.name, task.cluster
+        if self._num_processes and key not in self._begun:
+            self._begun[key] = self._submit(task)
 
     def plan(self, task: Task) -> dict[str, Outcome]:
         """Let every planner plan a task."""

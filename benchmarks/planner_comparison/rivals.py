@@ -41,8 +41,13 @@ from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
-from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
+from torchrec_neuroshard.baselines.neuroshard import (
+    NeuroShardConfig,
+    PaperSearcher,
+    imitate_comms,
+)
 from torchrec_neuroshard.baselines.neuroshard_models import (
+    CommsNets,
     NeuroShardModels,
     load_models,
 )
@@ -250,8 +255,22 @@ def nets_for(nets: Sequence[NeuroShardModels], task: Task) -> NeuroShardModels:
 def _on_own_nets(
     nets: Sequence[NeuroShardModels], task: Task, costs: Costs, device: str
 ) -> NeuroShardPlanner:
-    config, own = NeuroShardConfig(costs="own"), nets_for(nets, task)
+    comms = {task.world_size: _imitated(task, costs.comms)}
+    own = dataclasses.replace(nets_for(nets, task), comms=comms)
+    config = NeuroShardConfig(costs="own")
     return _neuroshard(task, costs, device, PaperSearcher(config, models=own))
+
+
+@functools.lru_cache(maxsize=1)
+def _imitated(task: Task, comms: CommsModel) -> CommsNets:
+    """Return nets of a cluster's collectives, which all of a task's planners share."""
+    nets, _, _ = imitate_comms(
+        comms,
+        [t.embedding_dim * t.num_features for t in task.tables],
+        world_size=task.world_size,
+        batch_size=task.batch_size,
+    )
+    return nets
 
 
 def _cards(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import itertools
 import logging
 import platform
 import re
@@ -14,6 +13,7 @@ import signal
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -57,6 +57,9 @@ _AGAIN = (
         "training": {},
     },
 )
+_AHEAD = 3
+"""Tasks that are planned while kernels of one are timed: some take longer than others.
+"""
 _FREE_OPTIONS = (
     "out",
     "stop_after",
@@ -96,7 +99,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument(
         "--plan-ahead",
         action="store_true",
-        help="plan the next task while kernels of one are timed (on another core)",
+        help="plan the next tasks while kernels of one are timed (on another core)",
     )
     parser.add_argument("--kernel-rounds", type=int, default=5)
     parser.add_argument("--kernel-passes", type=int, default=1, help="of a round")
@@ -151,7 +154,8 @@ class Comparison:
         self._clusters = set(options.clusters or CLUSTERS)
         if self._device.type != "cpu":
             self._clusters.discard(GLOO)
-        chosen = [t for t in tasks if t.family in wanted and self._clusters_of(t)]
+        self._judged_on = self._spread(tasks)
+        chosen = [t for t in tasks if t.family in wanted and self._judged_on[t.name]]
         self.tasks = chosen[:: options.every][: options.num_tasks]
         planning = PlanningSettings(
             names=None if options.planners is None else tuple(options.planners),
@@ -176,9 +180,19 @@ class Comparison:
         self._group: RankGroup | None = None
         self.data = self._open()
 
-    def _clusters_of(self, task: Task) -> list[Cluster]:
-        known = clusters_of(task.world_size)
-        return [c for c in known if c.name in self._clusters]
+    def _spread(self, tasks: Sequence[Task]) -> dict[str, list[Cluster]]:
+        """Return the clusters that each task is judged on, by the task's name."""
+        seen: Counter[str] = Counter()
+        found: dict[str, list[Cluster]] = {}
+        for task in tasks:
+            known = clusters_of(task.world_size)
+            found[task.name] = [
+                c
+                for c in known
+                if c.name in self._clusters and seen[c.name] % c.every == 0
+            ]
+            seen.update(c.name for c in known)
+        return found
 
     def _open(self) -> dict[str, Any]:
         """Return what the file holds, or a new beginning."""
@@ -236,9 +250,10 @@ class Comparison:
         start = time.monotonic()
         done = {t["task"] for t in self.data["tasks"]}
         left = [(n, t) for n, t in enumerate(self.tasks) if t.name not in done]
-        coming = [t for _, t in left[1:]] if self._options.plan_ahead else []
-        for (number, task), following in itertools.zip_longest(left, coming):
-            found = self._run_task(task, following)
+        ahead = _AHEAD if self._options.plan_ahead else 0
+        for index, (number, task) in enumerate(left):
+            following = left[index + 1 : index + 1 + ahead]
+            found = self._run_task(task, [t for _, t in following])
             speed = found[0]["machine_speed"]
             if speed < self._options.least_speed:
                 print(
@@ -276,15 +291,15 @@ class Comparison:
     def _each_cluster(self, task: Task) -> list[tuple[Task, Cluster]]:
         return [
             (dataclasses.replace(task, cluster=cluster.name), cluster)
-            for cluster in self._clusters_of(task)
+            for cluster in self._judged_on[task.name]
         ]
 
-    def _run_task(self, task: Task, following: Task | None) -> list[dict[str, Any]]:
+    def _run_task(self, task: Task, following: Sequence[Task]) -> list[dict[str, Any]]:
         """Plan a task for each cluster and time the kernels of all plans together.
 
         Args:
             task: What to plan.
-            following: The task to plan meanwhile, if any.
+            following: Tasks to plan meanwhile.
         """
         clock = [time.monotonic()]
         judged: list[tuple[Task, Cluster, dict[str, Outcome]]] = []
@@ -296,7 +311,7 @@ class Comparison:
                 outcomes[AGAIN] = again
             judged.append((own, cluster, outcomes))
         clock.append(time.monotonic())
-        for own, _ in self._each_cluster(following) if following else ():
+        for own, _ in (pair for t in following for pair in self._each_cluster(t)):
             self._planners.begin(own)
         plans = [o.plan for _, _, some in judged for o in some.values() if o.plan]
         raw = self._timer.measure(plans)

@@ -40,6 +40,9 @@ SEED_FAMILY = "dlrm"
 OPTIMIZERS = ("rowwise_adagrad", "sgd")
 BATCH_SIZES = (2_048, 4_096, 2_048, 8_192, 2_048, 4_096, 2_048, 16_384)
 """Samples over all ranks, of tasks in turn."""
+MOST_LOOKUPS = 12_500_000
+"""A batch that reads more is halved until it does not: all planners' kernels are timed
+on one core."""
 WORLDS = (8, 4, 16)
 CHECKS = 4
 """Tasks of two ranks, whose collectives are measured here."""
@@ -226,6 +229,9 @@ def _task(
 ) -> Task:
     optimizer = OPTIMIZERS[number // 3 % 2]
     batch_size = settings.batch_size or BATCH_SIZES[number % len(BATCH_SIZES)]
+    pooling = sum(t.pooling_factor for t in tables)
+    while pooling * batch_size > MOST_LOOKUPS:
+        batch_size //= 2
     own = tuple(
         dataclasses.replace(
             cap_rows(table, settings.max_rows), name=f"t{i}", optimizer=optimizer

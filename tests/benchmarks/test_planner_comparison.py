@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.builders import ATTACHES_OPTIMIZERS, make_header, result_of
 from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
@@ -30,6 +31,7 @@ from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
+from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.workloads import generate_dlrm_tables
 
@@ -112,6 +114,8 @@ def test_tasks_fit_and_read_no_more_rows_than_there_are(parts: Any, tasks: Any) 
         held = [parts("tasks").held_bytes(t) for t in task.tables]
         assert sum(held) < task.memory_bytes * task.world_size
         assert max(held) < task.memory_bytes
+        lookups = task.batch_size * sum(t.pooling_factor for t in task.tables)
+        assert lookups <= parts("tasks").MOST_LOOKUPS
         for table in task.tables:
             assert table.profile.num_distinct <= table.num_embeddings * (1 + 1e-9)
 
@@ -593,6 +597,43 @@ def test_times_are_in_units_of_the_references_around_them(timed: Any) -> None:
         assert times == pytest.approx((30.0, 60.0))
 
 
+def test_a_table_reads_the_same_in_all_kernels_of_a_round(
+    parts: Any, small: Any
+) -> None:
+    kernels, batch = parts("kernels"), small.batch_size
+    one, other, *_ = (t.with_width(8) for t in small.tables)
+    inputs = kernels._Inputs(torch.device("cpu"))
+
+    def ids(*shards: TableConfig, index: int = 1) -> list[int]:
+        drawn = inputs.draw(parts("plans").KernelSet(shards, batch), index)
+        return [int(i) for i in drawn.indices_L]
+
+    assert ids(one) + ids(other) == ids(one, other)
+    assert ids(other.with_width(4), one) == ids(other) + ids(one)
+    assert ids(one, index=2) != ids(one)
+    assert 0 < len(ids(one, index=0)) < len(ids(one)) / 4  # the warm-up's
+    before = ids(one)
+    inputs.begin(1)
+    assert ids(one) != before
+
+
+def test_some_clusters_judge_a_part_of_the_tasks(parts: Any, tasks: Any) -> None:
+    clusters = parts("clusters").CLUSTERS
+    comparison = object.__new__(parts("run").Comparison)
+    comparison._clusters = set(clusters) - {"gloo"}
+    judged = comparison._spread(tasks)
+    counts = {c: 0 for c in clusters}
+    for task in tasks:
+        for cluster in judged[task.name]:
+            assert task.world_size in cluster.worlds
+            counts[cluster.name] += 1
+    of_eight = sum(t.world_size in (4, 8) for t in tasks)
+    assert counts["8 x H100"] == of_eight
+    assert counts["8 x A100"] == -(-of_eight // clusters["8 x A100"].every)
+    assert counts["2 x 8 H100"] == sum(t.world_size == 16 for t in tasks)
+    assert counts["gloo"] == 0
+
+
 def test_a_task_that_was_begun_is_planned_once(
     parts: Any, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,7 +653,7 @@ def test_a_task_that_was_begun_is_planned_once(
     )
     planners = planning.Planners(settings, 1)
     clusters = ("8 x H100", "8 x A100")
-    for cluster in clusters:
+    for cluster in 2 * clusters:
         planners.begin(dataclasses.replace(small, cluster=cluster))
     for cluster in clusters:
         outcomes = planners.plan(dataclasses.replace(small, cluster=cluster))

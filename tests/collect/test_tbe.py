@@ -17,6 +17,7 @@ from torchrec_neuroshard.collect.tbe import (
     InputBatch,
     draw_inputs,
     fbgemm_version,
+    join_inputs,
     length_distribution,
     reserve_memory,
 )
@@ -423,3 +424,20 @@ def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
     released = weakref.ref(module)
     del kernel, module
     assert released() is None  # at once: the next set needs the memory
+
+
+def test_tables_inputs_are_put_together() -> None:
+    """A kernel over all tables then looks up what one over each would."""
+    own = [
+        draw_inputs([t], [a], BATCH, (i,), CPU)
+        for i, (t, a) in enumerate(zip(TABLES, ACCESS, strict=True))
+    ]
+    joined = join_inputs(own)
+    assert joined.weights_L is None
+    ends = joined.offsets[BATCH * np.cumsum([t.num_features for t in TABLES])]
+    parts = np.split(joined.indices_L.numpy(), ends.numpy()[:-1])
+    starts = np.cumsum([0, *(BATCH * t.num_features for t in TABLES)])
+    for batch, ids, low, high in zip(own, parts, starts, starts[1:], strict=False):
+        assert batch.indices_L.tolist() == ids.tolist()
+        lengths = joined.offsets[low : high + 1].diff()
+        assert lengths.tolist() == batch.offsets.diff().tolist()

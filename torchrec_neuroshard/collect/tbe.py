@@ -5,6 +5,7 @@ The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` look
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -54,6 +55,7 @@ __all__ = [
     "column_permutation",
     "draw_inputs",
     "fbgemm_version",
+    "join_inputs",
     "length_distribution",
     "permute_bags",
     "reserve_memory",
@@ -266,6 +268,26 @@ def draw_inputs(
         else None
     )
     return InputBatch(indices_L, offsets, weights)
+
+
+def join_inputs(batches: Sequence[InputBatch]) -> InputBatch:
+    """Put inputs of the same samples together, one table's features after another's.
+
+    Args:
+        batches: Of kernels that hold other tables; with weights all or none.
+    """
+    weights = [b.weights_L for b in batches if b.weights_L is not None]
+    ends = itertools.accumulate((len(b.indices_L) for b in batches), initial=0)
+    return InputBatch(
+        torch.cat([b.indices_L for b in batches]),
+        torch.cat(
+            [
+                batches[0].offsets[:1],
+                *(b.offsets[1:] + e for b, e in zip(batches, ends, strict=False)),
+            ]
+        ),
+        torch.cat(weights) if weights else None,
+    )
 
 
 def length_distribution(mean: float, std: float) -> npt.NDArray[np.float64]:

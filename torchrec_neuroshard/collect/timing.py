@@ -38,6 +38,7 @@ __all__ = [
     "CUDA_PASSES",
     "Clock",
     "DeviceClock",
+    "Draw",
     "HostClock",
     "Measurement",
     "PassCounts",
@@ -195,26 +196,41 @@ class DeviceClock:
             self._flush.zero_()
 
 
+Draw = Callable[[int], InputBatch]
+"""Makes the input of a kernel's first pass, second, ..., warm-up passes included."""
+
+
+def _drawn(
+    tables: Sequence[TableConfig],
+    access: Sequence[AccessDistribution],
+    batch_size: int,
+    seed: Sequence[int],
+    device: torch.device,
+) -> Draw:
+    """Return what draws batches as ids are accessed."""
+    return lambda number: draw_inputs(
+        tables, access, batch_size, (*seed, number), device
+    )
+
+
 class _Passes:
     """Forward and backward passes of one kernel over a few batches, in turn."""
 
     def __init__(
         self,
         tables: Sequence[TableConfig],
-        access: Sequence[AccessDistribution],
+        draw: Draw,
         batch_size: int,
         num_batches: int,
-        seed: Sequence[int],
         device: torch.device,
         arena: Arena | None,
         clock: Clock,
         bounds_check: str = BOUNDS_CHECK,
     ) -> None:
-        self._device, self._clock = device, clock
+        self._clock = clock
         self._kernel = FusedTables(tables, device, arena, bounds_check)
-        self._tables, self._access = tables, access
-        self._batch_size, self._seed = batch_size, seed
-        self._num_batches = num_batches
+        self._num_features = sum(t.num_features for t in tables)
+        self._draw, self._num_batches = draw, num_batches
         self._batches: list[InputBatch] = []
         generator = torch.Generator(device=device)
         generator.manual_seed(0)
@@ -226,24 +242,17 @@ class _Passes:
         """Make the next pass's input, so that `run` finds it ready."""
         number = self._next % self._num_batches
         if number == len(self._batches):
-            self._batches.append(
-                draw_inputs(
-                    self._tables,
-                    self._access,
-                    self._batch_size,
-                    (*self._seed, number),
-                    self._device,
-                )
-            )
+            self._batches.append(self._draw(number))
 
     def run(self) -> tuple[float, float]:
         """Forward and backward of the next batch [ms]."""
         self.draw()
         batch = self._batches[self._next % self._num_batches]
         self._next += 1
+        grad = self._grad[: (len(batch.offsets) - 1) // self._num_features]
         return self._clock.time(
             lambda: self._kernel.forward(batch),
-            lambda output: torch.autograd.backward(output, self._grad),
+            lambda output: torch.autograd.backward(output, grad),
         )
 
 
@@ -278,10 +287,9 @@ class Reference:
         access = [AccessDistribution.power_law(self.ROWS, 1.0)] * self.NUM_TABLES
         self._passes = _Passes(
             tables,
-            access,
+            _drawn(tables, access, self.BATCH_SIZE, (17,), device),
             self.BATCH_SIZE,
             4,
-            (17,),
             device,
             Arena(device, self.NUM_TABLES * self.ROWS * self.WIDTH * 4),
             clock or HostClock(),
@@ -379,12 +387,24 @@ class SetTimer:
                 AccessDistribution.of_batch(t.profile_at(batch_size), t.num_embeddings)
                 for t in tables
             ]
+        drawn = _drawn(tables, access, batch_size, seed, self._device)
+        return self.measure_on(tables, drawn, batch_size)
+
+    def measure_on(
+        self, tables: Sequence[TableConfig], draw: Draw, batch_size: int
+    ) -> Measurement:
+        """Time the same on inputs that are made elsewhere.
+
+        Args:
+            tables: Shards of one rank.
+            draw: Makes the inputs; those of warm-up passes may be of fewer samples.
+            batch_size: Samples of a timed pass.
+        """
         passes = _Passes(
             tables,
-            access,
+            draw,
             batch_size,
             self._counts.num_batches,
-            seed,
             self._device,
             self._arena,
             self._clock,
