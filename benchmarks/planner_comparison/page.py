@@ -34,7 +34,8 @@ HOW = (
     "one process: each rank has the device to itself. All plans' kernels are timed in "
     "turn, in rounds; a pass is timed beside a fixed reference set and given in the "
     "milliseconds of the cost model's bundle, by the median reference of nine passes "
-    "around it. Kernels are not scaled to any GPU.",
+    "around it. In a round each table reads the same ids whoever put it where. "
+    "Kernels are not scaled to any GPU.",
     "Collectives are those of named clusters, from tables that others published (see "
     "`planner_comparison/clusters.py`), and of no planner's model. Every planner plans "
     "for the cluster that it is judged on, with its published bandwidths.",
@@ -53,8 +54,9 @@ HOW = (
     "as many planners at a time as the settings name planning processes. They tell "
     "nothing about training: that is a column of its own.",
     "NeuroShard's nets of collectives are trained for each task to imitate the "
-    "cluster's published ones. Planning with `measure_finalists` has a page of its "
-    "own (`finalists_epyc_zen5_202611.md`).",
+    "cluster's published ones, before its planning seconds begin. Measuring finalists "
+    "takes as long as many other planners together; one of five tasks has it, drawn "
+    "by their names.",
     "Ratios are paired: same task, both plans. Tasks that one of the two has no plan "
     "for are counted in the columns of outcomes. Won and lost leave out ratios within "
     f"{paired.SAME:.0%} of 1. Intervals: {paired.CONFIDENCE:.0%}, bootstrap over "
@@ -197,7 +199,7 @@ def _summary(data: Data) -> Table:
         rows.append(
             (
                 _marked(name),
-                f"{ended['plan']}/{len(tasks)}",
+                f"{ended['plan']}/{sum(ended.values())}",
                 str(paired.violations(tasks, name)),
                 stock.text() if stock else "-",
                 f"{stock.worst:.2f}" if stock else "-",

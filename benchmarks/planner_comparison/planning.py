@@ -103,7 +103,8 @@ class Planners:
             num_processes: How many; 0 plans in this process.
         """
         self._settings, self._num_processes = settings, num_processes
-        self._seconds = {r.name: 0.0 for r in settings.rivals()}
+        self._rivals = settings.rivals()
+        self._seconds = {r.name: 0.0 for r in self._rivals}
         self._pool: ProcessPoolExecutor | None = None
         self._begun: dict[tuple[str, str], dict[str, Future[Outcome]]] = {}
 
@@ -117,11 +118,11 @@ class Planners:
         """Let every planner plan a task."""
         if not self._num_processes:
             _prepare(self._settings)
-            return {name: _plan(name, task) for name in self._seconds}
+            return {name: _plan(name, task) for name in self._names(task)}
         begun = self._begun.pop((task.name, task.cluster), None)
         pending = begun or self._submit(task)
         outcomes = {}
-        for name in self._seconds:
+        for name in self._names(task):
             try:
                 outcomes[name] = pending[name].result()
             except BrokenProcessPool:
@@ -132,6 +133,9 @@ class Planners:
             self._seconds[name] = outcomes[name].seconds
         return outcomes
 
+    def _names(self, task: Task) -> list[str]:
+        return [r.name for r in self._rivals if r.plans(task)]
+
     def _submit(self, task: Task) -> dict[str, Future[Outcome]]:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
@@ -141,7 +145,7 @@ class Planners:
                 initargs=(self._settings,),
             )
         # The slowest first, so that the processes end together.
-        order = sorted(self._seconds, key=lambda name: -self._seconds[name])
+        order = sorted(self._names(task), key=lambda name: -self._seconds[name])
         return {name: self._pool.submit(_plan, name, task) for name in order}
 
     def close(self) -> None:

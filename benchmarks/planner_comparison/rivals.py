@@ -79,6 +79,9 @@ from torchrec_neuroshard.workloads import generate_dlrm_tables
 MIN_PARTITION = 32
 LABELLED, MEASURED, CALIBRATED = "labelled_", "measured_", "calibrated_100_sets"
 """Folders of what was trained for the comparison begin with these."""
+_FINALISTS, _FINALISTS_SECONDS, _FINALISTS_EVERY = 4, 24.0, 5
+"""Plans that are measured in a round, seconds of all rounds, and of how many tasks one
+is planned so: measuring takes longer than all other planners."""
 _FITTED_SETS, _FITTED_TABLES = 64, 8
 """Sets of so many tables, to which TorchRec's bandwidth is fitted."""
 _BYTES_PER_MS = 1e6
@@ -111,6 +114,12 @@ class Rival:
     """Takes the task, the costs, and the device's type."""
     training: Callable[[], dict[str, Any]] = dict
     """What is known of its training; empty where there was none."""
+    every: int = 1
+    """It plans one of so many tasks, drawn by their names."""
+
+    def plans(self, task: Task) -> bool:
+        """Whether it plans a task."""
+        return zlib.crc32(task.name.encode()) % self.every == 0
 
 
 def make_rivals(
@@ -169,6 +178,20 @@ def _ours() -> Iterator[Rival]:
         make=lambda task, costs, device: _neuroshard(
             task, costs, device, make_searcher("default"), types=["table_wise"]
         ),
+    )
+    yield Rival(
+        name="default, measured finalists",
+        about=f"this planner with measure_finalists={_FINALISTS} for "
+        f"{_FINALISTS_SECONDS:g} s, while the comparison measures on the other core; "
+        f"on one of {_FINALISTS_EVERY} tasks",
+        make=lambda task, costs, device: _neuroshard(
+            task,
+            costs,
+            device,
+            measure_finalists=_FINALISTS,
+            calibrate=_FINALISTS_SECONDS,
+        ),
+        every=_FINALISTS_EVERY,
     )
     yield Rival(
         name="default, nothing measured",
@@ -460,15 +483,15 @@ def _neuroshard(
     device: str,
     searcher: Searcher | None = None,
     types: Sequence[str] = (),
+    **given: Any,
 ) -> NeuroShardPlanner:
     """Make our planner; with a searcher, the plan is the searcher's or there is none.
 
     `default` has what it has by default: TorchRec's plan and other sharding types are
     candidates, too.
     """
-    given: dict[str, Any] = {}
     if searcher is not None:
-        given = {"search": searcher, "consider_stock": False}
+        given |= {"search": searcher, "consider_stock": False}
     return NeuroShardPlanner(
         topology=_topology(task, device, device),
         batch_size=task.batch_size // task.world_size,

@@ -634,6 +634,19 @@ def test_some_clusters_judge_a_part_of_the_tasks(parts: Any, tasks: Any) -> None
     assert counts["gloo"] == 0
 
 
+def test_what_takes_long_plans_a_part_of_the_tasks(parts: Any, tasks: Any) -> None:
+    planning, name = parts("planning"), "default, measured finalists"
+    settings = planning.PlanningSettings(names=(name, "random"), cost_model="cpu")
+    planners = planning.Planners(settings, 0)
+    [rival, other] = settings.rivals()
+    asked = [t for t in tasks if rival.plans(t)]
+    assert len(tasks) / rival.every / 2 < len(asked) < len(tasks) / rival.every * 2
+    assert all(other.plans(t) for t in tasks)
+    for task in tasks:
+        wanted = [name, "random"] if task in asked else ["random"]
+        assert planners._names(task) == wanted
+
+
 def test_a_task_that_was_begun_is_planned_once(
     parts: Any, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
