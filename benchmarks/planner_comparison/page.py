@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import io
 import json
@@ -64,6 +65,7 @@ HOW = (
 )
 
 _TICKS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6)
+_DPI = 100
 _PREDICTED = "predicted"
 _STATUSES = ("plan", "no plan", "timed out", "failed", "not run")
 
@@ -98,7 +100,7 @@ class Table:
 
 
 def write_pages(data: Data, out: Path) -> None:
-    """Write `<out>.md`, `.html` and the figures, `<out>_<name>.svg`.
+    """Write `<out>.md`, `.html` and the figures, `<out>_<name>.png`.
 
     Args:
         data: Everything that is known of the run.
@@ -106,8 +108,8 @@ def write_pages(data: Data, out: Path) -> None:
     """
     figures = {family: figure(data, family) for family in _families(data)}
     figures[_PREDICTED] = prediction_figure(data)
-    for name, svg in figures.items():
-        at(out, f"_{name}.svg").write_text(svg, encoding="utf-8")
+    for name, png in figures.items():
+        at(out, f"_{name}.png").write_bytes(png)
     at(out, ".md").write_text(markdown(data, out.name), encoding="utf-8")
     at(out, ".html").write_text(page(data, figures), encoding="utf-8")
 
@@ -122,6 +124,15 @@ def _planners(data: Data) -> list[str]:
 
 def _on(data: Data, cluster: str) -> list[Task]:
     return [t for t in data["tasks"] if t["cluster"] == cluster]
+
+
+def _groups(data: Data) -> dict[str, list[Task]]:
+    """Return the tasks of each cluster, and all tasks, each on its first cluster."""
+    groups = {c: _on(data, c) for c in data["clusters"] if _on(data, c)}
+    if len(groups) > 1:
+        first = {t["task"]: t for tasks in reversed(groups.values()) for t in tasks}
+        groups["all, each on its first cluster"] = list(first.values())
+    return groups
 
 
 def _headline(data: Data) -> str:
@@ -230,7 +241,7 @@ def _summary(data: Data) -> Table:
 
 def _by_cluster(data: Data) -> Table:
     """How far the order of the planners hangs on the cluster."""
-    columns = {c: _on(data, c) for c in data["clusters"] if _on(data, c)}
+    columns = _groups(data)
     headline = columns.get(_headline(data), [])
     for cluster, tasks in list(columns.items()):
         names = {t["task"] for t in tasks}
@@ -258,8 +269,7 @@ def _by_cluster(data: Data) -> Table:
 def _carries(data: Data) -> Table:
     """What the sums are made of, and what chance makes of them."""
     rows = []
-    for cluster in data["clusters"]:
-        tasks = _on(data, cluster)
+    for cluster, tasks in _groups(data).items():
         entries = [
             e["measured"]
             for t in tasks
@@ -519,7 +529,7 @@ def markdown(data: Data, name: str) -> str:
     shown = tables(data) if data["tasks"] else []
     parts += [table.markdown() for table in shown[:2]]
     drawn = [*_families(data), _PREDICTED]
-    parts += [f"![{f}]({name}_{f}.svg)\n" for f in drawn]
+    parts += [f"![{f}]({name}_{f}.png)\n" for f in drawn]
     parts.append("## How it was measured\n")
     parts.append("\n".join(f"- {line}" for line in HOW) + "\n")
     parts += [table.markdown() for table in shown[2:]]
@@ -538,11 +548,11 @@ th { vertical-align: bottom; }
 .scroll { overflow-x: auto; }
 pre, code { background: #f2f4f6; padding: .1rem .3rem; }
 pre { padding: .6rem; overflow-x: auto; }
-svg { max-width: 100%; height: auto; }
+img { max-width: 100%; height: auto; }
 """
 
 
-def page(data: Data, figures: dict[str, str]) -> str:
+def page(data: Data, figures: dict[str, bytes]) -> str:
     """Return one HTML page that needs no other file."""
     shown = [t.html() for t in tables(data)] if data["tasks"] else []
     captions = {
@@ -550,9 +560,10 @@ def page(data: Data, figures: dict[str, str]) -> str:
         _PREDICTED: "Predicted and measured kernels, every plan",
     }
     drawn = [
-        f"<figure>{svg[svg.index('<svg') :]}"
+        f"<figure><img alt='{name}' "
+        f"src='data:image/png;base64,{base64.b64encode(png).decode()}'>"
         f"<figcaption>{_inline(captions[name])}</figcaption></figure>"
-        for name, svg in figures.items()
+        for name, png in figures.items()
     ]
     how = "".join(f"<li>{_inline(line)}</li>" for line in HOW)
     notes = "".join(f"<li>{_inline(note)}</li>" for note in data.get("notes", ()))
@@ -591,11 +602,11 @@ def _inline(text: str) -> str:
     return escaped
 
 
-def figure(data: Data, family: str) -> str:
-    """Draw each planner's ratios to TorchRec's best practice in a family, as SVG."""
+def figure(data: Data, family: str) -> bytes:
+    """Draw each planner's ratios to TorchRec's best practice in a family, as PNG."""
     tasks = [t for t in _on(data, _headline(data)) if t["family"] == family]
     planners = _planners(data)
-    drawing, panel = _panel(family, (9, 0.34 * len(planners) + 1.6))
+    drawing, panel = _panel((9, 0.34 * len(planners) + 1.6))
     for row, name in enumerate(planners):
         found = list(paired.ratios(tasks, name, BEST_PRACTICE).values())
         color = "#c2410c" if name == OURS else "#33608f"
@@ -625,12 +636,12 @@ def figure(data: Data, family: str) -> str:
         f"kernels and collectives ({_headline(data)}) over TorchRec's best practice"
     )
     panel.set_title(f"{data['families'][family]}: {len(tasks)} tasks", fontsize=10)
-    return _svg(drawing)
+    return _png(drawing)
 
 
-def prediction_figure(data: Data) -> str:
-    """Draw the predicted kernels of every plan beside the measured ones, as SVG."""
-    drawing, panel = _panel("predicted", (5.5, 5.5))
+def prediction_figure(data: Data) -> bytes:
+    """Draw the predicted kernels of every plan beside the measured ones, as PNG."""
+    drawing, panel = _panel((5.5, 5.5))
     both: list[float] = []
     for family in _families(data):
         tasks = [t for t in data["tasks"] if t["family"] == family]
@@ -646,28 +657,27 @@ def prediction_figure(data: Data) -> str:
     panel.set_xlabel("predicted kernels [ms]")
     panel.set_ylabel("measured kernels [ms]")
     panel.legend(frameon=False)
-    return _svg(drawing)
+    return _png(drawing)
 
 
-def _panel(salt: str, size: tuple[float, float]) -> tuple[Any, Any]:
-    """Return an empty figure and its axes; equal salts give equal files."""
+def _panel(size: tuple[float, float]) -> tuple[Any, Any]:
+    """Return an empty figure and its axes."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams["svg.hashsalt"] = salt
     return pyplot.subplots(figsize=size)
 
 
-def _svg(drawing: Any) -> str:
+def _png(drawing: Any) -> bytes:
     from matplotlib import pyplot
 
     drawing.tight_layout()
-    text = io.StringIO()
-    drawing.savefig(text, format="svg", metadata={"Date": None})
+    image = io.BytesIO()
+    drawing.savefig(image, format="png", dpi=_DPI, metadata={"Software": None})
     pyplot.close(drawing)
-    return text.getvalue()
+    return image.getvalue()
 
 
 def _spread(row: int, values: Iterable[float]) -> list[float]:
