@@ -84,7 +84,7 @@ train() {
 
 plans() { # Given again, it goes on with the tasks that are left.
     local size=(--batch-size 65536 --max-rows 10000000 --kernel-rounds 2
-        --planning-processes 8 --planners default "default, tables whole" neuroshard
+        --planning-processes 8 --planners default neuroshard
         torchrec "torchrec, best practice")
     [ -z "$QUICK" ] || size=(--quick --num-tasks 1)
     # By names that hold wherever OUT lies: the file is gone on with by its options.

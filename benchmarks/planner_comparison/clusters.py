@@ -130,7 +130,7 @@ CLUSTERS = {
             about="one node with NVSwitch: the same, sizes scaled to A100's 230 GB/s "
             "(NVIDIA/nccl-tests issue 149)",
             intra_gb_per_s=230.0,
-            every=4,
+            every=6,
         ),
         Cluster(
             name=GLOO,

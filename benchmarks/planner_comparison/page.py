@@ -54,10 +54,10 @@ HOW = (
     "Planning seconds are of `plan()` with everything loaded, one thread a planner, "
     "as many planners at a time as the settings name planning processes. They tell "
     "nothing about training: that is a column of its own.",
-    "NeuroShard's nets of collectives are trained for each task to imitate the "
-    "cluster's published ones, before its planning seconds begin. Measuring finalists "
-    "takes as long as many other planners together; one of five tasks has it, drawn "
-    "by their names.",
+    "NeuroShard's nets of collectives are trained once for each cluster and number of "
+    "ranks, to imitate the published ones. Who takes as long as many others together "
+    "plans a part of the tasks, drawn by their names: see the table of planners. "
+    "Every sixth task of 4 or 8 ranks is planned for and judged on A100s, too.",
     "Ratios are paired: same task, both plans. Tasks that one of the two has no plan "
     "for are counted in the columns of outcomes. Won and lost leave out ratios within "
     f"{paired.SAME:.0%} of 1. Intervals: {paired.CONFIDENCE:.0%}, bootstrap over "

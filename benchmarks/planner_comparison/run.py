@@ -60,6 +60,8 @@ _AGAIN = (
 _AHEAD = 3
 """Tasks that are planned while kernels of one are timed: some take longer than others.
 """
+_MOST_SLOW = 3
+"""Tasks in a row on a machine that is too slow, after which the run ends."""
 _FREE_OPTIONS = (
     "out",
     "stop_after",
@@ -109,7 +111,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--least-speed",
         type=float,
         default=0.9,
-        help="end where the machine is slower than this share of its nominal speed",
+        help="do not keep tasks during which the machine is slower than this share of "
+        "its nominal speed; end after three in a row",
     )
     parser.add_argument(
         "--most-scatter",
@@ -251,18 +254,23 @@ class Comparison:
         done = {t["task"] for t in self.data["tasks"]}
         left = [(n, t) for n, t in enumerate(self.tasks) if t.name not in done]
         ahead = _AHEAD if self._options.plan_ahead else 0
+        slow = 0
         for index, (number, task) in enumerate(left):
             following = left[index + 1 : index + 1 + ahead]
             found = self._run_task(task, [t for _, t in following])
             speed = found[0]["machine_speed"]
-            if speed < self._options.least_speed:
+            slow = slow + 1 if speed < self._options.least_speed else 0
+            if slow:
                 print(
-                    f"ended: the machine ran at {speed:.2f} of its usual speed during "
-                    f"{task.name}, below {self._options.least_speed:g}; it is not "
-                    "kept, and the same command goes on with it",
+                    f"{task.name} is not kept: the machine ran at {speed:.2f} of its "
+                    f"usual speed, below {self._options.least_speed:g}; the same "
+                    "command goes on with it",
                     flush=True,
                 )
-                break
+                if slow == _MOST_SLOW:
+                    print(f"ended: {slow} such tasks in a row", flush=True)
+                    break
+                continue
             if (scatter := found[0]["scatter"]) > self._options.most_scatter:
                 print(
                     f"{task.name} is not kept: the passes of its kernels differ by "

@@ -54,7 +54,8 @@ shares of the inputs and outputs."""
 STATE_BYTES_PER_ROW = {"rowwise_adagrad": 4, "sgd": 0}
 
 _DLRM, _EMBARK = "dlrm_datasets_2021_t856_bs65536", "nvidia_embark_"
-_SEED_TABLES = (10, 60)
+SEED_TABLES = (10, 60)
+"""Least and most tables of a task of the papers'."""
 _EMBARK_TABLES = 30
 _QUICK_TABLES = 10
 _ID_BYTES = 8
@@ -163,7 +164,7 @@ def _dlrm_tasks(
     worlds = [WORLDS[i % 3] for i in range(36)] + [2] * CHECKS
     widest = (128, 32, 64, 16, 8, 4)
     for number, world_size in enumerate(worlds):
-        low, high = _SEED_TABLES
+        low, high = SEED_TABLES
         # At 16 ranks, as in the papers, tasks of few tables make no sense.
         count = int(rng.integers(max(low, 2 * world_size), high + 1))
         widths = power_of_two_widths(widest[number // 3 % len(widest)])

@@ -64,7 +64,6 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
     shipped_models,
 )
 from torchrec_neuroshard.baselines.neuroshard_training import (
-    FitReport,
     PaperTrainConfig,
     fit_comms_to_model,
 )
@@ -91,7 +90,6 @@ __all__ = [
     "PaperCosts",
     "PaperSearcher",
     "SharedCosts",
-    "imitate_comms",
 ]
 
 Floats = npt.NDArray[np.float64]
@@ -424,35 +422,6 @@ def _joined(shards: Iterable[Shard]) -> tuple[Shard, ...]:
     return tuple(sorted(widths.items()))
 
 
-def imitate_comms(
-    comms_model: CommsModel,
-    columns: Sequence[int],
-    *,
-    world_size: int,
-    batch_size: int,
-    seed: int = 0,
-) -> tuple[CommsNets, FitReport, FitReport]:
-    """Train nets of the all-to-all on a model of it, where none was measured.
-
-    Args:
-        comms_model: What they imitate.
-        columns: Output columns of each table to be placed.
-        world_size: Ranks.
-        batch_size: Samples over all ranks.
-        seed: Of samples and weights.
-    """
-    return fit_comms_to_model(
-        comms_model,
-        lambda rng: columns,
-        world_size=world_size,
-        batch_sizes=[batch_size],
-        num_samples=FALLBACK_SAMPLES,
-        config=PaperTrainConfig(
-            epochs=FALLBACK_EPOCHS, batch_samples=FALLBACK_BATCH, seed=seed
-        ),
-    )
-
-
 class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
     """NeuroShard as published; see the module's description.
 
@@ -539,12 +508,17 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
         nets = models.comms.get(task.world_size)
         if nets is not None:
             return OwnCosts(task, models, nets), []
-        nets, forward, backward = imitate_comms(
+        nets, forward, backward = fit_comms_to_model(
             comms_model,
-            [t.embedding_dim * t.num_features for t in task.tables],
+            lambda rng: [t.embedding_dim * t.num_features for t in task.tables],
             world_size=task.world_size,
-            batch_size=task.batch_size,
-            seed=self.config.seed,
+            batch_sizes=[task.batch_size],
+            num_samples=FALLBACK_SAMPLES,
+            config=PaperTrainConfig(
+                epochs=FALLBACK_EPOCHS,
+                batch_samples=FALLBACK_BATCH,
+                seed=self.config.seed,
+            ),
         )
         known = ", ".join(map(str, sorted(models.comms))) or "none"
         return OwnCosts(task, models, nets), [
