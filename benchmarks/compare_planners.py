@@ -1,7 +1,7 @@
 """Compare planners on kernels that are run for real.
 
     python benchmarks/compare_planners.py --tables real_tables.json \
-        --out benchmarks/results/planners_202611
+        --out reproduced/planners
 
 For each task (tables, ranks, batch, memory) and each cluster that it is judged on,
 every planner makes a plan. The kernels of each rank of all plans are timed one rank

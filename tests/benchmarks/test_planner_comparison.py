@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -504,7 +505,9 @@ def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> N
 def test_the_readmes_table_is_the_results(
     parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = parts("results").read_results(BENCHMARKS / "results" / "planners_202611")
+    results = parts("results").read_results(
+        BENCHMARKS / "results" / "planners_zen3_202611"
+    )
     readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
     before = parts("page").short_table(results)
     assert before in readme
@@ -633,6 +636,31 @@ def test_some_clusters_judge_a_part_of_the_tasks(parts: Any, tasks: Any) -> None
     assert counts["8 x A100"] == -(-of_eight // clusters["8 x A100"].every)
     assert counts["2 x 8 H100"] == sum(t.world_size == 16 for t in tasks)
     assert counts["gloo"] == 0
+
+
+def test_tasks_on_a_slow_machine_are_left_out_and_end_a_run(
+    parts: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run, kept, asked = parts("run"), [], []
+    monkeypatch.setattr(run, "write_results", lambda data, out: kept.append(out))
+    monkeypatch.setattr(run, "write_pages", lambda data, out: None)
+    comparison = object.__new__(run.Comparison)
+    comparison._options = run.parse_arguments(["--out", str(tmp_path / "x")])
+    speeds = iter([1.0, 0.8, 0.8, 0.95, 0.8, 0.7, 0.6, 1.0])
+    comparison.tasks = [SimpleNamespace(name=str(i)) for i in range(8)]
+    comparison.data = {"tasks": []}
+    comparison._say = lambda *_: None
+
+    def one(task: Any, following: Sequence[Any]) -> list[dict[str, Any]]:
+        asked.append(task.name)
+        assert following == []  # nothing is planned ahead unless asked for
+        return [{"task": task.name, "machine_speed": next(speeds), "scatter": 0.01}]
+
+    comparison._run_task = one
+    comparison.run()
+    assert asked == ["0", "1", "2", "3", "4", "5", "6"]
+    assert [t["task"] for t in comparison.data["tasks"]] == ["0", "3"]
+    assert len(kept) == 2
 
 
 def test_what_takes_long_plans_a_part_of_the_tasks(parts: Any, tasks: Any) -> None:
