@@ -615,7 +615,8 @@ def figure(data: Data, family: str) -> bytes:
         if mean is not None:
             panel.plot([mean.low, mean.high], [row, row], color=color, linewidth=2)
             panel.plot(mean.mean, row, "D", color=color, markersize=6)
-        missing = len(tasks) - paired.outcomes(tasks, name)["plan"]
+        ended = paired.outcomes(tasks, name)
+        missing = sum(ended.values()) - ended["plan"]
         if missing:
             panel.annotate(
                 f"no plan: {missing}",
