@@ -267,12 +267,20 @@ def _by_cluster(data: Data) -> Table:
     for title, tasks in columns.items():
         found = {n: paired.compare(tasks, n, BEST_PRACTICE) for n in _planners(data)}
         means[title] = {n: p.mean for n, p in found.items() if p is not None}
+    # Who plans a part of the tasks has no place among the others.
+    whole = {
+        title: {n for n in own if all(n in t["planners"] for t in columns[title])}
+        for title, own in means.items()
+    }
     rows = []
     for name in _planners(data):
         cells = [_marked(name)]
-        for own in means.values():
-            place = sorted(own.values()).index(own[name]) + 1 if name in own else 0
-            cells.append(f"{own[name]:.3f}, {place}." if place else "-")
+        for title, own in means.items():
+            place = ""
+            if name in whole[title]:
+                ranked = sorted(own[n] for n in own if n in whole[title])
+                place = f", {ranked.index(own[name]) + 1}."
+            cells.append(f"{own[name]:.3f}{place}" if name in own else "-")
         rows.append(cells)
     return Table(
         title="Over TorchRec's best practice, and the place, by cluster",
