@@ -192,9 +192,9 @@ def _in_company(tasks: Sequence[Task], name: str, over: paired.Paired) -> str:
         name: Of the planner.
         over: The planner over TorchRec's best practice.
     """
-    asked = [t for t in tasks if name in t["planners"]]
-    ours = paired.compare(asked, OURS, BEST_PRACTICE)
-    if len(asked) == len(tasks) or ours is None:
+    own = paired.asked(tasks, name)
+    ours = paired.compare(own, OURS, BEST_PRACTICE)
+    if len(own) == len(tasks) or ours is None:
         return over.text()
     return f"{over.text()}; `{OURS}` there {ours.mean:.3f}"
 
@@ -263,25 +263,19 @@ def _by_cluster(data: Data) -> Table:
         same = [t for t in headline if t["task"] in names]
         if 0 < len(same) < len(headline):
             columns[f"{_headline(data)}, tasks of {cluster}"] = same
-    means: dict[str, dict[str, float]] = {}
-    for title, tasks in columns.items():
+    shown: list[dict[str, str]] = []
+    for tasks in columns.values():
         found = {n: paired.compare(tasks, n, BEST_PRACTICE) for n in _planners(data)}
-        means[title] = {n: p.mean for n, p in found.items() if p is not None}
-    # Who plans a part of the tasks has no place among the others.
-    whole = {
-        title: {n for n in own if all(n in t["planners"] for t in columns[title])}
-        for title, own in means.items()
-    }
-    rows = []
-    for name in _planners(data):
-        cells = [_marked(name)]
-        for title, own in means.items():
-            place = ""
-            if name in whole[title]:
-                ranked = sorted(own[n] for n in own if n in whole[title])
-                place = f", {ranked.index(own[name]) + 1}."
-            cells.append(f"{own[name]:.3f}{place}" if name in own else "-")
-        rows.append(cells)
+        means = {n: p.mean for n, p in found.items() if p is not None}
+        # Who plans a part of the tasks has no place among the others.
+        whole = [n for n in means if len(paired.asked(tasks, n)) == len(tasks)]
+        ranked = sorted(means[n] for n in whole)
+        places = {n: f", {ranked.index(means[n]) + 1}." for n in whole}
+        shown.append({n: f"{m:.3f}{places.get(n, '')}" for n, m in means.items()})
+    rows = [
+        [_marked(name), *(cells.get(name, "-") for cells in shown)]
+        for name in _planners(data)
+    ]
     return Table(
         title="Over TorchRec's best practice, and the place, by cluster",
         head=("planner", *(f"{c}, {len(t)} tasks" for c, t in columns.items())),
@@ -393,7 +387,7 @@ def _more(data: Data) -> Table:
     for rival in data["rivals"]:
         name = rival["name"]
         ended = paired.outcomes(tasks, name)
-        entries = [t["planners"][name] for t in tasks if name in t["planners"]]
+        entries = [t["planners"][name] for t in paired.asked(tasks, name)]
         seconds = [e["seconds"] for e in entries if e["status"] == "plan"]
         gaps = [e["gap"] for e in entries if e.get("gap") is not None]
         rank = paired.prediction_ratios(tasks, name, WORST_RANK)

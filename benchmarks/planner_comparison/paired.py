@@ -125,11 +125,14 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def asked(tasks: Iterable[Task], planner: str) -> list[Task]:
+    """Return the tasks that a planner was to plan: of some, a part."""
+    return [t for t in tasks if planner in t["planners"]]
+
+
 def outcomes(tasks: Iterable[Task], planner: str) -> Counter[str]:
     """Count how a planner's tasks ended."""
-    return Counter(
-        t["planners"][planner]["status"] for t in tasks if planner in t["planners"]
-    )
+    return Counter(t["planners"][planner]["status"] for t in asked(tasks, planner))
 
 
 def violations(tasks: Iterable[Task], planner: str) -> int:
