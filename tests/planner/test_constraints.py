@@ -247,6 +247,7 @@ def test_offloaded_company_goes_where_its_pinned_member_may_be() -> None:
     assert held["t2"] == held["t3"] != held["t1"] == {0}
 
 
+@pytest.mark.one_release
 @pytest.mark.parametrize("seed", range(8))
 def test_constraints_drawn_at_random(seed: int) -> None:
     """Of tables of all kinds, in scarce memory, through the real search."""

@@ -33,6 +33,8 @@ from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.training.first_launch import LaunchRequest
 
+pytestmark = pytest.mark.one_release
+
 RANKS = 4
 TOPOLOGY = Topology(world_size=RANKS, compute_device="cpu")
 SEARCH = SearchConfig(effort=0.1, restarts=2, beam_width=1, time_budget_seconds=4.0)

@@ -285,6 +285,7 @@ def test_plan_files_fit_any_number_of_replicas(tmp_path: Path) -> None:
         load_plan(path, model=model, planner=whole)
 
 
+@pytest.mark.one_release
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
 def test_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "groups.md").read_text("utf-8")

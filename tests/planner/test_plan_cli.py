@@ -351,6 +351,7 @@ def test_profiles_are_taken_from_a_file(
     assert "profiles of batches (1 feature)" in capsys.readouterr().out
 
 
+@pytest.mark.one_release
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
 def test_the_page_runs(
     folder: Path,

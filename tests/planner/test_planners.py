@@ -577,6 +577,7 @@ print(planner.hash_planner_context_inputs_str())
 """
 
 
+@pytest.mark.one_release
 def test_plan_does_not_depend_on_the_hash_seed_or_threads() -> None:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -601,6 +602,7 @@ def test_plan_does_not_depend_on_the_hash_seed_or_threads() -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.one_release
 def test_plan_does_not_depend_on_the_order_of_tables() -> None:
     rng = np.random.default_rng(0)
     tables = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, bounds
 from torchrec_neuroshard.search.balanced import balanced_bound
 from torchrec_neuroshard.search.choices import MIN_SINGLE_GAIN, Choices
 from torchrec_neuroshard.search.shards import (
+    Floats,
     Ints,
     ShardBank,
     placement_from_widths,
@@ -34,6 +36,8 @@ from torchrec_neuroshard.workloads import mlperf_dlrm_v2
 
 UVM = KernelFactors(forward=5.0, backward=7.0)
 DENSE = KernelFactors(forward=1.5, backward=2.0, passes=3.0)
+NUM_TASKS = 40
+"""Drawn tasks of which every placement is evaluated, once for all tests."""
 
 
 def random_task(seed: int, **changes: Any) -> ShardingTask:
@@ -139,6 +143,32 @@ def sums(model: AnalyticCostModel) -> Any:
     return np.stack([launch, np.zeros(2), *others])
 
 
+class EveryCost(NamedTuple):
+    """All placements of a task without limits, in the order of `every_placement`."""
+
+    best: Placement
+    costs_P: Floats
+    """Critical path of each [ms]."""
+    bytes_PW: Floats
+    """What each puts on each rank."""
+
+
+@functools.cache
+def every_cost(seed: int) -> EveryCost:
+    """Evaluate every placement, which takes longer than all searches."""
+    task = random_task(seed)
+    simulator = Simulator(task, *models(seed))
+    costs, held, best_ms, best = [], [], math.inf, None
+    for placement in every_placement(task):
+        cost = simulator.evaluate(placement).critical_path_ms
+        costs.append(cost)
+        held.append(placement.rank_bytes(task))
+        if cost < best_ms:
+            best_ms, best = cost, placement
+    assert best is not None
+    return EveryCost(best, np.array(costs), np.array(held))
+
+
 @pytest.mark.parametrize("kind", ["all sets", "some sets", "sums"])
 def test_no_plan_is_below_the_bound(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "some sets":
@@ -146,13 +176,11 @@ def test_no_plan_is_below_the_bound(kind: str, monkeypatch: pytest.MonkeyPatch) 
     if kind == "sums":
         monkeypatch.setattr(AnalyticCostModel, "additive", property(sums))
     gaps = []
-    for seed in range({"all sets": 60, "some sets": 4, "sums": 8}[kind]):
+    for seed in range({"all sets": NUM_TASKS, "some sets": 4, "sums": 8}[kind]):
         task = random_task(seed)
         simulator = Simulator(task, *models(seed))
-        costs = (
-            (simulator.evaluate(p).critical_path_ms, p) for p in every_placement(task)
-        )
-        best_ms, best = min(costs, key=lambda c: c[0])
+        best, costs_P, _ = every_cost(seed)
+        best_ms = float(costs_P.min())
         width_TW = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
         for shard in best.shards:
             width_TW[shard.table, shard.rank] = shard.width
@@ -179,24 +207,25 @@ def test_every_way_is_searched(limited: bool) -> None:
     """Feasible exactly where some plan is, and about as good as the best of all."""
     worse: list[float] = []
     infeasible = 0
-    for seed in range(40):
+    for seed in range(NUM_TASKS):
         task = random_task(seed)
+        _, costs_P, bytes_PW = every_cost(seed)
         if limited:
             rng = np.random.default_rng(1000 + seed)
             sizes = [min(task.shard_bytes(w, 4) for w in ways) for ways in task.ways]
             cap = int(rng.uniform(0.2, 2.0) * max(1.0, sum(sizes)))
             task = random_task(seed, memory_bytes=(cap,) * task.world_size)
-        simulator = Simulator(task, *models(seed))
-        found = [p for p in every_placement(task) if fits(task, p)]
-        if not found:
+            costs_P = costs_P[(bytes_PW <= cap).all(axis=1)]
+        if not len(costs_P):
             infeasible += 1
             with pytest.raises(InfeasibleError):
                 search(task, seed)
             continue
-        best = min(simulator.evaluate(p).critical_path_ms for p in found)
+        best = costs_P.min()
         result = search(task, seed)
         result.placement.check(task)
         cost = result.predicted.critical_path_ms
+        simulator = Simulator(task, *models(seed))
         assert cost == pytest.approx(
             simulator.evaluate(result.placement).critical_path_ms
         )
