@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torchrec_neuroshard.features import (
     FEATURE_NAMES,
     FEATURE_VERSION,
     NUM_TOTALS,
+    WIDTH_FEATURES,
     ShardFeaturizer,
     check_schema,
     table_features,
@@ -54,6 +56,13 @@ def test_one_table_by_hand() -> None:
         "output_bytes": 8 * 32 * 4,
         "num_bags": 8,
         "weighted_lookups": 0,
+        "weighted_bytes": 0,
+        "lookup_lines": 16 * 2,
+        "distinct_lines": 8 * 2,
+        "sorted_digits": 16 * 2,  # 1,024 rows: 11 bits
+        "unfused_values": 0,
+        "half_distinct_values": 0,
+        "half_weighted_values": 0,
         "weight_bytes": 1_024 * 32 * 4,
         "log2_rows": 10,
         "log2_width": 5,
@@ -64,6 +73,7 @@ def test_one_table_by_hand() -> None:
         "log2_reuse": 1,
         "is_weighted": 0,
         "is_half": 0,
+        "is_shared": 0,
         "is_rowwise_adagrad": 1,
         "is_adagrad": 0,
         "is_adam": 0,
@@ -84,7 +94,36 @@ def test_flags_and_several_features() -> None:
     assert b["output_bytes"] == 48 * 20 * 4
     assert b["width_mod_16"] == 0.25
     assert (b["is_weighted"], b["is_half"], b["is_rowwise_adagrad"]) == (1, 1, 0)
+    assert (b["is_shared"], c["is_shared"]) == (1, 0)
+    assert b["weighted_bytes"] == b["lookup_bytes"]
+    assert b["lookup_lines"] == 96  # 40 bytes a row
+    assert (b["sorted_digits"], c["sorted_digits"]) == (2 * 96, c["num_lookups"])
+    assert b["half_distinct_values"] == pytest.approx(20 * b["num_distinct"])
+    assert b["half_weighted_values"] == 20 * 96
     assert (c["is_adam"], c["is_adagrad"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        ({}, True),
+        ({"optimizer": "sgd"}, False),
+        ({"data_type": "fp16"}, False),
+        ({"num_features": 2}, False),
+        ({"weighted": True}, True),
+    ],
+)
+def test_which_gradients_the_cpu_adds_one_by_one(
+    change: dict[str, Any], fused: bool
+) -> None:
+    (row,) = table_features([dataclasses.replace(TABLES[0], **change)], 8)
+    assert named(row)["unfused_values"] == (0 if fused else 16 * 32)
+
+
+@pytest.mark.parametrize(("rows", "digits"), [(255, 1), (256, 2), (65_536, 3)])
+def test_ids_are_sorted_by_eight_bits_at_a_time(rows: int, digits: int) -> None:
+    table = dataclasses.replace(TABLES[0], num_embeddings=rows)
+    assert named(table_features([table], 8)[0])["sorted_digits"] == 16 * digits
 
 
 def test_batch_moves_lookups_in_proportion() -> None:
@@ -110,9 +149,9 @@ def test_totals_in_bytes_are_conserved_by_a_split() -> None:
     for name in ("lookup_bytes", "distinct_bytes", "output_bytes", "weight_bytes"):
         column = FEATURE_NAMES.index(name)
         assert split[:, column].sum() == pytest.approx(whole[column])
-    for name in ("num_lookups", "num_distinct", "log2_pooling", "distinct_share_0"):
-        column = FEATURE_NAMES.index(name)
-        assert set(split[:, column]) == {whole[column]}
+    for column, name in enumerate(FEATURE_NAMES):
+        if name not in WIDTH_FEATURES:
+            assert set(split[:, column]) == {whole[column]}, name
 
 
 def test_shard_is_the_narrower_table() -> None:

@@ -19,12 +19,13 @@ __all__ = [
     "FEATURE_VERSION",
     "NUM_TOTALS",
     "OUTPUT_BYTES_PER_VALUE",
+    "WIDTH_FEATURES",
     "ShardFeaturizer",
     "check_schema",
     "table_features",
 ]
 
-FEATURE_VERSION = 1
+FEATURE_VERSION = 2
 """Changes whenever a column changes its meaning."""
 
 TOTAL_NAMES: tuple[str, ...] = (
@@ -36,9 +37,25 @@ TOTAL_NAMES: tuple[str, ...] = (
     "output_bytes",
     "num_bags",
     "weighted_lookups",
+    "weighted_bytes",
+    "lookup_lines",
+    "distinct_lines",
+    "sorted_digits",
+    "unfused_values",
+    "half_distinct_values",
+    "half_weighted_values",
     "weight_bytes",
 )
-"""Physical quantities of a shard; a set's are their sums."""
+"""Physical quantities of a shard; a set's are their sums.
+
+`weighted_bytes` are read once more for the gradient of the lookups' weights. `*_lines`
+are what rows of `*_bytes` take of a cache. `sorted_digits` are ids times the passes of
+the radix sort that the backward starts with. `unfused_values` are gradients that
+FBGEMM's CPU backward adds one by one: of all optimizers but row-wise Adagrad, of fp16
+weights, and of tables with several features. `half_*` are converted to fp32 and back.
+Source: FBGEMM 1.8, embedding_backward_split_cpu_template.cpp, csr2csc and
+radix_sort_parallel.
+"""
 
 NUM_TOTALS = len(TOTAL_NAMES)
 
@@ -53,6 +70,7 @@ FEATURE_NAMES: tuple[str, ...] = (
     "log2_reuse",
     "is_weighted",
     "is_half",
+    "is_shared",
     "is_rowwise_adagrad",
     "is_adagrad",
     "is_adam",
@@ -60,8 +78,26 @@ FEATURE_NAMES: tuple[str, ...] = (
 )
 """Columns of a feature matrix, in order."""
 
+WIDTH_FEATURES: tuple[str, ...] = (
+    "lookup_bytes",
+    "distinct_bytes",
+    "output_bytes",
+    "weighted_bytes",
+    "lookup_lines",
+    "distinct_lines",
+    "unfused_values",
+    "half_distinct_values",
+    "half_weighted_values",
+    "weight_bytes",
+    "log2_width",
+    "width_mod_16",
+)
+"""Those that depend on a shard's width; shards of one table share all others."""
+
 OUTPUT_BYTES_PER_VALUE = 4
 """Pooled outputs leave the kernel as fp32."""
+_LINE_BYTES, _DIGIT_BITS = 64, 8
+"""Of a CPU's cache, and of the sort of the ids."""
 
 _INDEX = {name: i for i, name in enumerate(FEATURE_NAMES)}
 
@@ -104,6 +140,8 @@ class ShardFeaturizer:
                 "num_lookups": lookups,
                 "num_distinct": distinct,
                 "num_bags": batch_size * table.num_outputs,
+                "sorted_digits": lookups
+                * -(-table.num_embeddings.bit_length() // _DIGIT_BITS),
                 "weighted_lookups": lookups if table.weighted else 0.0,
                 "log2_rows": np.log2(table.num_embeddings),
                 "log2_pooling": np.log2(max(per_bag, 2.0**-10)),
@@ -112,6 +150,7 @@ class ShardFeaturizer:
                 "log2_reuse": np.log2(max(lookups, 1.0) / max(distinct, 1.0)),
                 "is_weighted": float(table.weighted),
                 "is_half": float(DATA_TYPE_BYTES[table.data_type] == 2),
+                "is_shared": float(table.num_features > 1),
                 "is_rowwise_adagrad": float(table.optimizer == "rowwise_adagrad"),
                 "is_adagrad": float(table.optimizer == "adagrad"),
                 "is_adam": float(table.optimizer == "adam"),
@@ -145,14 +184,23 @@ class ShardFeaturizer:
         width = np.asarray(width_N, dtype=np.float64)
         out = self._base_TF[table]
         row_bytes = width * self._value_bytes_T[table]
-        out[:, _INDEX["lookup_bytes"]] = out[:, _INDEX["num_lookups"]] * row_bytes
-        out[:, _INDEX["distinct_bytes"]] = out[:, _INDEX["num_distinct"]] * row_bytes
-        out[:, _INDEX["output_bytes"]] = (
-            out[:, _INDEX["num_bags"]] * width * OUTPUT_BYTES_PER_VALUE
-        )
-        out[:, _INDEX["weight_bytes"]] = self._rows_T[table] * row_bytes
-        out[:, _INDEX["log2_width"]] = np.log2(width)
-        out[:, _INDEX["width_mod_16"]] = width % 16 / 16
+        row_lines = np.ceil(row_bytes / _LINE_BYTES)
+        column = {name: out[:, i] for name, i in _INDEX.items()}  # views
+        lookups, distinct = column["num_lookups"], column["num_distinct"]
+        half, weighted_lookups = column["is_half"], column["weighted_lookups"]
+        fused = column["is_rowwise_adagrad"] * (1 - half) * (1 - column["is_shared"])
+        column["lookup_bytes"][:] = lookups * row_bytes
+        column["distinct_bytes"][:] = distinct * row_bytes
+        column["output_bytes"][:] = column["num_bags"] * width * OUTPUT_BYTES_PER_VALUE
+        column["weighted_bytes"][:] = weighted_lookups * row_bytes
+        column["lookup_lines"][:] = lookups * row_lines
+        column["distinct_lines"][:] = distinct * row_lines
+        column["unfused_values"][:] = (1 - fused) * lookups * width
+        column["half_distinct_values"][:] = half * distinct * width
+        column["half_weighted_values"][:] = half * weighted_lookups * width
+        column["weight_bytes"][:] = self._rows_T[table] * row_bytes
+        column["log2_width"][:] = np.log2(width)
+        column["width_mod_16"][:] = width % 16 / 16
         return out.astype(np.float32)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import bench_search
 import bench_types
 from tests.builders import ATTACHES_OPTIMIZERS
 
@@ -83,7 +84,7 @@ def test_the_tasks_are_the_same_again_and_have_names_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Drawing these takes long; that they are the same again is tested where they are.
-    drawn = functools.cache(bench_types.make_dlrm_task)
+    drawn = functools.cache(bench_search.make_dlrm_task)
     monkeypatch.setattr(bench_types, "make_dlrm_task", drawn)
     first, second = (list(bench_types.make_tasks(None)) for _ in range(2))
     assert first == second

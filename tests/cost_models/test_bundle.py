@@ -19,7 +19,7 @@ from torchrec_neuroshard.errors import (
     BundleMismatchError,
     ConfigError,
 )
-from torchrec_neuroshard.features import FEATURE_NAMES, table_features
+from torchrec_neuroshard.features import FEATURE_NAMES, FEATURE_VERSION, table_features
 from torchrec_neuroshard.tables import TableConfig
 
 SIZES = {"num_members": 2, "hidden": 8, "latent": 2, "head_hidden": 4}
@@ -102,7 +102,8 @@ def edit(folder: Path, **changes: object) -> None:
 def test_other_versions_are_refused(tmp_path: Path) -> None:
     write_bundle(tmp_path)
     edit(tmp_path, feature_names=["a", "b"])
-    with pytest.raises(BundleMismatchError, match="feature columns of version 1"):
+    version = f"feature columns of version {FEATURE_VERSION}"
+    with pytest.raises(BundleMismatchError, match=version):
         load_bundle(tmp_path)
     edit(tmp_path, bundle_version=99)
     with pytest.raises(BundleMismatchError, match="bundle version 99"):

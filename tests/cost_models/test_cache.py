@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import shutil
@@ -58,6 +59,18 @@ def test_what_was_stored_is_found_and_loads(bundle: Path, root: Path) -> None:
     assert (found.created, found.seconds, found.key) == (CREATED, 9.0, make_key())
     assert load_bundle(folder).hardware == load_bundle(bundle).hardware
     assert [p.name for p in root.iterdir()] == [folder.name]
+
+
+def test_a_bundle_of_other_features_is_not_found(bundle: Path) -> None:
+    key = make_key()
+    store(bundle, dataclasses.replace(key, feature_version=key.feature_version - 1))
+    assert cache.find(key, collectives=True) is None
+    # As files were before keys named the version.
+    path = store(bundle, key) / "key.json"
+    data = json.loads(path.read_text())
+    del data["key"]["feature_version"]
+    path.write_text(json.dumps(data))
+    assert cache.find(key, collectives=True) is None
 
 
 @pytest.mark.parametrize(

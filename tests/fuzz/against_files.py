@@ -305,6 +305,7 @@ KEY = bundle_cache.CacheKey(
     fbgemm="1",
     torchrec="1",
     feature_gates=(),
+    feature_version=2,
 )
 
 

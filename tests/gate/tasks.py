@@ -79,6 +79,9 @@ Task = Callable[[], dict[str, Record]]
 MIB, GIB = 2**20, 2**30
 PLENTY = 1e6
 """Seconds: more than any search here takes on any machine."""
+WHOLE = SearchConfig(time_budget_seconds=PLENTY)
+LIGHT = SearchConfig(time_budget_seconds=PLENTY, effort=0.2, restarts=2)
+"""What most tasks take: the same steps, fewer of them."""
 EPYC = "cpu_epyc_zen5"
 
 TABLE_WISE, COLUMN_WISE = "table_wise", "column_wise"
@@ -278,12 +281,11 @@ def make_planner(
     constraints: Mapping[str, ParameterConstraints] | None = None,
     **settings: Any,
 ) -> NeuroShardPlanner:
-    search = settings.pop("search", SearchConfig(time_budget_seconds=PLENTY))
     return NeuroShardPlanner(
         topology,
         settings.pop("batch_size", 512),
         constraints=constraints,
-        search=search,
+        search=settings.pop("search", LIGHT),
         storage_reservation=FixedPercentageStorageReservation(percentage=0.1),
         stats=[],
         debug=False,
@@ -328,7 +330,7 @@ def column_splits() -> dict[str, Record]:
     """Free choice of splits on CPUs, by each bundle that ships."""
     specs = draw_specs(10, seed=1)
     specs[0] = Spec(rows=400_000, dim=256, ids=80.0)
-    alone: dict[str, Any] = {"consider_stock": False}
+    alone: dict[str, Any] = {"consider_stock": False, "search": WHOLE}
     return {
         name: plan_specs(specs, cpus(4), cost_model=name, **alone)
         for name in ("cpu", "cpu_epyc", EPYC)
@@ -733,13 +735,11 @@ def mlperf() -> dict[str, Record]:
         )
         for t in mlperf_dlrm_v2()
     ]
-    light = SearchConfig(time_budget_seconds=PLENTY, effort=0.2, restarts=2)
     return {
         device: plan_specs(
             specs,
             topology,
             cost_model=EPYC if device == "cpu" else gpu_costs(),
-            search=light,
             consider_stock=False,
         )
         for device, topology in {"cpu": cpus(8), "cuda": gpus(8, 8)}.items()
@@ -769,10 +769,9 @@ def library_searches() -> dict[str, Record]:
         together=((1, 2),),
         apart=((3, 4, 5),),
     )
-    search = SearchConfig(time_budget_seconds=PLENTY)
     cases: dict[str, tuple[ShardingTask, str | SearchConfig]] = {
-        "default": (plain, search),
-        "default, rules": (ruled, search),
+        "default": (plain, WHOLE),
+        "default, rules": (ruled, WHOLE),
         "greedy-cost": (plain, "greedy-cost"),
         "neuroshard": (plain, "neuroshard"),
     }

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Self
 
 from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
+from torchrec_neuroshard.features import FEATURE_VERSION
 from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 
 __all__ = [
@@ -85,6 +86,8 @@ class CacheKey:
     torchrec: str
     feature_gates: tuple[str, ...]
     """FBGEMM's, as set in the environment: NAME=value, sorted."""
+    feature_version: int
+    """Of the columns that the bundle's network takes."""
 
     @classmethod
     def here(
@@ -110,6 +113,7 @@ class CacheKey:
             fbgemm=_release(*_FBGEMM),
             torchrec=_release("torchrec"),
             feature_gates=tuple(sorted(gates)),
+            feature_version=FEATURE_VERSION,
         )
 
     def name(self) -> str:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CostModel
 from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
-from torchrec_neuroshard.features import FEATURE_NAMES
+from torchrec_neuroshard.features import FEATURE_NAMES, WIDTH_FEATURES
 
 __all__ = ["CorrectedCostModel", "MeasuredSet"]
 
@@ -46,15 +46,7 @@ MAX_TABLES = 128
 """Tables that are told from each other: those with the largest shares."""
 USUAL_SPREAD = 0.05
 """Of the passes of a set on a CPU, relative."""
-_BY_WIDTH = (
-    "lookup_bytes",
-    "distinct_bytes",
-    "output_bytes",
-    "weight_bytes",
-    "log2_width",
-    "width_mod_16",
-)
-_OF_TABLE = [i for i, name in enumerate(FEATURE_NAMES) if name not in _BY_WIDTH]
+_OF_TABLE = [i for i, name in enumerate(FEATURE_NAMES) if name not in WIDTH_FEATURES]
 """Columns that shards of one table share."""
 
 

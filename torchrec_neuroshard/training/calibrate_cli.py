@@ -40,7 +40,6 @@ from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
     CostRecord,
     command_line,
-    repeatability,
     steady_records,
 )
 from torchrec_neuroshard.training.calibration import (
@@ -55,7 +54,7 @@ from torchrec_neuroshard.training.cards import (
     calibration_section,
     carried_over_card,
     compute_card,
-    repeatability_line,
+    compute_noise,
 )
 from torchrec_neuroshard.training.comms import CommsTrainConfig
 from torchrec_neuroshard.training.compute import (
@@ -185,7 +184,7 @@ def calibrate_bundle(
             "errors": {n: score(c.evaluation) for n, c in found.candidates.items()},
         },
     )
-    noise = repeatability_line(repeatability(steady))
+    noise = compute_noise(steady)
     card = compute_card(info, noise, evaluations)
     card += calibration_section(old, info, found)
     COMPUTE_BUNDLE.save(out, kept.network, info, card)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchrec_neuroshard.cost_models.bundle import BundleInfo, CommsBundleInfo
+from torchrec_neuroshard.records import CostRecord, repeatability
 from torchrec_neuroshard.training.calibration import (
     BEFORE,
     LINEAR,
@@ -24,8 +25,12 @@ __all__ = [
     "carried_over_card",
     "comms_card",
     "compute_card",
+    "compute_noise",
     "repeatability_line",
 ]
+
+SHORT_MS = 1.0
+"""Sets below this are mostly launches: their noise is told by itself."""
 
 _SHOWN_RANGES = (
     "num_lookups",
@@ -62,6 +67,24 @@ def repeatability_line(differences: Sequence[float], unit: str = "set") -> str:
     )
 
 
+def compute_noise(records: Sequence[CostRecord]) -> str:
+    """Say how much kernels measured again differ, and short ones by themselves.
+
+    Args:
+        records: The steady ones, repeats among them.
+    """
+    line = repeatability_line(repeatability(records))
+    short = repeatability(
+        [r for r in records if r.repeat_of is None or r.total_ms < SHORT_MS]
+    )
+    if not short:
+        return line
+    return (
+        f"{line} Below {SHORT_MS:g} ms: {np.median(short):.1%} (median), "
+        f"{np.mean(short):.1%} (mean), over {len(short)}."
+    )
+
+
 def compute_card(
     info: BundleInfo,
     noise: str,
@@ -72,7 +95,7 @@ def compute_card(
 
     Args:
         info: Its description.
-        noise: `repeatability_line` of its records.
+        noise: `compute_noise` of its records.
         evaluations: Errors on held-out tables: the ensemble's, then yardsticks'.
         verdict: Which of them the bundle holds, and why.
     """

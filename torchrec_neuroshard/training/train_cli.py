@@ -33,6 +33,7 @@ from torchrec_neuroshard.records import (
 from torchrec_neuroshard.training.cards import (
     comms_card,
     compute_card,
+    compute_noise,
     repeatability_line,
 )
 from torchrec_neuroshard.training.comms import (
@@ -149,7 +150,7 @@ def train_bundle(
             "commands": [*(h.command for h in headers), command_line()],
         },
     )
-    noise = repeatability_line(repeatability(steady))
+    noise = compute_noise(steady)
     card = compute_card(info, noise, evaluations, verdict)
     COMPUTE_BUNDLE.save(out, network, info, card)
     for line in (*(e.line() for e in evaluations), verdict, noise):
