@@ -134,7 +134,7 @@ class Bundle(Writer):
         assert name in self.names[told:], f"{name} after {told}"
         shipped = bundle_folder(name)
         assert shipped is not None
-        probe = np.ones((1, 40), np.float32)[:, : len(_features())]
+        probe = np.ones((1, len(_features())), np.float32)
         found, wanted = (
             load_bundle(path).predict_sets(probe, np.array([0]), 1)
             for path in (folder, shipped)
