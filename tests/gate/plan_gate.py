@@ -1,6 +1,6 @@
 """Plan fixed tasks and compare plans and predicted milliseconds with stored ones.
 
-    make gate                               # all tasks, half a minute on one core
+    make gate                               # all tasks, minutes on one core
     make gate GATE_ARGS="kernels mlperf"    # these alone
     make gate GATE_ARGS=--write             # renew tests/gate/plans.json
 

@@ -123,13 +123,6 @@ def every_placement(task: ShardingTask) -> Any:
         yield placement_from_widths(width_TW, task)
 
 
-def fits(task: ShardingTask, placement: Placement) -> bool:
-    return not task.memory_bytes or all(
-        used <= cap
-        for used, cap in zip(placement.rank_bytes(task), task.memory_bytes, strict=True)
-    )
-
-
 def models(seed: int) -> tuple[AnalyticCostModel, AnalyticCommsModel]:
     rng = np.random.default_rng(seed)
     launch, lookup, byte = 10 ** rng.uniform([-2.5, 0, -1], [-0.5, 2.5, 1])
