@@ -10,7 +10,7 @@ on the same sets, made only of tables that neither training ever saw:
 - `scratch`: an ensemble of the same size trained on them alone;
 - `linear`, `stock`: the yardsticks of every card, fitted on them.
 
-    python benchmarks/bench_transfer.py benchmarks/data/compute_epyc.parquet \
+    python benchmarks/bench_transfer.py benchmarks/data/compute_epyc_zen4.parquet \
         --source cpu --sizes 100 300 1000 --seeds 3 \
         --out benchmarks/results/transfer_epyc_202611
 
