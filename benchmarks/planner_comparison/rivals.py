@@ -643,15 +643,18 @@ def load_costs(
         cluster: Whose links count.
         world_size: Ranks.
     """
-    # Of a cluster the order of columns alone, which knows no nodes.
+    # Of a cluster the order of columns alone; each rank has a node of its own, where no
+    # other rank's copies slow it down.
+    alone = cluster.name != GLOO
     measured = load_comms_model(
         cost_model,
         device_type=device,
         world_size=world_size,
-        local_world_size=world_size,
+        local_world_size=1 if alone else world_size,
+        inter_gb_per_s=cluster.inter_gb_per_s or cluster.intra_gb_per_s,
     )
     comms = copy.copy(measured)
-    if cluster.name != GLOO or comms is None:
+    if alone or comms is None:
         # Where nothing was measured, the order of columns costs nothing.
         comms = _ClusterComms(cluster, world_size, measured)
     comms.compute_slowdown = (1.0, 1.0)

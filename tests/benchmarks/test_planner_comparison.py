@@ -173,6 +173,18 @@ def test_a_plan_is_read_with_every_column_once(small: Any, halved: Any) -> None:
     assert sum(halved.plan.rank_bytes) == weights + state
 
 
+def test_columns_are_put_in_order_as_by_a_rank_alone(parts: Any) -> None:
+    cluster = parts("clusters").CLUSTERS["8 x H100"]
+    few, many = (
+        parts("rivals").load_costs("cpu_epyc", "cpu", cluster, ranks).comms
+        for ranks in (2, 8)
+    )
+    columns, samples = np.array([64.0]), 512
+    found = few.column_order(columns, 2 * samples)
+    assert found.min() > 0
+    np.testing.assert_allclose(found, many.column_order(columns, 8 * samples))
+
+
 def test_times_add_up_as_in_the_simulator(parts: Any, halved: Any) -> None:
     plans, comms = parts("plans"), comms_model()
     kernels = plans.predict_kernels(
