@@ -99,6 +99,7 @@ def test_sizes_fill_the_memory_that_is_left() -> None:
     assert (used <= HBM).all() and used.max() > 0.97 * HBM
 
 
+@pytest.mark.one_release
 def test_a_chosen_size_beats_torchrecs() -> None:
     fixed = {
         f"t{i}": ParameterConstraints(
@@ -193,6 +194,7 @@ def test_caches_that_cannot_be_loaded_ahead(fields: Any, match: str) -> None:
         planner_of(constraints=constraints, pipeline_type="train_prefetch_sparse_dist")
 
 
+@pytest.mark.one_release
 def test_the_report_says_what_host_memory_costs() -> None:
     planner = planner_of()
     plan = planned(planner)
@@ -213,6 +215,7 @@ def test_the_report_says_what_host_memory_costs() -> None:
     assert {t["table"] for t in shown if t["host"]} == set(hosts)
 
 
+@pytest.mark.one_release
 def test_no_host_is_filled_beyond_its_memory() -> None:
     room = planner_of(4, local_world_size=2, hbm_cap=HBM // 2)
     planned(room)

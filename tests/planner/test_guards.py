@@ -55,7 +55,10 @@ def sleep_for_ever(*_: Any, **__: Any) -> Any:
     threading.Event().wait()
 
 
-NEVER = pytest.mark.parametrize("never", [loop_for_ever, sleep_for_ever])
+NEVER = pytest.mark.parametrize(
+    "never",
+    [loop_for_ever, pytest.param(sleep_for_ever, marks=pytest.mark.one_release)],
+)
 
 
 def plan(**arguments: Any) -> NeuroShardPlanner:

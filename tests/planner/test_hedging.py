@@ -32,6 +32,8 @@ from torchrec_neuroshard.planner.costs.hedging import (
     robustness,
 )
 
+pytestmark = pytest.mark.one_release
+
 SIZES = [(200_000, 64), (50_000, 32), (1000, 128), (30_000, 16), (500, 64)]
 
 

@@ -154,7 +154,9 @@ def test_widths_that_no_fused_kernel_takes_are_no_candidate() -> None:
         },
     ],
 )
-@pytest.mark.parametrize("cost_model", ["analytic", "auto"])
+@pytest.mark.parametrize(
+    "cost_model", ["analytic", pytest.param("auto", marks=pytest.mark.one_release)]
+)
 def test_no_worse_than_torchrecs_plan(case: dict[str, Any], cost_model: str) -> None:
     arguments = {k: v for k, v in case.items() if k not in ("sizes", "world")}
     if cost_model == "auto":
