@@ -125,10 +125,10 @@ def test_the_optimum_is_reached_under_a_net() -> None:
 
 
 @pytest.mark.slow
-def test_many_tasks() -> None:
-    # A quarter are infeasible.
-    loss = losses(range(80), AnalyticCostModel(launch_ms=0.02), LOCAL_SEARCH)
-    assert len(loss) >= 53
+def test_ninety_tasks() -> None:
+    # 120 tasks, of which some 30 are infeasible.
+    loss = losses(range(120), AnalyticCostModel(launch_ms=0.02), LOCAL_SEARCH)
+    assert len(loss) >= 80
     assert (loss < 1e-6).mean() >= 0.95
     assert loss.max() <= 0.01
 
