@@ -182,6 +182,19 @@ def test_files_of_two_machines_are_not_read_together(tmp_path: Path) -> None:
         read_records([tmp_path / "a.parquet", tmp_path / "d.parquet"])
 
 
+def test_times_of_all_files_are_in_the_unit_of_the_first(tmp_path: Path) -> None:
+    """Two runs that found the same ratios to the reference tell the same times."""
+    slower = dataclasses.replace(HEADER, reference_ms=5.0, seed=9)
+    write(tmp_path / "a.parquet", 0)
+    again = make_record(record(0).tables, 2.2, 4.4, ref_raw_ms=(4.0,))
+    write_records(tmp_path / "b.parquet", slower, [again])
+    headers, found = read_records([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    assert [h.reference_ms for h in headers] == [2.5, 2.5]
+    assert [(r.fwd_ms, r.bwd_ms) for r in found] == [(1.1, 2.2)] * 2
+    (header,), (alone,) = read_records([tmp_path / "b.parquet"])
+    assert (header.reference_ms, alone.fwd_ms) == (5.0, 2.2)
+
+
 def test_repeats_are_of_sets_of_their_own_file(tmp_path: Path) -> None:
     twice_as_long = make_record(record(0).tables, 2.2, 4.4, index=0)
     again = make_record(record(0).tables, 2.2, 4.4, index=1, repeat_of=0)

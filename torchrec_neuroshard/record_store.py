@@ -266,7 +266,8 @@ def read_records(
 
     Returns:
         The headers, one per file, and all records: those of a later file are numbered
-        on, so that each repeat is of a set of its own file.
+        on, so that each repeat is of a set of its own file. All times are in the unit
+        of the first file, in which its reference set takes its nominal time.
 
     Raises:
         RecordError: A file is missing, empty or not a record file.
@@ -274,8 +275,10 @@ def read_records(
     """
     files = _read_files(paths, _COMPUTE)
     records: list[CostRecord] = []
-    for _, in_file in files:
+    unit_ms = files[0][0].reference_ms if files else 0.0
+    for header, in_file in files:
         start = 1 + max((r.index for r in records), default=-1)
+        factor = unit_ms / header.reference_ms if header.reference_ms else 1.0
         for record in in_file:
             source = record.repeat_of
             if start:
@@ -283,9 +286,12 @@ def read_records(
                     record,
                     index=start + record.index,
                     repeat_of=None if source is None else start + source,
+                    fwd_ms=factor * record.fwd_ms,
+                    bwd_ms=factor * record.bwd_ms,
                 )
             records.append(record)
-    return [header for header, _ in files], records
+    headers = [dataclasses.replace(h, reference_ms=unit_ms) for h, _ in files]
+    return headers, records
 
 
 def read_comms_records(

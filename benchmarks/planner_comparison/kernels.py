@@ -45,6 +45,8 @@ _WHOLE_ROUNDS = 2
 _WARM_UP_SHARE = 8
 """A kernel warms up on one of so many samples: it has run once, its rows are as cold
 as after other work."""
+_SPEED_PASSES = 50
+"""Of the reference alone, when a round begins: they tell the machine's speed."""
 _AROUND = 4
 """References before and after a pass that its unit is taken from, beside its own."""
 
@@ -102,10 +104,12 @@ class KernelTimer:
             max_passes=settings.passes,
         )
         self._device = device
+        self._speeds: list[float] = []
         self.reference_ms = self._timer.reference_ms
 
     def measure(self, plans: Sequence[RunPlan]) -> dict[Kernel, list[Pass]]:
         """Time every kernel of the plans."""
+        self._speeds.clear()
         kernels = list(dict.fromkeys(k for plan in plans for k in plan.kernels))
         raw: dict[Kernel, list[Pass]] = {k: [] for k in kernels}
         order = random.Random(_SEED)
@@ -117,6 +121,7 @@ class KernelTimer:
                 kernels = list(dict.fromkeys(self._contenders(plans, known)))
             order.shuffle(kernels)
             inputs.begin(number)
+            self._speeds.append(self._timer.machine_speed(_SPEED_PASSES))
             for kernel in kernels:
                 raw[kernel] += self._visit(kernel, number, visits, inputs)
         return raw
@@ -135,12 +140,12 @@ class KernelTimer:
             for kernel, own in _in_references(raw).items()
         }
 
-    def machine_speed(self, raw: Mapping[Kernel, Sequence[Pass]]) -> float:
-        """Return how fast the machine was, over where the cost model was measured."""
-        if not self.reference_ms:
-            return 1.0
-        seen = [p.reference_ms for passes in raw.values() for p in passes]
-        return self.reference_ms / statistics.median(seen)
+    def machine_speed(self) -> float:
+        """Return how fast the machine was, over where the cost model was measured.
+
+        The median over the rounds of what was last measured.
+        """
+        return statistics.median(self._speeds)
 
     def scatter(self, raw: Mapping[Kernel, Sequence[Pass]]) -> float:
         """Return by how much a kernel's passes differ, relative to their mean; median.

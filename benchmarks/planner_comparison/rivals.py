@@ -59,6 +59,7 @@ from torchrec_neuroshard.baselines.neuroshard_training import (
     predict_records,
 )
 from torchrec_neuroshard.baselines.policies import PolicySearcher
+from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.cost_models import (
     CommsModel,
     CostModel,
@@ -74,7 +75,7 @@ from torchrec_neuroshard.cost_models.comms_published import (
 from torchrec_neuroshard.cost_models.loading import physical_estimate
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.record_store import read_records
+from torchrec_neuroshard.record_store import read_header, read_records
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.search import Searcher, make_searcher
 from torchrec_neuroshard.workloads import (
@@ -355,13 +356,15 @@ def _cards(
 
 @functools.cache
 def _measured(data: Path, hardware: str) -> list[CostRecord]:
-    """Read the committed measurements of a device."""
-    found = []
-    for path in sorted(data.glob("compute_*.parquet")):
-        headers, records = read_records([path])
-        if headers[0].fingerprint.device == hardware:
-            found += records
-    return found
+    """Read the committed measurements of a device, made as kernels are timed here."""
+    headers = {p: read_header(p) for p in sorted(data.glob("compute_*.parquet"))}
+    return read_records(
+        path
+        for path, header in headers.items()
+        if header is not None
+        and header.fingerprint.device == hardware
+        and header.bounds_check == BOUNDS_CHECK
+    )[1]
 
 
 def _policies(

@@ -323,7 +323,7 @@ class Comparison:
             self._planners.begin(own)
         plans = [o.plan for _, _, some in judged for o in some.values() if o.plan]
         raw = self._timer.measure(plans)
-        speed = self._timer.machine_speed(raw)
+        speed = self._timer.machine_speed()
         clock.append(time.monotonic())
         self._keep_passes(task, raw)
         times = self._timer.medians(raw)

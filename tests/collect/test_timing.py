@@ -93,6 +93,14 @@ def test_reference_has_a_nominal_time() -> None:
     assert Reference(CPU).nominal_ms(num_passes=3) > 0
 
 
+def test_machine_speed_is_relative_to_the_nominal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timer = SetTimer(CPU, 1 << 20, reference_ms=3.0)
+    monkeypatch.setattr(Reference, "nominal_ms", lambda _, passes: 0.5 * passes)
+    assert timer.machine_speed(num_passes=8) == pytest.approx(0.75)
+
+
 # A GPU's clock, with stand-ins for its events
 
 
