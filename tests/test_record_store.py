@@ -195,6 +195,16 @@ def test_times_of_all_files_are_in_the_unit_of_the_first(tmp_path: Path) -> None
     assert (header.reference_ms, alone.fwd_ms) == (5.0, 2.2)
 
 
+def test_times_without_a_reference_stay_as_they_are(tmp_path: Path) -> None:
+    bare = dataclasses.replace(HEADER, reference_ms=0.0)
+    write(tmp_path / "a.parquet", 0, header=bare)
+    write(tmp_path / "b.parquet", 0)
+    for names in (("a", "b"), ("b", "a")):
+        headers, found = read_records(tmp_path / f"{n}.parquet" for n in names)
+        assert sorted(h.reference_ms for h in headers) == [0.0, 2.5]
+        assert [(r.fwd_ms, r.bwd_ms) for r in found] == [(1.1, 2.2)] * 2
+
+
 def test_repeats_are_of_sets_of_their_own_file(tmp_path: Path) -> None:
     twice_as_long = make_record(record(0).tables, 2.2, 4.4, index=0)
     again = make_record(record(0).tables, 2.2, 4.4, index=1, repeat_of=0)

@@ -267,18 +267,24 @@ def read_records(
     Returns:
         The headers, one per file, and all records: those of a later file are numbered
         on, so that each repeat is of a set of its own file. All times are in the unit
-        of the first file, in which its reference set takes its nominal time.
+        of the first file, in which its reference set takes its nominal time; those
+        timed without a reference stay as they are.
 
     Raises:
         RecordError: A file is missing, empty or not a record file.
         RecordMismatchError: The files are of different hardware or libraries.
     """
     files = _read_files(paths, _COMPUTE)
+    headers: list[RunHeader] = []
     records: list[CostRecord] = []
     unit_ms = files[0][0].reference_ms if files else 0.0
     for header, in_file in files:
         start = 1 + max((r.index for r in records), default=-1)
-        factor = unit_ms / header.reference_ms if header.reference_ms else 1.0
+        with_reference = unit_ms and header.reference_ms
+        factor = unit_ms / header.reference_ms if with_reference else 1.0
+        headers.append(
+            dataclasses.replace(header, reference_ms=factor * header.reference_ms)
+        )
         for record in in_file:
             source = record.repeat_of
             if start:
@@ -290,7 +296,6 @@ def read_records(
                     bwd_ms=factor * record.bwd_ms,
                 )
             records.append(record)
-    headers = [dataclasses.replace(h, reference_ms=unit_ms) for h, _ in files]
     return headers, records
 
 
