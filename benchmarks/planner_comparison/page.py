@@ -18,6 +18,7 @@ from typing import Any
 from planner_comparison import paired
 from planner_comparison.paired import (
     BEST_PRACTICE,
+    COLUMNS,
     KERNELS,
     OURS,
     PAPER,
@@ -30,27 +31,38 @@ Task = dict[str, Any]
 Data = dict[str, Any]
 
 HEADLINE = "8 x H100"
+_ALL = "all, each on its first cluster"
 HOW = (
     "Kernels of every rank run on the device named above, one rank after another in "
     "one process: each rank has the device to itself. All plans' kernels are timed in "
-    "turn, in rounds; a pass is timed beside a fixed reference set and given in the "
-    "milliseconds of the cost model's bundle, by the median reference of nine passes "
-    "around it. In a round each table reads the same ids whoever put it where. "
-    "Kernels are not scaled to any GPU.",
-    "Collectives are those of named clusters, from tables that others published (see "
-    "`planner_comparison/clusters.py`), and of no planner's model. Every planner plans "
-    "for the cluster that it is judged on, with its published bandwidths.",
+    "turn: all in two rounds, those of at least 0.8 of a plan's slowest rank in all "
+    "five (fewer, if the settings say so). A pass is timed beside a fixed reference "
+    "set and given in the milliseconds of the cost model's bundle, by the median "
+    "reference of nine passes around it: such milliseconds are of a machine at its "
+    "nominal speed with warm caches, and do not compare between machines. In a round "
+    "each table reads the same ids whoever put it where. Kernels are not scaled to "
+    "any GPU.",
+    "Collectives are those of named clusters, from tables that others published of 8 "
+    "and 2 x 8 B200, scaled to the named card's bandwidth (see "
+    "`planner_comparison/clusters.py`), and of no planner's model. Every planner "
+    "plans for the cluster that it is judged on, with its published bandwidths "
+    "(gloo's, whose collectives are measured here, is a guess).",
     "`kernels` adds up, for each sharding type that a plan uses, the slowest rank's "
     "forward and backward, the reordering of split tables' columns included; "
-    "`collectives` the all-to-alls of ids, outputs and gradients, or what the type has "
-    "in their place. Planners that take a cost model minimise the sum of both.",
+    "`collectives` the all-to-alls of ids, outputs and gradients, or what the type "
+    "has in their place. This planner minimises the sum of both, and so do searches "
+    "on its costs; kernels of types that TorchRec lets overlap are longer so than the "
+    "busiest rank's, which has a column of its own.",
     "Tables of the DLRM dataset and of EMBark are those that the cost model was not "
-    "trained on. MLPerf's 26 tables mostly were.",
-    "All planners may choose among the sharding types that TorchRec offers on GPUs "
-    "(on CPUs it keeps back those that split rows); who does not is said below.",
+    "trained on. MLPerf's 26 tables mostly were, and are the same with every seed.",
+    "`default` and TorchRec's planner may choose among the sharding types that "
+    "TorchRec offers on GPUs (on CPUs it keeps back those that split rows); most "
+    "others place whole tables or columns, as they were published: see the table of "
+    "planners. A table by rows is judged as if its ids were spread evenly over the "
+    "rows.",
     "Data-parallel tables run in a fused kernel on a rank's samples; the optimizer's "
-    "pass over all their rows is not timed, in favour of plans that have them. Between "
-    "nodes no tables by rows of a node and no grids are offered.",
+    "pass over all their rows is not timed, in favour of plans that have them. "
+    "Between nodes no tables by rows of a node and no grids are offered.",
     "Planning seconds are of `plan()` with everything loaded, one thread a planner, "
     "as many planners at a time as the settings name planning processes. They tell "
     "nothing about training: that is a column of its own.",
@@ -59,14 +71,22 @@ HOW = (
     "plans a part of the tasks, drawn by their names: see the table of planners. "
     "Every sixth task of 4 or 8 ranks is planned for and judged on A100s, too.",
     "Ratios are paired: same task, both plans. Tasks that one of the two has no plan "
-    "for are counted in the columns of outcomes. Won and lost leave out ratios within "
+    "for are left out, in favour of who has none, and counted in the columns of "
+    "outcomes. Won and lost leave out ratios within "
     f"{paired.SAME:.0%} of 1. Intervals: {paired.CONFIDENCE:.0%}, bootstrap over "
-    f"tasks, {paired.RESAMPLES:,} draws.",
+    f"tasks, {paired.RESAMPLES:,} draws, as if tasks were independent; some share "
+    "tables, which makes intervals too narrow. What is detectable is said of "
+    "measuring alone: a smaller difference of means on these tasks is chance; other "
+    "tasks differ by the intervals. Single tasks differ by several times their "
+    "deviation now and then.",
 )
 
 _TICKS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.5, 2, 3, 4, 6)
 _DPI = 100
 _PREDICTED = "predicted"
+_FASTER = (1, 10, 30, 100)
+_FIRST = 3
+"""Tables that stand before the figures."""
 _STATUSES = ("plan", "no plan", "timed out", "failed", "not run")
 
 
@@ -131,7 +151,7 @@ def _groups(data: Data) -> dict[str, list[Task]]:
     groups = {c: _on(data, c) for c in data["clusters"] if _on(data, c)}
     if len(groups) > 1:
         first = {t["task"]: t for tasks in reversed(groups.values()) for t in tasks}
-        groups["all, each on its first cluster"] = list(first.values())
+        groups[_ALL] = list(first.values())
     return groups
 
 
@@ -146,8 +166,11 @@ def tables(data: Data) -> list[Table]:
     return [
         _expectation_table(data),
         _summary(data),
+        _against(data, OURS),
+        _against(data, COLUMNS),
         _by_cluster(data),
         _carries(data),
+        _faster(data),
         _accuracy(data),
         _more(data),
         _by_family(data),
@@ -201,14 +224,16 @@ def _in_company(tasks: Sequence[Task], name: str, over: paired.Paired) -> str:
 
 def _expectation_table(data: Data) -> Table:
     words = {True: "met", False: "**not met**", None: "open"}
-    cluster = _headline(data)
-    found = paired.expectations(_on(data, cluster))
-    others = [c for c in data["clusters"] if c != cluster and _on(data, c)]
-    found += [paired.is_never_slower(_on(data, c)) for c in others]
+    cluster, groups = _headline(data), _groups(data)
+    every = groups.pop(_ALL, [])
+    found = [(cluster, e) for e in paired.expectations(_on(data, cluster))]
+    found += [(_ALL, e) for e in paired.expectations(every) if e.of_ours]
+    others = {group: tasks for group, tasks in groups.items() if group != cluster}
+    found += [(group, paired.is_never_slower(t)) for group, t in others.items()]
     return Table(
-        title=f"What was expected, on {cluster}; TorchRec's shortest elsewhere, too",
-        head=("expected", "found", ""),
-        rows=[(e.expected, e.found, words[e.met]) for e in found],
+        title=f"What was expected of {cluster}, and what of it holds on all tasks",
+        head=("tasks", "expected", "found", ""),
+        rows=[(group, e.expected, e.found, words[e.met]) for group, e in found],
     )
 
 
@@ -219,9 +244,8 @@ def _summary(data: Data) -> Table:
     for name in _planners(data):
         ended = paired.outcomes(tasks, name)
         stock = paired.compare(tasks, name, BEST_PRACTICE)
-        fitted = paired.compare(tasks, name, paired.FITTED)
-        paper = paired.compare(tasks, name, PAPER)
         kernels = paired.compare(tasks, name, BEST_PRACTICE, KERNELS)
+        rank = paired.compare(tasks, name, BEST_PRACTICE, WORST_RANK)
         rows.append(
             (
                 _marked(name),
@@ -231,9 +255,7 @@ def _summary(data: Data) -> Table:
                 f"{stock.worst:.2f}" if stock else "-",
                 f"{stock.wins}/{stock.losses}" if stock else "-",
                 kernels.text() if kernels else "-",
-                fitted.text() if fitted else "-",
-                paper.text() if paper else "-",
-                f"{paper.wins}/{paper.losses}" if paper else "-",
+                rank.text() if rank else "-",
             )
         )
     return Table(
@@ -246,9 +268,69 @@ def _summary(data: Data) -> Table:
             "worst task",
             "won/lost",
             "kernels alone",
-            "over best practice with fitted bandwidth",
-            "over faithful NeuroShard",
-            "won/lost",
+            "kernels of the busiest rank alone",
+        ),
+        rows=rows,
+    )
+
+
+def _against(data: Data, ours: str) -> Table:
+    """Plans of ours over each rival's, wherever they lose, too."""
+    clusters = {c: _on(data, c) for c in data["clusters"] if _on(data, c)}
+    others = [n for n in _planners(data) if n not in (ours, paired.AGAIN)]
+    rivals = [n for n in others if not n.startswith(OURS)]
+    shortest = {
+        "the shortest of TorchRec's": paired.stock(data["tasks"]),
+        "the shortest of all rivals'": rivals,
+    }
+    rows = []
+    for name in (*shortest, *others):
+        cells = [name]
+        for tasks in clusters.values():
+            over = (
+                paired.pair(paired.over_shortest(tasks, ours, shortest[name]))
+                if name in shortest
+                else paired.compare(tasks, ours, name)
+            )
+            cells += (
+                [over.text(), f"{over.worst:.2f}", f"{over.wins}/{over.losses}"]
+                if over
+                else ["-"] * 3
+            )
+        rows.append(cells)
+    head = [f"`{ours}` over the plans of"]
+    for cluster, tasks in clusters.items():
+        head += [f"{cluster}, {len(tasks)} tasks", "worst task", "won/lost"]
+    return Table(
+        title=f"`{ours}` over each rival; the shortest of many is so by chance, too",
+        head=head,
+        rows=rows,
+    )
+
+
+def _faster(data: Data) -> Table:
+    """What becomes of the ratios where kernels weigh less against collectives."""
+    tasks = _on(data, _headline(data))
+    rivals = (BEST_PRACTICE, "torchrec", PAPER, "embark")
+    rows = []
+    for times in _FASTER:
+        cells = [f"{times}"]
+        shares = []
+        for rival in rivals:
+            found = paired.pair(paired.scaled(tasks, OURS, rival, times))
+            cells.append(found.text() if found else "-")
+        for task in tasks:
+            if (kernels := paired.measured(task, OURS, KERNELS)) is not None:
+                rest = paired.measured(task, OURS, paired.COLLECTIVES) or 0.0
+                shares.append(rest / (kernels / times + rest))
+        rows.append((*cells, f"{statistics.median(shares):.1%}" if shares else "-"))
+    return Table(
+        title=f"`{OURS}` over others on {_headline(data)}, were kernels so many times "
+        "faster; plans as they are, made for kernels as measured",
+        head=(
+            "times",
+            *(f"over `{r}`" for r in rivals),
+            f"collectives' share of `{OURS}`, median",
         ),
         rows=rows,
     )
@@ -287,15 +369,16 @@ def _carries(data: Data) -> Table:
     """What the sums are made of, and what chance makes of them."""
     rows = []
     for cluster, tasks in _groups(data).items():
-        entries = [
-            e["measured"]
+        both = [
+            (e["predicted"][paired.COLLECTIVES], e["measured"])
             for t in tasks
             for e in t["planners"].values()
             if "measured" in e
         ]
-        if not entries:
+        if not both:
             continue
-        share = [e[paired.COLLECTIVES] / e[PATH] for e in entries]
+        share = [m[paired.COLLECTIVES] / m[PATH] for _, m in both]
+        foretold = [p / m[paired.COLLECTIVES] for p, m in both if m[paired.COLLECTIVES]]
         deviation, count = paired.noise(tasks)
         speeds = [t["machine_speed"] for t in tasks]
         rows.append(
@@ -303,6 +386,8 @@ def _carries(data: Data) -> Table:
                 cluster,
                 f"{statistics.median(share):.1%}",
                 f"{min(share):.1%} to {max(share):.1%}",
+                _median(foretold, ".2f"),
+                _median(paired.prediction_ratios(tasks, OURS, PATH), ".3f"),
                 f"{deviation:.1%}",
                 f"{paired.detectable(tasks):.1%} of {count} tasks",
                 f"{min(speeds):.2f} to {max(speeds):.2f}",
@@ -314,6 +399,8 @@ def _carries(data: Data) -> Table:
             "cluster",
             "collectives' share, median plan",
             "least and most",
+            "collectives predicted over judged, median",
+            f"`{OURS}`'s sum predicted over measured, median",
             "a plan over itself, timed twice: deviation",
             "smallest detectable mean",
             "machine's speed",
@@ -520,13 +607,26 @@ def _training(training: dict[str, Any]) -> str:
     return "not recorded" if seconds is None else f"{seconds:.0f}"
 
 
+def _not_kept(data: Data) -> str:
+    """Say how many tries were measured in vain: on a slow or a disturbed machine."""
+    tries = data.get("not_kept")
+    if tries is None:
+        return ""
+    slow = sum(t["machine_speed"] < t["least_speed"] for t in tries)
+    return (
+        f"; beside these, {slow} tries on a machine below the least speed and "
+        f"{len(tries) - slow} whose passes differed too much were not kept"
+    )
+
+
 def _introduction(data: Data) -> list[str]:
     hardware = data["hardware"]
     return [
         f"{hardware['device']}; torch {hardware['torch']}, "
         f"fbgemm {hardware['fbgemm']}, torchrec {data['torchrec']}; "
         f"commit {data['commit']}; {data['created']} to {data['updated']}. "
-        f"{len({t['task'] for t in data['tasks']})} of {data['num_tasks']} tasks.",
+        f"{len({t['task'] for t in data['tasks']})} of {data['num_tasks']} tasks"
+        f"{_not_kept(data)}.",
         f"Cost model: {data['cost_model']['name']} ({data['cost_model']['source']}, "
         f"{data['cost_model']['hardware']}).",
         "Clusters: "
@@ -535,21 +635,27 @@ def _introduction(data: Data) -> list[str]:
     ]
 
 
+def _command(data: Data) -> str:
+    """The command that wrote the data, at its commit."""
+    variables = data.get("environment", {})
+    return " ".join([*(f"{n}={v}" for n, v in variables.items()), data["command"]])
+
+
 def markdown(data: Data, name: str) -> str:
     """Return the Markdown page."""
     parts = ["# Planners compared on timed kernels\n"]
     parts += [f"{line}\n" for line in _introduction(data)]
-    parts.append(f"    {data['command']}\n")
+    parts.append(f"    {_command(data)}\n")
     if data.get("notes"):
         parts.append("## To be read with care\n")
         parts.append("\n".join(f"- {note}" for note in data["notes"]) + "\n")
     shown = tables(data) if data["tasks"] else []
-    parts += [table.markdown() for table in shown[:2]]
+    parts += [table.markdown() for table in shown[:_FIRST]]
     drawn = [*_families(data), _PREDICTED]
     parts += [f"![{f}]({name}_{f}.png)\n" for f in drawn]
     parts.append("## How it was measured\n")
     parts.append("\n".join(f"- {line}" for line in HOW) + "\n")
-    parts += [table.markdown() for table in shown[2:]]
+    parts += [table.markdown() for table in shown[_FIRST:]]
     parts.append("## Settings\n")
     parts += [f"    {key}: {value}" for key, value in data["options"].items()]
     return "\n".join(parts) + "\n"
@@ -592,14 +698,14 @@ def page(data: Data, figures: dict[str, bytes]) -> str:
             f"<style>{_STYLE}</style>",
             "<h1>Planners compared on timed kernels</h1>",
             *(f"<p>{_inline(line)}</p>" for line in _introduction(data)),
-            f"<pre>{html.escape(data['command'])}</pre>",
+            f"<pre>{html.escape(_command(data))}</pre>",
             f"<h2>To be read with care</h2><ul>{notes}</ul>" if notes else "",
-            *shown[:2],
+            *shown[:_FIRST],
             "<h2>Figures</h2>",
             *drawn,
             "<h2>How it was measured</h2>",
             f"<ul>{how}</ul>",
-            *shown[2:],
+            *shown[_FIRST:],
             f"<h2>Settings</h2><pre>{options}</pre></html>",
             "",
         ]

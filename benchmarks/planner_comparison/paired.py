@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ AGAIN = "default, again"
 """The same plan, timed as if it were another planner's: what chance makes of it."""
 PAPER_NETS, POLICIES = "neuroshard, paper's nets", ("autoshard", "dreamshard")
 PAPER_MEASURED = "neuroshard, measured nets"
+COLUMNS, OUR_TYPES = "default, columns only", ", our types"
+"""Our plans of the types that most rivals have; whom of them our types were given."""
 GREEDIES = tuple(f"greedy-{key}" for key in GREEDY_KEYS)
 """The papers' own rules."""
 
@@ -66,6 +68,8 @@ class Expectation:
     found: str
     met: bool | None
     """None: the tasks at hand cannot tell."""
+    of_ours: bool = True
+    """Whether it is of this planner; else, of a method on its own ground."""
 
 
 def measured(task: Task, planner: str, metric: str) -> float | None:
@@ -88,11 +92,44 @@ def ratios(
     return found
 
 
+def scaled(
+    tasks: Iterable[Task], planner: str, yardstick: str, times: float
+) -> dict[str, float]:
+    """Return `ratios` of the sums, were kernels so many times faster."""
+    found = {}
+    for task in tasks:
+        both = [
+            (measured(task, n, KERNELS), measured(task, n, COLLECTIVES))
+            for n in (planner, yardstick)
+        ]
+        sums = [k / times + c for k, c in both if k is not None and c is not None]
+        if len(sums) == len(both):
+            found[task["name"]] = sums[0] / sums[1]
+    return found
+
+
+def over_shortest(
+    tasks: Iterable[Task], planner: str, others: Iterable[str]
+) -> dict[str, float]:
+    """Return task -> the planner's time over the shortest of the others' plans."""
+    some, found = list(others), {}
+    for task in tasks:
+        ours = measured(task, planner, PATH)
+        theirs = [m for n in some if (m := measured(task, n, PATH)) is not None]
+        if ours is not None and theirs:
+            found[task["name"]] = ours / min(theirs)
+    return found
+
+
 def compare(
     tasks: Iterable[Task], planner: str, yardstick: str, metric: str = PATH
 ) -> Paired | None:
     """Compare two planners; None where they share no task."""
-    by_task = ratios(tasks, planner, yardstick, metric)
+    return pair(ratios(tasks, planner, yardstick, metric))
+
+
+def pair(by_task: Mapping[str, float]) -> Paired | None:
+    """Describe ratios of tasks; None where there is none."""
     if not by_task:
         return None
     values = list(by_task.values())
@@ -176,7 +213,7 @@ def expectations(tasks: Sequence[Task]) -> list[Expectation]:
     Args:
         tasks: Of one cluster.
     """
-    names = set(tasks[0]["planners"]) if tasks else set()
+    names = planners(tasks)
     found = []
     if OURS in names:
         found += [_is_quicker(tasks, o, w) for o, w in WANTED.items() if o in names]
@@ -218,7 +255,7 @@ def _room(tasks: Sequence[Task], other: str) -> str:
     return f"{text}, and by `{OURS}`'s bounds at least {geometric_mean(bounds):.3f}"
 
 
-def _is_never_behind(tasks: Sequence[Task], names: set[str]) -> Expectation:
+def _is_never_behind(tasks: Sequence[Task], names: Sequence[str]) -> Expectation:
     least = detectable(tasks)
     rivals = sorted(n for n in names if not n.startswith(OURS))
     paired = {n: compare(tasks, OURS, n) for n in rivals}
@@ -236,20 +273,23 @@ def _is_never_behind(tasks: Sequence[Task], names: set[str]) -> Expectation:
     )
 
 
+def stock(tasks: Iterable[Task]) -> list[str]:
+    """Return the names of TorchRec's planners."""
+    return [n for n in planners(tasks) if n.startswith("torchrec")]
+
+
+def planners(tasks: Iterable[Task]) -> list[str]:
+    """Return all planners that were asked, in order."""
+    return list(dict.fromkeys(n for t in tasks for n in t["planners"]))
+
+
 def is_never_slower(tasks: Sequence[Task]) -> Expectation:
     """Compare with whichever of TorchRec's plans is the shortest on a task.
 
     Args:
         tasks: Of one cluster.
     """
-    names = {n for t in tasks for n in t["planners"]}
-    stock = [n for n in names if n.startswith("torchrec")]
-    over = {}
-    for task in tasks:
-        ours = measured(task, OURS, PATH)
-        theirs = [m for n in stock if (m := measured(task, n, PATH)) is not None]
-        if ours is not None and theirs:
-            over[task["name"]] = ours / min(theirs)
+    over = over_shortest(tasks, OURS, stock(tasks))
     worst = max(over, key=lambda name: over[name], default=None)
     above = sum(ratio > WORST_OVER_STOCK for ratio in over.values())
     return Expectation(
@@ -284,4 +324,5 @@ def _beats_greedies(tasks: Sequence[Task], method: str) -> Expectation:
         f"tasks (`{SEED_FAMILY}`; geometric mean below 1)",
         found="; ".join(f"{g} {p.text()}" for g, p in known.items()) or "no task",
         met=all(p.mean < 1 for p in known.values()) if known else None,
+        of_ours=False,
     )

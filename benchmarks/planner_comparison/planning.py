@@ -23,7 +23,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError
 
@@ -31,25 +30,18 @@ from harness.models import build_collection
 from planner_comparison.clusters import CLUSTERS
 from planner_comparison.paired import OURS
 from planner_comparison.plans import NotRunError, RunPlan, read_plan
-from planner_comparison.rivals import Costs, Rival, load_costs, make_rivals
+from planner_comparison.rivals import (
+    Costs,
+    Rival,
+    Sharder,
+    load_costs,
+    make_rivals,
+)
 from planner_comparison.tasks import Task
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
 
 TRAINED = Path(__file__).parents[1] / "data" / "trained"
-
-
-class _Sharder(EmbeddingBagCollectionSharder):
-    """Offers on CPUs what TorchRec offers on GPUs, for which the plans are.
-
-    CPU kernels stand in for a GPU's, and collectives are a GPU cluster's; on CPUs
-    TorchRec keeps back every way to split rows.
-    """
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """See `ModuleSharder`."""
-        del compute_device_type
-        return super().sharding_types("cuda")
 
 
 class PlanTimeoutError(Exception):
@@ -208,7 +200,7 @@ def ask(rival: Rival, task: Task, costs: Costs, device: str, limit: float) -> Ou
             planner = rival.make(task, costs, device)
             module = build_collection(task.tables)
             start = time.perf_counter()
-            found = planner.plan(module, [_Sharder()])
+            found = planner.plan(module, [Sharder()])
             seconds = time.perf_counter() - start
     except PlanTimeoutError:
         return ended("timed out", f"not done in {limit:g} s")

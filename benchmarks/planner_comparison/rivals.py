@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -25,11 +26,14 @@ from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
 
+from harness.models import build_collection
 from planner_comparison.clusters import CLUSTERS, GLOO, Cluster
 from planner_comparison.embark import HottestSplitSearcher
 from planner_comparison.paired import (
     BEST_PRACTICE,
+    COLUMNS,
     FITTED,
+    OUR_TYPES,
     OURS,
     PAPER,
     PAPER_MEASURED,
@@ -89,7 +93,7 @@ LABELLED, MEASURED, CALIBRATED = "labelled_", "measured_", "calibrated_100_sets"
 """Folders of what was trained for the comparison begin with these."""
 _FINALISTS, _FINALISTS_SECONDS = 4, 24.0
 """Plans that are measured in a round, and seconds of all rounds."""
-_FEWER, _FEWEST = 2, 8
+_FEWER = 2
 """Of so many tasks one is planned by those that plan as long as many others."""
 _COMMS_SAMPLES = 4_000
 _WIDTHS = sorted({*power_of_two_widths(128), *PRODUCTION_WIDTHS})
@@ -102,9 +106,23 @@ _CPU_FUSED_SHARE = 0.5
 """Of the memory's bandwidth, what TorchRec expects a fused kernel on a CPU to reach."""
 _COLUMN_AND_TABLE = ["table_wise", "column_wise"]
 _ALL_TYPES = ["data_parallel", *_COLUMN_AND_TABLE, "table_column_wise", "row_wise"]
+_BY_ROWS = ("row_wise", "table_row_wise", "data_parallel")
 _IN_NODE = "table_row_wise"
 """Run as `row_wise` is, where all ranks are of one node; not offered elsewhere, as is
 no grid."""
+
+
+class Sharder(EmbeddingBagCollectionSharder):
+    """Offers on CPUs what TorchRec offers on GPUs, for which the plans are.
+
+    CPU kernels stand in for a GPU's, and collectives are a GPU cluster's; on CPUs
+    TorchRec keeps back every way to split rows.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """See `ModuleSharder`."""
+        del compute_device_type
+        return super().sharding_types("cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +196,7 @@ def _ours() -> Iterator[Rival]:
         make=lambda task, costs, device: _neuroshard(task, costs, device),
     )
     yield Rival(
-        name="default, columns only",
+        name=COLUMNS,
         about="the same, table- and column-wise",
         make=lambda task, costs, device: _neuroshard(
             task, costs, device, types=_COLUMN_AND_TABLE
@@ -187,8 +205,8 @@ def _ours() -> Iterator[Rival]:
     yield Rival(
         name="default, measured finalists",
         about=f"this planner with measure_finalists={_FINALISTS} for "
-        f"{_FINALISTS_SECONDS:g} s, while the comparison measures on the other core; "
-        f"on one of {_FEWEST} tasks",
+        f"{_FINALISTS_SECONDS:g} s, while the other core is at work, too; "
+        f"on one of {_FEWER} tasks",
         make=lambda task, costs, device: _neuroshard(
             task,
             costs,
@@ -196,7 +214,7 @@ def _ours() -> Iterator[Rival]:
             measure_finalists=_FINALISTS,
             calibrate=_FINALISTS_SECONDS,
         ),
-        every=_FEWEST,
+        every=_FEWER,
     )
     yield Rival(
         name="default, nothing measured",
@@ -233,13 +251,14 @@ def _calibrated(trained: Path, hardware: str) -> Iterator[Rival]:
 def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
     yield search_rival(
         PAPER,
-        "NeuroShard's loops as published, on the cost model that this planner has",
+        "NeuroShard's loops as published, table- and column-wise, on the cost model "
+        "that this planner has",
         lambda: PaperSearcher(NeuroShardConfig(costs="shared")),
     )
     for name, about, prefix in (
         (
             PAPER_NETS,
-            "NeuroShard's loops as published, on nets of its own for the task's "
+            "the same loops and types, on nets of its own for the task's "
             "optimizer, taught by our model at the judged batches, rows and widths "
             "(100,000 sets, 1,000 epochs), their seeds in turn",
             LABELLED,
@@ -262,7 +281,7 @@ def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
         own = _policies(trained, kind, hardware)
         yield Rival(
             name=kind.method,
-            about="trained policy, tables whole",
+            about=f"trained policy, tables whole{_strange(own, hardware)}",
             make=functools.partial(_on_policy, own),
             training=functools.partial(_training, own),
         )
@@ -290,7 +309,8 @@ def _on_own_nets(
     comms = {task.world_size: _imitated(costs.comms, task.world_size)}
     own = dataclasses.replace(nets_for(nets, task), comms=comms)
     config = NeuroShardConfig(costs="own")
-    return _neuroshard(task, costs, device, PaperSearcher(config, models=own))
+    searcher = PaperSearcher(config, models=own)
+    return _neuroshard(task, costs, device, searcher, _COLUMN_AND_TABLE)
 
 
 @functools.cache
@@ -381,10 +401,16 @@ def _policies(
     return found
 
 
+def _strange(policies: Mapping[str, PolicySearcher], hardware: str) -> str:
+    """Say for which optimizers a policy is not of this device."""
+    named = [o for o, p in policies.items() if p.policy.info.hardware != hardware]
+    return f"; trained on another device's costs for {', '.join(named)}" * bool(named)
+
+
 def _on_policy(
     policies: Mapping[str, PolicySearcher], task: Task, costs: Costs, device: str
 ) -> NeuroShardPlanner:
-    return _neuroshard(task, costs, device, policies[task.optimizer])
+    return _neuroshard(task, costs, device, policies[task.optimizer], _COLUMN_AND_TABLE)
 
 
 def _training(policies: Mapping[str, PolicySearcher]) -> dict[str, Any]:
@@ -410,21 +436,27 @@ def _greedies() -> Iterator[Rival]:
 
 
 def _solvers(seconds: float) -> Iterator[Rival]:
-    yield search_rival(
-        "embark",
-        "EMBark's published loop (split the hottest shard, place, repeat) on our costs",
-        HottestSplitSearcher,
-    )
-    yield search_rival(
-        "milp",
-        f"mixed-integer program on costs of single shards, {seconds:g} s",
-        lambda: MilpSearcher(MilpConfig(time_budget_seconds=seconds)),
-    )
-    yield search_rival(
-        "annealing",
-        f"simulated annealing on costs of sets, at most {seconds:g} s",
-        lambda: AnnealingSearcher(AnnealingConfig(time_budget_seconds=seconds)),
-    )
+    makers: dict[str, tuple[str, Callable[[], Searcher]]] = {
+        "embark": (
+            "EMBark's published loop (split the hottest shard, place, repeat) on our "
+            "costs, table- and column-wise",
+            HottestSplitSearcher,
+        ),
+        "milp": (
+            "mixed-integer program on costs of single shards, table- and column-wise, "
+            f"{seconds:g} s",
+            lambda: MilpSearcher(MilpConfig(time_budget_seconds=seconds)),
+        ),
+        "annealing": (
+            "simulated annealing on costs of sets, table- and column-wise, at most "
+            f"{seconds:g} s",
+            lambda: AnnealingSearcher(AnnealingConfig(time_budget_seconds=seconds)),
+        ),
+    }
+    for name, (about, make) in makers.items():
+        yield search_rival(name, about, make)
+    for name, (_, make) in makers.items():
+        yield _on_our_types(name, make)
 
 
 def _stock() -> Iterator[Rival]:
@@ -492,11 +524,39 @@ def _stock() -> Iterator[Rival]:
 
 
 def search_rival(name: str, about: str, make: Callable[[], Searcher]) -> Rival:
+    """Return a search as a rival: whole tables and columns, on this planner's costs."""
     return Rival(
         name=name,
         about=about,
-        make=lambda task, costs, device: _neuroshard(task, costs, device, make()),
+        make=lambda task, costs, device: _neuroshard(
+            task, costs, device, make(), _COLUMN_AND_TABLE
+        ),
     )
+
+
+def _on_our_types(rival: str, make: Callable[[], Searcher]) -> Rival:
+    return Rival(
+        name=f"{rival}{OUR_TYPES}",
+        about=f"`{rival}`, where tables that `{OURS}` shards by rows or replicates are "
+        "sharded so, too: the others it splits and places",
+        make=lambda task, costs, device: _neuroshard(
+            task, costs, device, make(), _our_types(task, costs, device)
+        ),
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _our_types(task: Task, costs: Costs, device: str) -> dict[str, list[str]]:
+    """Return how our plan shards each table; one of columns may be split otherwise."""
+    planner = _neuroshard(task, costs, device)
+    found = planner.plan(build_collection(task.tables), [Sharder()])
+    return {
+        table: [shards.sharding_type]
+        if shards.sharding_type in _BY_ROWS
+        else [*_COLUMN_AND_TABLE]
+        for tables in found.plan.values()
+        for table, shards in tables.items()
+    }
 
 
 def _neuroshard(
@@ -504,13 +564,13 @@ def _neuroshard(
     costs: Costs,
     device: str,
     searcher: Searcher | None = None,
-    types: Sequence[str] = (),
+    types: Sequence[str] | Mapping[str, Sequence[str]] = (),
     **given: Any,
 ) -> NeuroShardPlanner:
     """Make our planner; with a searcher, the plan is the searcher's or there is none.
 
-    `default` has what it has by default: TorchRec's plan and other sharding types are
-    candidates, too.
+    `default` has what it has by default: TorchRec's plan is a candidate, too. No types
+    are all that the cluster offers.
     """
     if searcher is not None:
         given |= {"search": searcher, "consider_stock": False}
@@ -518,9 +578,7 @@ def _neuroshard(
         topology=_topology(task, device, device),
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
-        constraints=_constraints(
-            task, types or (() if searcher is None else _COLUMN_AND_TABLE), None
-        ),
+        constraints=_constraints(task, types, None),
         cost_model=costs.compute,
         comms_model=costs.comms,
         profiles={t.name: t.profile for t in task.tables if t.profile is not None},
@@ -585,14 +643,16 @@ def fitted_gb_per_s(compute: CostModel, device: str, batch_size: int = 4_096) ->
 
 
 def _constraints(
-    task: Task, types: Sequence[str], min_partition: int | None
+    task: Task,
+    types: Sequence[str] | Mapping[str, Sequence[str]],
+    min_partition: int | None,
 ) -> dict[str, ParameterConstraints]:
     one_node = task.world_size <= CLUSTERS[task.cluster].ranks_per_node
     types = types or [*_ALL_TYPES, *([_IN_NODE] if one_node else [])]
     return {
         t.name: ParameterConstraints(
             pooling_factors=[t.pooling_factor],
-            sharding_types=list(types),
+            sharding_types=list(types[t.name] if isinstance(types, Mapping) else types),
             compute_kernels=["fused", "dense"],
             min_partition=min_partition,
         )

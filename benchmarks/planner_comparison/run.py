@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import logging
+import os
 import platform
 import re
 import shlex
@@ -62,6 +63,8 @@ _AHEAD = 3
 """
 _MOST_SLOW = 3
 """Tasks in a row on a machine that is too slow, after which the run ends."""
+_ENVIRONMENT = ("PYTHONHASHSEED", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables that plans and times may hang on."""
 _FREE_OPTIONS = (
     "out",
     "stop_after",
@@ -222,6 +225,7 @@ class Comparison:
         return {
             "schema_version": SCHEMA_VERSION,
             "command": shlex.join(["python", *map(_shown, sys.argv)]),
+            "environment": {n: os.environ[n] for n in _ENVIRONMENT if n in os.environ},
             "created": now(),
             "updated": now(),
             "commit": commit(),
@@ -246,6 +250,7 @@ class Comparison:
             ],
             "num_tasks": len(self.tasks),
             "tasks": [],
+            "not_kept": [],
         }
 
     def run(self) -> None:
@@ -260,6 +265,9 @@ class Comparison:
             found = self._run_task(task, [t for _, t in following])
             speed = found[0]["machine_speed"]
             slow = slow + 1 if speed < self._options.least_speed else 0
+            scatter = found[0]["scatter"]
+            if slow or scatter > self._options.most_scatter:
+                self.data["not_kept"].append(_without_plans(found[0]))
             if slow:
                 print(
                     f"{task.name} is not kept: the machine ran at {speed:.2f} of its "
@@ -271,7 +279,7 @@ class Comparison:
                     print(f"ended: {slow} such tasks in a row", flush=True)
                     break
                 continue
-            if (scatter := found[0]["scatter"]) > self._options.most_scatter:
+            if scatter > self._options.most_scatter:
                 print(
                     f"{task.name} is not kept: the passes of its kernels differ by "
                     f"{scatter:.2f} of their mean, more than "
@@ -333,6 +341,8 @@ class Comparison:
             "created": now(),
             "machine_speed": round(speed, 4),
             "scatter": round(self._timer.scatter(raw), 4),
+            "least_speed": self._options.least_speed,
+            "most_scatter": self._options.most_scatter,
             "seconds": {
                 "planning": round(clock[1] - clock[0], 2),
                 "kernels": round(clock[2] - clock[1], 2),
@@ -376,6 +386,10 @@ class Comparison:
             entry["measured"] = add_up(outcome.plan, times, taken)
             entry["kernels"] = [
                 [-1 if k is None else numbers[k] for k in stage.kernels]
+                for stage in outcome.plan.stages
+            ]
+            entry["column_orders"] = [
+                -1 if stage.column_order is None else numbers[stage.column_order]
                 for stage in outcome.plan.stages
             ]
         return entries
@@ -440,6 +454,10 @@ def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:
             rank for rank, num_bytes in enumerate(held) if num_bytes > task.memory_bytes
         ]
     return entry
+
+
+def _without_plans(task: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in task.items() if k != "planners"}
 
 
 def _shown(argument: str) -> str:

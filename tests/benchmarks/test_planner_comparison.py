@@ -660,16 +660,20 @@ def test_tasks_on_a_slow_machine_are_left_out_and_end_a_run(
     comparison._options = run.parse_arguments(["--out", str(tmp_path / "x")])
     speeds = iter([1.0, 0.8, 0.8, 0.95, 0.8, 0.7, 0.6, 1.0])
     comparison.tasks = [SimpleNamespace(name=str(i)) for i in range(8)]
-    comparison.data = {"tasks": []}
+    comparison.data = {"tasks": [], "not_kept": []}
     comparison._say = lambda *_: None
 
     def one(task: Any, following: Sequence[Any]) -> list[dict[str, Any]]:
         asked.append(task.name)
         assert following == []  # nothing is planned ahead unless asked for
-        return [{"task": task.name, "machine_speed": next(speeds), "scatter": 0.01}]
+        found = {"task": task.name, "machine_speed": next(speeds), "scatter": 0.01}
+        return [{**found, "planners": {"default": {}}}]
 
     comparison._run_task = one
     comparison.run()
+    slow = [(t["task"], t["machine_speed"]) for t in comparison.data["not_kept"]]
+    assert slow == [("1", 0.8), ("2", 0.8), ("4", 0.8), ("5", 0.7), ("6", 0.6)]
+    assert all("planners" not in t for t in comparison.data["not_kept"])
     assert asked == ["0", "1", "2", "3", "4", "5", "6"]
     assert [t["task"] for t in comparison.data["tasks"]] == ["0", "3"]
     assert len(kept) == 2
