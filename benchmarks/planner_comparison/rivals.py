@@ -93,7 +93,7 @@ LABELLED, MEASURED, CALIBRATED = "labelled_", "measured_", "calibrated_100_sets"
 """Folders of what was trained for the comparison begin with these."""
 _FINALISTS, _FINALISTS_SECONDS = 4, 24.0
 """Plans that are measured in a round, and seconds of all rounds."""
-_FEWER = 2
+_FEWER, _FEWEST = 2, 4
 """Of so many tasks one is planned by those that plan as long as many others."""
 _COMMS_SAMPLES = 4_000
 _WIDTHS = sorted({*power_of_two_widths(128), *PRODUCTION_WIDTHS})
@@ -206,7 +206,7 @@ def _ours() -> Iterator[Rival]:
         name="default, measured finalists",
         about=f"this planner with measure_finalists={_FINALISTS} for "
         f"{_FINALISTS_SECONDS:g} s, while the other core is at work, too; "
-        f"on one of {_FEWER} tasks",
+        f"on one of {_FEWEST} tasks",
         make=lambda task, costs, device: _neuroshard(
             task,
             costs,
@@ -214,7 +214,7 @@ def _ours() -> Iterator[Rival]:
             measure_finalists=_FINALISTS,
             calibrate=_FINALISTS_SECONDS,
         ),
-        every=_FEWER,
+        every=_FEWEST,
     )
     yield Rival(
         name="default, nothing measured",
