@@ -212,6 +212,30 @@ def test_a_search_without_a_plan_is_not_replaced(parts: Any, small: Any) -> None
     assert "nothing fits anywhere" in outcome.reason
 
 
+def test_a_rival_may_have_our_types(
+    parts: Any, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rivals = parts("rivals")
+    costs = rivals.Costs(compute=AnalyticCostModel(), comms=comms_model())
+    ours = rivals._our_types(small, costs, "cpu")
+    assert set(ours) == {t.name for t in small.tables}
+    names = sorted(ours)
+    by_rows = {names[0]: "row_wise", names[1]: "data_parallel"}
+    given = {
+        n: [by_rows[n]] if n in by_rows else rivals._COLUMN_AND_TABLE for n in ours
+    }
+    monkeypatch.setattr(rivals, "_our_types", lambda *_: given)
+    [rival] = rivals.make_rivals(["embark, our types"], NOTHING, 1.0, "unknown", 10)
+    plan = parts("planning").ask(rival, small, costs, "cpu", 60.0).plan
+    held = {
+        s.sharding_type: {t.name for k in s.kernels for t in k.shards}
+        for s in plan.stages
+    }
+    assert held.pop("row_wise") == {names[0]}
+    assert held.pop("data_parallel") == {names[1]}
+    assert set.union(*held.values()) == set(names[2:])
+
+
 def test_a_planner_that_takes_too_long_is_stopped(parts: Any, small: Any) -> None:
     class Endless(Halves):
         def search(self, *given: Any) -> SearchResult:
@@ -512,6 +536,64 @@ def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> N
     assert (tmp_path / "run_mlperf.png").exists()
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.count("|") >= 3 for line in rows)
+
+
+def test_ours_is_set_beside_every_rival_and_the_shortest(parts: Any) -> None:
+    paths: dict[str, list[float | None]] = {
+        "default": [3.0, 4.0],
+        "default, columns only": [6.0, 5.0],
+        "torchrec": [6.0, None],
+        "torchrec, best practice": [4.0, 8.0],
+        "embark": [2.0, 4.0],
+        "random": [None, None],
+    }
+    rivals = [{"name": n, "about": "", "training": {}} for n in paths]
+    known = {**data(parts), "rivals": rivals, "tasks": results(paths)}
+    pages = [t.markdown() for t in parts("page").tables(known)]
+
+    def row(of: str, rival: str) -> list[str]:
+        [table] = [p for p in pages if p.startswith(f"## `{of}` over each rival")]
+        [line] = [n for n in table.splitlines() if n.startswith(f"| {rival} |")]
+        return [c.strip() for c in line.strip("|").split("|")[1:]]
+
+    def mean(cell: str) -> float:
+        return float(cell.split()[0])
+
+    stock = row("default", "the shortest of TorchRec's")
+    assert mean(stock[0]) == pytest.approx((3 / 4 * 4 / 8) ** 0.5, abs=1e-3)
+    assert stock[1:] == ["0.75", "2/0"]
+    whole = row("default", "the shortest of all rivals'")
+    assert mean(whole[0]) == pytest.approx((3 / 2 * 4 / 4) ** 0.5, abs=1e-3)
+    assert whole[1:] == ["1.50", "0/1"]
+    assert row("default", "embark")[1:] == ["1.50", "0/1"]
+    assert row("default", "random") == ["-"] * 3
+    columns = row("default, columns only", "embark")
+    assert mean(columns[0]) == pytest.approx((6 / 2 * 5 / 4) ** 0.5, abs=1e-3)
+
+
+def test_faster_kernels_leave_collectives_as_they_are(parts: Any) -> None:
+    paired = parts("paired")
+    tasks = results({"default": [10.0], "embark": [20.0]})
+    for name, kernels in (("default", 8.0), ("embark", 19.0)):
+        entry = tasks[0]["planners"][name]["measured"]
+        entry[paired.KERNELS] = kernels
+        entry[paired.COLLECTIVES] = entry[paired.PATH] - kernels
+    [as_it_is] = paired.scaled(tasks, "default", "embark", 1).values()
+    assert as_it_is == pytest.approx(10 / 20)
+    [faster] = paired.scaled(tasks, "default", "embark", 4).values()
+    assert faster == pytest.approx((8 / 4 + 2) / (19 / 4 + 1))
+
+
+def test_tries_that_were_not_kept_are_told_of(parts: Any) -> None:
+    known, page = data(parts), parts("page")
+    assert "not kept" not in page.markdown(known, "run")
+    limits = {"least_speed": 0.9, "most_scatter": 0.15}
+    tries = [
+        {"machine_speed": speed, "scatter": scatter, **limits}
+        for speed, scatter in ((0.8, 0.1), (0.7, 0.3), (1.0, 0.3))
+    ]
+    text = page.markdown({**known, "not_kept": tries}, "run")
+    assert "2 tries on a machine below the least speed and 1 whose passes" in text
 
 
 def test_the_readmes_table_is_the_results(
