@@ -146,9 +146,14 @@ def _on(data: Data, cluster: str) -> list[Task]:
     return [t for t in data["tasks"] if t["cluster"] == cluster]
 
 
+def _clusters(data: Data) -> dict[str, list[Task]]:
+    """Return the tasks of each cluster that has some."""
+    return {c: _on(data, c) for c in data["clusters"] if _on(data, c)}
+
+
 def _groups(data: Data) -> dict[str, list[Task]]:
     """Return the tasks of each cluster, and all tasks, each on its first cluster."""
-    groups = {c: _on(data, c) for c in data["clusters"] if _on(data, c)}
+    groups = _clusters(data)
     if len(groups) > 1:
         first = {t["task"]: t for tasks in reversed(groups.values()) for t in tasks}
         groups[_ALL] = list(first.values())
@@ -276,7 +281,7 @@ def _summary(data: Data) -> Table:
 
 def _against(data: Data, ours: str) -> Table:
     """Plans of ours over each rival's, wherever they lose, too."""
-    clusters = {c: _on(data, c) for c in data["clusters"] if _on(data, c)}
+    clusters = _clusters(data)
     others = [n for n in _planners(data) if n not in (ours, paired.AGAIN)]
     rivals = [n for n in others if not n.startswith(OURS)]
     shortest = {
@@ -287,11 +292,7 @@ def _against(data: Data, ours: str) -> Table:
     for name in (*shortest, *others):
         cells = [name]
         for tasks in clusters.values():
-            over = (
-                paired.pair(paired.over_shortest(tasks, ours, shortest[name]))
-                if name in shortest
-                else paired.compare(tasks, ours, name)
-            )
+            over = paired.compare(tasks, ours, shortest.get(name, name))
             cells += (
                 [over.text(), f"{over.worst:.2f}", f"{over.wins}/{over.losses}"]
                 if over
@@ -512,12 +513,7 @@ def _by_family(data: Data) -> Table:
     }
 
     def cells(name: str, over: str | Sequence[str]) -> list[str]:
-        found = [
-            paired.compare(tasks, name, over)
-            if isinstance(over, str)
-            else paired.pair(paired.over_shortest(tasks, name, over))
-            for tasks in families.values()
-        ]
+        found = [paired.compare(tasks, name, over) for tasks in families.values()]
         return [f"{p.text()}, {p.num_tasks}" if p else "-" for p in found]
 
     rows = [

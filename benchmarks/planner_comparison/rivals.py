@@ -104,6 +104,8 @@ _BYTES_PER_MS = 1e6
 """Of a GB/s, in TorchRec's units."""
 _CPU_FUSED_SHARE = 0.5
 """Of the memory's bandwidth, what TorchRec expects a fused kernel on a CPU to reach."""
+Types = Sequence[str] | Mapping[str, Sequence[str]]
+"""Sharding types of all tables, or of each."""
 _COLUMN_AND_TABLE = ["table_wise", "column_wise"]
 _ALL_TYPES = ["data_parallel", *_COLUMN_AND_TABLE, "table_column_wise", "row_wise"]
 _BY_ROWS = ("row_wise", "table_row_wise", "data_parallel")
@@ -523,25 +525,29 @@ def _stock() -> Iterator[Rival]:
     )
 
 
-def search_rival(name: str, about: str, make: Callable[[], Searcher]) -> Rival:
-    """Return a search as a rival: whole tables and columns, on this planner's costs."""
+def search_rival(
+    name: str,
+    about: str,
+    make: Callable[[], Searcher],
+    types: Callable[[Task, Costs, str], Types] = lambda *_: _COLUMN_AND_TABLE,
+) -> Rival:
+    """Return a search as a rival, on this planner's costs."""
     return Rival(
         name=name,
         about=about,
         make=lambda task, costs, device: _neuroshard(
-            task, costs, device, make(), _COLUMN_AND_TABLE
+            task, costs, device, make(), types(task, costs, device)
         ),
     )
 
 
 def _on_our_types(rival: str, make: Callable[[], Searcher]) -> Rival:
-    return Rival(
-        name=f"{rival}{OUR_TYPES}",
-        about=f"`{rival}`, where tables that `{OURS}` shards by rows or replicates are "
+    return search_rival(
+        f"{rival}{OUR_TYPES}",
+        f"`{rival}`, where tables that `{OURS}` shards by rows or replicates are "
         "sharded so, too: the others it splits and places",
-        make=lambda task, costs, device: _neuroshard(
-            task, costs, device, make(), _our_types(task, costs, device)
-        ),
+        make,
+        _our_types,
     )
 
 
@@ -564,7 +570,7 @@ def _neuroshard(
     costs: Costs,
     device: str,
     searcher: Searcher | None = None,
-    types: Sequence[str] | Mapping[str, Sequence[str]] = (),
+    types: Types = (),
     **given: Any,
 ) -> NeuroShardPlanner:
     """Make our planner; with a searcher, the plan is the searcher's or there is none.
@@ -644,7 +650,7 @@ def fitted_gb_per_s(compute: CostModel, device: str, batch_size: int = 4_096) ->
 
 def _constraints(
     task: Task,
-    types: Sequence[str] | Mapping[str, Sequence[str]],
+    types: Types,
     min_partition: int | None,
 ) -> dict[str, ParameterConstraints]:
     one_node = task.world_size <= CLUSTERS[task.cluster].ranks_per_node

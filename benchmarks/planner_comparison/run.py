@@ -265,10 +265,8 @@ class Comparison:
             found = self._run_task(task, [t for _, t in following])
             speed = found[0]["machine_speed"]
             slow = slow + 1 if speed < self._options.least_speed else 0
-            scatter = found[0]["scatter"]
-            if slow or scatter > self._options.most_scatter:
-                self.data["not_kept"].append(_without_plans(found[0]))
             if slow:
+                self.data["not_kept"].append(_without_plans(found[0]))
                 print(
                     f"{task.name} is not kept: the machine ran at {speed:.2f} of its "
                     f"usual speed, below {self._options.least_speed:g}; the same "
@@ -279,7 +277,8 @@ class Comparison:
                     print(f"ended: {slow} such tasks in a row", flush=True)
                     break
                 continue
-            if scatter > self._options.most_scatter:
+            if (scatter := found[0]["scatter"]) > self._options.most_scatter:
+                self.data["not_kept"].append(_without_plans(found[0]))
                 print(
                     f"{task.name} is not kept: the passes of its kernels differ by "
                     f"{scatter:.2f} of their mean, more than "
