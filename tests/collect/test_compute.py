@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import itertools
 import json
 import os
 import signal
@@ -361,6 +362,25 @@ def test_throttled_measurements_are_dropped_counted_and_repeated(
         assert record.temperature_c == 60.0
     assert "2 measurements were dropped: the device was throttled" in printed
     assert "2 measurements dropped for throttling" in printed
+
+
+def test_drops_stay_counted_where_a_disturbed_set_is_measured_again(
+    watched: Callable[..., tuple[list[CostRecord], str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "torchrec_neuroshard.collect.compute.steady_records",
+        lambda records: [r for r in records if r.index != 1],
+    )
+    # The new measurement of set 1 is always the steadier one.
+    disturbances = itertools.cycle([0.5, 2.0])
+    monkeypatch.setattr(
+        "torchrec_neuroshard.collect.compute.disturbance",
+        lambda record, usual_ms: next(disturbances),
+    )
+    records, printed = watched(iter([FINE, HOT, FINE, FINE, HOT, HOT, FINE]), 3)
+    assert [r.num_throttled for r in records] == [0, 3, 0]
+    assert "3 measurements were dropped: the device was throttled" in printed
 
 
 def test_a_set_that_stays_throttled_waits_for_the_next_run(

@@ -313,7 +313,8 @@ class _Run:
                 if new is not None and disturbance(new, usual_ms) < disturbance(
                     old, usual_ms
                 ):
-                    store.append(new)
+                    num_throttled = old.num_throttled + new.num_throttled
+                    store.append(dataclasses.replace(new, num_throttled=num_throttled))
                 advance()
         return True
 
