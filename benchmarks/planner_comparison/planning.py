@@ -75,12 +75,19 @@ class PlanningSettings:
     plan_seconds: float = 60.0
     """After this a planner has timed out."""
     solver_seconds: float = 4.0
+    faster: float = 1.0
+    """How many times faster than on this device kernels are planned to be."""
 
     def rivals(self) -> list[Rival]:
         """Return the planners."""
         model = load_cost_model(self.cost_model, device_type=self.device)
         return make_rivals(
-            self.names, self.trained, self.solver_seconds, model.hardware, self.max_rows
+            self.names,
+            self.trained,
+            self.solver_seconds,
+            model.hardware,
+            self.max_rows,
+            self.faster,
         )
 
 
@@ -167,7 +174,11 @@ def _prepare(settings: PlanningSettings) -> None:
 def _plan(name: str, task: Task) -> Outcome:
     settings = _Worker.settings
     costs = load_costs(
-        settings.cost_model, settings.device, CLUSTERS[task.cluster], task.world_size
+        settings.cost_model,
+        settings.device,
+        CLUSTERS[task.cluster],
+        task.world_size,
+        settings.faster,
     )
     outcome = ask(
         _Worker.rivals[name], task, costs, settings.device, settings.plan_seconds

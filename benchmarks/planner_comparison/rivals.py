@@ -19,7 +19,7 @@ from torchrec.distributed.planner import (
     ParameterConstraints,
     Topology,
 )
-from torchrec.distributed.planner.constants import DDR_MEM_BW
+from torchrec.distributed.planner.constants import DDR_MEM_BW, HBM_MEM_BW
 from torchrec.distributed.planner.partitioners import MemoryBalancedPartitioner
 from torchrec.distributed.planner.proposers import DynamicProgrammingProposer
 from torchrec.distributed.planner.storage_reservations import (
@@ -67,7 +67,6 @@ from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.cost_models import (
     CommsModel,
     CostModel,
-    PhysicalCostModel,
     StockCostModel,
     load_comms_model,
     load_cost_model,
@@ -77,6 +76,7 @@ from torchrec_neuroshard.cost_models.comms_published import (
     PublishedCommsModel,
 )
 from torchrec_neuroshard.cost_models.loading import physical_estimate
+from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.record_store import read_header, read_records
@@ -134,6 +134,8 @@ class Costs:
     compute: CostModel
     comms: CommsModel
     """Of the task's ranks and cluster."""
+    faster: float = 1.0
+    """How many times faster than on this device kernels are planned to be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,6 +150,8 @@ class Rival:
     """What is known of its training; empty where there was none."""
     every: int = 1
     """It plans one of so many tasks, drawn by their names."""
+    as_measured: bool = False
+    """It can only plan for kernels as they are on this device."""
 
     def plans(self, task: Task) -> bool:
         """Whether it plans a task."""
@@ -160,6 +164,7 @@ def make_rivals(
     solver_seconds: float,
     hardware: str,
     max_rows: int,
+    faster: float = 1.0,
 ) -> list[Rival]:
     """Return the planners that can run here.
 
@@ -170,6 +175,8 @@ def make_rivals(
         solver_seconds: For those that search for as long as they may.
         hardware: Device that the cost model is of.
         max_rows: Of the tasks' tables.
+        faster: How many times faster than on this device kernels are taken to be; not
+            1 leaves out who cannot plan for that.
 
     Raises:
         ValueError: A name is unknown.
@@ -182,6 +189,8 @@ def make_rivals(
         *_solvers(solver_seconds),
         *_stock(),
     ]
+    if faster != 1:
+        rivals = [r for r in rivals if not r.as_measured]
     if names is None:
         return rivals
     known = {r.name: r for r in rivals}
@@ -217,21 +226,28 @@ def _ours() -> Iterator[Rival]:
             calibrate=_FINALISTS_SECONDS,
         ),
         every=_FEWEST,
+        as_measured=True,
     )
     yield Rival(
         name="default, nothing measured",
         about="this planner on the physical estimate of kernels, all sharding types; "
         f"on one of {_FEWER} tasks",
         make=lambda task, costs, device: _neuroshard(
-            task, dataclasses.replace(costs, compute=_estimate(device)), device
+            task, _on(costs, physical_estimate(device)), device
         ),
         every=_FEWER,
     )
 
 
-@functools.cache
-def _estimate(device: str) -> PhysicalCostModel:
-    return physical_estimate(device)
+def _on(costs: Costs, kernels: CostModel) -> Costs:
+    """Return costs with other estimates of this device's kernels."""
+    return dataclasses.replace(costs, compute=_sped_up(kernels, costs.faster))
+
+
+def _sped_up(kernels: CostModel, faster: float) -> CostModel:
+    if faster == 1:
+        return kernels
+    return ScaledCostModel(kernels, (1 / faster, 1 / faster))
 
 
 def _calibrated(trained: Path, hardware: str) -> Iterator[Rival]:
@@ -244,7 +260,7 @@ def _calibrated(trained: Path, hardware: str) -> Iterator[Rival]:
             about="this planner on another CPU's bundle, calibrated here on 100 sets; "
             f"on one of {_FEWER} tasks",
             make=lambda task, costs, device, own=model: _neuroshard(
-                task, dataclasses.replace(costs, compute=own), device
+                task, _on(costs, own), device
             ),
             every=_FEWER,
         )
@@ -278,6 +294,7 @@ def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
                 about=about,
                 make=functools.partial(_on_own_nets, nets),
                 training=functools.partial(_cards, nets, trained.parent, max_rows),
+                as_measured=True,
             )
     for kind in (AutoShardSearcher, DreamShardSearcher):
         own = _policies(trained, kind, hardware)
@@ -286,6 +303,7 @@ def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
             about=f"trained policy, tables whole{_strange(own, hardware)}",
             make=functools.partial(_on_policy, own),
             training=functools.partial(_training, own),
+            as_measured=True,
         )
 
 
@@ -476,7 +494,9 @@ def _stock() -> Iterator[Rival]:
                     task,
                     "cuda" if in_hbm else device,
                     device,
-                    fitted_gb_per_s(costs.compute, device) if fitted else None,
+                    fitted_gb_per_s(costs.compute, device) * _BYTES_PER_MS
+                    if fitted
+                    else costs.faster * _stock_bandwidth(device),
                 ),
                 batch_size=task.batch_size // task.world_size,
                 storage_reservation=FixedPercentageStorageReservation(0.0),
@@ -581,7 +601,9 @@ def _neuroshard(
     if searcher is not None:
         given |= {"search": searcher, "consider_stock": False}
     return NeuroShardPlanner(
-        topology=_topology(task, device, device),
+        topology=_topology(
+            task, device, device, costs.faster * _stock_bandwidth(device)
+        ),
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         constraints=_constraints(task, types, None),
@@ -593,35 +615,37 @@ def _neuroshard(
     )
 
 
-def _topology(
-    task: Task, planned_for: str, device: str, gb_per_s: float | None = None
-) -> Topology:
+def _topology(task: Task, planned_for: str, device: str, bandwidth: float) -> Topology:
     """Describe the cluster to TorchRec: memory, and what is published of its links.
 
     Args:
         task: Says the cluster.
         planned_for: Device type that TorchRec is told.
         device: The true one.
-        gb_per_s: Of the memory, where TorchRec's default is not to be taken.
+        bandwidth: Of the true device's memory [bytes/ms].
     """
+    if planned_for != device:
+        # The same kernels in memory of the same speed, by another name.
+        bandwidth *= _CPU_FUSED_SHARE
     memory = "hbm" if planned_for == "cuda" else "ddr"
     cluster = CLUSTERS[task.cluster]
     given: dict[str, Any] = {
         f"{memory}_cap": task.memory_bytes,
+        f"{memory}_mem_bw": bandwidth,
         "intra_host_bw": cluster.intra_gb_per_s * _BYTES_PER_MS,
         "inter_host_bw": cluster.inter_gb_per_s * _BYTES_PER_MS,
     }
-    if gb_per_s is not None:
-        given[f"{memory}_mem_bw"] = gb_per_s * _BYTES_PER_MS
-    if planned_for != device:
-        # The same kernels in memory of the same speed, by another name.
-        given["hbm_mem_bw"] = _CPU_FUSED_SHARE * DDR_MEM_BW
     return Topology(
         world_size=task.world_size,
         local_world_size=cluster.local_world_size(task.world_size),
         compute_device=planned_for,
         **given,
     )
+
+
+def _stock_bandwidth(device: str) -> float:
+    """Return TorchRec's default of a device's memory [bytes/ms]."""
+    return float(HBM_MEM_BW if device == "cuda" else DDR_MEM_BW)
 
 
 @functools.cache
@@ -667,16 +691,20 @@ def _constraints(
 
 
 @functools.cache
-def _kernels(cost_model: str, device: str) -> CostModel:
+def _kernels(cost_model: str, device: str, faster: float) -> CostModel:
     """Load a bundle once: what is fitted to it is kept by the object."""
-    return load_cost_model(cost_model, device_type=device)
+    return _sped_up(load_cost_model(cost_model, device_type=device), faster)
 
 
 class _ClusterComms(PublishedCommsModel):
     """Our estimate of a cluster's collectives, with this device's own column order."""
 
     def __init__(
-        self, cluster: Cluster, world_size: int, device: CommsModel | None
+        self,
+        cluster: Cluster,
+        world_size: int,
+        device: CommsModel | None,
+        faster: float,
     ) -> None:
         super().__init__(
             CollectiveConstants(
@@ -686,7 +714,7 @@ class _ClusterComms(PublishedCommsModel):
             world_size=world_size,
             local_world_size=cluster.local_world_size(world_size),
         )
-        self._device = device
+        self._device, self._faster = device, faster
 
     def column_order(
         self, columns_C: npt.NDArray[np.float64], batch_size: int
@@ -694,12 +722,16 @@ class _ClusterComms(PublishedCommsModel):
         """See `CommsModel.column_order`."""
         if self._device is None:
             return super().column_order(columns_C, batch_size)
-        return self._device.column_order(columns_C, batch_size)
+        return self._device.column_order(columns_C, batch_size) / self._faster
 
 
 @functools.cache
 def load_costs(
-    cost_model: str, device: str, cluster: Cluster, world_size: int
+    cost_model: str,
+    device: str,
+    cluster: Cluster,
+    world_size: int,
+    faster: float = 1.0,
 ) -> Costs:
     """Return the costs that planners are given, and that plans are predicted by.
 
@@ -711,6 +743,7 @@ def load_costs(
         device: `cpu` or `cuda`.
         cluster: Whose links count.
         world_size: Ranks.
+        faster: How many times faster kernels are taken to be than on this device.
     """
     # Of a cluster the order of columns alone; each rank has a node of its own, where no
     # other rank's copies slow it down.
@@ -725,6 +758,8 @@ def load_costs(
     comms = copy.copy(measured)
     if alone or comms is None:
         # Where nothing was measured, the order of columns costs nothing.
-        comms = _ClusterComms(cluster, world_size, measured)
+        comms = _ClusterComms(cluster, world_size, measured, faster)
     comms.compute_slowdown = (1.0, 1.0)
-    return Costs(compute=_kernels(cost_model, device), comms=comms)
+    return Costs(
+        compute=_kernels(cost_model, device, faster), comms=comms, faster=faster
+    )

@@ -106,6 +106,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         action="store_true",
         help="plan the next tasks while kernels of one are timed (on another core)",
     )
+    parser.add_argument(
+        "--kernels-faster",
+        type=float,
+        default=1.0,
+        help="plan for and judge by kernels so many times faster than timed here, "
+        "to learn what becomes of plans on quicker devices",
+    )
     parser.add_argument("--kernel-rounds", type=int, default=5)
     parser.add_argument("--kernel-passes", type=int, default=1, help="of a round")
     parser.add_argument("--comms-rounds", type=int, default=3)
@@ -132,6 +139,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--readme", type=Path, help="renew the table in this file")
     options = parser.parse_args(arguments)
+    if not options.kernels_faster > 0:
+        parser.error(f"--kernels-faster must be above 0, got {options.kernels_faster}")
     if options.quick:
         options.max_rows = min(options.max_rows, 20_000)
         options.batch_size = options.batch_size or 2_048
@@ -158,7 +167,7 @@ class Comparison:
         tasks = make_tasks(options.tables, settings)
         wanted = options.families or list(FAMILIES)
         self._clusters = set(options.clusters or CLUSTERS)
-        if self._device.type != "cpu":
+        if self._device.type != "cpu" or options.kernels_faster != 1:
             self._clusters.discard(GLOO)
         self._judged_on = self._spread(tasks)
         chosen = [t for t in tasks if t.family in wanted and self._judged_on[t.name]]
@@ -171,6 +180,7 @@ class Comparison:
             device=self._device.type,
             plan_seconds=options.plan_seconds,
             solver_seconds=options.solver_seconds,
+            faster=options.kernels_faster,
         )
         self._rivals = planning.rivals()
         self._planners = Planners(planning, options.planning_processes)
@@ -266,24 +276,20 @@ class Comparison:
             speed = found[0]["machine_speed"]
             slow = slow + 1 if speed < self._options.least_speed else 0
             if slow:
-                self.data["not_kept"].append(_without_plans(found[0]))
-                print(
-                    f"{task.name} is not kept: the machine ran at {speed:.2f} of its "
-                    f"usual speed, below {self._options.least_speed:g}; the same "
-                    "command goes on with it",
-                    flush=True,
+                self._leave_out(
+                    found[0],
+                    f"the machine ran at {speed:.2f} of its usual speed, below "
+                    f"{self._options.least_speed:g}",
                 )
                 if slow == _MOST_SLOW:
                     print(f"ended: {slow} such tasks in a row", flush=True)
                     break
                 continue
             if (scatter := found[0]["scatter"]) > self._options.most_scatter:
-                self.data["not_kept"].append(_without_plans(found[0]))
-                print(
-                    f"{task.name} is not kept: the passes of its kernels differ by "
-                    f"{scatter:.2f} of their mean, more than "
-                    f"{self._options.most_scatter:g}; the same command goes on with it",
-                    flush=True,
+                self._leave_out(
+                    found[0],
+                    f"the passes of its kernels differ by {scatter:.2f} of their "
+                    f"mean, more than {self._options.most_scatter:g}",
                 )
                 continue
             self.data["tasks"] += found
@@ -296,6 +302,16 @@ class Comparison:
             if limit is not None and time.monotonic() - start > limit:
                 print("stopped; the same command goes on", flush=True)
                 break
+
+    def _leave_out(self, task: Mapping[str, Any], reason: str) -> None:
+        """Say that a try is not kept; the results tell of it, too."""
+        self.data["not_kept"].append({k: v for k, v in task.items() if k != "planners"})
+        if self.data["tasks"]:  # else with the first that is kept
+            write_results(self.data, self._options.out)
+        print(
+            f"{task['task']} is not kept: {reason}; the same command goes on with it",
+            flush=True,
+        )
 
     def close(self) -> None:
         """End what was started."""
@@ -333,7 +349,11 @@ class Comparison:
         speed = self._timer.machine_speed()
         clock.append(time.monotonic())
         self._keep_passes(task, raw)
-        times = self._timer.medians(raw)
+        times = {
+            kernel: (forward / faster, backward / faster)
+            for faster in [self._options.kernels_faster]
+            for kernel, (forward, backward) in self._timer.medians(raw).items()
+        }
         numbers = {kernel: number for number, kernel in enumerate(raw)}
         shared = {
             "commit": commit(),
@@ -364,7 +384,11 @@ class Comparison:
         """Say what the plans for a cluster take, and what was predicted."""
         options = self._options
         costs = load_costs(
-            options.cost_model, self._device.type, cluster, task.world_size
+            options.cost_model,
+            self._device.type,
+            cluster,
+            task.world_size,
+            options.kernels_faster,
         )
         plans = [o.plan for o in outcomes.values() if o.plan is not None]
         collectives = list(dict.fromkeys(c for p in plans for c in p.collectives))
@@ -453,10 +477,6 @@ def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:
             rank for rank, num_bytes in enumerate(held) if num_bytes > task.memory_bytes
         ]
     return entry
-
-
-def _without_plans(task: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in task.items() if k != "planners"}
 
 
 def _shown(argument: str) -> str:

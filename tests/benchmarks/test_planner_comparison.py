@@ -29,6 +29,7 @@ from torchrec_neuroshard.baselines.policies import Policy, save_policy
 from torchrec_neuroshard.collect.sampling import is_held_out_table
 from torchrec_neuroshard.cost_models import BandwidthCommsModel, StockCostModel
 from torchrec_neuroshard.errors import InfeasibleError
+from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
@@ -183,6 +184,49 @@ def test_columns_are_put_in_order_as_by_a_rank_alone(parts: Any) -> None:
     found = few.column_order(columns, 2 * samples)
     assert found.min() > 0
     np.testing.assert_allclose(found, many.column_order(columns, 8 * samples))
+
+
+def test_costs_and_planners_go_by_faster_kernels(
+    parts: Any, small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rivals, times = parts("rivals"), 4.0
+    cluster = parts("clusters").CLUSTERS["8 x H100"]
+    measured, faster = (
+        rivals.load_costs("cpu_epyc", "cpu", cluster, 8, f) for f in (1.0, times)
+    )
+    features = table_features(small.tables, small.batch_size)
+    one_set = np.zeros(len(small.tables), dtype=np.int64)
+    both = [c.compute.predict_sets(features, one_set, 1) for c in (measured, faster)]
+    np.testing.assert_allclose(both[0], times * both[1])
+    columns, samples = np.array([64.0]), 4_096
+    order = [c.comms.column_order(columns, samples) for c in (measured, faster)]
+    np.testing.assert_allclose(order[0], times * order[1])
+    sent = np.full((1, 8), 64.0)
+    links = [c.comms.all_to_all(sent, samples) for c in (measured, faster)]
+    np.testing.assert_array_equal(*links)
+
+    # TorchRec's planner is told of faster memory, by default and where it is fitted.
+    fitted = rivals.fitted_gb_per_s
+    assert fitted(faster.compute, "cpu") == pytest.approx(
+        times * fitted(measured.compute, "cpu")
+    )
+    told: list[float] = []
+
+    def topology(*given: Any) -> None:
+        told.append(given[-1])
+        raise InfeasibleError("told")
+
+    monkeypatch.setattr(rivals, "_topology", topology)
+    named = ["default", "torchrec", "torchrec, all types, fitted"]
+    for costs in (measured, faster):
+        for rival in rivals.make_rivals(named, NOTHING, 1.0, "unknown", 10):
+            with pytest.raises(InfeasibleError, match="told"):
+                rival.make(small, costs, "cpu")
+    assert told[3:] == pytest.approx([times * bandwidth for bandwidth in told[:3]])
+
+    left = {r.name for r in rivals.make_rivals(None, NOTHING, 1.0, "unknown", 10)}
+    left -= {r.name for r in rivals.make_rivals(None, NOTHING, 1.0, "unknown", 10, 2.0)}
+    assert left == {"default, measured finalists", "autoshard", "dreamshard"}
 
 
 def test_times_add_up_as_in_the_simulator(parts: Any, halved: Any) -> None:
@@ -584,6 +628,28 @@ def test_faster_kernels_leave_collectives_as_they_are(parts: Any) -> None:
     assert faster == pytest.approx((8 / 4 + 2) / (19 / 4 + 1))
 
 
+def test_a_run_is_judged_by_kernels_as_fast_as_planned_for(
+    parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = parts("kernels").KernelTimer
+    monkeypatch.setattr(timer, "medians", lambda _, raw: dict.fromkeys(raw, (2.0, 4.0)))
+    command = ["--out", str(tmp_path / "run"), "--quick", "--max-rows", "1000"]
+    command += ["--cost-model", "cpu", "--batch-size", "64", "--num-tasks", "1"]
+    command += ["--planning-processes", "0", "--least-speed", "0"]
+    command += ["--most-scatter", "9", "--planners", "greedy-size"]
+    parts("run").main([*command, "--kernels-faster", "8"])
+    data = parts("results").read_results(tmp_path / "run")
+    assert "gloo" not in data["clusters"]  # its collectives are this machine's, too
+    task, _ = data["tasks"]  # on two clusters
+    found = task["planners"]["greedy-size"]["measured"]
+    assert found["ranks_ms"] == [[2 / 8, 4 / 8]] * task["world_size"]
+    assert found["kernel_path_ms"] == pytest.approx((2 + 4) / 8)
+    page = (tmp_path / "run.md").read_text()
+    assert "Kernels count as 8 times faster than they were timed" in page
+    with pytest.raises(SystemExit):
+        parts("run").main([*command, "--kernels-faster", "0"])
+
+
 def test_tries_that_were_not_kept_are_told_of(parts: Any) -> None:
     known, page = data(parts), parts("page")
     assert "not kept" not in page.markdown(known, "run")
@@ -639,7 +705,9 @@ def test_a_run_goes_on_where_it_was_cut_off(
         disturbed.setattr(timer, "scatter", lambda *_: 0.2)
         main(command)
         assert "differ by 0.20 of their mean" in capsys.readouterr().out
-    assert read(tmp_path / "run")["tasks"] == first["tasks"]
+    after = read(tmp_path / "run")
+    assert after["tasks"] == first["tasks"]
+    assert [t["scatter"] for t in after["not_kept"]] == [0.2]
     main(command)
     both = read(tmp_path / "run")
     assert [len(first["tasks"]), len(both["tasks"])] == [1, 2]
@@ -758,7 +826,8 @@ def test_tasks_on_a_slow_machine_are_left_out_and_end_a_run(
     assert all("planners" not in t for t in comparison.data["not_kept"])
     assert asked == ["0", "1", "2", "3", "4", "5", "6"]
     assert [t["task"] for t in comparison.data["tasks"]] == ["0", "3"]
-    assert len(kept) == 2
+    # What is not kept is written, too, once there are results to write it with.
+    assert len(kept) == 7
 
 
 def test_what_takes_long_plans_a_part_of_the_tasks(parts: Any, tasks: Any) -> None:
