@@ -524,6 +524,7 @@ def test_a_method_must_beat_every_greedy_on_the_papers_tasks(parts: Any) -> None
     [lost] = parts("paired").expectations(results(paths))
     [elsewhere] = parts("paired").expectations(results(paths, "mlperf"))
     assert (won.met, lost.met, elsewhere.met) == (True, False, None)
+    assert parts("paired").expectations(results({"autoshard": [9.0, 9.0]})) == []
 
 
 def data(parts: Any) -> Any:
