@@ -167,8 +167,8 @@ def _headline(data: Data) -> str:
 
 
 def tables(data: Data) -> list[Table]:
-    """Return the tables of the page, the summary first."""
-    return [
+    """Return the tables of the page that have rows, the summary first."""
+    known = [
         _expectation_table(data),
         _summary(data),
         _against(data, OURS),
@@ -185,6 +185,7 @@ def tables(data: Data) -> list[Table]:
         _troubles(data),
         _rival_table(data),
     ]
+    return [table for table in known if table.rows]
 
 
 def short_table(data: Data) -> str:
@@ -539,7 +540,9 @@ def _by_task(data: Data, metric: str, title: str) -> Table:
         for name in _planners(data):
             value = paired.measured(task, name, metric)
             status = task["planners"].get(name, {}).get("status", "-")
-            cells.append(status if value is None else f"{value:.2f}")
+            cells.append(
+                status if value is None else f"{value:.{2 if value >= 1 else 3}f}"
+            )
         rows.append(cells)
     return Table(title=title, head=("task", *_planners(data)), rows=rows)
 

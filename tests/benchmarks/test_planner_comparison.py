@@ -647,6 +647,7 @@ def test_a_run_is_judged_by_kernels_as_fast_as_planned_for(
     assert found["kernel_path_ms"] == pytest.approx((2 + 4) / 8)
     page = (tmp_path / "run.md").read_text()
     assert "Kernels count as 8 times faster than they were timed" in page
+    assert "own nets: off" not in page  # no table without rows
     with pytest.raises(SystemExit):
         parts("run").main([*command, "--kernels-faster", "0"])
 
