@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from planner_comparison.plans import Collective
 from published.links import read_links
+from torchrec_neuroshard.gpu_cards import GPU_CARDS
 
 __all__ = ["CLUSTERS", "GLOO", "Cluster", "clusters_of"]
 
@@ -31,6 +32,7 @@ GLOO = "gloo"
 """This machine's own two ranks, whose collectives are measured beside the kernels."""
 _TABLE = "nccl-tests B200 HGX"
 _TABLE_RANKS = 8
+_H100, _A100 = GPU_CARDS["h100"], GPU_CARDS["a100"]
 _KINDS = {
     "index": "alltoall",
     "pooled_forward": "alltoall",
@@ -50,8 +52,8 @@ class Cluster:
     about: str
     intra_gb_per_s: float
     """What large collectives of a node reach of each rank, one way; published."""
-    inter_gb_per_s: float = 48.0
-    """The same of each rank's network card; published for 400G."""
+    inter_gb_per_s: float = _H100.inter_gb_per_s.value
+    """The same of each rank's 400G network card, of the table of 2 x 8 B200."""
     worlds: tuple[int, ...] = (4, 8)
     """Tasks of so many ranks are judged on it."""
     every: int = 1
@@ -117,19 +119,19 @@ CLUSTERS = {
             name="8 x H100",
             about="one node with NVSwitch: times of 8 B200, sizes scaled to H100's 370 "
             "GB/s (NVIDIA/nccl-tests issue 212)",
-            intra_gb_per_s=370.0,
+            intra_gb_per_s=_H100.intra_gb_per_s.value,
         ),
         Cluster(
             name="2 x 8 H100",
             about="two such nodes, 400G a GPU: times of 2 x 8 B200 with the same cards",
-            intra_gb_per_s=370.0,
+            intra_gb_per_s=_H100.intra_gb_per_s.value,
             worlds=(16,),
         ),
         Cluster(
             name="8 x A100",
             about="one node with NVSwitch: the same, sizes scaled to A100's 230 GB/s "
             "(NVIDIA/nccl-tests issue 149)",
-            intra_gb_per_s=230.0,
+            intra_gb_per_s=_A100.intra_gb_per_s.value,
             every=6,
         ),
         Cluster(
