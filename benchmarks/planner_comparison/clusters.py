@@ -117,8 +117,8 @@ CLUSTERS = {
     for cluster in (
         Cluster(
             name="8 x H100",
-            about="one node with NVSwitch: times of 8 B200, sizes scaled to H100's 370 "
-            "GB/s (NVIDIA/nccl-tests issue 212)",
+            about="one node with NVSwitch: times of 8 B200, sizes scaled to H100's "
+            f"{_H100.intra_gb_per_s.value:g} GB/s (NVIDIA/nccl-tests issue 212)",
             intra_gb_per_s=_H100.intra_gb_per_s.value,
         ),
         Cluster(
@@ -129,8 +129,8 @@ CLUSTERS = {
         ),
         Cluster(
             name="8 x A100",
-            about="one node with NVSwitch: the same, sizes scaled to A100's 230 GB/s "
-            "(NVIDIA/nccl-tests issue 149)",
+            about="one node with NVSwitch: the same, sizes scaled to A100's "
+            f"{_A100.intra_gb_per_s.value:g} GB/s (NVIDIA/nccl-tests issue 149)",
             intra_gb_per_s=_A100.intra_gb_per_s.value,
             every=6,
         ),

@@ -162,8 +162,8 @@ def _groups(data: Data) -> dict[str, list[Task]]:
 
 def _headline(data: Data) -> str:
     """The cluster of the first tables."""
-    known = [c for c in data["clusters"] if _on(data, c)]
-    return HEADLINE if HEADLINE in known or not known else known[0]
+    known = _clusters(data)
+    return HEADLINE if HEADLINE in known else next(iter(known), HEADLINE)
 
 
 def tables(data: Data) -> list[Table]:

@@ -90,6 +90,16 @@ class PlanningSettings:
             self.faster,
         )
 
+    def costs(self, task: Task) -> Costs:
+        """Return the costs of a task's ranks on its cluster."""
+        return load_costs(
+            self.cost_model,
+            self.device,
+            CLUSTERS[task.cluster],
+            task.world_size,
+            self.faster,
+        )
+
 
 class Planners:
     """Processes that make plans."""
@@ -173,15 +183,12 @@ def _prepare(settings: PlanningSettings) -> None:
 
 def _plan(name: str, task: Task) -> Outcome:
     settings = _Worker.settings
-    costs = load_costs(
-        settings.cost_model,
-        settings.device,
-        CLUSTERS[task.cluster],
-        task.world_size,
-        settings.faster,
-    )
     outcome = ask(
-        _Worker.rivals[name], task, costs, settings.device, settings.plan_seconds
+        _Worker.rivals[name],
+        task,
+        settings.costs(task),
+        settings.device,
+        settings.plan_seconds,
     )
     gc.collect()
     return outcome

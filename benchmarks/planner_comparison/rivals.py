@@ -76,7 +76,7 @@ from torchrec_neuroshard.cost_models.comms_published import (
     PublishedCommsModel,
 )
 from torchrec_neuroshard.cost_models.loading import physical_estimate
-from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
+from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.record_store import read_header, read_records
@@ -496,7 +496,7 @@ def _stock() -> Iterator[Rival]:
                     device,
                     fitted_gb_per_s(costs.compute, device) * _BYTES_PER_MS
                     if fitted
-                    else costs.faster * _stock_bandwidth(device),
+                    else _stock_bandwidth(costs, device),
                 ),
                 batch_size=task.batch_size // task.world_size,
                 storage_reservation=FixedPercentageStorageReservation(0.0),
@@ -601,9 +601,7 @@ def _neuroshard(
     if searcher is not None:
         given |= {"search": searcher, "consider_stock": False}
     return NeuroShardPlanner(
-        topology=_topology(
-            task, device, device, costs.faster * _stock_bandwidth(device)
-        ),
+        topology=_topology(task, device, device, _stock_bandwidth(costs, device)),
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         constraints=_constraints(task, types, None),
@@ -643,9 +641,9 @@ def _topology(task: Task, planned_for: str, device: str, bandwidth: float) -> To
     )
 
 
-def _stock_bandwidth(device: str) -> float:
-    """Return TorchRec's default of a device's memory [bytes/ms]."""
-    return float(HBM_MEM_BW if device == "cuda" else DDR_MEM_BW)
+def _stock_bandwidth(costs: Costs, device: str) -> float:
+    """Return TorchRec's default of a device's memory, as much faster [bytes/ms]."""
+    return costs.faster * float(HBM_MEM_BW if device == "cuda" else DDR_MEM_BW)
 
 
 @functools.cache
@@ -700,11 +698,7 @@ class _ClusterComms(PublishedCommsModel):
     """Our estimate of a cluster's collectives, with this device's own column order."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        world_size: int,
-        device: CommsModel | None,
-        faster: float,
+        self, cluster: Cluster, world_size: int, device: CommsModel | None
     ) -> None:
         super().__init__(
             CollectiveConstants(
@@ -714,7 +708,7 @@ class _ClusterComms(PublishedCommsModel):
             world_size=world_size,
             local_world_size=cluster.local_world_size(world_size),
         )
-        self._device, self._faster = device, faster
+        self._device = device
 
     def column_order(
         self, columns_C: npt.NDArray[np.float64], batch_size: int
@@ -722,7 +716,7 @@ class _ClusterComms(PublishedCommsModel):
         """See `CommsModel.column_order`."""
         if self._device is None:
             return super().column_order(columns_C, batch_size)
-        return self._device.column_order(columns_C, batch_size) / self._faster
+        return self._device.column_order(columns_C, batch_size)
 
 
 @functools.cache
@@ -758,7 +752,10 @@ def load_costs(
     comms = copy.copy(measured)
     if alone or comms is None:
         # Where nothing was measured, the order of columns costs nothing.
-        comms = _ClusterComms(cluster, world_size, measured, faster)
+        order = measured and ScaledCommsModel(
+            measured, index=1.0, forward=1 / faster, backward=1 / faster
+        )
+        comms = _ClusterComms(cluster, world_size, order)
     comms.compute_slowdown = (1.0, 1.0)
     return Costs(
         compute=_kernels(cost_model, device, faster), comms=comms, faster=faster

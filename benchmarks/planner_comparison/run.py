@@ -45,7 +45,6 @@ from planner_comparison.plans import (
     predict_kernels,
 )
 from planner_comparison.results import at, read_results, write_results
-from planner_comparison.rivals import load_costs
 from planner_comparison.tasks import FAMILIES, Task, TaskSettings, make_tasks
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.cost_models import load_cost_model
@@ -172,7 +171,7 @@ class Comparison:
         self._judged_on = self._spread(tasks)
         chosen = [t for t in tasks if t.family in wanted and self._judged_on[t.name]]
         self.tasks = chosen[:: options.every][: options.num_tasks]
-        planning = PlanningSettings(
+        self._planning = PlanningSettings(
             names=None if options.planners is None else tuple(options.planners),
             trained=options.trained,
             max_rows=options.max_rows,
@@ -182,8 +181,8 @@ class Comparison:
             solver_seconds=options.solver_seconds,
             faster=options.kernels_faster,
         )
-        self._rivals = planning.rivals()
-        self._planners = Planners(planning, options.planning_processes)
+        self._rivals = self._planning.rivals()
+        self._planners = Planners(self._planning, options.planning_processes)
         self._cost_model = load_cost_model(
             options.cost_model, device_type=self._device.type
         )
@@ -349,9 +348,9 @@ class Comparison:
         speed = self._timer.machine_speed()
         clock.append(time.monotonic())
         self._keep_passes(task, raw)
+        faster = self._options.kernels_faster
         times = {
             kernel: (forward / faster, backward / faster)
-            for faster in [self._options.kernels_faster]
             for kernel, (forward, backward) in self._timer.medians(raw).items()
         }
         numbers = {kernel: number for number, kernel in enumerate(raw)}
@@ -382,14 +381,7 @@ class Comparison:
         numbers: dict[Kernel, int],
     ) -> dict[str, Any]:
         """Say what the plans for a cluster take, and what was predicted."""
-        options = self._options
-        costs = load_costs(
-            options.cost_model,
-            self._device.type,
-            cluster,
-            task.world_size,
-            options.kernels_faster,
-        )
+        costs = self._planning.costs(task)
         plans = [o.plan for o in outcomes.values() if o.plan is not None]
         collectives = list(dict.fromkeys(c for p in plans for c in p.collectives))
         kernels = list(dict.fromkeys(k for p in plans for k in p.kernels))
