@@ -7,9 +7,10 @@ For each task (tables, ranks, batch, memory) and each cluster that it is judged 
 every planner makes a plan. The kernels of each rank of all plans are timed one rank
 after another on this machine; the plans' collectives are what others measured on the
 cluster. After each task are written: `<out>.json` (the run and its tasks),
-`<out>_plans.parquet` (a row a plan), `<out>_passes.parquet` (every timed pass), `.md`,
-`.html` and a figure of each family. The same command goes on where a run was cut off,
-or where it ended because the machine was too slow.
+`<out>_plans.parquet` (a row a plan), `<out>_passes.parquet` (every timed pass), `.md`
+(what the tables say together) and `.html` (each task and figures, too). The same
+command goes on where a run was cut off, or where it ended because the machine was too
+slow.
 `--every 10` takes a tenth of the tasks, `--quick` is a dry run of a few minutes;
 `--device cuda` times kernels on a GPU. Without --tables the DLRM dataset's tables come
 from the package's generator and EMBark is left out.

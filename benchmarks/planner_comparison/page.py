@@ -1,6 +1,7 @@
-"""The results for people to read: Markdown, a figure of each family, one HTML page.
+"""The results for people to read: a short Markdown page and a long HTML page.
 
-`notes` in the data, a list of sentences, stand above the tables.
+The Markdown page holds the tables that sum up; the HTML page has each task and figures,
+too. `notes` in the data, a list of sentences, stand above the tables of both.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class Table:
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    long: bool = False
+    """Shown on the HTML page alone."""
 
     def markdown(self) -> str:
         """As a Markdown table."""
@@ -120,7 +123,7 @@ class Table:
 
 
 def write_pages(data: Data, out: Path) -> None:
-    """Write `<out>.md`, `.html` and the figures, `<out>_<name>.png`.
+    """Write `<out>.md` and `<out>.html`.
 
     Args:
         data: Everything that is known of the run.
@@ -128,8 +131,6 @@ def write_pages(data: Data, out: Path) -> None:
     """
     figures = {family: figure(data, family) for family in _families(data)}
     figures[_PREDICTED] = prediction_figure(data)
-    for name, png in figures.items():
-        at(out, f"_{name}.png").write_bytes(png)
     at(out, ".md").write_text(markdown(data, out.name), encoding="utf-8")
     at(out, ".html").write_text(page(data, figures), encoding="utf-8")
 
@@ -167,7 +168,7 @@ def _headline(data: Data) -> str:
 
 
 def tables(data: Data) -> list[Table]:
-    """Return the tables of the page that have rows, the summary first."""
+    """Return the tables of the HTML page that have rows, the summary first."""
     known = [
         _expectation_table(data),
         _summary(data),
@@ -544,7 +545,7 @@ def _by_task(data: Data, metric: str, title: str) -> Table:
                 status if value is None else f"{value:.{2 if value >= 1 else 3}f}"
             )
         rows.append(cells)
-    return Table(title=title, head=("task", *_planners(data)), rows=rows)
+    return Table(title=title, head=("task", *_planners(data)), rows=rows, long=True)
 
 
 def _nets(data: Data) -> Table:
@@ -580,22 +581,33 @@ def _nets(data: Data) -> Table:
 
 
 def _troubles(data: Data) -> Table:
-    """Every task without a plan, and why; memory exceeded; plans that were replaced."""
-    rows = []
+    """Every task without a plan; memory exceeded; plans that were replaced."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
     for task in data["tasks"]:
         for name, entry in task["planners"].items():
             over = entry.get("ranks_over_memory")
             if entry["status"] != "plan":
-                rows.append((task["name"], name, entry["status"], entry["reason"]))
+                what, why = entry["status"], entry["reason"]
             elif over:
-                rows.append((task["name"], name, "over memory", f"ranks {over}"))
+                what, why = "over memory", f"ranks {over}"
             elif entry.get("fallback"):
-                rows.append((task["name"], name, "TorchRec's plan", entry["fallback"]))
+                what, why = "TorchRec's plan", entry["fallback"]
+            else:
+                continue
+            found.setdefault((name, what), {})[task["name"]] = why
+    rows = [
+        (name, what, ", ".join(tasks), _first_sentence(next(iter(tasks.values()))))
+        for (name, what), tasks in found.items()
+    ]
     return Table(
         title="No plan, too much memory, or another's plan",
-        head=("task", "planner", "what", "why"),
-        rows=[[c.replace("|", "/") for c in row] for row in rows],
+        head=("planner", "what", "tasks", "why, on the first of them"),
+        rows=sorted(rows),
     )
+
+
+def _first_sentence(text: str) -> str:
+    return text.split(". ")[0].replace("|", "/")
 
 
 def _rival_table(data: Data) -> Table:
@@ -669,17 +681,21 @@ def _command(data: Data) -> str:
 
 
 def markdown(data: Data, name: str) -> str:
-    """Return the Markdown page."""
+    """Return the Markdown page.
+
+    Args:
+        data: Everything that is known of the run.
+        name: Of the run's files, without a suffix.
+    """
     parts = ["# Planners compared on timed kernels\n"]
     parts += [f"{line}\n" for line in _introduction(data)]
     parts.append(f"    {_command(data)}\n")
     if data.get("notes"):
         parts.append("## To be read with care\n")
         parts.append("\n".join(f"- {note}" for note in data["notes"]) + "\n")
-    shown = tables(data) if data["tasks"] else []
+    shown = [t for t in tables(data) if not t.long] if data["tasks"] else []
     parts += [table.markdown() for table in shown[:_FIRST]]
-    drawn = [*_families(data), _PREDICTED]
-    parts += [f"![{f}]({name}_{f}.png)\n" for f in drawn]
+    parts.append(f"Each task, and figures: `{name}.html`, written by the same run.\n")
     parts.append("## How it was measured\n")
     parts.append("\n".join(f"- {line}" for line in HOW) + "\n")
     parts += [table.markdown() for table in shown[_FIRST:]]
