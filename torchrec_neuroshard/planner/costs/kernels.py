@@ -58,8 +58,9 @@ __all__ = [
 _MEASURED_DENSE: Mapping[str, KernelFactors] = {
     "cpu": KernelFactors(forward=0.78, backward=1.17, passes=2.96)
 }
-"""By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core, and held
-to others in `benchmarks/results/dense_epyc_zen5_202611.md`."""
+"""By device type. Fitted to 32 tables under SGD on one AMD EPYC (Zen 5) core
+(`benchmarks/results/dense_epyc_zen5_fitted_202611.md`), and held to others in
+`benchmarks/results/dense_epyc_zen5_202611.md`."""
 _FLOAT, _FUSED = 4.0, EmbeddingComputeKernel.FUSED.value
 _known_bandwidth = lru_cache(kernel_bw_lookup)
 _CLAMPED = ("fp16", "bf16")
