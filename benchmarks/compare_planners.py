@@ -11,6 +11,9 @@ cluster. After each task are written: `<out>.json` (the run and its tasks),
 (what the tables say together) and `.html` (each task and figures, too). The same
 command goes on where a run was cut off, or where it ended because the machine was too
 slow.
+Nets of NeuroShard's own, policies and a calibrated bundle come from the folder
+`--trained`. Without it planners that need them are left out, but AutoShard and
+DreamShard plan by the policies that ship.
 `--every 10` takes a tenth of the tasks, `--quick` is a dry run of a few minutes;
 `--device cuda` times kernels on a GPU. Without --tables the DLRM dataset's tables come
 from the package's generator and EMBark is left out.

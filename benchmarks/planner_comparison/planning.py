@@ -42,6 +42,9 @@ from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.errors import NeuroShardError
 
 TRAINED = Path(__file__).parents[1] / "data" / "trained"
+"""Where nets, policies and bundles of the comparison are looked for. The checkout holds
+none: `git checkout eadbc3d -- benchmarks/data/trained` brings back those of the pages.
+"""
 
 
 class PlanTimeoutError(Exception):
@@ -67,7 +70,8 @@ class PlanningSettings:
     names: tuple[str, ...] | None = None
     """Planners; None is all."""
     trained: Path = TRAINED
-    """What was trained for the comparison."""
+    """Folder of what was trained for the comparison; planners that it lacks nets for
+    are left out."""
     max_rows: int = 1_000_000
     """Of the tasks' tables."""
     cost_model: str = "auto"

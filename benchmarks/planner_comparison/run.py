@@ -89,7 +89,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--cost-model", default="auto", help="a bundle's name or folder"
     )
     parser.add_argument(
-        "--trained", type=Path, default=TRAINED, help="folder of the rivals' nets"
+        "--trained",
+        type=Path,
+        default=TRAINED,
+        metavar="FOLDER",
+        help="nets, policies and bundles of the rivals' own (default: "
+        "benchmarks/data/trained, which the checkout does not hold); whose nets are "
+        "not there is left out, but AutoShard and DreamShard plan by the policies "
+        "that ship",
     )
     parser.add_argument("--planners", nargs="*", help="only these")
     parser.add_argument("--families", nargs="*", choices=sorted(FAMILIES))
@@ -138,6 +145,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--readme", type=Path, help="renew the table in this file")
     options = parser.parse_args(arguments)
+    if options.trained != TRAINED and not options.trained.is_dir():
+        parser.error(f"--trained names no folder: {options.trained}")
     if not options.kernels_faster > 0:
         parser.error(f"--kernels-faster must be above 0, got {options.kernels_faster}")
     if options.quick:

@@ -346,6 +346,25 @@ def test_the_papers_nets_are_those_of_the_tasks_optimizer(
         assert chosen.trained_on["settings"]["recipe"]["optimizer"] == optimizer
 
 
+def test_whose_nets_are_not_there_is_left_out(
+    parts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Policies ship: AutoShard and DreamShard plan by these, and their rows say so."""
+    rivals, paired = parts("rivals"), parts("paired")
+    found = {r.name: r for r in rivals.make_rivals(None, NOTHING, 1.0, "unknown", 10)}
+    need = {paired.PAPER_NETS, paired.PAPER_MEASURED, "default, 100 sets"}
+    assert need.isdisjoint(found)
+    for method in paired.POLICIES:
+        assert "trained on another device's costs for roww" in found[method].about
+    with pytest.raises(ValueError, match="no planner 'default, 100 sets' here"):
+        rivals.make_rivals(["default, 100 sets"], NOTHING, 1.0, "unknown", 10)
+    run, missing = parts("run"), str(tmp_path / "missing")
+    with pytest.raises(SystemExit):
+        run.parse_arguments(["--out", "x", "--trained", missing])
+    assert f"--trained names no folder: {missing}" in capsys.readouterr().err
+    assert run.parse_arguments(["--out", "x"]).trained == run.TRAINED
+
+
 def test_policies_are_those_of_the_tasks_optimizer(
     parts: Any, small: Any, tmp_path: Path
 ) -> None:
