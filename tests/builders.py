@@ -309,10 +309,10 @@ def make_record(
         "index": 0,
         "batch_size": 16,
         "tables": tuple(tables),
-        "fwd_raw_ms": (fwd_ms,),
-        "bwd_raw_ms": (bwd_ms,),
         "fwd_ms": fwd_ms,
         "bwd_ms": bwd_ms,
+        "num_passes": 1,
+        "spread": 0.0,
     }
     return CostRecord(**{**known, **fields})
 

@@ -52,9 +52,9 @@ def record(index: int) -> CostRecord:
         index=index,
         repeat_of=index - 1 if index % 2 else None,
         held_out=index % 3 == 0,
-        fwd_raw_ms=(1.0, 1.5),
-        bwd_raw_ms=(3.0, 2.5),
-        ref_raw_ms=(2.0, 2.25),
+        num_passes=3,
+        spread=0.125,
+        reference_ms=2.25,
     )
 
 
@@ -186,7 +186,7 @@ def test_times_of_all_files_are_in_the_unit_of_the_first(tmp_path: Path) -> None
     """Two runs that found the same ratios to the reference tell the same times."""
     slower = dataclasses.replace(HEADER, reference_ms=5.0, seed=9)
     write(tmp_path / "a.parquet", 0)
-    again = make_record(record(0).tables, 2.2, 4.4, ref_raw_ms=(4.0,))
+    again = make_record(record(0).tables, 2.2, 4.4, reference_ms=4.0)
     write_records(tmp_path / "b.parquet", slower, [again])
     headers, found = read_records([tmp_path / "a.parquet", tmp_path / "b.parquet"])
     assert [h.reference_ms for h in headers] == [2.5, 2.5]

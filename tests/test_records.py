@@ -12,6 +12,7 @@ from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.records import (
     CostRecord,
     RunHeader,
+    relative_spread,
     steady_records,
 )
 from torchrec_neuroshard.tables import TableConfig
@@ -35,9 +36,9 @@ TABLE = TableConfig(
 def record(**options: Any) -> CostRecord:
     fields: dict[str, Any] = {
         "index": 7,
-        "fwd_raw_ms": (1.0, 1.5, 0.5),
-        "bwd_raw_ms": (3.0, 2.5, 2.5),
-        "ref_raw_ms": (2.0, 2.0, 1.0),
+        "num_passes": 3,
+        "spread": 0.125,
+        "reference_ms": 2.0,
         **options,
     }
     return make_record(**{"tables": (TABLE,), "bwd_ms": 2.5, **fields})
@@ -45,11 +46,8 @@ def record(**options: Any) -> CostRecord:
 
 def test_total_and_spread_by_hand() -> None:
     assert record().total_ms == 3.5
-    # (4, 4, 3) over (2, 2, 1): 2, 2, 3; their deviations from 2: 0, 0, 1.
-    assert record().spread() == 0
-    # Without the reference: 4, 4, 2, 5 deviate from 4 by 0, 0, 2, 1.
-    plain = record(fwd_raw_ms=(1, 1, 1, 1), bwd_raw_ms=(3, 3, 1, 4), ref_raw_ms=())
-    assert plain.spread() == 0.5 / 4
+    # 4, 4, 2, 5 deviate from 4 by 0, 0, 2, 1.
+    assert relative_spread([4, 4, 2, 5]) == 0.5 / 4
 
 
 @pytest.mark.parametrize("repeat_of", [None, 3])
@@ -65,9 +63,9 @@ def test_header_round_trip() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fwd_raw_ms": (1.0,)}, "unequal numbers of passes: 1 forward, 3 backward"),
-        ({"ref_raw_ms": (1.0,)}, "unequal numbers of passes"),
-        ({"fwd_raw_ms": (), "bwd_raw_ms": (), "ref_raw_ms": ()}, "unequal numbers"),
+        ({"fwd_ms": -1.0}, "record 7 needs times of at least 0 and a pass, got fwd_ms"),
+        ({"spread": -0.5}, "spread -0.5"),
+        ({"num_passes": 0}, "num_passes 0"),
         ({"tables": ()}, "record 7 has no tables"),
     ],
 )
@@ -92,7 +90,7 @@ def test_bad_json_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 99, "novelty": 1}, "layout 99, this version reads 1"),
+        ({"schema_version": 99, "novelty": 1}, "layout 99, this version reads 2"),
         ({"fingerprint": {"device": "x"}}, "not a record header"),
         ({"novelty": 1}, "not a record header"),
     ],
@@ -131,13 +129,14 @@ def test_another_run_is_refused(change: dict[str, Any], message: str) -> None:
 
 
 def passes(
-    index: int, fwd: float, last_fwd: float, ref: float | None = None
+    index: int, fwd: float, last_fwd: float, ref: float = 0.0, throttled: str = ""
 ) -> CostRecord:
     return record(
         index=index,
-        fwd_raw_ms=(fwd, fwd, last_fwd, last_fwd),
-        bwd_raw_ms=(1.0,) * 4,
-        ref_raw_ms=() if ref is None else (ref,) * 4,
+        num_passes=4,
+        spread=relative_spread([fwd + 1, fwd + 1, last_fwd + 1, last_fwd + 1]),
+        reference_ms=ref,
+        throttled=throttled,
     )
 
 
@@ -153,6 +152,13 @@ def test_disturbed_records_are_left_out() -> None:
 def test_without_a_reference_the_passes_speak() -> None:
     usual, jumping, slower = passes(0, 1.0, 1.2), passes(5, 1.0, 3.0), passes(6, 2, 2)
     assert steady_records([usual, jumping, slower]) == [usual, slower]
+
+
+def test_throttled_records_are_left_out_unless_most_are() -> None:
+    cool = [passes(i, 1.0, 1.0) for i in range(4)]
+    hot = [passes(4 + i, 1.0, 1.0, throttled="power brake") for i in range(5)]
+    assert steady_records([*cool, *hot[:4]]) == cool
+    assert steady_records([*cool, *hot]) == [*cool, *hot]
 
 
 def test_on_a_machine_that_is_never_quiet_most_records_stay() -> None:

@@ -8,16 +8,23 @@ or missing framework never keeps `neuroshard doctor` from running.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, cast
 
 from torchrec_neuroshard import __version__
 from torchrec_neuroshard.errors import NeuroShardError
 
 __all__ = ["COMMANDS", "Command", "main"]
+
+_STARTED = time.monotonic()
+"""When this process began: before torch and fbgemm, which take seconds to import."""
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -116,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: the subcommand's own; 2 for a `NeuroShardError` or for
         frameworks that do not load and files that cannot be read or written, with a
-        message on stderr; 130 when interrupted from the keyboard; 141 when nobody reads
-        the output any more.
+        message on stderr; 130 when interrupted by Ctrl-C or SIGTERM; 141 when nobody
+        reads the output any more.
 
     Raises:
         Exception: a fault of our own. With the environment variable
@@ -126,7 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _run(arguments)
+        with _interrupted_by_sigterm():
+            code = _run(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -142,6 +150,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"neuroshard: error: {reason}", file=sys.stderr)
         return EXIT_USER_ERROR
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM interrupt as Ctrl-C does, so that what was measured is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python sets handlers in the main thread alone
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(arguments: list[str]) -> int:
@@ -160,7 +185,7 @@ def _run(arguments: list[str]) -> int:
         if command.name == chosen:
             module = cast(_CommandModule, importlib.import_module(command.module))
             module.add_arguments(subparser)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(arguments, argparse.Namespace(started=_STARTED))
     if module is None:
         parser.print_help(sys.stderr)
         return EXIT_USER_ERROR

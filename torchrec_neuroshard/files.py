@@ -229,6 +229,8 @@ def to_fields(made: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _PLAIN:  # most are, and the checks below take longer
+        return value
     if isinstance(value, tuple):
         return [_plain(v) for v in value]
     if not dataclasses.is_dataclass(value):

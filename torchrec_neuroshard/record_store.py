@@ -1,17 +1,21 @@
 """Keeping measurements: a journal that survives any end of the process, and Parquet.
 
-While a run is under way each record is one line of `<file>.journal`, flushed to disk
-before the next sample starts. A finished or interrupted run is folded into one Parquet
-file, written beside the old one and moved over it. Reading takes both together.
+While a run is under way each record is one line of `<file>.journal`, handed to the
+system before the next sample starts: JSON, compressed, as base64. A finished or
+interrupted run is folded into one Parquet file, written beside the old one and moved
+over it. Reading takes both together.
 """
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import errno
 import io
 import json
 import os
+import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +51,8 @@ __all__ = [
 ]
 
 _HEADER_KEY = b"neuroshard_header"
+_SYNC_S = 1.0
+"""A journal is flushed to disk so often; each flush takes some milliseconds."""
 
 _TABLE_TYPE = pa.struct(
     [
@@ -79,14 +85,15 @@ _SCHEMA = pa.schema(
         ("held_out", pa.bool_()),
         ("batch_size", pa.int64()),
         ("tables", pa.list_(_TABLE_TYPE)),
-        ("fwd_raw_ms", pa.list_(pa.float32())),
-        ("bwd_raw_ms", pa.list_(pa.float32())),
-        ("ref_raw_ms", pa.list_(pa.float32())),
         ("fwd_ms", pa.float64()),
         ("bwd_ms", pa.float64()),
+        ("num_passes", pa.int32()),
+        ("spread", pa.float32()),
+        ("reference_ms", pa.float32()),
         ("sm_clock_mhz", pa.float32()),
         ("memory_clock_mhz", pa.float32()),
         ("temperature_c", pa.float32()),
+        ("throttled", pa.string()),
         ("num_throttled", pa.int32()),
     ]
 )
@@ -102,9 +109,9 @@ _COMMS_SCHEMA = pa.schema(
         ("local_world_size", pa.int32()),
         ("bytes_per_peer", pa.list_(pa.int64())),
         ("delay_ms", pa.list_(pa.float32())),
-        ("arrival_raw_ms", pa.list_(pa.list_(pa.float32()))),
-        ("done_raw_ms", pa.list_(pa.list_(pa.float32()))),
-        ("ref_raw_ms", pa.list_(pa.float32())),
+        ("num_passes", pa.int32()),
+        ("spread", pa.float32()),
+        ("reference_ms", pa.float32()),
         ("wait_ms", pa.list_(pa.float64())),
         ("transfer_ms", pa.list_(pa.float64())),
     ]
@@ -158,6 +165,7 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
             header = old_header
         self.header = header
         self._records: dict[int, _RecordT] = {r.index: r for r in records}
+        self._synced = 0.0
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if next(complete_lines(self._journal_path), None) is None:
             append_line(self._journal_path, header.to_json())
@@ -175,9 +183,14 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
     def append(self, record: _RecordT) -> None:
         """Keep one record, in place of an earlier one of its index.
 
-        It is on disk when this returns.
+        If the process is killed, the record stays; if the machine stops, the records
+        of the last second may be lost.
         """
-        append_line(self._journal_path, record.to_json())
+        line = zlib.compress(json.dumps(record.to_json()).encode(), 1)
+        sync = time.monotonic() > self._synced + _SYNC_S
+        _append(self._journal_path, base64.b64encode(line) + b"\n", sync=sync)
+        if sync:
+            self._synced = time.monotonic()
         self._records[record.index] = record
 
     def close(self) -> None:
@@ -381,8 +394,12 @@ def _header(
 
 def _parse(line: str, path: Path) -> dict[str, Any]:
     try:
+        if not line.startswith(("{", "[")):
+            line = zlib.decompress(
+                base64.b64decode(line.strip(), validate=True)
+            ).decode()
         data = parse_json(line)
-    except ValueError as error:
+    except (ValueError, zlib.error) as error:
         raise RecordError(
             f"{path} is damaged ({error}); delete the line or the file"
         ) from error
@@ -396,7 +413,10 @@ def append_line(path: Path, data: Any) -> None:
 
     What an earlier process, or a full disk, has left of a line is dropped.
     """
-    line = json.dumps(data).encode() + b"\n"
+    _append(path, json.dumps(data).encode() + b"\n", sync=True)
+
+
+def _append(path: Path, line: bytes, *, sync: bool) -> None:
     with path.open("ab+", buffering=0) as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -406,7 +426,8 @@ def append_line(path: Path, data: Any) -> None:
         if (written := file.write(line)) < len(line):
             file.truncate(end)
             raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes fit", path)
-        os.fsync(file.fileno())
+        if sync:
+            os.fsync(file.fileno())
 
 
 def complete_lines(path: Path) -> Iterator[str]:
@@ -459,8 +480,32 @@ def _write_parquet(
     rows = sorted((r.to_json() for r in records), key=lambda r: r["index"])
     schema = schema.with_metadata({_HEADER_KEY: json.dumps(header.to_json()).encode()})
     table = pa.Table.from_pylist(rows, schema=schema)
+    floats = [n for n, kind in _leaves(schema) if pa.types.is_floating(kind)]
+    others = [n for n, kind in _leaves(schema) if not pa.types.is_floating(kind)]
     file = io.BytesIO()
     pq.write_table(
-        table, file, compression="zstd", compression_level=19, write_page_checksum=True
+        table,
+        file,
+        compression="zstd",
+        compression_level=9,
+        use_dictionary=others,
+        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        write_page_checksum=True,
     )
     write_whole(path, file.getvalue())
+
+
+def _leaves(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:
+    """Return the columns that Parquet makes of a schema, and their types."""
+
+    def walk(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
+        if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+            yield from walk(f"{name}.list.element", kind.value_type)
+        elif pa.types.is_struct(kind):
+            for part in kind:
+                yield from walk(f"{name}.{part.name}", part.type)
+        else:
+            yield name, kind
+
+    for field in schema:
+        yield from walk(field.name, field.type)

@@ -27,12 +27,13 @@ __all__ = [
     "RunHeader",
     "command_line",
     "disturbance",
+    "relative_spread",
     "repeatability",
     "steady_records",
     "utc_now",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the record layout; another version is refused."""
 
 COLLECTIVES: tuple[str, ...] = (
@@ -213,34 +214,36 @@ class CostRecord:
     """Samples of one pass."""
     tables: tuple[TableConfig, ...]
     """Shards of the set; each `profile` is at `batch_size`."""
-    fwd_raw_ms: tuple[float, ...]
-    """Each timed forward pass."""
-    bwd_raw_ms: tuple[float, ...]
-    """Each timed backward pass, optimizer step included."""
-    ref_raw_ms: tuple[float, ...] = ()
-    """The reference set's forward + backward pass beside each; empty without one."""
     fwd_ms: float
     """Median of the forward passes, relative to the reference if there is one."""
     bwd_ms: float
-    """Same for the backward passes."""
+    """Same for the backward passes, optimizer step included."""
+    num_passes: int
+    """Timed passes."""
+    spread: float
+    """Median absolute deviation of a pass's forward + backward, over their median."""
+    reference_ms: float = 0.0
+    """Median forward + backward of the reference set beside them; 0 without one."""
     sm_clock_mhz: float | None = None
     """A GPU's core clock right after the passes; None where nothing reads it."""
     memory_clock_mhz: float | None = None
     temperature_c: float | None = None
     """A GPU's temperature then."""
+    throttled: str = ""
+    """Why the device held its clocks down during this measurement; empty if it did
+    not."""
     num_throttled: int = 0
     """Earlier measurements of this set that were dropped, since the device held its
     clocks down then."""
 
     def __post_init__(self) -> None:
-        counts = {len(self.fwd_raw_ms), len(self.bwd_raw_ms)}
-        if self.ref_raw_ms:
-            counts.add(len(self.ref_raw_ms))
-        if len(counts) != 1 or not self.fwd_raw_ms:
+        times = (self.fwd_ms, self.bwd_ms, self.spread, self.reference_ms)
+        if min(times) < 0 or self.num_passes < 1:
             raise RecordError(
-                f"record {self.index} has unequal numbers of passes: "
-                f"{len(self.fwd_raw_ms)} forward, {len(self.bwd_raw_ms)} backward, "
-                f"{len(self.ref_raw_ms)} reference"
+                f"record {self.index} needs times of at least 0 and a pass, got "
+                f"fwd_ms {self.fwd_ms:g}, bwd_ms {self.bwd_ms:g}, spread "
+                f"{self.spread:g}, reference_ms {self.reference_ms:g}, num_passes "
+                f"{self.num_passes}"
             )
         if not self.tables:
             raise RecordError(f"record {self.index} has no tables")
@@ -249,14 +252,6 @@ class CostRecord:
     def total_ms(self) -> float:
         """Forward + backward [ms]."""
         return self.fwd_ms + self.bwd_ms
-
-    def spread(self) -> float:
-        """Median absolute deviation of the total over its passes, relative."""
-        total = [f + b for f, b in zip(self.fwd_raw_ms, self.bwd_raw_ms, strict=True)]
-        if self.ref_raw_ms:
-            total = [t / r for t, r in zip(total, self.ref_raw_ms, strict=True)]
-        middle = statistics.median(total)
-        return statistics.median(abs(t - middle) for t in total) / middle
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
@@ -274,10 +269,7 @@ class CostRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommsRecord:
-    """Times of one collective over one group of ranks.
-
-    Shapes: `P` passes, `W` ranks of the group.
-    """
+    """Times of one collective over one group of ranks, `W` of them."""
 
     index: int
     """Position in the run; the collective follows from the run's seed and this."""
@@ -296,12 +288,12 @@ class CommsRecord:
     what it is sent by every rank. The others pass the same between all pairs."""
     delay_ms: tuple[float, ...]
     """How much later than the common start each rank was told to begin."""
-    arrival_raw_ms: tuple[tuple[float, ...], ...]
-    """`P x W`: when each rank entered the collective, after the first one."""
-    done_raw_ms: tuple[tuple[float, ...], ...]
-    """`P x W`: when each rank was through, on the same clock."""
-    ref_raw_ms: tuple[float, ...]
-    """The reference collective, every few passes."""
+    num_passes: int
+    """Timed passes."""
+    spread: float
+    """Median absolute deviation of the slowest rank's time, over its median."""
+    reference_ms: float
+    """Median of the reference collective, timed every few passes."""
     wait_ms: tuple[float, ...]
     """Median time from each rank's arrival to the last one's."""
     transfer_ms: tuple[float, ...]
@@ -319,25 +311,17 @@ class CommsRecord:
                 f"record {self.index}: world_size ({self.world_size}) must be a "
                 f"multiple of local_world_size ({self.local_world_size})"
             )
-        passes = {len(v) for v in (self.arrival_raw_ms, self.done_raw_ms)}
-        if len(passes) != 1 or passes == {0} or not self.ref_raw_ms:
+        if self.num_passes < 1 or min(self.spread, self.reference_ms) < 0:
             raise RecordError(
-                f"record {self.index} has no reference or unequal numbers of passes: "
-                f"{len(self.arrival_raw_ms)} arrivals, {len(self.done_raw_ms)} ends, "
-                f"{len(self.ref_raw_ms)} references"
+                f"record {self.index} needs a pass, a spread and a reference of at "
+                f"least 0, got num_passes {self.num_passes}, spread {self.spread:g}, "
+                f"reference_ms {self.reference_ms:g}"
             )
-        rows = (
-            self.bytes_per_peer,
-            self.delay_ms,
-            self.wait_ms,
-            self.transfer_ms,
-            *self.arrival_raw_ms,
-            *self.done_raw_ms,
-        )
+        rows = (self.bytes_per_peer, self.delay_ms, self.wait_ms, self.transfer_ms)
         if any(len(row) != self.world_size for row in rows):
             raise RecordError(
                 f"record {self.index} needs one value per rank ({self.world_size}) "
-                "of bytes, delay, arrival, end, wait and transfer"
+                "of bytes, delay, wait and transfer"
             )
 
     @property
@@ -372,6 +356,12 @@ def repeatability(records: Sequence[CostRecord | CommsRecord]) -> list[float]:
     ]
 
 
+def relative_spread(values: Sequence[float]) -> float:
+    """Return the median absolute deviation of values over their median."""
+    middle = statistics.median(values)
+    return statistics.median(abs(v - middle) for v in values) / middle
+
+
 def disturbance(record: CostRecord, usual_reference_ms: float) -> float:
     """How much other work disturbed a record; up to 1 it always counts as steady.
 
@@ -381,9 +371,9 @@ def disturbance(record: CostRecord, usual_reference_ms: float) -> float:
             device that is timed without one.
     """
     reference = 0.0
-    if record.ref_raw_ms:
-        reference = statistics.median(record.ref_raw_ms) / usual_reference_ms
-    return max(record.spread() / MAX_SPREAD, reference / MAX_REFERENCE_RATIO)
+    if record.reference_ms:
+        reference = record.reference_ms / usual_reference_ms
+    return max(record.spread / MAX_SPREAD, reference / MAX_REFERENCE_RATIO)
 
 
 def steady_records(records: Sequence[CostRecord]) -> list[CostRecord]:
@@ -391,24 +381,24 @@ def steady_records(records: Sequence[CostRecord]) -> list[CostRecord]:
 
     Such a record shows it by itself, whatever a model predicts: its passes disagree
     more than is usual on this machine, or the reference set beside it was far slower.
+    Records of a throttled GPU are left out too, unless most of them are throttled.
 
     Args:
         records: Of one device; on a GPU there is no reference, only the passes speak.
     """
+    cool = [r for r in records if not r.throttled]
+    if 2 * len(cool) >= len(records):
+        records = cool
     if not records:
         return []
-    spreads = [r.spread() for r in records]
-    references = [statistics.median(r.ref_raw_ms or (1.0,)) for r in records]
+    spreads = [r.spread for r in records]
+    references = [r.reference_ms for r in records]
     most_spread = max(MAX_SPREAD, float(np.quantile(spreads, USUAL_SHARE)))
     most_ms = max(
         MAX_REFERENCE_RATIO * statistics.median(references),
         float(np.quantile(references, USUAL_SHARE)),
     )
-    return [
-        record
-        for record, spread, ms in zip(records, spreads, references, strict=True)
-        if spread <= most_spread and ms <= most_ms
-    ]
+    return [r for r in records if r.spread <= most_spread and r.reference_ms <= most_ms]
 
 
 def command_line() -> str:

@@ -64,7 +64,7 @@ def test_placement_by_level() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> list[CostRecord]:
-    return read_records([DATA / "compute_cpu.parquet"])[1]
+    return read_records([DATA / "compute_epyc_zen4.parquet"])[1]
 
 
 def test_trained_on_measured_sets_it_beats_their_mean(
@@ -148,9 +148,9 @@ def collective(
         local_world_size=world_size,
         bytes_per_peer=tuple(int(c * 4 * 65_536 / world_size) for c in columns),
         delay_ms=arrival,
-        arrival_raw_ms=(arrival,),
-        done_raw_ms=(tuple(max(arrival) + t for t in transfer),),
-        ref_raw_ms=(1.0,),
+        num_passes=2,
+        spread=0.25,
+        reference_ms=1.0,
         wait_ms=tuple(wait),
         transfer_ms=tuple(transfer),
     )

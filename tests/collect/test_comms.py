@@ -50,9 +50,9 @@ def record(
         local_world_size=2,
         bytes_per_peer=(1024, 0),
         delay_ms=(0.0, 0.5),
-        arrival_raw_ms=((0.0, 0.5), (0.25, 0.0)),
-        done_raw_ms=((1.0, 1.5), (1.5, 1.25)),
-        ref_raw_ms=(1.0, 2.0),
+        num_passes=2,
+        spread=0.25,
+        reference_ms=1.0,
         wait_ms=(0.5, 0.0),
         transfer_ms=(0.5 * ms, ms),
     )
@@ -145,9 +145,9 @@ def test_record_survives_json() -> None:
             {"world_size": 3},
             r"world_size \(3\) must be a multiple of local_world_size \(2\)",
         ),
-        ({"ref_raw_ms": ()}, "2 arrivals, 2 ends, 0 references"),
+        ({"num_passes": 0}, "record 0 needs a pass.*num_passes 0"),
         ({"bytes_per_peer": (1,)}, r"needs one value per rank \(2\)"),
-        ({"done_raw_ms": ((1.0, 1.5), (1.5,))}, r"needs one value per rank \(2\)"),
+        ({"transfer_ms": (1.5,)}, r"needs one value per rank \(2\)"),
     ],
 )
 def test_bad_records_are_refused(changes: dict[str, object], message: str) -> None:
@@ -183,7 +183,7 @@ def test_store_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     assert kept == make_comms_header()
     assert [r.index for r in records] == [0, 1, 2]
     assert records[2].bytes_per_peer == record().bytes_per_peer
-    np.testing.assert_allclose(records[2].done_raw_ms, record().done_raw_ms)
+    assert records[2].transfer_ms == record().transfer_ms
 
 
 @pytest.mark.parametrize(

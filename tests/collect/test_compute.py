@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_command_measures_the_sampled_sets(collected: Path) -> None:
         assert [t.name for t in record.tables] == [t.name for t in sampled.tables]
         assert record.batch_size == sampled.batch_size
         assert record.fwd_ms > 0 and record.bwd_ms > 0
-        assert len(record.ref_raw_ms) == len(record.fwd_raw_ms) >= 5
+        assert record.num_passes >= 5 and record.reference_ms > 0
         for found, wanted in zip(record.tables, sampled.tables, strict=True):
             assert found.profile is not None and wanted.profile is not None
             assert found.profile.access_histogram == pytest.approx(
@@ -163,8 +164,8 @@ def test_real_tables_are_drawn_from_files(tmp_path: Path) -> None:
         collect_compute(missing, Console(quiet=True))
 
 
-def test_killed_collector_loses_only_the_sample_in_flight(tmp_path: Path) -> None:
-    path = tmp_path / "r.parquet"
+def ended_by(number: signal.Signals, path: Path) -> int:
+    """Send a signal to a collector that has kept three sets; return its exit code."""
     arguments = ["--out", str(path), "--num-sets", "100000", *OPTIONS]
     process = subprocess.Popen(
         [sys.executable, "-m", "torchrec_neuroshard", "collect", "compute", *arguments],
@@ -180,9 +181,24 @@ def test_killed_collector_loses_only_the_sample_in_flight(tmp_path: Path) -> Non
                 break
             time.sleep(0.01)
     finally:
-        process.kill()
-        _, errors = process.communicate()
-    assert process.returncode == -signal.SIGKILL, errors.decode()
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    return process.returncode
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_collector_folds_its_journal(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    path = tmp_path / "r.parquet"
+    assert ended_by(number, path) == 130
+    assert not journal_path(path).exists()
+    assert len(read_records([path])[1]) >= 3
+
+
+def test_killed_collector_loses_only_the_sample_in_flight(tmp_path: Path) -> None:
+    path = tmp_path / "r.parquet"
+    assert ended_by(signal.SIGKILL, path) == -signal.SIGKILL
     assert not path.exists()
     complete = journal_path(path).read_bytes().count(b"\n") - 1
     headers, before = read_records([path])
@@ -201,10 +217,10 @@ def timed(index: int, ms: float, repeat_of: int | None = None) -> CostRecord:
         repeat_of=repeat_of,
         batch_size=64,
         tables=sample_set(0, 0, SAMPLING, []).tables,
-        fwd_raw_ms=(ms,),
-        bwd_raw_ms=(ms,),
         fwd_ms=ms,
         bwd_ms=ms,
+        num_passes=1,
+        spread=0.0,
     )
 
 
@@ -222,14 +238,7 @@ def test_repeatability_compares_with_the_first_time() -> None:
 
 
 def spread_out(record: CostRecord, index: int, spread: float) -> CostRecord:
-    passes = (1.0 - spread, 1.0, 1.0 + spread)
-    return dataclasses.replace(
-        record,
-        index=index,
-        fwd_raw_ms=passes,
-        bwd_raw_ms=passes,
-        ref_raw_ms=(1.0,) * 3,
-    )
+    return dataclasses.replace(record, index=index, spread=spread, reference_ms=1.0)
 
 
 @pytest.mark.parametrize("second", [0.05, 0.9])
@@ -239,7 +248,7 @@ def test_disturbed_sets_are_measured_again(
     """Set 2 is disturbed at first; of both times the steadier one is kept."""
     measured: list[int] = []
 
-    def measure(self: Any, index: int) -> CostRecord:
+    def measure(self: Any, index: int, following: object = None) -> CostRecord:
         measured.append(index)
         first = 0.5 if index == 2 else 0.01
         spread = second if measured.count(index) > 1 else first
@@ -253,7 +262,7 @@ def test_disturbed_sets_are_measured_again(
     _, records = read_records([config.out])
     assert [r.index for r in records] == list(range(9))
     assert measured == [*range(9), *[2] * (1 if second < 0.1 else MAX_ROUNDS)]
-    assert records[2].spread() == pytest.approx(min(0.5, second))
+    assert records[2].spread == pytest.approx(min(0.5, second))
 
 
 def test_split_comes_first_and_is_completed(
@@ -261,7 +270,7 @@ def test_split_comes_first_and_is_completed(
 ) -> None:
     order: list[bool] = []
 
-    def measure(self: Any, index: int) -> CostRecord:
+    def measure(self: Any, index: int, following: object = None) -> CostRecord:
         sampled = sample_set(index, 0, SAMPLING, [])
         order.append(sampled.held_out)
         record = spread_out(timed(index, 1.0, sampled.repeat_of), index, 0.01)
@@ -281,8 +290,11 @@ def test_split_comes_first_and_is_completed(
 
 
 def test_summary_counts(collected: Path) -> None:
-    assert f"{collected}: " in summary(collected)
-    assert "of held-out tables" in summary(collected)
+    (header,), records = read_records([collected])
+    hot = [dataclasses.replace(r, throttled="power brake") for r in records[:2]]
+    text = summary(collected, header, [*hot, *records[2:]])
+    assert f": {len(records)} records on {header.fingerprint.device}" in text
+    assert text.endswith("; 2 kept though the device was throttled")
 
 
 def test_missing_gpu_is_named(tmp_path: Path) -> None:
@@ -383,17 +395,28 @@ def test_drops_stay_counted_where_a_disturbed_set_is_measured_again(
     assert "3 measurements were dropped: the device was throttled" in printed
 
 
-def test_a_set_that_stays_throttled_waits_for_the_next_run(
+def test_a_set_that_stays_throttled_is_kept_and_says_so(
     watched: Callable[..., tuple[list[CostRecord], str]],
 ) -> None:
     hot_on_set_1 = [FINE, *[HOT] * MAX_ATTEMPTS, FINE]
     records, printed = watched(iter(hot_on_set_1), 3)
-    assert [r.index for r in records] == [0, 2]
-    assert "set 1 was left out: software thermal slowdown" in printed
-    # Two earlier sets are measured again first, whatever the device's state.
-    records, printed = watched(iter([FINE]), 3)
-    assert [r.index for r in records] == [0, 1, 2]
-    assert "left out" not in printed
+    assert [r.throttled for r in records] == ["", "software thermal slowdown", ""]
+    assert [r.num_throttled for r in records] == [0, MAX_ATTEMPTS - 1, 0]
+    assert "1 kept though the device was throttled" in " ".join(printed.split())
+
+
+def test_a_card_that_is_always_throttled_costs_little_time(
+    watched: Callable[..., tuple[list[CostRecord], str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each dropped measurement takes as if 8 s, of the 20 s that a run has for them."""
+    ticks = itertools.count(step=8)
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda _: None)
+    monkeypatch.setattr("torchrec_neuroshard.collect.compute.time", clock)
+    records, printed = watched(itertools.repeat(HOT), 6)
+    assert [r.num_throttled for r in records] == [3, 0, 0, 0, 0, 0]
+    assert {r.throttled for r in records} == {"software thermal slowdown"}
+    assert "3 measurements were dropped: the device was throttled" in printed
 
 
 def test_a_set_too_large_for_the_device_is_left_out_and_told(
@@ -468,8 +491,12 @@ def test_faults_of_our_own_are_not_taken_for_the_device_s(
 
 
 def test_no_set_is_begun_after_the_time_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr("torchrec_neuroshard.cli._STARTED", now)
     path = tmp_path / "r.parquet"
     assert collect(path, 100_000, "--time-limit", "0.5") == 0
     assert "stopped at the time limit of 0.5 s" in capsys.readouterr().out
@@ -478,11 +505,23 @@ def test_no_set_is_begun_after_the_time_limit(
     assert len(records) < 100
 
 
+def test_the_time_limit_counts_from_the_start_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What imports and models took before is part of it."""
+    begun = time.monotonic() - 100
+    monkeypatch.setattr("torchrec_neuroshard.cli._STARTED", begun)
+    path = tmp_path / "r.parquet"
+    assert collect(path, 2, "--time-limit", "10000") == 0
+    assert collect(path, 9, "--time-limit", "50") == 0
+    assert len(read_records([path])[1]) == 2
+
+
 def test_a_set_is_repeated_for_the_seconds_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     assert collect(path, 3, "--set-seconds", "0") == 0
     _, records = read_records([path])
-    assert [len(r.ref_raw_ms) for r in records] == [CPU_PASSES.min_passes] * 3
+    assert [r.num_passes for r in records] == [CPU_PASSES.min_passes] * 3
 
 
 def options(*arguments: str) -> SamplingConfig:

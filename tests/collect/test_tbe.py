@@ -314,10 +314,7 @@ def test_version_is_reported() -> None:
 @pytest.mark.parametrize(
     ("mean", "std"), [(2.0, 0.0), (2.3, 0.0), (0.4, 0.5), (7.0, 2.6), (5.0, 9.0)]
 )
-def test_lengths_drawn_on_a_device_are_those_drawn_by_numpy(
-    mean: float, std: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchrec_neuroshard.collect.tbe.DRAWN_ON_HOST", ())
+def test_lengths_are_those_drawn_by_numpy(mean: float, std: float) -> None:
     count = 40_000
     known = FeatureProfile(
         batch_size=count,
@@ -349,10 +346,7 @@ def test_length_distribution_rises_to_one(std: float) -> None:
     assert mean == pytest.approx(3.5, rel=1e-6)
 
 
-def test_inputs_made_on_a_device_are_whole_batches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("torchrec_neuroshard.collect.tbe.DRAWN_ON_HOST", ())
+def test_inputs_are_whole_batches() -> None:
     batch = draw_inputs(TABLES, ACCESS, BATCH, (1, 2), CPU)
     assert len(batch.offsets) == BATCH * len(FEATURES) + 1
     assert int(batch.offsets[0]) == 0 and (batch.offsets.diff() >= 0).all()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
+from torchrec_neuroshard.collect.tbe import InputBatch, InputDraws
 from torchrec_neuroshard.collect.timing import (
     CPU_PASSES,
     DeviceClock,
@@ -106,7 +107,7 @@ def test_machine_speed_is_relative_to_the_nominal(
 
 def test_passes_of_a_cpu_are_as_before() -> None:
     assert CPU_PASSES == PassCounts(
-        warm_up=1, min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=20
+        warm_up=1, min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=19
     )
 
 
@@ -175,7 +176,7 @@ def test_events_enclose_the_pass_alone_behind_a_flush(queue: list[str]) -> None:
         assert output.sum() == 3
         queue.extend(["backward", "step"])
 
-    assert clock.time(forward, backward) == (2.0, 3.0)
+    assert clock.start(forward, backward)() == (2.0, 3.0)
     flush = ["flush 1000"] * DeviceClock.REPEATS
     expected = [*flush, "event", "forward", "event"]
     expected += [*flush, "event", "backward", "step", "event", "wait"]
@@ -200,24 +201,83 @@ def test_flush_grows_until_the_device_stays_busy(
         passes.append("backward")
 
     # Only the last attempt counts, whose events enclose one entry each.
-    assert clock.time(forward, backward) == (2.0, 2.0)
+    assert clock.start(forward, backward)() == (2.0, 2.0)
     attempts = 1 + (taken // DeviceClock.REPEATS).bit_length() - 1
     assert passes == ["forward", "backward"] * attempts
     assert clock.repeats == taken
-    assert queue.count("wait") == attempts
+    assert queue.count("wait") == 1  # nothing is waited for before it is queued again
     flush = ["flush 1000"] * taken
     last = [*flush, "event", "forward", "event", *flush, "event", "backward", "event"]
     assert queue[-len(last) - 1 :] == [*last, "wait"]
     passes.clear()
-    clock.time(forward, backward)  # the next pass begins with what was found
+    clock.start(forward, backward)()  # the next pass begins with what was found
     assert passes == ["forward", "backward"]
 
 
+def test_the_flush_is_as_short_as_before_soon_after_a_late_pass(
+    queue: list[str], busy_repeats: list[int]
+) -> None:
+    clock = DeviceClock(CPU)
+
+    def run() -> None:
+        clock.start(lambda: torch.ones(3), lambda output: queue.append("backward"))()
+
+    busy_repeats[0] = 100
+    run()  # the host loads a kernel, say
+    assert clock.repeats == 128
+    busy_repeats[0] = DeviceClock.REPEATS
+    for _ in range(3 * DeviceClock.TIMELY_PASSES):
+        run()
+    assert clock.repeats == DeviceClock.REPEATS
+
+
+def test_a_flush_may_end_in_a_read(
+    queue: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = SimpleNamespace(sum=lambda: queue.append("flush, a read"))
+    monkeypatch.setattr("torch.zeros_like", lambda flush: read)
+    clock = DeviceClock(CPU, read_last=True)
+    clock.start(lambda: torch.ones(3), lambda output: queue.append("backward"))()
+    flush = [*["flush 1000"] * DeviceClock.REPEATS, "flush, a read"]
+    assert queue[: len(flush) + 1] == [*flush, "event"]
+    assert queue.count("flush, a read") == 2
+
+
+def test_the_next_set_is_drawn_while_the_device_works(queue: list[str]) -> None:
+    timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, min_passes=3, max_passes=3)
+    timer._reference, timer._clock = None, DeviceClock(CPU)
+    sampled = sample_set(1, 0, SMALL, [])
+    timer.measure(
+        sampled.tables,
+        sampled.access,
+        sampled.batch_size,
+        (0, 1),
+        lambda: queue.append("drawn"),
+    )
+    at = queue.index("drawn")
+    assert queue[:at].count("event") == 12 and "wait" not in queue[:at]
+    assert queue[at + 1 :] == ["wait"] * 3
+
+
+def test_only_the_warm_up_reads_the_first_input(timer: SetTimer) -> None:
+    """It may be of fewer samples, on whatever device."""
+    drawn: list[int] = []
+    sampled = sample_set(1, 0, SMALL, [])
+    draws = InputDraws(sampled.tables, sampled.access, sampled.batch_size, CPU)
+
+    def draw(number: int) -> InputBatch:
+        drawn.append(number)
+        return draws.draw((number,))
+
+    timer.measure_on(sampled.tables, draw, sampled.batch_size)
+    assert drawn == [0, 1, 2]  # three timed passes over two inputs
+
+
 def test_host_clock_times_both_passes() -> None:
-    forward, backward = HostClock().time(
+    forward, backward = HostClock().start(
         lambda: time.sleep(0.01) or torch.ones(1),  # type: ignore[func-returns-value]
         lambda output: time.sleep(0.03),
-    )
+    )()
     assert 10 <= forward < backward and backward >= 30
 
 

@@ -111,9 +111,7 @@ def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
     assert header.inter_gb_per_s == 0
     assert [r.index for r in first] == list(range(12))
     for record in first:
-        assert len(record.arrival_raw_ms) >= 3 and record.ref_raw_ms
-        assert all(len(row) == 2 and min(row) == 0 for row in record.arrival_raw_ms)
-        assert min(record.ref_raw_ms) > 0
+        assert record.num_passes >= 3 and record.reference_ms > 0
         assert max(record.transfer_ms) > 0
 
     assert ends(launch.collect(path, 2, *options, "24")) == [(0, "")] * 2
@@ -122,14 +120,7 @@ def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
     assert both[:12] == first
     assert [r.index for r in both] == list(range(24))
 
-    # The waits follow from the arrivals. Start skews far above the noise of a busy
-    # machine are there as asked for.
-    for record in both:
-        arrival_PW = np.array(record.arrival_raw_ms)
-        wait_PW = arrival_PW.max(axis=1, keepdims=True) - arrival_PW
-        np.testing.assert_allclose(
-            record.wait_ms, np.median(wait_PW, axis=0), rtol=1e-4, atol=1e-3
-        )
+    # Start skews far above the noise of a busy machine are there as asked for.
     skewed = [r for r in both if max(r.delay_ms) - min(r.delay_ms) > 150]
     assert skewed
     for record in skewed:
@@ -186,7 +177,7 @@ def test_odd_rank_is_named_and_records_of_all_groups_are_kept(
     for record in kept:
         assert len(record.bytes_per_peer) == record.world_size
         assert len(record.transfer_ms) == record.world_size
-        assert max(record.transfer_ms) > 0 and min(record.ref_raw_ms) > 0
+        assert max(record.transfer_ms) > 0 and record.reference_ms > 0
 
 
 def test_interruption_ends_the_run_between_samples(

@@ -277,7 +277,7 @@ def count_records(path: Path) -> dict[str, Any]:
         "held_out": sum(r.held_out for r in records),
         "shared": sorted(held_out & others),
         "batch": sorted({r.batch_size for r in records}),
-        "passes": sorted({len(r.fwd_raw_ms) for r in records}),
+        "passes": sorted({r.num_passes for r in records}),
         "sets": int(build_sets(records).num_sets),
         "positive": min(min(r.fwd_ms, r.bwd_ms) for r in records) > 0,
         "pooling": sorted(

@@ -181,9 +181,9 @@ def _comms_records(folder: Path) -> None:
             local_world_size=2,
             bytes_per_peer=(64, 128),
             delay_ms=(0.0, 0.0),
-            arrival_raw_ms=(pair, pair),
-            done_raw_ms=(pair, pair),
-            ref_raw_ms=(1.0,),
+            num_passes=2,
+            spread=0.25,
+            reference_ms=1.0,
             wait_ms=pair,
             transfer_ms=pair,
         )

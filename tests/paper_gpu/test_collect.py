@@ -20,8 +20,8 @@ from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect import compute
 from torchrec_neuroshard.collect.compute import read_failures
-from torchrec_neuroshard.collect.sampling import sample_set
 from torchrec_neuroshard.collect.tbe import FusedTables, draw_inputs, reserve_memory
+from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
 from torchrec_neuroshard.devices import current_device_name
 from torchrec_neuroshard.errors import ConfigError
@@ -75,7 +75,7 @@ def test_the_gpu_is_found_and_all_kinds_of_sets_are_measured(tmp_path: Path) -> 
     assert [r.index for r in records] == list(range(24))  # no set is left out
     assert {t.optimizer for r in records for t in r.tables} == set(OPTIMIZERS)
     assert {t.data_type for r in records for t in r.tables} == {"fp32", "fp16"}
-    assert all(len(r.fwd_raw_ms) == 7 and not r.ref_raw_ms for r in records)
+    assert all(r.num_passes == 7 and not r.reference_ms for r in records)
     assert collect(path, 26) == 0  # goes on
     assert len(read_records([path])[1]) == 26
 
@@ -123,14 +123,14 @@ def test_a_set_that_breaks_the_device_is_left_out_by_the_next_run(
     broken_set: int,
 ) -> None:
     path = tmp_path / "r.parquet"
-    draw = sample_set
+    measure = SetTimer.measure
 
-    def breaking(index: int, *arguments: Any) -> Any:
-        if index == broken_set:
+    def breaking(self: SetTimer, *arguments: Any) -> Any:
+        if arguments[3][1] == broken_set:  # the seed: the run's, and the set
             ops.break_at_next_kernel(3)
-        return draw(index, *arguments)
+        return measure(self, *arguments)
 
-    monkeypatch.setattr(compute, "sample_set", breaking)
+    monkeypatch.setattr(SetTimer, "measure", breaking)
     try:
         assert collect(path, 4, "--device", "cuda:3") == 2
     finally:

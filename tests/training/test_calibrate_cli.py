@@ -34,7 +34,7 @@ from torchrec_neuroshard.training.calibrate_cli import (
 from torchrec_neuroshard.training.calibration import MIN_SETS
 from torchrec_neuroshard.training.comms import CommsTrainConfig
 
-DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_cpu.parquet"
+DATA = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.parquet"
 COMMS_DATA = DATA.with_name("comms_gloo_epyc.parquet")
 
 

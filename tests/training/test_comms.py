@@ -95,9 +95,9 @@ def measure(world: int, count: int, seed: int) -> list[CommsRecord]:
                 local_world_size=world,
                 bytes_per_peer=sample.bytes_per_peer,
                 delay_ms=sample.delay_ms,
-                arrival_raw_ms=((0.0,) * world,),
-                done_raw_ms=(tuple(map(float, ms)),),
-                ref_raw_ms=(1.0,),
+                num_passes=2,
+                spread=0.25,
+                reference_ms=1.0,
                 wait_ms=(0.0,) * world,
                 transfer_ms=tuple(map(float, ms)),
             )

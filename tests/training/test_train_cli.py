@@ -128,9 +128,7 @@ def test_disturbed_records_take_no_part(
 ) -> None:
     path = write(tmp_path / "r.parquet")
     with RecordStore(path, make_header()) as store:
-        passes = (1.0, 9.0)
-        steady = record(81, held_out=False)
-        store.append(dataclasses.replace(steady, fwd_raw_ms=passes, bwd_raw_ms=passes))
+        store.append(dataclasses.replace(record(81, held_out=False), spread=0.8))
     out = tmp_path / "b"
     code = main(
         ["train", str(path), "--out", str(out), "--epochs", "1", "--members", "1"]

@@ -63,6 +63,7 @@ from torchrec_neuroshard.records import (
     CommsHeader,
     CommsRecord,
     command_line,
+    relative_spread,
     utc_now,
 )
 
@@ -250,16 +251,12 @@ class _CollectiveMeter:
             local_world_size=group.local_world_size,
             bytes_per_peer=sampled.bytes_per_peer,
             delay_ms=sampled.delay_ms,
-            arrival_raw_ms=_rows(arrival_PW),
-            done_raw_ms=_rows(done_PW),
-            ref_raw_ms=tuple(map(float, reference_P)),
+            num_passes=len(passes),
+            spread=relative_spread(transfer_PW.max(axis=1).tolist()),
+            reference_ms=float(np.median(reference_P)),
             wait_ms=tuple(map(float, np.median(last_P1 - arrival_PW, axis=0))),
             transfer_ms=tuple(map(float, np.median(transfer_PW, axis=0) * speed)),
         )
-
-
-def _rows(values_PW: npt.NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(map(float, row)) for row in np.round(values_PW, 5))
 
 
 def collect_comms(config: CommsConfig, console: Console | None = None) -> None:

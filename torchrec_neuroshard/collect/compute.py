@@ -20,15 +20,15 @@ from rich.console import Console
 from torchrec_neuroshard.collect.console import RateProgress, repeatability_text
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import (
+    SampledSet,
     SamplingConfig,
+    SetSampler,
     is_held_out_set,
-    sample_set,
 )
 from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import (
     GpuMonitor,
-    GpuState,
     as_device,
     default_device_type,
     device_bytes,
@@ -44,7 +44,6 @@ from torchrec_neuroshard.record_store import (
     append_line,
     complete_lines,
     read_header,
-    read_records,
 )
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -59,6 +58,7 @@ from torchrec_neuroshard.workloads.loaders import load_json
 
 __all__ = [
     "MAX_ATTEMPTS",
+    "MAX_DROPPING_S",
     "MAX_ROUNDS",
     "NUM_ANCHORS",
     "CollectConfig",
@@ -82,8 +82,10 @@ _MOST_MORE = 5
 """Sets beyond `num_sets`, per one that `min_split` asks for."""
 
 MAX_ATTEMPTS = 4
-"""Measurements of one set on a throttled GPU before it is left for another run."""
+"""Measurements of one set on a throttled GPU; the last one is kept as it is."""
 COOL_DOWN_S = 2.0
+MAX_DROPPING_S = 20.0
+"""Seconds of a run that go into dropped measurements and pauses after them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +107,8 @@ class CollectConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     time_limit_seconds: float | None = None
     """Measure no further set after this time; None measures them all."""
+    started: float | None = None
+    """When the time began, by `time.monotonic`; None: when measuring begins."""
     set_seconds: float | None = None
     """A set is repeated for so long, or as often as it must be (`PassCounts`); None
     takes the device's. Less gives more sets in a time, each of less precision."""
@@ -165,9 +169,10 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
     steadier measurement is kept.
 
     A measurement during which a GPU's clocks were held down is dropped, counted in the
-    record that replaces it, and made again after a pause. Sets that stay throttled or
-    do not fit into the device's memory are left out, told, and tried again by the next
-    run.
+    record that replaces it, and made again after a pause. A set that stays throttled is
+    kept, and after `MAX_DROPPING_S` nothing is dropped any more: each record says
+    whether it was throttled. Sets that do not fit into the device's memory are left
+    out, told, and tried again by the next run.
 
     Raises:
         RecordMismatchError: The file holds records of another machine or run.
@@ -249,7 +254,7 @@ def _collect(
         console.print(line)
     for index, why in read_failures(path).items():
         console.print(f"set {index} ended an earlier run and is left out: {why}")
-    console.print(summary(path))
+    console.print(summary(path, store.header, store.records))
 
 
 def _in_order(todo: Sequence[int], config: CollectConfig) -> list[int]:
@@ -274,8 +279,9 @@ class _Run:
         store: RecordStore,
         progress: RateProgress,
     ) -> None:
-        limit = config.time_limit_seconds
-        self._deadline = math.inf if limit is None else time.monotonic() + limit
+        limit, started = config.time_limit_seconds, config.started
+        begin = time.monotonic() if started is None else started
+        self._deadline = math.inf if limit is None else begin + limit
         self._config, self._meter = config, meter
         self._store, self._progress = store, progress
 
@@ -284,10 +290,10 @@ class _Run:
         store = self._store
         total = len(store.done) + len(indices)
         advance = self._progress.add_bar("collect", total, len(store.done))
-        for index in indices:
+        for index, following in zip(indices, [*indices[1:], None], strict=True):
             if time.monotonic() > self._deadline:
                 return False
-            record = self._measured(index)
+            record = self._measured(index, following)
             if record is not None:
                 store.append(record)
             advance()
@@ -302,9 +308,7 @@ class _Run:
             again = [r for r in store.records if r.index in to_check]
             if not again:
                 break
-            usual_ms = statistics.median(
-                statistics.median(r.ref_raw_ms or (1.0,)) for r in store.records
-            )
+            usual_ms = statistics.median(r.reference_ms for r in store.records)
             advance = self._progress.add_bar("disturbed, again", len(again))
             for old in again:
                 if time.monotonic() > self._deadline:
@@ -340,9 +344,9 @@ class _Run:
                     store.append(record)
         return True
 
-    def _measured(self, index: int) -> CostRecord | None:
+    def _measured(self, index: int, following: int | None = None) -> CostRecord | None:
         try:
-            return self._meter.measure_steadily(index)
+            return self._meter.measure_steadily(index, following)
         except RuntimeError as error:
             raise _device_failure(self._config.out, index, error) from error
 
@@ -394,18 +398,35 @@ class _SetMeter:
         timer: SetTimer,
         monitor: GpuMonitor | None,
     ) -> None:
-        self._config, self._base_tables = config, base_tables
+        self._config = config
+        self._sampler = SetSampler(config.sampling, config.seed, base_tables)
         self._timer, self._monitor = timer, monitor
-        self._num_dropped = 0
+        self._ahead: SampledSet | None = None
+        self._num_dropped, self._dropping_s = 0, 0.0
         self._left_out: dict[int, str] = {}
 
-    def measure(self, index: int) -> CostRecord:
-        """Measure a set once, whatever the device's state."""
-        config = self._config
-        sampled = sample_set(index, config.seed, config.sampling, self._base_tables)
+    def measure(self, index: int, following: int | None = None) -> CostRecord:
+        """Measure a set once, whatever the device's state.
+
+        Args:
+            index: The set.
+            following: The set to draw while the device works on this one.
+        """
+        sampled = self._ahead
+        if sampled is None or sampled.index != index:
+            sampled = self._sampler.sample(index)
+
+        def draw_ahead() -> None:
+            if following is not None:
+                self._ahead = self._sampler.sample(following)
+
         source = index if sampled.repeat_of is None else sampled.repeat_of
         measured = self._timer.measure(
-            sampled.tables, sampled.access, sampled.batch_size, (config.seed, source)
+            sampled.tables,
+            sampled.access,
+            sampled.batch_size,
+            (self._config.seed, source),
+            draw_ahead,
         )
         return CostRecord(
             index=index,
@@ -413,11 +434,7 @@ class _SetMeter:
             held_out=sampled.held_out,
             batch_size=sampled.batch_size,
             tables=sampled.tables,
-            fwd_raw_ms=measured.fwd_raw_ms,
-            bwd_raw_ms=measured.bwd_raw_ms,
-            ref_raw_ms=measured.ref_raw_ms,
-            fwd_ms=measured.fwd_ms,
-            bwd_ms=measured.bwd_ms,
+            **measured.for_record(),
         )
 
     def measure_again(
@@ -433,34 +450,52 @@ class _SetMeter:
             advance()
         return found
 
-    def _measure_within_memory(self, index: int) -> CostRecord:
+    def _measure_within_memory(self, index: int, following: int | None) -> CostRecord:
         """Measure a set; a second time where the first one found no memory."""
         try:
-            return self.measure(index)
+            return self.measure(index, following)
         except torch.OutOfMemoryError:
             pass  # outside of the handler, which holds the failed set
         gc.collect()
         # What the sets before have left in pieces.
         free_cached_memory(torch.device(self._config.device))
-        return self.measure(index)
+        return self.measure(index, following)
 
-    def measure_steadily(self, index: int) -> CostRecord | None:
-        """Measure a set until the device is not throttled; None: it is left out."""
-        reason = ""
-        for attempt in range(MAX_ATTEMPTS):
+    def measure_steadily(
+        self, index: int, following: int | None = None
+    ) -> CostRecord | None:
+        """Measure a set, again while the device is throttled and there is time for it.
+
+        Returns:
+            None where the set did not fit into the device's memory.
+        """
+        for num_dropped in itertools.count():
+            start = time.monotonic()
             try:
-                record = self._measure_within_memory(index)
+                record = self._measure_within_memory(index, following)
             except torch.OutOfMemoryError as error:
-                reason = str(error).splitlines()[0]
-                break
+                self._left_out[index] = str(error).splitlines()[0]
+                return None
             state = None if self._monitor is None else self._monitor.state()
-            reason = "" if state is None else state.throttled_by()
-            if not reason:
-                return _with_state(record, state, attempt)
+            if state is None:
+                return record
+            reasons = state.throttled_by()
+            may_drop = (
+                num_dropped + 1 < MAX_ATTEMPTS and self._dropping_s < MAX_DROPPING_S
+            )
+            if not reasons or not may_drop:
+                return dataclasses.replace(
+                    record,
+                    sm_clock_mhz=state.sm_clock_mhz,
+                    memory_clock_mhz=state.memory_clock_mhz,
+                    temperature_c=state.temperature_c,
+                    throttled=reasons,
+                    num_throttled=num_dropped,
+                )
             self._num_dropped += 1
             time.sleep(COOL_DOWN_S)
-        self._left_out[index] = reason
-        return None
+            self._dropping_s += time.monotonic() - start
+        raise AssertionError("unreachable")
 
     def troubles(self) -> list[str]:
         """What there is to tell, one line each."""
@@ -475,20 +510,6 @@ class _SetMeter:
         if failures:
             lines.append(f"the driver did not tell its state {failures} times")
         return lines
-
-
-def _with_state(
-    record: CostRecord, state: GpuState | None, num_throttled: int
-) -> CostRecord:
-    if state is None:
-        return record
-    return dataclasses.replace(
-        record,
-        sm_clock_mhz=state.sm_clock_mhz,
-        memory_clock_mhz=state.memory_clock_mhz,
-        temperature_c=state.temperature_c,
-        num_throttled=num_throttled,
-    )
 
 
 def _anchors(records: Sequence[CostRecord]) -> list[CostRecord]:
@@ -519,17 +540,19 @@ def _plain(data: dict[str, object]) -> dict[str, object]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
 
-def summary(path: Path) -> str:
+def summary(path: Path, header: RunHeader, records: Sequence[CostRecord]) -> str:
     """One paragraph on what a record file holds and how repeatable it is."""
-    headers, records = read_records([path])
     text = (
-        f"{path}: {len(records)} records on {headers[0].fingerprint.device}, "
+        f"{path}: {len(records)} records on {header.fingerprint.device}, "
         f"{sum(r.held_out for r in records)} of held-out tables"
         + repeatability_text(records, " of the total", "sets")
     )
     dropped = sum(r.num_throttled for r in records)
     if dropped:
         text += f"; {dropped} measurements dropped for throttling"
+    throttled = sum(bool(r.throttled) for r in records)
+    if throttled:
+        text += f"; {throttled} kept though the device was throttled"
     return text
 
 
@@ -560,7 +583,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take only this workload of the files (repeatable)",
     )
     parser.add_argument(
-        "--time-limit", type=float, help="measure no further set after so many seconds"
+        "--time-limit",
+        type=float,
+        help="measure no further set after so many seconds, counted from the start of "
+        "the command",
     )
     parser.add_argument(
         "--set-seconds",

@@ -5,6 +5,8 @@ The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` look
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import logging
 import math
@@ -17,11 +19,7 @@ import numpy.typing as npt
 import torch
 from scipy import special
 
-from torchrec_neuroshard.access import (
-    AccessDistribution,
-    coprime_step,
-    draw_lengths,
-)
+from torchrec_neuroshard.access import AccessDistribution, coprime_step
 from torchrec_neuroshard.devices import GPU, accelerator
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS, TableConfig
@@ -52,6 +50,7 @@ __all__ = [
     "Arena",
     "FusedTables",
     "InputBatch",
+    "InputDraws",
     "column_permutation",
     "draw_inputs",
     "fbgemm_version",
@@ -72,10 +71,13 @@ _LEARNING_RATE = 1e-6
 """Small, so that thousands of timed steps keep the weights in their usual range."""
 _WEIGHT_BOUND = 0.05
 """Weights are drawn from both sides of 0: no denormals, no overflow in any layout."""
-DRAWN_ON_HOST = ("cpu",)
-"""Devices whose bag lengths NumPy draws."""
 BOUNDS_CHECK = "warning"
 """How each forward checks ids: what FBGEMM does unless told, and TorchRec leaves it."""
+_TAKES_HOST_BUFFERS = (
+    "preallocated_host_buffers"
+    in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
+)
+"""FBGEMM 1.6 and 1.7 have no such argument: a CPU's sets lie in fresh memory there."""
 _FREE_SHARE = 0.9
 """Of a GPU's free memory, what weights may take: inputs and outputs need the rest."""
 
@@ -213,6 +215,134 @@ class InputBatch:
     weights_L: torch.Tensor | None
 
 
+class InputDraws:
+    """Draws batches for one table set, the lookups of all features at once.
+
+    Hot ids are the same in every batch of a set: they depend on the tables only.
+    Shapes: `F` features, `G` groups of equally likely ids of all features.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        access: Sequence[AccessDistribution],
+        batch_size: int,
+        device: torch.device,
+    ) -> None:
+        """Prepare what all batches have in common.
+
+        Args:
+            tables: Shards, each with a profile at `batch_size`.
+            access: How the ids of each are drawn.
+            batch_size: Samples.
+            device: Where the tensors are made.
+        """
+        self._batch_size, self._device = batch_size, device
+        self._weighted = any(t.weighted for t in tables)
+        lengths, groups = [], []
+        for table, distribution in zip(tables, access, strict=True):
+            profile = table.profile_at(batch_size)
+            mean = profile.pooling_factor / table.num_features
+            cumulative = length_distribution(mean, profile.pooling_std)
+            lengths += [cumulative] * table.num_features
+            groups += [_id_groups(distribution, table)] * table.num_features
+        self._num_features = len(lengths)
+        self._lengths = _Choices(lengths, device)
+        self._groups = _Choices([g.upper for g in groups], device)
+        values = np.concatenate([g.values for g in groups], axis=1)
+        self._rank_at_0_G, self._ids_per_share_G = torch.from_numpy(values).to(device)
+        rows = np.concatenate([g.rows for g in groups], axis=1)
+        self._rows_G, self._step_G, self._shift_G = torch.from_numpy(rows).to(device)
+
+    def draw(self, seed: Sequence[int]) -> InputBatch:
+        """Draw one batch; the draws differ with the seed."""
+        device, batch_size = self._device, self._batch_size
+        generator = torch.Generator(device=device)
+        draw = int(np.random.default_rng(list(seed)).integers(2**62))
+        generator.manual_seed(draw)
+
+        def uniform(count: int) -> torch.Tensor:
+            return torch.rand(
+                count, generator=generator, device=device, dtype=torch.float64
+            )
+
+        feature = torch.arange(self._num_features, device=device)
+        bags = self._num_features * batch_size
+        of_bag = feature.repeat_interleave(batch_size, output_size=bags)
+        lengths = self._lengths.pick(uniform(bags), of_bag)
+        lengths -= self._lengths.first.index_select(0, of_bag)
+        offsets = torch.zeros(bags + 1, dtype=torch.int64, device=device)
+        torch.cumsum(lengths, 0, out=offsets[1:])
+        count = int(offsets[-1])  # the only wait for the device
+        per_feature = offsets[::batch_size].diff()
+        of_lookup = feature.repeat_interleave(per_feature, output_size=count)
+        draws = uniform(count)
+        group = self._groups.pick(draws, of_lookup)
+        draws *= self._ids_per_share_G.index_select(0, group)
+        draws += self._rank_at_0_G.index_select(0, group)
+        # Hot ids lie anywhere in the table: a fixed permutation of the rows.
+        ids = draws.long().clamp_(min=0)
+        ids *= self._step_G.index_select(0, group)
+        ids += self._shift_G.index_select(0, group)
+        ids %= self._rows_G.index_select(0, group)
+        weights = (
+            torch.rand(count, generator=generator, device=device)
+            if self._weighted
+            else None
+        )
+        return InputBatch(ids, offsets, weights)
+
+
+class _Choices:
+    """One discrete distribution per feature, picked from for many draws at once."""
+
+    def __init__(
+        self, cumulative: Sequence[npt.NDArray[np.float64]], device: torch.device
+    ) -> None:
+        """Lay the cumulative probabilities of all features one after the other."""
+        bounds = np.concatenate([c + f for f, c in enumerate(cumulative)])
+        ends = np.cumsum([len(c) for c in cumulative])
+        self._bounds = torch.from_numpy(bounds).to(device)
+        self._last = torch.from_numpy(ends - 1).to(device)
+        self.first = torch.from_numpy(ends - [len(c) for c in cumulative]).to(device)
+        """Where each feature's own begin, `F`."""
+
+    def pick(self, draws: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        """Return where each draw (0 to 1) falls among its feature's."""
+        found = torch.bucketize(draws + feature, self._bounds, right=True)
+        return torch.minimum(found, self._last.index_select(0, feature))
+
+
+@dataclass(frozen=True, slots=True)
+class _IdGroups:
+    """An `AccessDistribution` as arrays, `G` groups."""
+
+    upper: npt.NDArray[np.float64]
+    """Cumulative share of the lookups, `G`."""
+    values: npt.NDArray[np.float64]
+    """`2 x G`: a draw of 0 to 1 within the group has this rank where it is 0, and rises
+    by so many ids per 1."""
+    rows: npt.NDArray[np.int64]
+    """`3 x G`: rows of the table, step and shift of their permutation."""
+
+
+def _id_groups(distribution: AccessDistribution, table: TableConfig) -> _IdGroups:
+    share = np.asarray(distribution.share)
+    num_ids = np.asarray(distribution.num_ids)
+    upper = np.cumsum(share)
+    below = upper - share
+    upper[-1] = 1.0
+    ids_per_share = num_ids / share
+    rank_at_0 = np.cumsum(num_ids) - num_ids - below * ids_per_share
+    rows = table.num_embeddings
+    permutation = np.array([rows, coprime_step(rows), rows // 3])
+    return _IdGroups(
+        upper,
+        np.stack([rank_at_0, ids_per_share]),
+        permutation[:, None].repeat(len(share), axis=1),
+    )
+
+
 def draw_inputs(
     tables: Sequence[TableConfig],
     access: Sequence[AccessDistribution],
@@ -220,54 +350,8 @@ def draw_inputs(
     seed: Sequence[int],
     device: torch.device,
 ) -> InputBatch:
-    """Draw the ids that one batch reads.
-
-    Hot ids are the same in every batch of a set (they depend on the tables only), the
-    draws differ with the seed.
-
-    Args:
-        tables: Shards, each with a profile at `batch_size`.
-        access: How the ids of each are drawn.
-        batch_size: Samples.
-        seed: Makes the draws.
-        device: Where the tensors are made. For a CPU, NumPy draws the lengths; a GPU
-            draws everything itself.
-    """
-    rng = np.random.default_rng(list(seed))
-    generator = torch.Generator(device=device)
-    generator.manual_seed(int(rng.integers(2**62)))
-    indices, lengths = [], []
-    for table, distribution in zip(tables, access, strict=True):
-        profile = table.profile_at(batch_size)
-        mean = profile.pooling_factor / table.num_features
-        for _ in range(table.num_features):
-            std = profile.pooling_std
-            if device.type in DRAWN_ON_HOST:
-                bag = torch.from_numpy(draw_lengths(rng, mean, std, batch_size))
-            else:
-                bag = _draw_lengths_there(mean, std, batch_size, generator)
-            lengths.append(bag)
-            indices.append(
-                _draw_ids(
-                    distribution,
-                    table.num_embeddings,
-                    int(bag.sum()),
-                    generator,
-                    device,
-                )
-            )
-    offsets = torch.zeros(
-        batch_size * len(lengths) + 1, dtype=torch.int64, device=device
-    )
-    torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
-    indices_L = torch.cat(indices)
-    weighted = any(t.weighted for t in tables)
-    weights = (
-        torch.rand(len(indices_L), generator=generator, device=device)
-        if weighted
-        else None
-    )
-    return InputBatch(indices_L, offsets, weights)
+    """Draw the ids that one batch reads; see `InputDraws`."""
+    return InputDraws(tables, access, batch_size, device).draw(seed)
 
 
 def join_inputs(batches: Sequence[InputBatch]) -> InputBatch:
@@ -290,6 +374,7 @@ def join_inputs(batches: Sequence[InputBatch]) -> InputBatch:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def length_distribution(mean: float, std: float) -> npt.NDArray[np.float64]:
     """Return how likely a bag is to hold at most 0, 1, 2, ... ids.
 
@@ -318,41 +403,6 @@ def length_distribution(mean: float, std: float) -> npt.NDArray[np.float64]:
         )
     cumulative[-1] = 1.0
     return np.asarray(cumulative, dtype=np.float64)
-
-
-def _draw_lengths_there(
-    mean: float, std: float, batch_size: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Draw lengths on the generator's device, `B` int64."""
-    device = generator.device
-    cumulative = torch.from_numpy(length_distribution(mean, std)).to(device)
-    draws = torch.rand(
-        batch_size, generator=generator, device=device, dtype=torch.float64
-    )
-    return torch.bucketize(draws, cumulative, right=True)
-
-
-def _draw_ids(
-    distribution: AccessDistribution,
-    num_embeddings: int,
-    count: int,
-    generator: torch.Generator,
-    device: torch.device,
-) -> torch.Tensor:
-    share = torch.tensor(distribution.share, dtype=torch.float64)
-    num_ids = torch.tensor(distribution.num_ids, dtype=torch.float64)
-    upper = torch.cumsum(share, 0)
-    upper[-1] = 1.0
-    low_rank = torch.cumsum(num_ids, 0) - num_ids
-    scale = num_ids / share
-    draws = torch.rand(count, generator=generator, device=device, dtype=torch.float64)
-    group = torch.bucketize(draws, upper.to(device), right=True)
-    group.clamp_(max=len(share) - 1)
-    within = draws - (upper - share).to(device)[group]
-    rank = (low_rank.to(device)[group] + within * scale.to(device)[group]).long()
-    rank.clamp_(0, num_embeddings - 1)
-    # Hot ids lie anywhere in the table: a fixed permutation of the rows.
-    return (rank * coprime_step(num_embeddings) + num_embeddings // 3) % num_embeddings
 
 
 def _check_for_gpu(
@@ -425,7 +475,8 @@ class FusedTables:
                 buffers["momentum1"] = arena.view("momentum", torch.float32, rows)
             elif optimizer == "adagrad":
                 buffers["momentum1"] = arena.view("momentum", torch.float32, weights)
-            options["preallocated_host_buffers"] = buffers
+            if _TAKES_HOST_BUFFERS:
+                options["preallocated_host_buffers"] = buffers
         location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
         compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
         feature_table_map = [
@@ -452,8 +503,7 @@ class FusedTables:
         finally:
             logging.disable(logging.NOTSET)
         if not on_cpu:
-            for weight in self.split_weights():
-                weight.data.uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
+            self.module.weights_dev.data.uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
         self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
 
     def forward(self, batch: InputBatch) -> torch.Tensor:

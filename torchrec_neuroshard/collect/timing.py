@@ -26,11 +26,12 @@ from torchrec_neuroshard.collect.tbe import (
     Arena,
     FusedTables,
     InputBatch,
-    draw_inputs,
+    InputDraws,
     reserve_memory,
 )
 from torchrec_neuroshard.devices import accelerator, is_accelerator
 from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.records import relative_spread
 from torchrec_neuroshard.tables import TableConfig
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "PassCounts",
     "Reference",
     "SetTimer",
+    "Times",
     "keep_freed_memory",
 ]
 
@@ -81,11 +83,11 @@ class PassCounts:
     budget_seconds: float
     """After this time no pass is added to the least number."""
     num_batches: int
-    """Different inputs that the passes take in turn."""
+    """Different inputs that the timed passes take in turn."""
 
 
 CPU_PASSES = PassCounts(
-    warm_up=1, min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=20
+    warm_up=1, min_passes=5, max_passes=19, budget_seconds=0.6, num_batches=19
 )
 """A new input for every pass: as in training, where no batch comes twice."""
 CUDA_PASSES = PassCounts(
@@ -104,16 +106,38 @@ class Measurement:
     fwd_ms: float
     bwd_ms: float
 
+    @property
+    def spread(self) -> float:
+        """Median absolute deviation of forward + backward, over their median."""
+        total = [f + b for f, b in zip(self.fwd_raw_ms, self.bwd_raw_ms, strict=True)]
+        if self.ref_raw_ms:
+            total = [t / r for t, r in zip(total, self.ref_raw_ms, strict=True)]
+        return relative_spread(total)
+
+    def for_record(self) -> dict[str, Any]:
+        """Return the fields of a `CostRecord` that this tells."""
+        return {
+            "fwd_ms": self.fwd_ms,
+            "bwd_ms": self.bwd_ms,
+            "num_passes": len(self.fwd_raw_ms),
+            "spread": self.spread,
+            "reference_ms": statistics.median(self.ref_raw_ms or (0.0,)),
+        }
+
+
+Times = Callable[[], tuple[float, float]]
+"""Waits for a forward and a backward pass and returns their times [ms]."""
+
 
 class Clock(Protocol):
     """Times a forward and a backward pass."""
 
-    def time(
+    def start(
         self,
         forward: Callable[[], torch.Tensor],
         backward: Callable[[torch.Tensor], None],
-    ) -> tuple[float, float]:
-        """Run both, the second on what the first returns; their times [ms]."""
+    ) -> Times:
+        """Start both, the second on what the first returns."""
         ...
 
 
@@ -124,18 +148,18 @@ class HostClock:
         """Take what tells the seconds."""
         self._now = now
 
-    def time(
+    def start(
         self,
         forward: Callable[[], torch.Tensor],
         backward: Callable[[torch.Tensor], None],
-    ) -> tuple[float, float]:
-        """See `Clock`."""
+    ) -> Times:
+        """Run both; see `Clock`."""
         start = self._now()
         output = forward()
         middle = self._now()
         backward(output)
         end = self._now()
-        return (middle - start) * 1e3, (end - middle) * 1e3
+        return lambda: ((middle - start) * 1e3, (end - middle) * 1e3)
 
 
 class DeviceClock:
@@ -144,16 +168,24 @@ class DeviceClock:
     The flush is repeated, so that the device is busy while the host queues the kernels:
     then the events time what the device does and not the host's overhead, as in
     training, where the host runs ahead. Where the device was through with the flush
-    too early, the pass is timed again behind a longer one.
+    too early, the pass is queued again behind a flush twice as long. Later passes keep
+    the longer flush until `TIMELY_PASSES` in a row were in time; then it is halved.
     """
 
     FLUSHED_SHARE = 2
     """L2 sizes written by a flush."""
     REPEATS, MAX_REPEATS = 16, 256
     """How often it is written at first, and at most."""
+    TIMELY_PASSES = 20
 
-    def __init__(self, device: torch.device) -> None:
-        """Allocate what is written to flush, sized from the device's L2 cache."""
+    def __init__(self, device: torch.device, *, read_last: bool = False) -> None:
+        """Allocate what is written to flush, sized from the device's L2 cache.
+
+        Args:
+            device: An accelerator.
+            read_last: Whether each flush ends in a read of as many bytes, so that the
+                cache holds nothing that must be written back during the pass.
+        """
         self._device = device
         cache: int = (
             accelerator(device.type).get_device_properties(device).L2_cache_size
@@ -161,43 +193,60 @@ class DeviceClock:
         self._flush = torch.empty(
             self.FLUSHED_SHARE * cache, dtype=torch.int8, device=device
         )
+        self._read = torch.zeros_like(self._flush) if read_last else None
         self.repeats = self.REPEATS
         """How often the flush is written by now."""
+        self._num_timely = 0
 
-    def time(
+    def start(
         self,
         forward: Callable[[], torch.Tensor],
         backward: Callable[[torch.Tensor], None],
-    ) -> tuple[float, float]:
-        """See `Clock`; both are run again where the device did not stay busy."""
+    ) -> Times:
+        """Queue both; again where the device did not stay busy. See `Clock`."""
         device = accelerator(self._device.type)
         # Events are recorded on the current device's stream, kernels run on theirs.
         with device.device(self._device):
+            repeats = self.repeats
             while True:
                 events: list[Any] = [device.Event(enable_timing=True) for _ in range(4)]
-                self._fill_queue()
+                self._fill_queue(repeats)
                 events[0].record()
                 output = forward()
                 events[1].record()
                 was_idle = events[0].query()
-                self._fill_queue()
+                self._fill_queue(repeats)
                 events[2].record()
                 backward(output)
                 events[3].record()
                 was_idle = events[2].query() or was_idle
-                events[3].synchronize()
-                if not was_idle or self.repeats >= self.MAX_REPEATS:
+                if not was_idle or repeats >= self.MAX_REPEATS:
                     break
-                self.repeats *= 2
+                repeats *= 2
+        self._adapt(repeats)
+
+        def times() -> tuple[float, float]:
+            events[3].synchronize()
             return events[0].elapsed_time(events[1]), events[2].elapsed_time(events[3])
 
-    def _fill_queue(self) -> None:
-        for _ in range(self.repeats):
+        return times
+
+    def _adapt(self, repeats: int) -> None:
+        """Keep the length that a pass took, or halve it after many in time."""
+        self._num_timely = 0 if repeats > self.repeats else self._num_timely + 1
+        self.repeats = repeats
+        if self._num_timely >= self.TIMELY_PASSES and repeats > self.REPEATS:
+            self.repeats, self._num_timely = repeats // 2, 0
+
+    def _fill_queue(self, repeats: int) -> None:
+        for _ in range(repeats):
             self._flush.zero_()
+        if self._read is not None:
+            self._read.sum()
 
 
 Draw = Callable[[int], InputBatch]
-"""Makes the input of a kernel's first pass, second, ..., warm-up passes included."""
+"""Makes a kernel's inputs: number 0 is the warm-up's, 1, 2, ... the timed passes'."""
 
 
 def _drawn(
@@ -208,9 +257,8 @@ def _drawn(
     device: torch.device,
 ) -> Draw:
     """Return what draws batches as ids are accessed."""
-    return lambda number: draw_inputs(
-        tables, access, batch_size, (*seed, number), device
-    )
+    draws = InputDraws(tables, access, batch_size, device)
+    return lambda number: draws.draw((*seed, number))
 
 
 class _Passes:
@@ -239,18 +287,28 @@ class _Passes:
         self._next = 0
 
     def draw(self) -> None:
-        """Make the next pass's input, so that `run` finds it ready."""
-        number = self._next % self._num_batches
-        if number == len(self._batches):
-            self._batches.append(self._draw(number))
+        """Make the next pass's input, so that `start` finds it ready."""
+        if self._next % self._num_batches == len(self._batches):
+            self._batches.append(self._draw(len(self._batches) + 1))
 
-    def run(self) -> tuple[float, float]:
-        """Forward and backward of the next batch [ms]."""
+    def start(self) -> Times:
+        """Start forward and backward of the next batch."""
         self.draw()
         batch = self._batches[self._next % self._num_batches]
         self._next += 1
+        return self._clock.start(*self._on(batch))
+
+    def warm_up(self, count: int) -> None:
+        """Run untimed passes over an input of their own."""
+        forward, backward = self._on(self._draw(0))
+        for _ in range(count):
+            backward(forward())
+
+    def _on(
+        self, batch: InputBatch
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
         grad = self._grad[: (len(batch.offsets) - 1) // self._num_features]
-        return self._clock.time(
+        return (
             lambda: self._kernel.forward(batch),
             lambda output: torch.autograd.backward(output, grad),
         )
@@ -303,7 +361,7 @@ class Reference:
 
     def run_phases(self) -> tuple[float, float]:
         """One forward and one backward pass [ms]."""
-        return self._passes.run()
+        return self._passes.start()()
 
     def nominal_ms(self, num_passes: int = 200) -> float:
         """Median of many passes, one after the other [ms].
@@ -330,6 +388,7 @@ class SetTimer:
         max_passes: int | None = None,
         num_batches: int | None = None,
         now: Callable[[], float] = time.perf_counter,
+        clock: Clock | None = None,
     ) -> None:
         """Allocate the arena and the reference.
 
@@ -342,9 +401,10 @@ class SetTimer:
                 three below, takes the device's: `CPU_PASSES` or `CUDA_PASSES`.
             min_passes: Timed passes that every sample gets.
             max_passes: Most timed passes.
-            num_batches: Different inputs that the passes take in turn.
+            num_batches: Different inputs that the timed passes take in turn.
             now: Tells a CPU's seconds: `time.thread_time` leaves out what other work
                 took of a core.
+            clock: What times an accelerator's passes; None: a `DeviceClock`.
         """
         self._device = device
         defaults = CUDA_PASSES if is_accelerator(device.type) else CPU_PASSES
@@ -361,7 +421,7 @@ class SetTimer:
         self.reference_ms = 0.0
         self._clock: Clock
         if is_accelerator(device.type):
-            self._clock = DeviceClock(device)
+            self._clock = clock or DeviceClock(device)
             reserve_memory(device, arena_bytes)
             return
         keep_freed_memory()
@@ -386,6 +446,7 @@ class SetTimer:
         access: Sequence[AccessDistribution] | None,
         batch_size: int,
         seed: Sequence[int],
+        meanwhile: Callable[[], None] | None = None,
     ) -> Measurement:
         """Time forward and backward of the fused kernel over `tables`.
 
@@ -394,6 +455,8 @@ class SetTimer:
             access: How the ids of each are drawn; None: as its profile tells.
             batch_size: Samples of a pass.
             seed: Makes the inputs.
+            meanwhile: Called once all passes are started: an accelerator is still at
+                work on them then.
         """
         if access is None:
             access = [
@@ -401,17 +464,22 @@ class SetTimer:
                 for t in tables
             ]
         drawn = _drawn(tables, access, batch_size, seed, self._device)
-        return self.measure_on(tables, drawn, batch_size)
+        return self.measure_on(tables, drawn, batch_size, meanwhile)
 
     def measure_on(
-        self, tables: Sequence[TableConfig], draw: Draw, batch_size: int
+        self,
+        tables: Sequence[TableConfig],
+        draw: Draw,
+        batch_size: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Measurement:
         """Time the same on inputs that are made elsewhere.
 
         Args:
             tables: Shards of one rank.
-            draw: Makes the inputs; those of warm-up passes may be of fewer samples.
+            draw: Makes the inputs; the warm-up's may be of fewer samples.
             batch_size: Samples of a timed pass.
+            meanwhile: As in `measure`.
         """
         passes = _Passes(
             tables,
@@ -422,7 +490,8 @@ class SetTimer:
             self._arena,
             self._clock,
         )
-        return self._repeat(passes.draw, passes.run)
+        passes.warm_up(self._counts.warm_up)
+        return self._repeat(passes.draw, passes.start, meanwhile)
 
     def measure_calls(
         self,
@@ -435,26 +504,29 @@ class SetTimer:
             forward: Returns an output.
             backward: Takes it.
         """
-        return self._repeat(lambda: None, lambda: self._clock.time(forward, backward))
+        for _ in range(self._counts.warm_up):
+            backward(forward())
+        return self._repeat(lambda: None, lambda: self._clock.start(forward, backward))
 
     def _repeat(
-        self, draw: Callable[[], None], run: Callable[[], tuple[float, float]]
+        self,
+        draw: Callable[[], None],
+        start: Callable[[], Times],
+        meanwhile: Callable[[], None] | None = None,
     ) -> Measurement:
         """Run often enough, each time beside the reference.
 
         Args:
-            draw: Makes the next input, so that `run` finds it ready.
-            run: Forward and backward [ms].
+            draw: Makes the next input, so that `start` finds it ready.
+            start: Starts a forward and a backward pass.
+            meanwhile: Called once all passes are started.
         """
         counts = self._counts
-        for _ in range(counts.warm_up):
-            run()
-        fwd: list[float] = []
-        bwd: list[float] = []
+        started: list[Times] = []
         ref: list[float] = []
         deadline = time.perf_counter() + counts.budget_seconds
-        while len(fwd) < counts.max_passes:
-            if len(fwd) >= counts.min_passes and time.perf_counter() > deadline:
+        while len(started) < counts.max_passes:
+            if len(started) >= counts.min_passes and time.perf_counter() > deadline:
                 break
             draw()
             if self._reference is not None:
@@ -462,19 +534,13 @@ class SetTimer:
                 # and a large sample would look cheap beside a reference it slowed down.
                 self._reference.run()
                 ref.append(self._reference.run())
-            forward, backward = run()
-            fwd.append(forward)
-            bwd.append(backward)
-        return Measurement(
-            fwd_raw_ms=tuple(fwd),
-            bwd_raw_ms=tuple(bwd),
-            ref_raw_ms=tuple(ref),
-            fwd_ms=self._nominal(fwd, ref),
-            bwd_ms=self._nominal(bwd, ref),
-        )
+            started.append(start())
+        if meanwhile is not None:
+            meanwhile()
+        fwd, bwd = zip(*(times() for times in started), strict=True)
+        units = [ms / self.reference_ms for ms in ref] or [1.0] * len(fwd)
 
-    def _nominal(self, raw: Sequence[float], ref: Sequence[float]) -> float:
-        if not ref:
-            return statistics.median(raw)
-        ratios = [a / b for a, b in zip(raw, ref, strict=True)]
-        return statistics.median(ratios) * self.reference_ms
+        def median(passes: Sequence[float]) -> float:
+            return statistics.median(p / u for p, u in zip(passes, units, strict=True))
+
+        return Measurement(fwd, bwd, tuple(ref), median(fwd), median(bwd))

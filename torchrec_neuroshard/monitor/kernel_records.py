@@ -19,7 +19,12 @@ import torch
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.phase_timer import KernelShard, PhaseTimes
 from torchrec_neuroshard.record_store import RecordStore
-from torchrec_neuroshard.records import CostRecord, RunHeader, utc_now
+from torchrec_neuroshard.records import (
+    CostRecord,
+    RunHeader,
+    relative_spread,
+    utc_now,
+)
 from torchrec_neuroshard.tables import TableConfig, row_shard
 
 __all__ = ["KernelRecords", "TimedKernel", "timed_kernels"]
@@ -151,17 +156,18 @@ class KernelRecords:
         self, kernel: TimedKernel, tables: Mapping[str, TableConfig], held_out: bool
     ) -> CostRecord:
         forward, backward = self._slowdown
-        fwd_raw = tuple(ms / forward for ms in kernel.fwd_raw_ms)
-        bwd_raw = tuple(ms / backward for ms in kernel.bwd_raw_ms)
+        fwd_ms = [ms / forward for ms in kernel.fwd_raw_ms]
+        bwd_ms = [ms / backward for ms in kernel.bwd_raw_ms]
+        total_ms = [f + b for f, b in zip(fwd_ms, bwd_ms, strict=True)]
         return CostRecord(
             index=max(self._store.done, default=-1) + 1,
             held_out=held_out,
             batch_size=self._batch_size,
             tables=tuple(self._shard(tables[s.table], s) for s in kernel.shards),
-            fwd_raw_ms=fwd_raw,
-            bwd_raw_ms=bwd_raw,
-            fwd_ms=statistics.median(fwd_raw),
-            bwd_ms=statistics.median(bwd_raw),
+            fwd_ms=statistics.median(fwd_ms),
+            bwd_ms=statistics.median(bwd_ms),
+            num_passes=len(total_ms),
+            spread=relative_spread(total_ms),
         )
 
     def _shard(self, table: TableConfig, shard: KernelShard) -> TableConfig:

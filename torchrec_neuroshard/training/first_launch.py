@@ -637,7 +637,7 @@ def measure_set(
         held_out=index % (2 if index < 2 * MIN_SETS else 5) == 0,
         batch_size=request.batch_size,
         tables=tables,
-        **dataclasses.asdict(measured),
+        **measured.for_record(),
     )
 
 

@@ -326,7 +326,7 @@ class _Rounds:
             features_NF = table_features(tables, record.batch_size)
             self._ratios.setdefault(tables, []).append(ratio_2)
             self._measured.append(
-                MeasuredSet(features_NF, ratio_2, record.spread(), self.number)
+                MeasuredSet(features_NF, ratio_2, record.spread, self.number)
             )
         if not self._measured:
             raise RecordError("no set of the finalists could be measured")
