@@ -1,5 +1,6 @@
 # make setup    build .venv (CPU); again only when the requirements change
 # make test     set up what is missing, run the tests      (PYTEST_ARGS=...)
+# make nightly  the tests that take minutes each
 # make test-versions    the planner's tests on every supported torchrec
 #                       (VERSIONS="1.8.0 1.9.2")
 # make support-table    train what docs/support.md lists, and write its table
@@ -39,7 +40,7 @@ INSTALL := $(PIP) install --constraint requirements/constraints.txt
 # One thread per process: results repeat, and several ranks share a few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup test test-versions support-table gate demo docs reproduce lint format check clean
+.PHONY: setup test nightly test-versions support-table gate demo docs reproduce lint format check clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -67,6 +68,9 @@ endif
 
 test: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+nightly: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
 
 test-versions: $(STAMP)
 	$(ONE_THREAD) VERSIONS="$(VERSIONS)" PYTHON="$(BIN)/python" \
