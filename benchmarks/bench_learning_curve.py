@@ -6,8 +6,8 @@ ones alone: an ensemble of ours as `neuroshard train` does, NeuroShard's compute
 the paper's recipe, and the linear model that is every card's yardstick. All are judged
 on the same sets of tables that none was trained on.
 
-    python benchmarks/bench_learning_curve.py benchmarks/data/compute_cpu.parquet \
-        --out benchmarks/results/learning_curve_cpu_202611
+    python benchmarks/bench_learning_curve.py benchmarks/data/compute_xeon.parquet \
+        --out benchmarks/results/learning_curve_xeon
 
 writes `<out>.json` (raw, after every training) and `<out>.md`.
 """
