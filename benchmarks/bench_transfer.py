@@ -126,6 +126,15 @@ def _shown(column: str, values: Sequence[float]) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
+def _repeatability(records: dict[str, Any]) -> str:
+    if records["repeat_median"] is None:
+        return "No set was measured again later on the target."
+    return (
+        "The same set measured again later on the target differs by "
+        f"{records['repeat_median']:.1%} (median of {records['num_repeats']})."
+    )
+
+
 def report(data: dict[str, Any]) -> str:
     records = data["records"]
     lines = [
@@ -138,8 +147,7 @@ def report(data: dict[str, Any]) -> str:
         f"{records['num_test']} sets of tables that neither device's training saw "
         f"judge every row; {records['num_disturbed']} records that other work "
         "disturbed (their passes or the reference beside them tell) are left out. "
-        "The same set measured again later on the target differs by "
-        f"{records['repeat_median']:.1%} (median of {records['num_repeats']}).",
+        + _repeatability(records),
         "",
         "Mean absolute percentage error of milliseconds: median over seeds (least to "
         "most). Each seed draws other sets and other first weights. "
@@ -216,7 +224,7 @@ def main() -> None:
             "num_test": test.num_sets,
             "num_disturbed": len(measured) - len(found),
             "num_repeats": len(repeats),
-            "repeat_median": statistics.median(repeats),
+            "repeat_median": statistics.median(repeats) if repeats else None,
         },
         "cells": [],
     }
