@@ -102,6 +102,7 @@ class KernelTimer:
             budget_seconds=0.0,
             min_passes=settings.passes,
             max_passes=settings.passes,
+            num_batches=settings.passes,
         )
         self._device = device
         self._speeds: list[float] = []
@@ -110,7 +111,7 @@ class KernelTimer:
     def measure(self, plans: Sequence[RunPlan]) -> dict[Kernel, list[Pass]]:
         """Time every kernel of the plans."""
         self._speeds.clear()
-        kernels = list(dict.fromkeys(k for plan in plans for k in plan.kernels))
+        kernels = kernels_of(plans)
         raw: dict[Kernel, list[Pass]] = {k: [] for k in kernels}
         order = random.Random(_SEED)
         visits = itertools.count()
@@ -127,18 +128,8 @@ class KernelTimer:
         return raw
 
     def medians(self, raw: Mapping[Kernel, Sequence[Pass]]) -> Times:
-        """Return forward and backward of each kernel [ms].
-
-        Each pass counts in units of the reference timed around it.
-        """
-        unit = self.reference_ms or 1.0
-        return {
-            kernel: (
-                unit * statistics.median(forward for forward, _ in own),
-                unit * statistics.median(backward for _, backward in own),
-            )
-            for kernel, own in _in_references(raw).items()
-        }
+        """Return forward and backward of each kernel [ms]; see `median_times`."""
+        return median_times(raw, self.reference_ms)
 
     def machine_speed(self) -> float:
         """Return how fast the machine was, over where the cost model was measured.
@@ -200,6 +191,32 @@ class KernelTimer:
         return self._timer.measure_calls(lambda: forward(values), run_backward)
 
 
+def kernels_of(plans: Iterable[RunPlan]) -> list[Kernel]:
+    """Return the kernels of all plans, each once, in the order of `KernelTimer`."""
+    return list(dict.fromkeys(k for plan in plans for k in plan.kernels))
+
+
+def median_times(
+    raw: Mapping[Kernel, Sequence[Pass]], reference_ms: float = 0.0
+) -> Times:
+    """Return the median forward and backward of each kernel [ms].
+
+    Each pass counts in units of the reference timed around it.
+
+    Args:
+        raw: Passes of each kernel.
+        reference_ms: What the reference takes; 0 where there is none.
+    """
+    unit = reference_ms or 1.0
+    return {
+        kernel: (
+            unit * statistics.median(forward for forward, _ in own),
+            unit * statistics.median(backward for _, backward in own),
+        )
+        for kernel, own in _in_references(raw).items()
+    }
+
+
 class _Inputs:
     """What the kernels read: each table the same in a round, in whichever kernel."""
 
@@ -215,9 +232,11 @@ class _Inputs:
         self._drawn.clear()
 
     def draw(self, kernel: KernelSet, index: int) -> InputBatch:
-        """Return the input of a kernel's first pass, second, ... of the round.
+        """Return an input of a kernel in the round.
 
-        The first is the warm-up's, of few samples.
+        Args:
+            kernel: What reads it.
+            index: 0 for the warm-up's, of few samples; 1, 2, ... for the timed passes.
         """
         return join_inputs(
             [self._of(t, kernel.batch_size, index) for t in kernel.shards]

@@ -78,6 +78,7 @@ from torchrec_neuroshard.cost_models.comms_published import (
 from torchrec_neuroshard.cost_models.loading import physical_estimate
 from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
 from torchrec_neuroshard.features import table_features
+from torchrec_neuroshard.gpu_cards import find_card
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.record_store import read_header, read_records
 from torchrec_neuroshard.records import CostRecord
@@ -233,10 +234,20 @@ def _ours() -> Iterator[Rival]:
         about="this planner on the physical estimate of kernels, all sharding types; "
         f"on one of {_FEWER} tasks",
         make=lambda task, costs, device: _neuroshard(
-            task, _on(costs, physical_estimate(device)), device
+            task, _on(costs, estimate_of(costs.compute.hardware, device)), device
         ),
         every=_FEWER,
     )
+
+
+def estimate_of(hardware: str, device: str) -> CostModel:
+    """Return the estimate for the device that a cost model was measured on.
+
+    Args:
+        hardware: The measured device's name; this machine may have another one.
+        device: Its type, `cpu` or `cuda`.
+    """
+    return physical_estimate(device, card=find_card(hardware))
 
 
 def _on(costs: Costs, kernels: CostModel) -> Costs:

@@ -40,17 +40,17 @@ SEED_FAMILY = "dlrm"
 OPTIMIZERS = ("rowwise_adagrad", "sgd")
 BATCH_SIZES = (2_048, 4_096, 2_048, 8_192, 2_048, 4_096, 2_048, 16_384)
 """Samples over all ranks, of tasks in turn."""
-MOST_LOOKUPS = 12_500_000
+MOST_LOOKUPS, MOST_GPU_LOOKUPS = 12_500_000, 200_000_000
 """A batch that reads more is halved until it does not: all planners' kernels are timed
-on one core."""
+on one core, or on one GPU."""
 WORLDS = (8, 4, 16)
 CHECKS = 4
 """Tasks of two ranks, whose collectives are measured here."""
 TIGHT, ROOMY = 1.08, 1.6
 """Memory of a rank over an even share of all tables: every third task is tight."""
-ROOM_BYTES, ROOM_SHARES = 2**23, 2
-"""Beside the tables: buffers, which TorchRec counts; a rank has room for so many even
-shares of the inputs and outputs."""
+ROOM_BYTES, ROOM_SHARES, GPU_ROOM_SHARES = 2**23, 2, 6
+"""Beside the tables: buffers, which planners count, our own more of them on a GPU; a
+rank has room for so many even shares of the inputs and outputs."""
 STATE_BYTES_PER_ROW = {"rowwise_adagrad": 4, "sgd": 0}
 
 _DLRM, _EMBARK = "dlrm_datasets_2021_t856_bs65536", "nvidia_embark_"
@@ -121,6 +121,24 @@ class TaskSettings:
     seed: int = 0
     quick: bool = False
     """One small task of each family."""
+    device_type: str = "cpu"
+    """Where kernels are timed."""
+    most_lookups: int | None = None
+    """A batch that reads more is halved; None takes the device's limit."""
+
+    def fitting_batch(self, batch_size: int, pooling_factor: float) -> int:
+        """Return the batch size, halved until it reads no more than it may.
+
+        Args:
+            batch_size: Samples over all ranks.
+            pooling_factor: Lookups of a sample in all tables.
+        """
+        limit = self.most_lookups
+        if limit is None:
+            limit = MOST_LOOKUPS if self.device_type == "cpu" else MOST_GPU_LOOKUPS
+        while pooling_factor * batch_size > limit and batch_size > 1:
+            batch_size //= 2
+        return batch_size
 
 
 def make_tasks(path: Path | None, settings: TaskSettings) -> list[Task]:
@@ -229,10 +247,10 @@ def _task(
     settings: TaskSettings,
 ) -> Task:
     optimizer = OPTIMIZERS[number // 3 % 2]
-    batch_size = settings.batch_size or BATCH_SIZES[number % len(BATCH_SIZES)]
-    pooling = sum(t.pooling_factor for t in tables)
-    while pooling * batch_size > MOST_LOOKUPS:
-        batch_size //= 2
+    batch_size = settings.fitting_batch(
+        settings.batch_size or BATCH_SIZES[number % len(BATCH_SIZES)],
+        sum(t.pooling_factor for t in tables),
+    )
     own = tuple(
         dataclasses.replace(
             cap_rows(table, settings.max_rows), name=f"t{i}", optimizer=optimizer
@@ -247,7 +265,8 @@ def _task(
         + t.pooling_factor * _ID_BYTES
         for t in own
     )
-    buffers = ROOM_SHARES * per_sample * batch_size / world_size
+    shares = ROOM_SHARES if settings.device_type == "cpu" else GPU_ROOM_SHARES
+    buffers = shares * per_sample * batch_size / world_size
     share = (TIGHT if tight else ROOMY) * sum(held) / world_size
     return Task(
         name=f"{family}-{number}-{len(own)}x{world_size}{'-tight' if tight else ''}",
