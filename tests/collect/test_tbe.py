@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from torchrec_neuroshard.access import AccessDistribution, draw_lengths
+from torchrec_neuroshard.collect import tbe
 from torchrec_neuroshard.collect.tbe import (
     Arena,
     FusedTables,
@@ -19,6 +21,7 @@ from torchrec_neuroshard.collect.tbe import (
     fbgemm_version,
     join_inputs,
     length_distribution,
+    quiet_import,
     reserve_memory,
 )
 from torchrec_neuroshard.errors import ConfigError
@@ -306,6 +309,43 @@ def test_adagrad_takes_steps_of_the_learning_rate_at_first() -> None:
 
 def test_version_is_reported() -> None:
     assert fbgemm_version().count(".") >= 1
+
+
+def test_what_fbgemm_logs_of_its_own_release_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    note = "_fbgemm_torch_compat_table has no entry for 1.6.0; cannot determine"
+    with quiet_import():
+        logging.warning(note)
+        logging.warning("FBGEMM_GPU is not compatible with this torch")
+    logging.warning(note)
+    assert [r.getMessage()[:6] for r in caplog.records] == ["FBGEMM", "_fbgem"]
+
+
+def test_fbgemm_without_preallocated_buffers_looks_up_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As FBGEMM 1.6, which raises TypeError for the argument."""
+    batch = draw_inputs(TABLES, ACCESS, BATCH, (1, 2), CPU)
+    size = sum(t.weight_bytes for t in TABLES)
+    expected = FusedTables(TABLES, CPU, Arena(CPU, size))
+    build: Any = vars(tbe)["SplitTableBatchedEmbeddingBagsCodegen"]
+
+    def without(specs: Any, **options: Any) -> Any:
+        assert "preallocated_host_buffers" not in options
+        return build(specs, **options)
+
+    monkeypatch.setattr(tbe, "SplitTableBatchedEmbeddingBagsCodegen", without)
+    monkeypatch.setattr(tbe, "_TAKES_HOST_BUFFERS", False)
+    arena = Arena(CPU, size)
+    kernel = FusedTables(TABLES, CPU, arena)
+    for weight, other in zip(
+        kernel.split_weights(), expected.split_weights(), strict=True
+    ):
+        weight.data.copy_(other)
+    assert torch.equal(kernel.forward(batch), expected.forward(batch))
+    held = arena.view("weights", torch.float32, 1)
+    assert kernel.split_weights()[0].data_ptr() == held.data_ptr()
 
 
 # What a GPU needs, on a CPU

@@ -5,12 +5,13 @@ The only file that imports fbgemm_gpu. Shapes: `T` tables, `B` samples, `L` look
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,29 @@ from torchrec_neuroshard.devices import GPU, accelerator
 from torchrec_neuroshard.errors import ConfigError, EnvironmentMismatchError
 from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS, TableConfig
 
+
+@contextlib.contextmanager
+def quiet_import() -> Iterator[None]:
+    """Drop what FBGEMM 1.6 and 1.7 log at import, once a library.
+
+    They miss their own release in their table of torch releases. A real mismatch is
+    logged in other words, which are kept.
+    """
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return "_fbgemm_torch_compat_table has no entry" not in str(record.msg)
+
+    root = logging.getLogger()
+    root.addFilter(is_news)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_news)
+
+
 try:
-    import fbgemm_gpu
+    with quiet_import():
+        import fbgemm_gpu
     from fbgemm_gpu.permute_pooled_embedding_modules_split import (
         PermutePooledEmbeddingsSplit,
     )
@@ -57,6 +79,7 @@ __all__ = [
     "join_inputs",
     "length_distribution",
     "permute_bags",
+    "quiet_import",
     "reserve_memory",
 ]
 
@@ -77,7 +100,7 @@ _TAKES_HOST_BUFFERS = (
     "preallocated_host_buffers"
     in inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters
 )
-"""FBGEMM 1.6 and 1.7 have no such argument: a CPU's sets lie in fresh memory there."""
+"""FBGEMM 1.6 has no such argument; its buffers are replaced afterwards."""
 _FREE_SHARE = 0.9
 """Of a GPU's free memory, what weights may take: inputs and outputs need the rest."""
 
@@ -467,10 +490,11 @@ class FusedTables:
         dtype = torch.float32 if data_type == "fp32" else torch.float16
         on_cpu = device.type == "cpu"
         options: dict[str, Any] = {}
+        buffers: dict[str, torch.Tensor] = {}
         if on_cpu and arena is not None:
             weights = sum(t.num_embeddings * t.embedding_dim for t in tables)
             rows = sum(t.num_embeddings for t in tables)
-            buffers = {"weights": arena.view("weights", dtype, weights)}
+            buffers["weights"] = arena.view("weights", dtype, weights)
             if optimizer == "rowwise_adagrad":
                 buffers["momentum1"] = arena.view("momentum", torch.float32, rows)
             elif optimizer == "adagrad":
@@ -502,6 +526,9 @@ class FusedTables:
             )
         finally:
             logging.disable(logging.NOTSET)
+        if not _TAKES_HOST_BUFFERS:
+            for role, buffer in buffers.items():
+                getattr(self.module, f"{role}_host").data = buffer
         if not on_cpu:
             self.module.weights_dev.data.uniform_(-_WEIGHT_BOUND, _WEIGHT_BOUND)
         self.output_dim = sum(t.embedding_dim * t.num_features for t in tables)
