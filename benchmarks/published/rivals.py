@@ -131,10 +131,12 @@ class _Estimates(ShardEstimator):  # type: ignore[misc]
         self._estimators = estimators
         self.found: list[tuple[float, float, float]] = []
 
-    def estimate(self, sharding_options: list[ShardingOption], **kwargs: Any) -> None:
-        """Run all of them, one after the other."""
+    def estimate(
+        self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
+    ) -> None:
+        """Run all of them; TorchRec 1.6 passes the sharders by position."""
         for estimator in self._estimators:
-            estimator.estimate(sharding_options, **kwargs)
+            estimator.estimate(sharding_options, *args, **kwargs)
             perfs = [s.perf for o in sharding_options for s in o.shards]
             self.found.append(
                 (
