@@ -213,7 +213,7 @@ class Bench:
                 name: [sets[h] if h else [0.0, 0.0] for h in held]
                 for name, held in ranks.items()
             },
-            "reference_ms": statistics.median(record.ref_raw_ms),
+            "reference_ms": record.reference_ms,
             "at": now(),
         }
 
@@ -230,7 +230,7 @@ class Bench:
             held_out=False,
             batch_size=batch_size,
             tables=own,
-            **dataclasses.asdict(found),
+            **found.for_record(),
         )
 
 
