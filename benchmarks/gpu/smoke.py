@@ -1,9 +1,9 @@
-"""Find out in a minute whether a device can be measured, and how fast that will go.
+"""Tell in a minute whether a device can be measured, and how fast that goes.
 
     python benchmarks/gpu/smoke.py --out smoke.json
 
-Times a copy in the device's memory and a few sets of every optimizer and weight type,
-with the collector's own timer; says what a sample takes apart from its passes.
+Times a copy in the device's memory, a small set behind two kinds of cache flushes, and
+some sets of every optimizer and weight type. The file is written after each of them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,22 @@ import torch
 from torchrec_neuroshard.collect.compute import default_sampling
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.timing import SetTimer
+from torchrec_neuroshard.collect.timing import DeviceClock, SetTimer
+from torchrec_neuroshard.devices import is_accelerator
+from torchrec_neuroshard.profiles import zipf_profile
+from torchrec_neuroshard.tables import TableConfig
 
-_COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
+COPY_BYTES = {"cuda": 2**32, "cpu": 2**26}
+FLUSHES = {"ends in writes": False, "ends in a read": True}
+"""Flushes that are compared -> `DeviceClock`'s `read_last`."""
+FLUSH_ROUNDS = 5
+NUM_TABLES, ROWS, WIDTH, BATCH_SIZE, POOLING = 8, 200_000, 64, 8_192, 5.0
+"""The set that flushes are compared on: about 50 us forward on an H100."""
 
 
 def copy_gb_per_s(device: torch.device) -> float:
-    """Bytes read and written by a large copy in the device's memory."""
-    count = _COPY_BYTES[device.type] // 4
+    """Return the bytes read and written by a large copy, over its time."""
+    count = COPY_BYTES[device.type] // 4
     source = torch.zeros(count, device=device)
     target = torch.empty_like(source)
     seconds = []
@@ -43,7 +52,7 @@ def copy_gb_per_s(device: torch.device) -> float:
 
 
 def properties(device: torch.device) -> dict[str, Any]:
-    """What the driver says of a GPU."""
+    """Return what the driver says of a GPU; nothing of a CPU."""
     if device.type != "cuda":
         return {}
     found = torch.cuda.get_device_properties(device)
@@ -56,64 +65,87 @@ def properties(device: torch.device) -> dict[str, Any]:
     }
 
 
-def try_sets(
-    device: torch.device, max_gib: float | None, num_sets: int
-) -> dict[str, Any]:
-    """Time sets of each kind; a kind that fails is told and does not end the others."""
-    defaults = default_sampling(device)
-    limit = defaults.max_weight_bytes
-    if max_gib is not None:
-        limit = min(int(max_gib * 2**30), limit)
-    timer = SetTimer(device, limit)
-    results: dict[str, Any] = {}
-    for optimizer in defaults.optimizers:
-        for data_type, share in (("fp32", 0.0), ("fp16", 1.0)):
-            if (optimizer, data_type) == ("adam", "fp16"):
-                continue  # of which no sets are drawn
-            config = dataclasses.replace(
-                defaults,
-                optimizers=(optimizer,),
-                fp16_share=share,
-                max_weight_bytes=limit,
-            )
-            kind = f"{optimizer} {data_type}"
-            try:
-                results[kind] = _one_kind(timer, config, num_sets)
-            except Exception as error:
-                results[kind] = {"error": f"{type(error).__name__}: {error}"[:500]}
-            print(kind, results[kind], flush=True)
-    results["flushes"] = getattr(timer._clock, "repeats", None)
-    return results
+def compare_flushes(device: torch.device) -> dict[str, Any]:
+    """Return medians of one set behind each kind of flush [ms].
 
-
-def _one_kind(
-    timer: SetTimer, config: SamplingConfig, num_sets: int
-) -> dict[str, float]:
-    draw, whole, passes, spread = [], [], [], []
-    for index in range(num_sets):
-        start = time.perf_counter()
-        sampled = sample_set(index, 0, config, [])
-        drawn = time.perf_counter()
-        found = timer.measure(
-            sampled.tables, sampled.access, sampled.batch_size, (0, index)
+    Behind a flush that ends in writes, the cache may still write to memory while the
+    forward runs.
+    """
+    if not is_accelerator(device.type):
+        return {"left_out": "a CPU is timed without a flush"}
+    profile = zipf_profile(
+        batch_size=BATCH_SIZE, pooling_factor=POOLING, num_embeddings=ROWS
+    )
+    table = TableConfig(
+        name="0",
+        num_embeddings=ROWS,
+        embedding_dim=WIDTH,
+        pooling_factor=POOLING,
+        profile=profile,
+    )
+    tables = [dataclasses.replace(table, name=str(i)) for i in range(NUM_TABLES)]
+    timers = {
+        name: SetTimer(
+            device,
+            NUM_TABLES * table.weight_bytes,
+            clock=DeviceClock(device, read_last=read_last),
         )
-        end = time.perf_counter()
-        total = [f + b for f, b in zip(found.fwd_raw_ms, found.bwd_raw_ms, strict=True)]
-        middle = statistics.median(total)
-        draw.append(drawn - start)
-        whole.append(end - drawn)
-        passes.append(sum(total) / 1e3)
-        spread.append(statistics.median(abs(t - middle) for t in total) / middle)
+        for name, read_last in FLUSHES.items()
+    }
+    rounds = [
+        {n: t.measure(tables, None, BATCH_SIZE, (0, i)) for n, t in timers.items()}
+        for i in range(FLUSH_ROUNDS)
+    ]
     return {
-        "draw_seconds": statistics.mean(draw),
-        "sample_seconds": statistics.mean(whole),
+        name: {
+            "fwd_ms": statistics.median(r[name].fwd_ms for r in rounds),
+            "bwd_ms": statistics.median(r[name].bwd_ms for r in rounds),
+        }
+        for name in FLUSHES
+    }
+
+
+def kinds_of(sampling: SamplingConfig) -> Iterator[tuple[str, SamplingConfig]]:
+    """Yield each optimizer and weight type that sets are drawn of."""
+    for optimizer in sampling.optimizers:
+        for data_type, share in (("fp32", 0.0), ("fp16", 1.0)):
+            if (optimizer, data_type) != ("adam", "fp16"):
+                yield (
+                    f"{optimizer} {data_type}",
+                    dataclasses.replace(
+                        sampling, optimizers=(optimizer,), fp16_share=share
+                    ),
+                )
+
+
+def time_sets(
+    timer: SetTimer, sampling: SamplingConfig, num_sets: int
+) -> dict[str, Any]:
+    """Return what a set takes, of which passes, and how passes differ; or the error."""
+    draw, whole, passes, spread = [], [], [], []
+    try:
+        for index in range(num_sets):
+            start = time.perf_counter()
+            drawn = sample_set(index, 0, sampling, [])
+            draw.append(time.perf_counter() - start)
+            found = timer.measure(
+                drawn.tables, drawn.access, drawn.batch_size, (0, index)
+            )
+            whole.append(time.perf_counter() - start)
+            passes.append((sum(found.fwd_raw_ms) + sum(found.bwd_raw_ms)) / 1e3)
+            spread.append(found.spread)
+    except Exception as error:  # one kind's fault must not hide the others
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+    return {
+        "set_seconds": statistics.mean(whole),
+        "of_which_draw": statistics.mean(draw),
         "of_which_passes": statistics.mean(passes),
         "spread": statistics.median(spread),
     }
 
 
 def main() -> int:
-    """Run and write; 1 where a kind failed."""
+    """Measure and write; return 1 where a kind of sets failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--max-gib", type=float, help="of a set; default: the card's")
@@ -123,22 +155,34 @@ def main() -> int:
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    data: dict[str, Any] = {
-        "hardware": dataclasses.asdict(device_fingerprint(device, 1)),
-        "properties": properties(device),
-        "copy_gb_per_s": copy_gb_per_s(device),
-    }
-    print(json.dumps(data, indent=1), flush=True)
-    data["kinds"] = try_sets(device, args.max_gib, args.num_sets)
-    kinds = [k for k in data["kinds"].values() if isinstance(k, dict)]
-    seconds = [
-        k["draw_seconds"] + k["sample_seconds"] for k in kinds if "error" not in k
-    ]
-    if seconds:
-        data["sets_in_20_minutes"] = round(1200 / statistics.mean(seconds))
-        print(f"about {data['sets_in_20_minutes']:,} sets in 20 minutes")
-    args.out.write_text(json.dumps(data, indent=1) + "\n")
-    return int(len(seconds) < len(kinds))
+    data: dict[str, Any] = {}
+
+    def tell(**found: Any) -> None:
+        data.update(found)
+        print(json.dumps(found), flush=True)
+        args.out.write_text(json.dumps(data, indent=1) + "\n")
+
+    tell(
+        hardware=dataclasses.asdict(device_fingerprint(device, 1)),
+        properties=properties(device),
+        copy_gb_per_s=copy_gb_per_s(device),
+    )
+    tell(flush=compare_flushes(device))
+    sampling = default_sampling(device)
+    if args.max_gib is not None:
+        limit = min(int(args.max_gib * 2**30), sampling.max_weight_bytes)
+        sampling = dataclasses.replace(sampling, max_weight_bytes=limit)
+    clock = DeviceClock(device) if is_accelerator(device.type) else None
+    timer = SetTimer(device, sampling.max_weight_bytes, clock=clock)
+    kinds: dict[str, dict[str, Any]] = {}
+    for kind, config in kinds_of(sampling):
+        kinds[kind] = time_sets(timer, config, args.num_sets)
+        tell(kinds=kinds)
+    worked = [k["set_seconds"] for k in kinds.values() if "error" not in k]
+    if worked:
+        tell(sets_in_20_minutes=round(1200 / statistics.mean(worked)))
+    tell(flushes=None if clock is None else clock.repeats)
+    return int(len(worked) < len(kinds))
 
 
 if __name__ == "__main__":

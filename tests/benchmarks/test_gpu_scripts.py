@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
+import tarfile
+import time
+from collections.abc import Callable, Mapping
+from io import BytesIO
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from tests.builders import (
-    load_script,
-    make_fingerprint,
-    make_header,
-    make_record,
-    make_tables,
-    write_records,
-)
-from torchrec_neuroshard.profiles import uniform_profile
-from torchrec_neuroshard.records import CostRecord
-from torchrec_neuroshard.training.compute import build_sets
+from tests.builders import CPU, load_script
+from torchrec_neuroshard.record_store import read_records
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
-CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks" / "gpu"
+LOAN = FOLDER / "loan.sh"
+MOST_FILES, MOST_BYTES = 8, 16 * 2**20
+"""What may come back from a command."""
 
 
 @pytest.mark.parametrize("case", ["uneven", "four ways", "narrow"])
@@ -54,51 +53,364 @@ def test_parts_that_read_other_ids_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert min(output, weight) > columns.TOLERANCE
 
 
-def record(index: int, fwd_ms: float, bwd_ms: float) -> CostRecord:
-    profile = uniform_profile(
-        batch_size=256, pooling_factor=4.0, num_embeddings=100_000
-    )
-    tables = make_tables([32], 100_000, 4.0, profile=profile)
-    return make_record(tables, fwd_ms, bwd_ms, index=index, batch_size=256)
+# --- prepare.sh, in a repository of its own ---
 
 
-def test_shares_of_the_bandwidth_by_hand() -> None:
-    bandwidth = load_script(FOLDER / "bandwidth.py")
-    sets = build_sets([record(0, 1.0, 4.0), record(1, 2.0, 4.0)])
-    found = bandwidth.shares(sets, copy_gb_per_s=2.0)
-    lookups, width, samples = 1024, 32 * 4, 256
-    forward = lookups * (width + 8) + samples * width
-    expected = forward / 1e-3 / 2e9
-    np.testing.assert_allclose(found["fwd_all"], [expected, expected / 2], rtol=1e-6)
-    distinct = found["bwd_all"] * 4e-3 * 2e9 - lookups * (width + 8)
-    rows = distinct / (2 * width)
-    assert rows[0] == pytest.approx(1024 * (1 - 1024 / 2e5), rel=1e-2)
+@pytest.fixture
+def prepare(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs git or prepare.sh in a small repository with packs beside it."""
+    root, shared = tmp_path / "root", tmp_path / "shared"
+    packs = shared / "device" / "packs"
+    for folder in (packs, shared / "data", root / "docs", root / "benchmarks" / "gpu"):
+        folder.mkdir(parents=True)
+    for name in ("packs/fbgemm-min_in_place.pack.000", "packs/fbgemm-min.pack.000"):
+        (shared / "device" / name).write_text("pack")
+    for name in ("device/unpack_fbgemm.py", "device/smoke_fbgemm.py"):
+        (shared / name).write_text("script")
+    (shared / "data" / "real_tables.json").write_text("{}")
+    (root / "docs" / "page.md").write_text("read")
+    script = root / "benchmarks" / "gpu" / "prepare.sh"
+    script.write_bytes((FOLDER / "prepare.sh").read_bytes())
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        if command[0] != "git":
+            command = ("bash", str(script), *command[1:])
+        names = [f"GIT_{who}_NAME" for who in ("AUTHOR", "COMMITTER")]
+        names += [f"GIT_{who}_EMAIL" for who in ("AUTHOR", "COMMITTER")]
+        return subprocess.run(
+            command,
+            cwd=root,
+            env={**os.environ, **dict.fromkeys(names, "somebody")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    run("git", "init", "-q", "-b", "main")
+    run("git", "add", "-A")
+    run("git", "commit", "-q", "-m", "all")
+    return run
 
 
-def test_bandwidth_of_another_device_is_refused(tmp_path: Path) -> None:
-    here = make_fingerprint("this one", device_type="cuda")
-    path = tmp_path / "r.parquet"
-    write_records(path, make_header(fingerprint=here), [record(0, 1.0, 2.0)])
-    smoke = tmp_path / "smoke.json"
-    smoke.write_text(json.dumps({"hardware": {"device": "another"}}))
-    command = [sys.executable, str(FOLDER / "bandwidth.py"), str(path)]
-    command += ["--smoke", str(smoke), "--out", str(tmp_path / "b")]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_light_tree_is_prepared_and_undone(
+    tmp_path: Path, prepare: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    root = tmp_path / "root"
+    found = prepare("prepare.sh")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == "0 MiB of 64 travel: 1 files and .gpu\n"
+    assert not (root / "docs").exists()
+    assert (root / ".gpu" / "moved" / "fbgemm-min.pack.000").read_text() == "pack"
+    assert {p.name for p in (root / ".gpu").iterdir()} == {
+        *("in_place", "moved", "commit", "real_tables.json"),
+        *("unpack_fbgemm.py", "smoke_fbgemm.py"),
+    }
+    assert prepare("git", "status", "--porcelain").stdout == ""
+    again = prepare("prepare.sh")
+    assert again.returncode == 1 and "switch to main first, or undo" in again.stderr
+    assert prepare("prepare.sh", "undo").returncode == 0
+    assert prepare("git", "branch").stdout == "* main\n"
+    assert (root / "docs" / "page.md").exists() and (root / ".gpu").is_dir()
+    (root / ".gpu" / "plans.pkl").write_text("plans")
+    assert prepare("prepare.sh").returncode == 0  # before the second command
+    assert (root / ".gpu" / "plans.pkl").exists()
+
+
+def test_what_cannot_travel_is_refused(
+    tmp_path: Path, prepare: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    (tmp_path / "root" / "new.py").write_text("1")
+    found = prepare("prepare.sh")
+    assert found.returncode == 1 and "git status is not clean" in found.stderr
+    (tmp_path / "root" / "new.py").unlink()
+    with (tmp_path / "shared" / "data" / "real_tables.json").open("wb") as file:
+        file.truncate(63 * 2**20)
+    found = prepare("prepare.sh")
+    assert found.returncode == 1 and "more than 62 MiB would travel" in found.stderr
+    assert prepare("git", "branch").stdout == "* main\n"
+    assert (tmp_path / "root" / "docs").exists()
+
+
+# --- loan.sh, with a Python that only writes down what it is asked for ---
+
+FAKE_PYTHON = """#!/bin/bash
+echo "$*" >>"{calls}"
+case "$*" in
+*_fbgemm.py*) exec "{python}" "$@" ;;
+*" collect "*) {collect} ;;
+esac
+"""
+FAKE_UNPACK = """
+import pathlib, sys
+form = pathlib.Path(sys.argv[1]).name + " --alone" * ("--alone" in sys.argv)
+site = pathlib.Path(sys.argv[sys.argv.index("--dest") + 1])
+site.mkdir(exist_ok=True)
+(site / "env.sh").write_text(f"export FORM='{form}'")
+sys.exit(form in %r)
+"""
+FAKE_CHECKS = """
+import os, sys
+passed, failed = %r[os.environ["FORM"]]
+print("ok   one\\n" * passed + "FAIL one\\n" * failed)
+sys.exit(failed > 0)
+"""
+FORMS = ("in_place --alone", "in_place", "moved")
+
+
+@dataclasses.dataclass(frozen=True)
+class Loan:
+    """Folders of a loan, and what its commands are told."""
+
+    folder: Path
+    python: str = sys.executable
+
+    def variables(self, **given: str) -> dict[str, str]:
+        own = {n: str(self.folder / n.lower()) for n in ("GPU", "OUT", "WORK", "SITE")}
+        fixed = {"DEVICE": "cpu", "QUICK": "1", "PYTHON": self.python}
+        return {**os.environ, **own, **fixed, **given}
+
+    def run(self, step: str, **given: str) -> subprocess.CompletedProcess[str]:
+        (self.folder / "gpu").mkdir(exist_ok=True)
+        return subprocess.run(
+            ["bash", str(LOAN), step],
+            env=self.variables(**given),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+
+    def unpack(self, step: str) -> Path:
+        """Unpack what came back, as loan.sh says."""
+        pieces = sorted((self.folder / "out").glob(f"{step}.tgz.*"))
+        found = list((self.folder / "out").iterdir())
+        assert len(found) <= MOST_FILES
+        assert max(p.stat().st_size for p in found) <= MOST_BYTES
+        target = self.folder / "back"
+        whole = BytesIO(b"".join(p.read_bytes() for p in pieces))
+        with tarfile.open(fileobj=whole) as archive:
+            archive.extractall(target, filter="data")
+        return target
+
+    def fake(
+        self,
+        checks: Mapping[str, tuple[int, int]],
+        broken: tuple[str, ...] = (),
+        collect: str = "exit 0",
+    ) -> Loan:
+        """Return it with packs whose forms pass and fail so many checks each."""
+        gpu, python = self.folder / "gpu", self.folder / "python"
+        for form in ("in_place", "moved"):
+            (gpu / form).mkdir(parents=True)
+        (gpu / "unpack_fbgemm.py").write_text(FAKE_UNPACK % (broken,))
+        (gpu / "smoke_fbgemm.py").write_text(FAKE_CHECKS % (dict(checks),))
+        text = FAKE_PYTHON.format(
+            calls=self.folder / "calls", python=sys.executable, collect=collect
+        )
+        python.write_text(text)
+        python.chmod(0o755)
+        return dataclasses.replace(self, python=str(python))
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("step", "given", "text"),
+    [
+        ("three", {}, "no step 'three'"),
+        ("", {}, "no step ''"),
+        ("one", {"OUT": ""}, "OUT is not set"),
+        ("one", {"LIMIT": "8 min"}, "LIMIT=8 min is not a number of seconds"),
+        ("one", {"GPU": "/nowhere"}, "there is no folder /nowhere; prepare.sh makes"),
+        ("two", {}, "plans.pkl is missing"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    tmp_path: Path, step: str, given: dict[str, str], text: str
+) -> None:
+    ended = Loan(tmp_path).run(step, **given)
     assert ended.returncode == 2
-    assert "is of another, the records of this one" in ended.stderr
+    assert text in ended.stdout
 
 
-def test_unknown_steps_are_named(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        ["bash", str(FOLDER / "run_all.sh"), "fly"],
-        env={
-            "PATH": "/usr/bin:/bin",
-            "PYTHON": sys.executable,
-            "OUT": str(tmp_path / "out"),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
+@pytest.mark.parametrize(
+    ("checks", "broken", "how"),
+    [
+        ({FORMS[0]: (20, 0)}, (), FORMS[0]),
+        ({FORMS[0]: (17, 3)}, (), FORMS[0]),
+        ({FORMS[0]: (2, 18), FORMS[1]: (20, 0)}, (), FORMS[1]),
+        ({FORMS[1]: (3, 0), FORMS[2]: (19, 1)}, FORMS[:1], FORMS[2]),
+    ],
+)
+def test_the_first_form_of_fbgemm_that_works_is_taken(
+    tmp_path: Path,
+    checks: dict[str, tuple[int, int]],
+    broken: tuple[str, ...],
+    how: str,
+) -> None:
+    """A copy works if it passes more than twice as many checks as it fails."""
+    loan = Loan(tmp_path).fake(checks, broken)
+    ended = loan.run("one", LIMIT="200")
+    assert ended.returncode == 0, ended.stdout
+    back = loan.unpack("one")
+    assert (back / "how").read_text().strip() == how
+    steps = [c for c in loan.calls() if "fbgemm.py" not in c]
+    assert [s.split()[0] for s in steps] == [
+        "benchmarks/gpu/smoke.py",
+        "-m",
+        "benchmarks/gpu/columns.py",
+    ]
+    limit = float(steps[1].split("--time-limit ")[1].split()[0])
+    assert 100 < limit < 150  # of 200, what columns.py and the file do not need
+
+
+def test_where_no_form_of_fbgemm_works_the_command_ends(tmp_path: Path) -> None:
+    loan = Loan(tmp_path).fake(dict.fromkeys(FORMS, (2, 18)))
+    start = time.monotonic()
+    ended = loan.run("one")
+    assert time.monotonic() - start < 60
+    assert ended.returncode == 1
+    assert "no form of FBGEMM works here, so nothing is measured" in ended.stdout
+    back = loan.unpack("one")
+    assert (back / "fbgemm.txt").read_text().count("FAIL") == 18
+    assert "no form of FBGEMM" in (back / "one.log").read_text()
+    assert not any("collect" in c for c in loan.calls())
+
+
+def test_the_second_command_takes_the_form_that_worked(tmp_path: Path) -> None:
+    loan = Loan(tmp_path).fake({})
+    (tmp_path / "gpu" / "how").write_text("moved\n")
+    (tmp_path / "gpu" / "plans.pkl").write_text("plans")
+    assert loan.run("two", LIMIT="100").returncode == 0
+    unpack, plans = loan.calls()
+    assert unpack.split()[1].endswith("/gpu/moved")
+    assert plans.startswith("benchmarks/gpu/plans.py time ")
+    assert 60 < float(plans.split("--seconds ")[1]) < 100
+
+
+def test_large_results_come_back_in_pieces(tmp_path: Path) -> None:
+    journal = tmp_path / "work" / "compute.parquet.journal"
+    write = f"head -c $((20 * 1024 * 1024)) /dev/urandom >{journal}"
+    loan = Loan(tmp_path).fake({FORMS[0]: (20, 0)}, collect=write)
+    assert loan.run("one").returncode == 0
+    names = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert names == ["one.tgz.aa", "one.tgz.ab"]
+    back = loan.unpack("one")
+    assert (back / journal.name).read_bytes() == journal.read_bytes()
+    # An archive of fewer pieces leaves none of the longer one's behind.
+    python = Path(loan.python)
+    python.write_text(python.read_text().replace(write, f"echo few >{journal}"))
+    assert loan.run("one").returncode == 0
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["one.tgz.aa"]
+
+
+def test_a_failed_step_does_not_keep_the_others_from_running(tmp_path: Path) -> None:
+    loan = Loan(tmp_path).fake({FORMS[0]: (20, 0)}, collect="exit 3")
+    ended = loan.run("one")
+    assert ended.returncode == 1
+    assert "collect: exit code 3" in ended.stdout
+    assert "columns: exit code 0" in ended.stdout
+
+
+# --- loan.sh for real, on a CPU ---
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_step_that_hangs_does_not_hold_the_command(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\ntrap '' TERM\nsleep 1000\nsleep 1000\n")
+    python.chmod(0o755)
+    start = time.monotonic()
+    ended = Loan(tmp_path, str(python)).run("one", LIMIT="30")
+    assert time.monotonic() - start < 30
+    assert ended.returncode == 1
+    assert "smoke: exit code 137" in ended.stdout
+    assert "no time for: columns" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_loan_from_end_to_end(tmp_path: Path) -> None:
+    loan, bundle = Loan(tmp_path), tmp_path / "bundle"
+    start = time.monotonic()
+    ended = loan.run("one", LIMIT="300", NUM="100")
+    assert ended.returncode == 0, ended.stdout
+    assert time.monotonic() - start < 300
+    back = loan.unpack("one")
+    records = back / "compute.parquet"
+    assert len(read_records([records])[1]) == 100
+    smoke = json.loads((back / "smoke.json").read_text())
+    assert smoke["copy_gb_per_s"] > 0 and smoke["sets_in_20_minutes"] > 0
+    assert smoke["flush"] == {"left_out": "a CPU is timed without a flush"}
+    cases = json.loads((back / "columns.json").read_text())["cases"]
+    assert all(case.get("equal", True) for case in cases.values())
+
+    def python(*arguments: str | Path) -> None:
+        subprocess.run(
+            [sys.executable, *map(str, arguments)], check=True, cwd=ROOT, timeout=300
+        )
+
+    neuroshard = ("-m", "torchrec_neuroshard")
+    few = ("--epochs", "3", "--members", "2")
+    python(*neuroshard, "train", records, "--out", bundle, *few)
+    plans, quick = FOLDER / "plans.py", ("--quick", "--num-tasks", "1", "--worlds", "4")
+    small = ("--max-rows", "2000", "--batch-size", "256", "--every", "1")
+    ours = ("--planners", "default", "torchrec, best practice", "--processes", "0")
+    made = tmp_path / "gpu" / "plans.pkl"
+    python(
+        *(plans, "make", "--bundle", bundle, "--device", "cpu", "--out", made),
+        *(*quick, *small, *ours),
     )
-    assert ended.returncode == 2
-    assert "no step 'fly'; known:" in ended.stderr
+    ended = loan.run("two", LIMIT="120")
+    assert ended.returncode == 0, ended.stdout
+    passes = loan.unpack("two") / "passes.pkl"
+    race = tmp_path / "race"
+    python(plans, "judge", made, passes, "--bundle", bundle, "--out", race)
+    [task] = json.loads(race.with_suffix(".json").read_text())["tasks"]
+    assert task["planners"]["default"]["measured"]["critical_path_ms"] > 0
+    page = race.with_suffix(".md").read_text()
+    for name in ("default", "default, again", "default, estimate"):
+        assert f"| `{name}` | 1 of 1 |" in page
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_loan_that_is_cut_off_loses_seconds(tmp_path: Path) -> None:
+    loan, journal = Loan(tmp_path), tmp_path / "work" / "compute.parquet.journal"
+    (tmp_path / "gpu").mkdir()
+    process = subprocess.Popen(
+        ["bash", str(LOAN), "one"],
+        env=loan.variables(LIMIT="300"),
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    seen: list[tuple[float, int]] = []
+    try:
+        while process.poll() is None and (not seen or seen[-1][0] < seen[0][0] + 30):
+            time.sleep(0.2)
+            if journal.exists():
+                lines = journal.read_bytes().count(b"\n")
+                seen.append((time.monotonic(), lines - 1))  # the first is the header
+    finally:
+        cut_off(process)
+    before = max(lines for at, lines in seen if at < seen[-1][0] - 20)
+    assert before > 10
+    back = loan.unpack("one")
+    assert before <= len(read_records([back / "compute.parquet"])[1]) <= seen[-1][1]
+    assert "compute.parquet.journal" in {p.name for p in back.iterdir()}
+
+
+def cut_off(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all others of its session."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != process.pid:
+            try:
+                session = os.getsid(int(folder.name))
+            except ProcessLookupError:
+                continue
+            if session == process.pid:
+                os.kill(int(folder.name), signal.SIGKILL)
+    process.kill()
+    process.wait()
