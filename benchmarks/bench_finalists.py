@@ -19,7 +19,6 @@ import dataclasses
 import json
 import logging
 import random
-import statistics
 import time
 import warnings
 from collections.abc import Sequence
