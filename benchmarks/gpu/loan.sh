@@ -10,7 +10,7 @@
 #   OUT             results, renewed every 15 s: cat one.tgz.* | tar xz -C folder
 #   LIMIT=480       seconds that the command may take, all told
 #   GPU=.gpu        FBGEMM's packs, real_tables.json, plans.pkl, how
-#   NUM=8000        sets to measure, if there is time
+#   NUM=20000       sets to measure, more than there is time for
 #   WORK, SITE      folders for results and for FBGEMM
 #   PYTHON=python3
 #   DEVICE=cuda     cpu, with QUICK=1: a rehearsal
@@ -20,7 +20,7 @@ refuse() {
     exit 2
 }
 cd "$(dirname "$0")/../.." || exit 2
-phase=${1:-} GPU=${GPU:-.gpu} LIMIT=${LIMIT:-480} NUM=${NUM:-8000}
+phase=${1:-} GPU=${GPU:-.gpu} LIMIT=${LIMIT:-480} NUM=${NUM:-20000}
 DEVICE=${DEVICE:-cuda} QUICK=${QUICK:-} PYTHON=${PYTHON:-python3}
 WORK=${WORK:-/tmp/neuroshard_gpu} SITE=${SITE:-/tmp/site}
 [[ $phase =~ ^(one|two)$ ]] || refuse "no step '$phase'"
@@ -89,21 +89,26 @@ step() { # Name, most seconds, command: it is ended when they, or LIMIT, are ove
     return $code
 }
 
+unpack() { # Form of FBGEMM: a folder of GPU, and perhaps an option.
+    # Unquoted, since the option is a word of its own.
+    step "FBGEMM, $1" 60 "$PYTHON" "$GPU/unpack_fbgemm.py" "$GPU"/$1 --dest "$SITE" \
+        --no-verify && . "$SITE/env.sh"
+}
+
 passes_checks() { # A broken copy of FBGEMM fails nearly all; a check itself may be wrong.
-    step "checks of FBGEMM" 70 "$PYTHON" "$GPU/smoke_fbgemm.py" --device "$DEVICE" |
+    step "checks of FBGEMM" 70 "$PYTHON" "$GPU/smoke_fbgemm.py" --device "$DEVICE" 2>&1 |
         tee "$WORK/fbgemm.txt"
     awk '/^ok / { ok++ } /^FAIL / { bad++ } END { exit !(ok > 4 && ok > 2 * bad) }' \
         "$WORK/fbgemm.txt"
 }
 
-unpack() { # Unpack one form of FBGEMM after another until a copy works.
+find_fbgemm() { # Unpack one form of FBGEMM after another until a copy works.
     local form known=""
     [ ! -s "$GPU/how" ] || known=$(cat "$GPU/how")
     for form in ${known:+"$known"} "in_place --alone" in_place moved; do
-        # Unquoted: a folder, and perhaps an option.
-        step "FBGEMM, $form" 60 "$PYTHON" "$GPU/unpack_fbgemm.py" "$GPU"/$form \
-            --dest "$SITE" --no-verify || continue
-        . "$SITE/env.sh"
+        # TorchRec is in the other pack alone.
+        [ "$form" != moved ] || unpack in_place || continue
+        unpack "$form" || continue
         if [ "$form" = "$known" ] || passes_checks; then
             echo "$form" >"$WORK/how"
             return
@@ -129,7 +134,7 @@ failed=0
 cp "$GPU/commit" "$WORK" # which commit this is; prepare.sh has noted it
 [ "$DEVICE" = cpu ] || step nvidia-smi 20 nvidia-smi
 if [ "$DEVICE" != cpu ] || [ -e "$GPU/unpack_fbgemm.py" ]; then
-    unpack || exit 1
+    find_fbgemm || exit 1
 fi
 if [ "$phase" = one ]; then
     step smoke 70 "$PYTHON" benchmarks/gpu/smoke.py --device "$DEVICE" \

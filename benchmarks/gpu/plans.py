@@ -8,9 +8,9 @@
 neither planners nor cost models. `judge` writes `race.json` and `race.md`: what each
 planner's plans take, beside what the bundle predicted.
 
-Files are written after each task. `time` ends when its seconds are over; given again,
-it goes on with the tasks that are left. The `.pkl` files are pickles, which can run
-code when they are read: read only your own.
+Files are written after each task: `make` may be stopped once there are enough. `time`
+ends when its seconds are over; given again, it goes on with the tasks that are left.
+The `.pkl` files are pickles, which can run code when they are read: read only your own.
 """
 
 from __future__ import annotations
@@ -365,8 +365,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     own.add_argument("--batch-size", type=int, default=65_536, help="over all ranks")
     own.add_argument("--max-rows", type=int, default=10_000_000, help="of a table")
     own.add_argument("--worlds", type=int, nargs="+", default=[8, 16], help="ranks")
-    own.add_argument("--every", type=int, default=2, help="take every so many task")
-    own.add_argument("--num-tasks", type=int, help="only the first")
+    own.add_argument("--every", type=int, default=1, help="take every so many task")
+    own.add_argument("--num-tasks", type=int, help="only the first; all families mix")
     own.add_argument("--seed", type=int, default=0)
     own.add_argument("--plan-seconds", type=float, default=120.0)
     own.add_argument("--processes", type=int, default=2, help="0: this one")

@@ -157,31 +157,27 @@ def main() -> int:
         torch.set_num_threads(1)
     data: dict[str, Any] = {}
 
-    def tell(**found: Any) -> None:
-        data.update(found)
+    def tell(found: dict[str, Any], of: dict[str, Any] = data) -> None:
+        of.update(found)
         print(json.dumps(found), flush=True)
         args.out.write_text(json.dumps(data, indent=1) + "\n")
 
-    tell(
-        hardware=dataclasses.asdict(device_fingerprint(device, 1)),
-        properties=properties(device),
-        copy_gb_per_s=copy_gb_per_s(device),
-    )
-    tell(flush=compare_flushes(device))
+    tell({"hardware": dataclasses.asdict(device_fingerprint(device, 1))})
+    tell({"properties": properties(device), "copy_gb_per_s": copy_gb_per_s(device)})
+    tell({"flush": compare_flushes(device)})
     sampling = default_sampling(device)
     if args.max_gib is not None:
         limit = min(int(args.max_gib * 2**30), sampling.max_weight_bytes)
         sampling = dataclasses.replace(sampling, max_weight_bytes=limit)
     clock = DeviceClock(device) if is_accelerator(device.type) else None
     timer = SetTimer(device, sampling.max_weight_bytes, clock=clock)
-    kinds: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, dict[str, Any]] = data.setdefault("kinds", {})
     for kind, config in kinds_of(sampling):
-        kinds[kind] = time_sets(timer, config, args.num_sets)
-        tell(kinds=kinds)
+        tell({kind: time_sets(timer, config, args.num_sets)}, kinds)
     worked = [k["set_seconds"] for k in kinds.values() if "error" not in k]
     if worked:
-        tell(sets_in_20_minutes=round(1200 / statistics.mean(worked)))
-    tell(flushes=None if clock is None else clock.repeats)
+        tell({"sets_in_20_minutes": round(1200 / statistics.mean(worked))})
+    tell({"flushes": None if clock is None else clock.repeats})
     return int(len(worked) < len(kinds))
 
 
