@@ -121,6 +121,7 @@ find_fbgemm() { # Unpack one form of FBGEMM after another until a copy works.
 collect() { # Ends by itself after `seconds`, counted from the start of its process.
     local seconds options=()
     seconds=$(($(left) - COLUMNS_PY - FOLDING))
+    # Less than the card holds: more sets in the time.
     [ "$DEVICE" = cpu ] || options+=(--batch-sizes 2048 65536 --max-gib 24)
     [ ! -e "$GPU/real_tables.json" ] || options+=(--tables "$GPU/real_tables.json")
     [ -z "$QUICK" ] || options+=(--max-gib 0.002 --max-lookups 3000 --max-shards 4
@@ -131,7 +132,7 @@ collect() { # Ends by itself after `seconds`, counted from the start of its proc
 }
 
 failed=0
-cp "$GPU/commit" "$WORK" # which commit this is; prepare.sh has noted it
+cp "$GPU/commit" "$WORK" 2>/dev/null # which commit this is; prepare.sh has noted it
 [ "$DEVICE" = cpu ] || step nvidia-smi 20 nvidia-smi
 if [ "$DEVICE" != cpu ] || [ -e "$GPU/unpack_fbgemm.py" ]; then
     find_fbgemm || exit 1
