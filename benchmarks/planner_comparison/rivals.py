@@ -172,7 +172,8 @@ def make_rivals(
     Args:
         names: Only these; None is all.
         trained: Folder of what was trained for the comparison, a bundle or NeuroShard's
-            nets in each; what is there of other hardware is left out.
+            nets in each; what is there of other hardware is left out, and a folder that
+            is not there is empty.
         solver_seconds: For those that search for as long as they may.
         hardware: Device that the cost model is of.
         max_rows: Of the tasks' tables.

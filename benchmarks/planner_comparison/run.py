@@ -171,6 +171,7 @@ class Comparison:
             max_rows=options.max_rows,
             seed=options.seed,
             quick=options.quick,
+            device_type=self._device.type,
         )
         tasks = make_tasks(options.tables, settings)
         wanted = options.families or list(FAMILIES)
