@@ -480,32 +480,14 @@ def _write_parquet(
     rows = sorted((r.to_json() for r in records), key=lambda r: r["index"])
     schema = schema.with_metadata({_HEADER_KEY: json.dumps(header.to_json()).encode()})
     table = pa.Table.from_pylist(rows, schema=schema)
-    floats = [n for n, kind in _leaves(schema) if pa.types.is_floating(kind)]
-    others = [n for n, kind in _leaves(schema) if not pa.types.is_floating(kind)]
     file = io.BytesIO()
+    # Figures are short and differ; a dictionary of them takes more room than they do.
     pq.write_table(
         table,
         file,
         compression="zstd",
         compression_level=9,
-        use_dictionary=others,
-        column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
+        use_dictionary=False,
         write_page_checksum=True,
     )
     write_whole(path, file.getvalue())
-
-
-def _leaves(schema: pa.Schema) -> Iterator[tuple[str, pa.DataType]]:
-    """Return the columns that Parquet makes of a schema, and their types."""
-
-    def walk(name: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
-        if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
-            yield from walk(f"{name}.list.element", kind.value_type)
-        elif pa.types.is_struct(kind):
-            for part in kind:
-                yield from walk(f"{name}.{part.name}", part.type)
-        else:
-            yield name, kind
-
-    for field in schema:
-        yield from walk(field.name, field.type)
