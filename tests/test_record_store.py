@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.builders import make_header, make_record, write_records
+from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.record_store import (
@@ -214,6 +215,18 @@ def test_repeats_are_of_sets_of_their_own_file(tmp_path: Path) -> None:
     assert [r.index for r in found] == [0, 1, 2]
     assert [r.repeat_of for r in found] == [None, None, 1]
     assert repeatability(found) == [0.0]
+
+
+def test_a_journal_takes_a_third_of_its_records_as_json(tmp_path: Path) -> None:
+    sampled = sample_set(1, 0, SamplingConfig(max_shards=40), [])
+    assert len(sampled.tables) > 10
+    path = tmp_path / "r.parquet"
+    store = RecordStore(path, HEADER)
+    before = journal_path(path).stat().st_size
+    store.append(make_record(sampled.tables, batch_size=sampled.batch_size))
+    added = journal_path(path).stat().st_size - before
+    as_json = len(json.dumps(store.records[0].to_json()))
+    assert as_json > 5_000 and added < as_json / 3
 
 
 def test_missing_file_names_the_command(tmp_path: Path) -> None:
