@@ -165,8 +165,8 @@ def _base_tables(config: CollectConfig) -> list[TableConfig]:
 def collect_compute(config: CollectConfig, console: Console | None = None) -> None:
     """Measure until the file holds `config.num_sets` records, or time is over.
 
-    Sets that other work disturbed are measured again while there is time, and the
-    steadier measurement is kept.
+    Sets that other work disturbed, or that stayed throttled while most did not, are
+    measured again while there is time. The better measurement is kept.
 
     A measurement during which a GPU's clocks were held down is dropped, counted in the
     record that replaces it, and made again after a pause. A set that stays throttled is
@@ -314,10 +314,9 @@ class _Run:
                 if time.monotonic() > self._deadline:
                     return False
                 new = self._measured(old.index)
-                if new is not None and disturbance(new, usual_ms) < disturbance(
-                    old, usual_ms
-                ):
+                if new is not None and _doubt(new, usual_ms) < _doubt(old, usual_ms):
                     num_throttled = old.num_throttled + new.num_throttled
+                    num_throttled += bool(old.throttled)
                     store.append(dataclasses.replace(new, num_throttled=num_throttled))
                 advance()
         return True
@@ -349,6 +348,11 @@ class _Run:
             return self._meter.measure_steadily(index, following)
         except RuntimeError as error:
             raise _device_failure(self._config.out, index, error) from error
+
+
+def _doubt(record: CostRecord, usual_ms: float) -> tuple[bool, float]:
+    """Sort key of two measurements of a set: the lower one is kept."""
+    return bool(record.throttled), disturbance(record, usual_ms)
 
 
 def failures_path(path: Path) -> Path:
