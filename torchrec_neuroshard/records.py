@@ -225,7 +225,7 @@ class CostRecord:
     reference_ms: float = 0.0
     """Median forward + backward of the reference set beside them; 0 without one."""
     sm_clock_mhz: float | None = None
-    """A GPU's core clock right after the passes; None where nothing reads it."""
+    """A GPU's core clock during the passes; None where nothing reads it."""
     memory_clock_mhz: float | None = None
     temperature_c: float | None = None
     """A GPU's temperature then."""

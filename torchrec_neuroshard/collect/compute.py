@@ -29,6 +29,7 @@ from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.devices import (
     GpuMonitor,
+    GpuState,
     as_device,
     default_device_type,
     device_bytes,
@@ -419,10 +420,14 @@ class _SetMeter:
         sampled = self._ahead
         if sampled is None or sampled.index != index:
             sampled = self._sampler.sample(index)
+        state: GpuState | None = None
 
-        def draw_ahead() -> None:
+        def meanwhile() -> None:
+            nonlocal state
             if following is not None:
                 self._ahead = self._sampler.sample(following)
+            if self._monitor is not None:
+                state = self._monitor.state()
 
         source = index if sampled.repeat_of is None else sampled.repeat_of
         measured = self._timer.measure(
@@ -430,7 +435,7 @@ class _SetMeter:
             sampled.access,
             sampled.batch_size,
             (self._config.seed, source),
-            draw_ahead,
+            meanwhile,
         )
         return CostRecord(
             index=index,
@@ -439,6 +444,10 @@ class _SetMeter:
             batch_size=sampled.batch_size,
             tables=sampled.tables,
             **measured.for_record(),
+            sm_clock_mhz=state.sm_clock_mhz if state else None,
+            memory_clock_mhz=state.memory_clock_mhz if state else None,
+            temperature_c=state.temperature_c if state else None,
+            throttled=state.throttled_by() if state else "",
         )
 
     def measure_again(
@@ -480,22 +489,11 @@ class _SetMeter:
             except torch.OutOfMemoryError as error:
                 self._left_out[index] = str(error).splitlines()[0]
                 return None
-            state = None if self._monitor is None else self._monitor.state()
-            if state is None:
-                return record
-            reasons = state.throttled_by()
             may_drop = (
                 num_dropped + 1 < MAX_ATTEMPTS and self._dropping_s < MAX_DROPPING_S
             )
-            if not reasons or not may_drop:
-                return dataclasses.replace(
-                    record,
-                    sm_clock_mhz=state.sm_clock_mhz,
-                    memory_clock_mhz=state.memory_clock_mhz,
-                    temperature_c=state.temperature_c,
-                    throttled=reasons,
-                    num_throttled=num_dropped,
-                )
+            if not record.throttled or not may_drop:
+                return dataclasses.replace(record, num_throttled=num_dropped)
             self._num_dropped += 1
             time.sleep(COOL_DOWN_S)
             self._dropping_s += time.monotonic() - start
