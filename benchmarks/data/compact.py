@@ -15,7 +15,8 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from torchrec_neuroshard.collect.sampling import in_short_numbers
-from torchrec_neuroshard.record_store import CommsStore, RecordStore
+from torchrec_neuroshard.collect.timing import Measurement
+from torchrec_neuroshard.record_store import CommsStore, RecordStore, read_records
 from torchrec_neuroshard.records import (
     SCHEMA_VERSION,
     CommsHeader,
@@ -44,59 +46,50 @@ def read_old(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return {**header, "schema_version": SCHEMA_VERSION}, table.to_pylist()
 
 
-def cost_record(row: dict[str, Any], start: int, factor: float) -> CostRecord:
-    """Return a record without its passes.
-
-    Args:
-        row: Of layout 1.
-        start: Added to its number.
-        factor: Brings its times to the unit of the first file.
-    """
-    forward, backward = row.pop("fwd_raw_ms"), row.pop("bwd_raw_ms")
-    reference = row.pop("ref_raw_ms") or [1.0] * len(forward)
-    total = [(f + b) / r for f, b, r in zip(forward, backward, reference, strict=True)]
+def cost_record(row: dict[str, Any]) -> CostRecord:
+    """Return a record of layout 1 without its passes."""
+    measured = Measurement(
+        *(tuple(row.pop(name)) for name in ("fwd_raw_ms", "bwd_raw_ms", "ref_raw_ms")),
+        *(row.pop(name) for name in ("fwd_ms", "bwd_ms")),
+    )
     tables = []
-    for data in row.pop("tables"):
-        table = TableConfig.from_json(data)
+    for table in map(TableConfig.from_json, row.pop("tables")):
         profile = table.profile
         assert profile is not None
-        bare = dataclasses.replace(table, profile=None)
         tables.append(
             in_short_numbers(
-                bare,
+                dataclasses.replace(table, profile=None),
                 profile.batch_size,
                 profile.pooling_std,
                 profile.access_histogram,
             )
         )
-    source = row.pop("repeat_of")
-    return CostRecord(
-        index=start + row.pop("index"),
-        repeat_of=None if source is None else start + source,
-        tables=tuple(tables),
-        fwd_ms=factor * row.pop("fwd_ms"),
-        bwd_ms=factor * row.pop("bwd_ms"),
-        num_passes=len(forward),
-        spread=relative_spread(total),
-        reference_ms=statistics.median(reference),
-        **row,
-    )
+    return CostRecord(tables=tuple(tables), **measured.for_record(), **row)
+
+
+def write(path: Path, header: dict[str, Any], records: Iterable[CostRecord]) -> None:
+    """Write a file of fused kernels' records."""
+    with RecordStore(path, RunHeader.from_json(header)) as store:
+        for record in records:
+            store.append(record)
 
 
 def compact_compute(paths: Sequence[Path], out: Path) -> None:
     """Write one file of fused kernels' records."""
-    files = [read_old(path) for path in paths]
-    first = files[0][0]
-    if len(files) > 1:
+    headers = []
+    with tempfile.TemporaryDirectory() as folder:
+        parts = [Path(folder) / f"{number}.parquet" for number in range(len(paths))]
+        for path, part in zip(paths, parts, strict=True):
+            header, rows = read_old(path)
+            headers.append(header)
+            write(part, header, map(cost_record, rows))
+        _, records = read_records(parts)
+    joined = headers[0]
+    if len(headers) > 1:
         # No run can go on with it: no options are those of all files.
-        first["sampling"] = {"files": [header["sampling"] for header, _ in files]}
-        first["command"] = " && ".join(header["command"] for header, _ in files)
-    with RecordStore(out, RunHeader.from_json(first)) as store:
-        for header, rows in files:
-            start = 1 + max(store.done, default=-1)
-            factor = first["reference_ms"] / header["reference_ms"]
-            for row in rows:
-                store.append(cost_record(row, start, factor))
+        joined["sampling"] = {"files": [header["sampling"] for header in headers]}
+        joined["command"] = " && ".join(header["command"] for header in headers)
+    write(out, joined, records)
 
 
 def compact_comms(path: Path, out: Path) -> None:
