@@ -482,7 +482,8 @@ class _SetMeter:
         Returns:
             None where the set did not fit into the device's memory.
         """
-        for num_dropped in itertools.count():
+        num_dropped = 0
+        while True:
             start = time.monotonic()
             try:
                 record = self._measure_within_memory(index, following)
@@ -494,10 +495,10 @@ class _SetMeter:
             )
             if not record.throttled or not may_drop:
                 return dataclasses.replace(record, num_throttled=num_dropped)
+            num_dropped += 1
             self._num_dropped += 1
             time.sleep(COOL_DOWN_S)
             self._dropping_s += time.monotonic() - start
-        raise AssertionError("unreachable")
 
     def troubles(self) -> list[str]:
         """What there is to tell, one line each."""

@@ -180,7 +180,7 @@ class SetSampler:
     def __init__(
         self, config: SamplingConfig, seed: int, base_tables: Sequence[TableConfig]
     ) -> None:
-        """Sort out which real tables there are to draw from.
+        """Split the real tables into held-out ones and others, once for all sets.
 
         Args:
             config: Ranges to draw from.

@@ -30,8 +30,8 @@ from torchrec_neuroshard.tables import MAX_CUDA_COLUMNS, TableConfig
 def quiet_import() -> Iterator[None]:
     """Drop what FBGEMM 1.6 and 1.7 log at import, once a library.
 
-    They miss their own release in their table of torch releases. A real mismatch is
-    logged in other words, which are kept.
+    Their table of torch releases lacks their own release. A real mismatch is logged in
+    other words, which are kept.
     """
 
     def is_news(record: logging.LogRecord) -> bool:
@@ -328,7 +328,7 @@ class _Choices:
         self._bounds = torch.from_numpy(bounds).to(device)
         self._last = torch.from_numpy(ends - 1).to(device)
         self.first = torch.from_numpy(ends - [len(c) for c in cumulative]).to(device)
-        """Where each feature's own begin, `F`."""
+        """Index of each feature's first bound, `F`."""
 
     def pick(self, draws: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
         """Return where each draw (0 to 1) falls among its feature's."""
@@ -343,8 +343,8 @@ class _IdGroups:
     upper: npt.NDArray[np.float64]
     """Cumulative share of the lookups, `G`."""
     values: npt.NDArray[np.float64]
-    """`2 x G`: a draw of 0 to 1 within the group has this rank where it is 0, and rises
-    by so many ids per 1."""
+    """`2 x G`: intercept and slope of an id's rank over the draw (0 to 1) that picks
+    it."""
     rows: npt.NDArray[np.int64]
     """`3 x G`: rows of the table, step and shift of their permutation."""
 

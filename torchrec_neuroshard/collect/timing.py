@@ -117,7 +117,7 @@ class Measurement:
         return relative_spread(total)
 
     def for_record(self) -> dict[str, Any]:
-        """Return the fields of a `CostRecord` that this tells."""
+        """Return the timing fields of a `CostRecord`."""
         return {
             "fwd_ms": self.fwd_ms,
             "bwd_ms": self.bwd_ms,
