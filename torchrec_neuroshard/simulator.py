@@ -111,7 +111,10 @@ class PredictedCosts:
     stages: tuple[StageCosts, ...]
     """In the order of the task's tables."""
     uncertainty: float = 0.0
-    """Largest relative standard deviation of a rank's compute, by the ensemble."""
+    """Relative standard deviation: of a rank's compute over the ensemble's nets, the
+    largest; or, where kernels are estimated, of the path over samples of the error."""
+    is_sampled: bool = False
+    """Whether `uncertainty` is over samples of an estimate's error."""
     compute_source: str = "measured"
     comms_source: str = "datasheet, not measured"
     schedule: Schedule = SEQUENTIAL
@@ -159,6 +162,7 @@ class PredictedCosts:
         return {
             "critical_path_ms": self.critical_path_ms,
             "uncertainty": self.uncertainty,
+            "is_sampled": self.is_sampled,
             "compute_source": self.compute_source,
             "comms_source": self.comms_source,
             "ranks": [r.to_json() for r in self.ranks],

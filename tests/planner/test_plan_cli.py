@@ -218,7 +218,7 @@ def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
     ("option", "text", "message"),
     [
         ("constraints", "[]", "holds no constraints"),
-        ("constraints", "{", "'f.json' is damaged"),
+        ("constraints", "{", "'f.json' cannot be read as JSON"),
         ("constraints", '{"usr": {}}', "'usr', which the model .* did you mean 'user'"),
         ("constraints", '{"user": 3}', "table 'user': expected an object"),
         ("constraints", '{"user": {"min_part": 3}}', "mean 'min_partition'"),
@@ -330,6 +330,9 @@ def test_other_plans_are_not_compared(
     (folder / "b.json").write_text(json.dumps(data))
     assert "of other tables: 'shop'" in refused(capsys, "diff", "a.json", "b.json")
     assert "cannot read the plan file" in refused(capsys, "show", "none.json")
+    assert "'t.csv' is not a plan file" in refused(capsys, "show", "t.csv")
+    (folder / "t.json").write_text("[]")
+    assert "'t.json' is not a plan file" in refused(capsys, "show", "t.json")
     data["predicted"]["ranks"] = 3
     (folder / "a.json").write_text(json.dumps(data))
     assert "stored with the plan are damaged" in refused(capsys, "show", "a.json")
@@ -377,3 +380,20 @@ def test_the_page_runs(
     asked = set(re.findall(r"--[a-z][a-z-]+", text))
     assert asked - known <= {"--help"}
     assert set(TABLE_FIELDS) <= set(re.findall(r"`(\w+)`", text))
+
+
+def test_one_id_that_a_file_gives_is_not_assumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = {"num_embeddings": 500, "embedding_dim": 8}
+    tables = [
+        {"name": "said", "pooling_factor": 1.0, **table},
+        {"name": "not", **table},
+    ]
+    (folder / "t.json").write_text(json.dumps(tables))
+    assert main(["plan", "t.json", *QUICK]) == 0
+    said = capsys.readouterr().out
+    assert "1 id per sample of not (TorchRec's default)" in said
+    (folder / "c.json").write_text('{"not": {"pooling_factors": [1.0]}}')
+    assert main(["plan", "t.json", *QUICK, "--constraints", "c.json"]) == 0
+    assert "1 id per sample" not in capsys.readouterr().out

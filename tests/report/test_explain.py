@@ -155,7 +155,7 @@ def test_text_and_json_hold_the_figures() -> None:
     estimated = dataclasses.replace(report, bound_is_proven=False)
     assert f"ms, estimated {figures}" in str(estimated)
     unknown = dataclasses.replace(report, lower_bound_ms=0.0, gap=math.inf)
-    assert "ms, lower bound unknown\n" in str(unknown)
+    assert "ms, lower bound not known\n" in str(unknown)
     assert "6 tables on 3 ranks" in text
     assert {t.table for t in report.tables} == {f"t{i}" for i in range(6)}
     for table in report.tables:
@@ -220,15 +220,17 @@ def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
                 used_bytes=2**30,
                 compute_ms=0.4,
                 comms_ms=0.1,
+                path_ms=0.5 if rank == 1 else 0.0,
             )
             for rank in range(3)
         ),
     )
     report = explain(alone, None, [table], [2 * 2**30] * 3)
-    assert report.num_tables == 1 and report.num_split == 0
+    assert report.num_tables == 1 and report.num_split == 1
+    assert report.layout == "1 split by rows"
     assert [(r.num_shards, r.used_bytes) for r in report.ranks] == [(1, 2**30)] * 3
     assert (
-        "       1.500     3.00  a (6,000,000 x 64): "
+        "       0.500     3.00  a (6,000,000 x 64): "
         "row_wise (fused_uvm), 3 shards on ranks 0-2"
     ) in str(report)
 

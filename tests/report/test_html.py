@@ -93,6 +93,24 @@ SPLIT = SplitReport(
     compute_change_ms=12.0,
     comms_change_ms=1.0,
 )
+
+
+def in_columns(name: str, *widths: int) -> TableReport:
+    return TableReport(
+        table=name,
+        sharding_type="column_wise",
+        compute_kernel="fused",
+        num_embeddings=4_000,
+        embedding_dim=sum(widths),
+        shards=tuple(
+            ShardReport(
+                rank=rank, num_embeddings=4_000, embedding_dim=width, used_bytes=2**20
+            )
+            for rank, width in enumerate(widths)
+        ),
+    )
+
+
 REPORT = PlanReport(
     critical_path_ms=17.0,
     lower_bound_ms=16.0,
@@ -104,7 +122,6 @@ REPORT = PlanReport(
     num_evaluated=1_234,
     num_tables=7,
     ranks=(rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 1.0, 4.0, 3.0, 4.0, 2.0)),
-    num_split=3,
     splits=(SPLIT,),
     tables=(
         TableReport(
@@ -121,10 +138,15 @@ REPORT = PlanReport(
                     used_bytes=2**28,
                     compute_ms=1.0,
                     comms_ms=0.25,
+                    path_ms=0.5,
                 )
                 for rank in (0, 1)
             ),
         ),
+        in_columns("user<b>&co", 48, 16),
+        in_columns("b", 8, 8),
+        in_columns("c", 4, 4),
+        in_columns("whole", 8),
     ),
     fallback=None,
     warnings=("rows < 10 & so on",),
@@ -140,9 +162,7 @@ def comparison() -> PlanComparison:
     theirs = (rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 2.0, 8.0, 6.0, 8.0, 4.0))
     return PlanComparison(
         first_name="theirs <1>",
-        first=dataclasses.replace(
-            REPORT, critical_path_ms=20.0, num_split=1, ranks=theirs
-        ),
+        first=dataclasses.replace(REPORT, critical_path_ms=20.0, ranks=theirs),
         second_name="ours",
         second=REPORT,
         moves=(
@@ -183,12 +203,13 @@ def test_page_holds_the_figures_of_the_report(page: Page) -> None:
     ]
     _, *what, shards = plan["tables"][0]
     assert what == ["row_wise", "fused", 4_000, 8, ""]
-    assert shards == [[r, 2_000, 8, 2**28, 1.0, 0.25] for r in (0, 1)]
+    assert shards == [[r, 2_000, 8, 2**28, 1.0, 0.25, 0.5] for r in (0, 1)]
     assert plan["splits"] == [["user<b>&co", "48 (0), 16 (1)", SPLIT.reason(17.0)]]
     assert "... and 2 more" in page.text
-    assert "17.000 ms by an estimate 6.2% above the best possible" in page.text
+    assert "17.000 ms estimated bound 16.000 ms, gap 6.2%" in page.text
     proven = Page(html_report(dataclasses.replace(REPORT, bound_is_proven=True)))
-    assert "17.000 ms at most 6.2% above the best possible" in proven.text
+    assert "17.000 ms lower bound 16.000 ms, gap 6.2%" in proven.text
+    assert "on 2 ranks, 3 split by columns, 1 split by rows" in page.text
     assert "2.00 GiB of 4.00 GiB, rank 1" in page.text
 
 
@@ -199,18 +220,20 @@ def test_plan_without_splits_limits_or_bound() -> None:
         critical_path_ms=math.nan,
         ranks=ranks,
         splits=(),
-        num_split=0,
+        tables=(in_columns("whole", 8),),
         warnings=(),
         gap=math.inf,
         lower_bound_ms=0.0,
         fallback="it is <faster>",
     )
     page = Page(html_report(plain))
-    assert "No table is split." in page.text and "Warnings" not in page.text
-    assert "not known how far above the best possible is unknown" in page.text
+    assert "None split." in page.text and "Warnings" not in page.text
+    assert "not known lower bound not known" in page.text
     assert "TorchRec's own plan was taken: it is <faster>" in page.text
-    stored = dataclasses.replace(plain, num_split=3)  # in a file, without reasons
-    assert "3 tables are; what for is not known." in Page(html_report(stored)).text
+    stored = dataclasses.replace(plain, tables=REPORT.tables)  # without reasons
+    assert (
+        "What the splits are good for is not known." in Page(html_report(stored)).text
+    )
     (plan,) = page.data["plans"]
     assert len(plan["ranks"]) == 100 and plan["ranks"][7][3] is None
     assert plan["path_ms"] == 0.0  # JSON has no NaN
@@ -266,6 +289,7 @@ def large_report() -> PlanReport:
                     embedding_dim=32,
                     used_bytes=number * 2**20,
                     compute_ms=number / 100,
+                    path_ms=number / 100,
                 )
                 for piece in range(4)
             ),
@@ -313,7 +337,7 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert not found["hacked"]
 
     plan = found["plan"]
-    assert plan["tables"] == [HOSTILE]
+    assert plan["tables"] == [HOSTILE, "user<b>&co", "b", "c", "whole"]
     assert plan["images"] == 0 and plan["scripts"] == 2
     # Rank 0's phases, upwards, on the scale of the highest bar.
     heights = plan["heights"]
@@ -358,7 +382,7 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert low["sorted"][:3] == [None, "descending", None]
     assert low["by the list"].startswith("Rank 127 alone: ")  # the slowest
 
-    assert found["notebook"] == [HOSTILE]
+    assert found["notebook"] == plan["tables"]
 
 
 def test_bars_are_as_long_as_phases_on_a_terminal() -> None:

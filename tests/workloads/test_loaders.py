@@ -159,10 +159,13 @@ def test_one_of_several_workloads_is_named(tmp_path: Path) -> None:
         ("- name: a\n  name: b\n", "'name' stands twice in one object"),
         ("- {name: no, num_embeddings: 9, embedding_dim: 4}", "name must be .* False"),
         ("- {name: a, num_embeddings: .inf, embedding_dim: 4}", "got inf"),
-        ("- name: a\n\tnum_embeddings: 9\n", "is damaged: .* line 2, column 1"),
+        (
+            "- name: a\n\tnum_embeddings: 9\n",
+            "cannot be read as YAML: .* line 2, column 1",
+        ),
         ("", "holds no tables"),
         ("a: &a {a: *a}", "holds no tables"),
-        ("!!python/object/apply:os.getcwd []", "is damaged: could not determine"),
+        ("!!python/object/apply:os.getcwd []", "as YAML: could not determine"),
     ],
 )
 def test_bad_yaml_is_told(text: str, message: str, tmp_path: Path) -> None:
@@ -202,10 +205,10 @@ def test_bad_yaml_is_told(text: str, message: str, tmp_path: Path) -> None:
         ("t.json", '[{"name": null}]', "table 0: field 'name' is missing"),
         ("t.json", '[{"name": true, "num_embeddings": 1, "embedding_dim": 4}]', "True"),
         ("t.json", '[{"name": "a", "name": "b"}]', "'name' stands twice"),
-        ("t.json", "", "is damaged: it is empty"),
+        ("t.json", "", "cannot be read as JSON: it is empty"),
         ("t.json", '{"a": 1}', "holds no tables: expected a list of objects"),
         ("t.json", "[3]", "table 0: expected an object, got 3"),
-        ("t.json", "{", "is damaged"),
+        ("t.json", "{", "cannot be read as JSON"),
         (
             "t.json",
             '[{"name": "a", "num_embeddings": 1, "embedding_dim": 4, "profile": {}}]',

@@ -631,13 +631,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     @property
     def last_result(self) -> SearchResult | None:
         """What is known of the plan last returned; its placement is of columns."""
-        known = self._last()
+        known = self.last_known
         return known.result if known else None
 
     @property
     def last_task(self) -> ShardingTask | None:
         """The tables that `last_result.placement` counts: the column-sharded ones."""
-        known = self._last()
+        known = self.last_known
         return known.task if known else None
 
     @property
@@ -650,8 +650,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         Empty before the first plan, and on ranks that another rank planned for.
         """
-        self._last()
-        return self._selected
+        return self._selected if self.last_known else []
 
     def report(self) -> PlanReport:
         """Say what the last plan costs on each rank, and why tables were split.
@@ -662,7 +661,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         Raises:
             ConfigError: Nothing has been planned yet.
         """
-        known = self._last()
+        known = self.last_known
         if known is None:
             raise ConfigError(
                 "there is no plan to report on; call plan() or collective_plan() "
@@ -690,7 +689,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._try_remember(module, sharders)
         self._plan = plan
 
-    def _last(self) -> KnownPlan | None:
+    @property
+    def last_plan(self) -> ShardingPlan | None:
+        """The plan last returned or adopted; None before the first one."""
+        return self._plan
+
+    @property
+    def last_known(self) -> KnownPlan | None:
         """What is known of the last plan; None where there is none, or it is empty."""
         plan, planned = self._plan, self._planned
         if (
@@ -880,6 +885,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             basis=known.basis,
             robustness=known.robustness,
             weight_sync=known.weight_sync,
+            bottleneck=known.bottleneck,
         )
 
     def _check_schedule(self, part: CostedPart) -> None:

@@ -20,6 +20,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
 )
 from torchrec_neuroshard.planner.parts.partitioners import SearchRecord
 from torchrec_neuroshard.report import (
+    Bottleneck,
     HostTable,
     PlanBasis,
     Robustness,
@@ -51,6 +52,8 @@ class KnownPlan:
     """How it does if they are off; None where they were measured."""
     weight_sync: WeightSync | None = None
     """How replicas are kept alike; None where there are none."""
+    bottleneck: Bottleneck | None = None
+    """What makes the iteration longest; None where nothing has a cost."""
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """What planning took, part by part."""
 
@@ -81,7 +84,9 @@ def describe_plan(
     predicted = costs.evaluate(lowered)
     if robustness is not None:
         relative = robustness.std_ms / robustness.mean_ms if robustness.mean_ms else 0.0
-        predicted = dataclasses.replace(predicted, uncertainty=relative)
+        predicted = dataclasses.replace(
+            predicted, uncertainty=relative, is_sampled=True
+        )
     path_ms = predicted.critical_path_ms
     texts = [*_host_notes(selected), *costs.warnings]
     own = [r for r in records if _covers(r.task, selected)]
@@ -116,19 +121,24 @@ def describe_plan(
     task = lowered.task
     if task is not None and best is not None:
         task = _with_limits(task, best.task)
+    path_ms_of, bottleneck = costs.on_path(lowered, predicted)
     return KnownPlan(
         result=result,
         task=task,
-        tables=_table_reports(selected, tier, hosts),
+        tables=_table_reports(selected, tier, hosts, path_ms_of),
         memory_bytes=tuple(int(getattr(d.storage, tier)) for d in devices),
         basis=costs.basis(selected, batch_size_is_default),
         robustness=robustness,
         weight_sync=costs.weight_sync(selected),
+        bottleneck=bottleneck,
     )
 
 
 def _table_reports(
-    selected: Sequence[ShardingOption], tier: str, hosts: Mapping[str, HostTable]
+    selected: Sequence[ShardingOption],
+    tier: str,
+    hosts: Mapping[str, HostTable],
+    path_ms_of: Mapping[int, float],
 ) -> tuple[TableReport, ...]:
     """Describe every table of a plan, placed and estimated."""
     return tuple(
@@ -139,14 +149,18 @@ def _table_reports(
             num_embeddings=int(option.tensor.shape[0]),
             embedding_dim=int(option.tensor.shape[1]),
             # Ranks may be more than rows.
-            shards=tuple(_shard_report(s, tier) for s in option.shards if s.size[0]),
+            shards=tuple(
+                _shard_report(s, tier, path_ms_of.get(id(s), 0.0))
+                for s in option.shards
+                if s.size[0]
+            ),
             host=hosts.get(table_name(option)),
         )
         for option in selected
     )
 
 
-def _shard_report(shard: Shard, tier: str) -> ShardReport:
+def _shard_report(shard: Shard, tier: str, path_ms: float) -> ShardReport:
     """Describe a shard; 0 is what an enumerator that was given has not estimated."""
     perf = shard.perf
     comms_ms = float(perf.fwd_comms + perf.bwd_comms) if perf else 0.0
@@ -157,6 +171,7 @@ def _shard_report(shard: Shard, tier: str) -> ShardReport:
         used_bytes=float(getattr(shard.storage, tier)) if shard.storage else 0.0,
         compute_ms=float(perf.total) - comms_ms if perf else 0.0,
         comms_ms=comms_ms,
+        path_ms=path_ms,
     )
 
 

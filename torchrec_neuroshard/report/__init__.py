@@ -4,6 +4,7 @@ from torchrec_neuroshard.report.comparison import PlanComparison, TableMove
 from torchrec_neuroshard.report.explain import explain
 from torchrec_neuroshard.report.html import html_report, write_html
 from torchrec_neuroshard.report.plan_parts import (
+    Bottleneck,
     DeviceFigure,
     HostTable,
     PlanBasis,
@@ -25,6 +26,7 @@ from torchrec_neuroshard.report.sweep import Sweep, SweepCell
 from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
+    "Bottleneck",
     "DeviceFigure",
     "HostTable",
     "PlanBasis",

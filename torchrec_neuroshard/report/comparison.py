@@ -95,7 +95,7 @@ class PlanComparison(HtmlReport):
             found.append((f"{phase}, slowest rank [ms]", a, b))
         a, b = (max(k.used_bytes for k in r.ranks) / _GIB for r in (first, second))
         found.append(("memory, fullest rank [GiB]", a, b))
-        found.append(("tables in several columns", first.num_split, second.num_split))
+        found.append(("tables split", first.num_split, second.num_split))
         return tuple(found)
 
     def __str__(self) -> str:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.report.plan_parts import (
+    Bottleneck,
     PlanBasis,
     Robustness,
     ScheduleReport,
@@ -44,6 +45,7 @@ def explain(
     basis: PlanBasis | None = None,
     robustness: Robustness | None = None,
     weight_sync: WeightSync | None = None,
+    bottleneck: Bottleneck | None = None,
 ) -> PlanReport:
     """Say what a plan costs and what each of its splits is good for.
 
@@ -60,6 +62,7 @@ def explain(
         basis: What the costs rest on.
         robustness: How the plan does if its costs are off.
         weight_sync: How replicas are kept alike.
+        bottleneck: What makes the critical path longest.
     """
     placement, predicted = result.placement, result.predicted
     task = simulator.task if simulator is not None else None
@@ -67,16 +70,15 @@ def explain(
         tables = [] if task is None else _placed_tables(task, placement)
     memory = memory_bytes or (task.memory_bytes if task is not None else ())
     splits: list[SplitReport] = []
-    num_split = 0
     if simulator is not None:
         splits = _explain_splits(simulator, placement, predicted)
-        num_split = len(splits)
     return PlanReport(
         critical_path_ms=predicted.critical_path_ms,
         lower_bound_ms=result.lower_bound_ms,
         gap=result.gap,
         bound_is_proven=result.bound_is_proven,
         uncertainty=predicted.uncertainty,
+        is_sampled=predicted.is_sampled,
         compute_source=predicted.compute_source,
         comms_source=predicted.comms_source,
         search_seconds=result.search_seconds,
@@ -85,9 +87,9 @@ def explain(
         ranks=rank_reports(
             tables, predicted.ranks, memory or (None,) * len(predicted.ranks)
         ),
-        num_split=num_split,
         splits=tuple(splits[:max_splits]),
-        tables=tuple(sorted(tables, key=lambda t: (-t.cost_ms, -t.used_bytes))),
+        tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
+        bottleneck=bottleneck,
         fallback=result.fallback,
         warnings=result.warnings,
         basis=basis,

@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const CHUNK = 100; // rows of a table that are laid out at a time
   const FEW = 24; // ranks whose bars have room between them
-  const [RANK, ROWS, COLUMNS, USED, COMPUTE, COMMS] = [0, 1, 2, 3, 4, 5]; // of a shard
+  const [RANK, ROWS, COLUMNS, USED, COMPUTE, COMMS, PATH] = [0, 1, 2, 3, 4, 5, 6]; // of a shard
 
   // ---- small things ----
 
@@ -29,16 +29,23 @@
   const ranksOf = (table) => [...new Set(table.shards.map((s) => s[RANK]))]
     .sort((a, b) => a - b);
 
-  // What shards take together.
+  // What shards take: memory and path together, times on the rank where they are longest.
   function held(table, shards) {
-    const row = { table, shards, rows: 0, columns: 0, used: 0, compute: 0, comms: 0 };
+    const row = { table, shards, rows: 0, columns: 0, used: 0, path: 0 };
+    const compute = new Map();
+    const comms = new Map();
+    const add = (times, shard, ms) =>
+      times.set(shard[RANK], (times.get(shard[RANK]) ?? 0) + ms);
     for (const shard of shards) {
       row.rows = Math.max(row.rows, shard[ROWS]);
       row.columns = Math.max(row.columns, shard[COLUMNS]);
       row.used += shard[USED];
-      row.compute += shard[COMPUTE];
-      row.comms += shard[COMMS];
+      row.path += shard[PATH];
+      add(compute, shard, shard[COMPUTE]);
+      add(comms, shard, shard[COMMS]);
     }
+    row.compute = largest([...compute.values()]);
+    row.comms = largest([...comms.values()]);
     return row;
   }
 
@@ -449,7 +456,7 @@
         columns.push(
           count("kernels [ms]", (r) => r.compute, ms),
           count("collectives [ms]", (r) => r.comms, ms),
-          count("ms", (r) => r.compute + r.comms, ms),
+          count("critical path [ms]", (r) => r.path, ms),
         );
       }
       const note = make("p", { class: "note" });
@@ -481,8 +488,9 @@
           .filter((row) => rank === null || row.shards.length);
         const r = plan.ranks[rank];
         note.textContent = rank === null
-          ? "Of all of a table's ranks together. A table's name opens its shards; the "
-            + "ranks under the pointer are marked in the charts."
+          ? "Memory is of all ranks, times are of a table's slowest rank. Its part of the "
+            + "critical path counts the phases in which its rank is the slowest. A table's "
+            + "name opens its shards; its ranks are marked in the charts."
           : `Rank ${rank} alone: ${whole(r.shards)} shards, ${memoryLine(r)}`
             + (plan.costed ? `, ${ms(r.total)} ms in an iteration.` : ".");
         for (const columnsOfChart of plan.charts) {
@@ -513,7 +521,7 @@
   function moves() {
     const [first, second] = plans.map((plan) => new Map(plan.tables.map((t) => {
       const row = held(t, t.shards);
-      return [t.name, row.compute + row.comms];
+      return [t.name, row.path];
     })));
     const cost = (known) => ([name]) => known.get(name) ?? 0;
     const columns = [

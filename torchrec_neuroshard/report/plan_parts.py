@@ -15,6 +15,7 @@ from torchrec_neuroshard.schedules import (
 from torchrec_neuroshard.simulator import PredictedCosts, RankCosts
 
 __all__ = [
+    "Bottleneck",
     "DeviceFigure",
     "HostTable",
     "PlanBasis",
@@ -94,6 +95,29 @@ class PlanBasis:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Bottleneck:
+    """The table, rank and phase that make the critical path longest."""
+
+    table: str
+    """The one with the largest part of the phase on this rank."""
+    rank: int
+    """The slowest of the phase."""
+    phase: str
+    """One of `simulator.PHASES`."""
+    phase_ms: float
+    """What the phase adds to the critical path."""
+    table_ms: float
+    """The table's part of that."""
+
+    def __str__(self) -> str:
+        """Return it as a line of text."""
+        return (
+            f"bottleneck: table {self.table} on rank {self.rank}, {self.phase} "
+            f"({self.table_ms:.3f} of its {self.phase_ms:.3f} ms)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Robustness:
     """How a plan by costs that were not measured does if these are off."""
 
@@ -105,21 +129,21 @@ class Robustness:
     """Critical path over the draws."""
     std_ms: float
     mean_ratio: float | None
-    """Over TorchRec's plan; None where there was none to compare with."""
+    """Over TorchRec's plan; None where it was not priced as well."""
     worst_ratio: float | None
-    """The same in the worst draw."""
+    """The same in the worst sample."""
 
     def __str__(self) -> str:
         """Return it as a sentence without a full stop."""
         spread = (
-            f"in {self.num_draws} draws of what the card may really be: "
+            f"across {self.num_draws} samples of hardware uncertainty: "
             f"{self.mean_ms:.3f} ms, standard deviation {self.std_ms:.3f}"
         )
         if self.mean_ratio is None or self.worst_ratio is None:
-            return f"{spread}; TorchRec's own plan was not there to compare with"
+            return spread
         return (
             f"{spread}; {self.mean_ratio:.2f} times TorchRec's plan on average, "
-            f"{self.worst_ratio:.2f} times in the worst draw"
+            f"{self.worst_ratio:.2f} times in the worst sample"
         )
 
 
@@ -312,6 +336,8 @@ class ShardReport:
     """Its part of what its rank's kernels take in an iteration; 0: not known."""
     comms_ms: float = 0.0
     """Its part of what its rank's collectives take."""
+    path_ms: float = 0.0
+    """Its part of the critical path: of the phases in which its rank is the slowest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,9 +370,19 @@ class TableReport:
         return sum(shard.used_bytes for shard in self.shards)
 
     @property
-    def cost_ms(self) -> float:
-        """Its part of what its ranks take in an iteration, over these; 0: unknown."""
-        return sum(shard.compute_ms + shard.comms_ms for shard in self.shards)
+    def path_ms(self) -> float:
+        """Its part of the critical path; 0 where its ranks are never the slowest."""
+        return sum(shard.path_ms for shard in self.shards)
+
+    @property
+    def is_split_by_columns(self) -> bool:
+        """Whether some shard lacks columns."""
+        return any(s.embedding_dim < self.embedding_dim for s in self.shards)
+
+    @property
+    def is_split_by_rows(self) -> bool:
+        """Whether some shard lacks rows."""
+        return any(s.num_embeddings < self.num_embeddings for s in self.shards)
 
     @property
     def place(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchrec_neuroshard.report.html import HtmlReport, sentence, view
 from torchrec_neuroshard.report.plan_parts import (
+    Bottleneck,
     PlanBasis,
     RankReport,
     Robustness,
@@ -34,7 +35,9 @@ __all__ = [
 MAX_RANKS = 32
 """Ranks shown one by one; of more, those that set a phase and the least loaded."""
 MAX_TABLES = 50
-"""Tables that the text lists one by one, the costliest; pages and JSON have all."""
+"""Tables that the text lists one by one; pages and JSON have all."""
+LOOSE_GAP = 1.0
+"""A bound this far below the plan says nothing about it."""
 _GIB = 2**30
 
 
@@ -48,17 +51,21 @@ class PlanReport(HtmlReport):
     bound_is_proven: bool = False
     """Whether no plan can be below the bound; otherwise it is an estimate."""
     uncertainty: float
+    """See `simulator.PredictedCosts`."""
+    is_sampled: bool = False
+    """The same."""
     compute_source: str
     comms_source: str
     search_seconds: float
     num_evaluated: int
     num_tables: int
     ranks: tuple[RankReport, ...]
-    num_split: int
     splits: tuple[SplitReport, ...]
-    """Costliest in one piece first; at most `max_splits`."""
+    """Tables split by columns, costliest in one piece first; at most `max_splits`."""
     tables: tuple[TableReport, ...]
-    """All of them, the costliest first."""
+    """All of them, the largest part of the critical path first."""
+    bottleneck: Bottleneck | None = None
+    """None where costs are not known or 0."""
     fallback: str | None
     warnings: tuple[str, ...]
     basis: PlanBasis | None = None
@@ -71,6 +78,47 @@ class PlanReport(HtmlReport):
     """None where the plan is of all ranks, not of one of several sharding groups."""
     schedule: ScheduleReport | None = None
     """None where nobody said how the model is trained."""
+
+    @property
+    def num_split(self) -> int:
+        """Tables split by columns, by rows or both."""
+        return sum(t.is_split_by_columns or t.is_split_by_rows for t in self.tables)
+
+    @property
+    def num_split_by_columns(self) -> int:
+        """Tables split by columns, and maybe by rows too."""
+        return sum(t.is_split_by_columns for t in self.tables)
+
+    @property
+    def layout(self) -> str:
+        """How many tables are split, and how, in words."""
+        by_rows = self.num_split - self.num_split_by_columns
+        kinds = {"by columns": self.num_split_by_columns, "by rows": by_rows}
+        split = [f"{count:,} split {kind}" for kind, count in kinds.items() if count]
+        return ", ".join(split) or "none split"
+
+    @property
+    def bound(self) -> str:
+        """How far the plan may be from the best one, in words."""
+        if not self.lower_bound_ms > 0:
+            return "lower bound not known"
+        kind = "lower" if self.bound_is_proven else "estimated"
+        known = f"{kind} bound {self.lower_bound_ms:.3f} ms"
+        if self.gap > LOOSE_GAP:
+            return f"{known}, too low to judge the plan by"
+        return f"{known}, gap {self.gap:.1%}"
+
+    @property
+    def spread(self) -> str:
+        """How uncertain the costs are, in words; empty where that is not known."""
+        if not self.uncertainty:
+            return ""
+        if self.is_sampled:
+            return (
+                f"samples of hardware uncertainty spread by {self.uncertainty:.1%} "
+                "(standard deviation)"
+            )
+        return f"the ensemble's nets differ by up to {self.uncertainty:.1%} on a rank"
 
     def __str__(self) -> str:
         """Return the report as text."""
@@ -91,8 +139,9 @@ class PlanReport(HtmlReport):
         for rank, report in zip(data["ranks"], self.ranks, strict=True):
             rank["costs"] = report.costs.to_json()
         for table, held in zip(data["tables"], self.tables, strict=True):
-            for name in ("num_shards", "ranks", "used_bytes", "cost_ms"):
+            for name in ("num_shards", "ranks", "used_bytes", "path_ms"):
                 table[name] = getattr(held, name)
+        data["num_split"] = self.num_split
         if self.basis is not None:
             data["basis"]["assumptions"] = list(self.basis.assumptions)
         return data
@@ -108,17 +157,17 @@ def head_lines(report: PlanReport) -> Iterator[str]:
     )
     yield (
         f"{report.num_tables} tables on {len(report.ranks)} ranks, "
-        f"{report.num_split} split{searched}"
+        f"{report.layout}{searched}"
     )
-    known = "lower bound unknown"
-    if report.lower_bound_ms > 0:
-        kind = "lower" if report.bound_is_proven else "estimated"
-        known = f"{kind} bound {report.lower_bound_ms:.3f} ms, gap {report.gap:.1%}"
     if math.isnan(report.critical_path_ms):
         yield "critical path not known"
         return
-    yield f"critical path {report.critical_path_ms:.3f} ms, {known}"
+    yield f"critical path {report.critical_path_ms:.3f} ms, {report.bound}"
+    if report.bottleneck is not None:
+        yield str(report.bottleneck)
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
+    if report.spread and report.robustness is None:
+        yield report.spread
     if report.weight_sync is not None:
         yield str(report.weight_sync)
     if report.schedule is not None:
@@ -138,18 +187,18 @@ def head_lines(report: PlanReport) -> Iterator[str]:
 def tail_lines(report: PlanReport) -> Iterator[str]:
     """What the text says after the ranks."""
     if report.tables:
-        first = "costliest first [ms of all their ranks, GiB]"
+        first = "the largest part of the critical path first [ms, GiB]"
         if not _are_costs_known(report.tables):
-            first = "largest first [GiB]"
-        yield f"Tables, the {first}:"
+            first = "the largest first [GiB]"
+        yield f"Tables, {first}:"
         yield from _table_lines(report.tables)
     if report.splits:
         yield ""
-        yield "Split tables, and why:"
+        yield "Tables split by columns, and why:"
         for split in report.splits:
             yield from _split_lines(split, report.critical_path_ms)
-        if report.num_split > len(report.splits):
-            yield f"... and {report.num_split - len(report.splits)} more"
+        if more := report.num_split_by_columns - len(report.splits):
+            yield f"... and {more:,} more"
     if report.warnings:
         yield ""
         yield "Warnings:"
@@ -173,13 +222,13 @@ def _basis_lines(basis: PlanBasis) -> Iterator[str]:
 
 
 def _are_costs_known(tables: Sequence[TableReport]) -> bool:
-    return any(table.cost_ms for table in tables)
+    return any(table.path_ms for table in tables)
 
 
 def _table_lines(tables: Sequence[TableReport]) -> Iterator[str]:
     known = _are_costs_known(tables)
     for table in tables[:MAX_TABLES]:
-        cost = f"{table.cost_ms:.3f}" if known else ""
+        cost = f"{table.path_ms:.3f}" if known else ""
         size = f"{table.num_embeddings:,} x {table.embedding_dim}"
         host = f"; {table.host}" if table.host is not None else ""
         yield (
@@ -261,35 +310,30 @@ def plan_page(report: PlanReport, number: int) -> Iterator[str]:
     yield "<p class='note'>Milliseconds; the slowest rank of a phase stands out.</p>"
     yield view("ranks", number)
     yield "<h2>Split tables, and why</h2>"
+    yield f"<p>{escape(sentence(report.layout))}</p>"
     if report.splits:
         yield view("splits", number)
-        if more := report.num_split - len(report.splits):
+        if more := report.num_split_by_columns - len(report.splits):
             yield f"<p class='note'>... and {more:,} more, which matter less.</p>"
-    elif report.num_split:
-        yield f"<p>{report.num_split:,} tables are; what for is not known.</p>"
-    else:
-        yield "<p>No table is split.</p>"
+    elif report.num_split_by_columns:
+        yield "<p class='note'>What the splits are good for is not known.</p>"
     yield from _basis(report.basis)
     yield from _warnings(report)
 
 
 def _summary(report: PlanReport) -> Iterator[str]:
-    path_ms, bound_ms = report.critical_path_ms, report.lower_bound_ms
-    bound = "how far above the best possible is unknown"
-    if bound_ms > 0:
-        most = "at most" if report.bound_is_proven else "by an estimate"
-        bound = f"{most} {report.gap:.1%} above the best possible"
+    path_ms = report.critical_path_ms
     path, known = f"{path_ms:.3f} ms", not math.isnan(path_ms)
     fullest = max(report.ranks, key=lambda rank: rank.used_bytes)
     room = ""
     if fullest.memory_bytes:
         room = f"of {fullest.memory_bytes / _GIB:.2f} GiB, "
     cards = (
-        ("critical path, predicted", path if known else "not known", bound),
+        ("critical path, predicted", path if known else "not known", report.bound),
         (
             "tables",
             f"{report.num_tables:,}",
-            f"on {len(report.ranks)} ranks, {report.num_split:,} split",
+            f"on {len(report.ranks)} ranks, {report.layout}",
         ),
         (
             "fullest rank",
@@ -301,12 +345,11 @@ def _summary(report: PlanReport) -> Iterator[str]:
     for title, value, more in cards:
         yield f"<div><span>{title}</span><b>{value}</b><span>{more}</span></div>"
     yield "</div>"
-    estimated = report.basis is not None and report.basis.estimate_error is not None
-    uncertain = (
-        f" The ensemble of nets differs by up to {report.uncertainty:.1%} on a rank."
-        if report.uncertainty and not estimated
-        else ""
-    )
+    if report.bottleneck is not None:
+        yield f"<p>{escape(sentence(str(report.bottleneck)))}</p>"
+    uncertain = ""
+    if report.spread and report.robustness is None:
+        uncertain = f" {escape(sentence(report.spread))}"
     searched = (
         f" {report.num_evaluated:,} rank sets evaluated in "
         f"{report.search_seconds:.1f} s."
@@ -415,6 +458,7 @@ def _table_data(table: TableReport) -> list[Any]:
                 round(shard.used_bytes),
                 float(f"{shard.compute_ms:.6g}"),
                 float(f"{shard.comms_ms:.6g}"),
+                float(f"{shard.path_ms:.6g}"),
             ]
             for shard in table.shards
         ],

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchrec_neuroshard.report.plan_report import PlanReport
+from torchrec_neuroshard.report.plan_report import LOOSE_GAP, PlanReport
 
 __all__ = ["Sweep", "SweepCell"]
 
@@ -169,7 +169,7 @@ def _lines(cells: Sequence[SweepCell]) -> Iterator[str]:
         if not cell.fits:
             yield f"{start}  does not fit: {cell.obstacle}"
             continue
-        gap = f"{cell.gap:.0%}" if math.isfinite(cell.gap) else "?"
+        gap = f"{cell.gap:.0%}" if cell.gap <= LOOSE_GAP else "?"
         price = ""
         if priced:
             usd = cell.usd_per_million
@@ -181,7 +181,7 @@ def _lines(cells: Sequence[SweepCell]) -> Iterator[str]:
         )
     fitting = [cell for cell in cells if cell.fits]
     if not fitting:
-        yield "nothing fits: more ranks or other cards would"
+        yield "nothing fits; each line says what would help"
         return
     fastest = max(fitting, key=lambda cell: cell.samples_per_s)
     yield f"most samples per second: {_named(fastest)}"

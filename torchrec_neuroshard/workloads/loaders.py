@@ -9,14 +9,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrec_neuroshard.errors import ConfigError, TableError, suggestion
 from torchrec_neuroshard.files import read_json
 from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
 from torchrec_neuroshard.tables import TableConfig, check_tables
 
-__all__ = ["TABLE_FIELDS", "load_json", "load_tables", "read_document"]
+__all__ = [
+    "TABLE_FIELDS",
+    "ReadTables",
+    "load_json",
+    "load_tables",
+    "read_document",
+    "read_tables",
+]
 
 PROFILE_BATCH_SIZE = 65_536
 """Batch that assumed profiles are stated at: the released DLRM dataset's."""
@@ -43,10 +50,11 @@ def read_document(path: str | Path) -> Any:
     """Read a JSON file or, by its ending .yaml or .yml, a YAML file.
 
     Raises:
-        ConfigError: The file is missing or damaged, or PyYAML is.
+        ConfigError: The file is missing or not of its kind, or PyYAML is missing.
     """
+    is_yaml = Path(path).suffix.lower() in (".yaml", ".yml")
     try:
-        if Path(path).suffix.lower() in (".yaml", ".yml"):
+        if is_yaml:
             return _parse_yaml(Path(path).read_text(encoding="utf-8-sig"))
         return read_json(path)
     except OSError as error:
@@ -58,7 +66,8 @@ def read_document(path: str | Path) -> Any:
         ) from error
     except Exception as error:  # of JSON, of YAML, of bytes that are no text
         reason = " ".join(str(error).split())
-        raise ConfigError(f"'{path}' is damaged: {reason}") from error
+        kind = "YAML" if is_yaml else "JSON"
+        raise ConfigError(f"'{path}' cannot be read as {kind}: {reason}") from error
 
 
 def _parse_yaml(text: str) -> Any:
@@ -100,22 +109,33 @@ def load_tables(
         ConfigError: There is no such file or workload.
         TableError: A value is missing or cannot be.
     """
+    return read_tables(path, workload).tables
+
+
+class ReadTables(NamedTuple):
+    """The tables of a file."""
+
+    tables: tuple[TableConfig, ...]
+    not_described: frozenset[str] = frozenset()
+    """Names of those without a pooling factor or a profile: 1 id per sample."""
+
+
+def read_tables(path: str | Path, workload: str | None = None) -> ReadTables:
+    """Load tables as `load_tables` does, and say which have no pooling factor."""
     if Path(path).suffix.lower() == ".csv":
-        tables = list(_csv_tables(Path(path)))
+        found = list(_csv_entries(Path(path)))
     else:
         data = read_document(path)
         if isinstance(data, Mapping) and "workloads" in data:
-            return _chosen(str(path), load_json(path), workload)
+            return ReadTables(_chosen(str(path), load_json(path), workload))
         entries = data.get("tables") if isinstance(data, Mapping) else data
         if not isinstance(entries, list):
             raise TableError(
                 f"'{path}' holds no tables: expected a list of objects with "
                 f"{', '.join(_REQUIRED)}, alone or as 'tables', or 'workloads'"
             )
-        tables = [
-            _one_table(f"'{path}', table {number}", entry)
-            for number, entry in enumerate(entries)
-        ]
+        found = [(f"'{path}', table {n}", entry) for n, entry in enumerate(entries)]
+    tables = [_one_table(where, entry) for where, entry in found]
     if workload is not None:
         raise ConfigError(
             f"'{path}' holds one set of tables, none of them named '{workload}': leave "
@@ -125,7 +145,15 @@ def load_tables(
         check_tables(tables)
     except TableError as error:
         raise TableError(f"'{path}': {error}") from error
-    return tuple(tables)
+    described = ("pooling_factor", "profile")
+    return ReadTables(
+        tuple(tables),
+        frozenset(
+            table.name
+            for table, (_, entry) in zip(tables, found, strict=True)
+            if all(entry.get(field) is None for field in described)
+        ),
+    )
 
 
 def _chosen(
@@ -144,7 +172,8 @@ def _chosen(
     return workloads[workload]
 
 
-def _csv_tables(path: Path) -> Iterator[TableConfig]:
+def _csv_entries(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield where a table is in the file, and its fields."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -177,7 +206,7 @@ def _csv_tables(path: Path) -> Iterator[TableConfig]:
             # What is left empty, or out at a line's end, has its default.
             found = {k: v for k, v in zip(fields, cells, strict=False) if v}
             if found:
-                yield _one_table(where, found)
+                yield where, found
     except csv.Error as error:
         raise TableError(
             f"'{path}', line {rows.line_num}: {error}; is a quote left open?"

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,15 @@ from torchrec_neuroshard.gpu_cards import GPU_CARDS, card_named
 from torchrec_neuroshard.planner.compat import accepted_arguments, sharders_by_type
 from torchrec_neuroshard.planner.options.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.options.table_reader import table_configs
+from torchrec_neuroshard.planner.options.table_reader import (
+    GivenPoolingFactors,
+    table_configs,
+)
 from torchrec_neuroshard.planner.options.topologies import topology_for
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.workloads import feature_names, load_tables
-from torchrec_neuroshard.workloads.loaders import read_document
+from torchrec_neuroshard.workloads import feature_names
+from torchrec_neuroshard.workloads.loaders import read_document, read_tables
 
 __all__ = [
     "MODEL_HELP",
@@ -94,9 +97,9 @@ def read_model(name: str) -> GivenModel:
     """
     found = _TABLE_FILE.fullmatch(name)
     if found is not None:
-        tables = load_tables(found["path"], found["workload"] or None)
+        tables, not_described = read_tables(found["path"], found["workload"] or None)
         try:
-            return build_model(tables)
+            return build_model(tables, not_described)
         except TableError as error:
             raise TableError(f"'{found['path']}': {error}") from error
     made = _call(name)
@@ -180,10 +183,16 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {said:.300}" if said else type(error).__name__
 
 
-def build_model(tables: Sequence[TableConfig]) -> GivenModel:
+def build_model(
+    tables: Sequence[TableConfig], not_described: Container[str] = ()
+) -> GivenModel:
     """Build tables on the "meta" device, with their optimizers.
 
     Tables whose lookups carry weights are in a collection of their own.
+
+    Args:
+        tables: The model's.
+        not_described: Names of those whose pooling factor nobody gave.
 
     Raises:
         TableError: TorchRec cannot hold a table of such a name or size.
@@ -211,9 +220,9 @@ def build_model(tables: Sequence[TableConfig]) -> GivenModel:
     profiles, constraints = {}, {}
     for table in tables:
         share = table.num_features
-        constraints[table.name] = ParameterConstraints(
-            pooling_factors=[table.pooling_factor / share] * share
-        )
+        if table.name not in not_described:
+            factors = GivenPoolingFactors([table.pooling_factor / share] * share)
+            constraints[table.name] = ParameterConstraints(pooling_factors=factors)
         if table.profile is not None:
             profile = dataclasses.replace(
                 table.profile,
@@ -296,7 +305,10 @@ _CONSTRAINTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
         "a whole number of columns",
         lambda value: value if type(value) is int else None,
     ),
-    "pooling_factors": ("a list of numbers, one per feature", _numbers),
+    "pooling_factors": (
+        "a list of numbers, one per feature",
+        lambda value: (found := _numbers(value)) and GivenPoolingFactors(found),
+    ),
     "num_poolings": ("a list of numbers, one per feature", _numbers),
     "batch_sizes": ("a list of numbers, one per feature", _numbers),
     "enforce_hbm": (

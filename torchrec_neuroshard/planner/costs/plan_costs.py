@@ -62,7 +62,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
 )
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S, PlannedDevices
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import HostTable, PlanBasis, WeightSync
+from torchrec_neuroshard.report import Bottleneck, HostTable, PlanBasis, WeightSync
 from torchrec_neuroshard.schedules import DenseMs, find_schedule
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.default import MAX_WARNINGS, range_messages
@@ -595,15 +595,7 @@ class PlanCosts:
         phases = np.zeros((self.topology.world_size, len(PHASES) + 1))
         for option in options:
             for shard in option.shards:
-                perf = shard.perf
-                phases[shard.rank] += (
-                    0.0,
-                    perf.fwd_compute + perf.prefetch_compute,
-                    perf.fwd_comms,
-                    perf.bwd_comms,
-                    perf.bwd_compute,
-                    perf.prefetch_compute,
-                )
+                phases[shard.rank] += _stock_phases(shard.perf)
         return StageCosts(
             "others (TorchRec's estimate)",
             tuple(RankCosts(*row) for row in phases.tolist()),
@@ -625,6 +617,71 @@ class PlanCosts:
         perfs = priced.perfs(compute_N2, comms_N3)
         for shard, perf in zip(priced.found.shards, perfs, strict=True):
             shard.perf = perf
+
+    def on_path(
+        self, lowered: LoweredPlan, predicted: PredictedCosts
+    ) -> tuple[dict[int, float], Bottleneck | None]:
+        """Say how much of the critical path is due to each shard of a plan.
+
+        A shard counts in the phases in which its rank is the slowest of a stage, less
+        what of them runs beside something longer.
+
+        Args:
+            lowered: The plan.
+            predicted: What `evaluate` says of it.
+
+        Returns:
+            `id` of a shard -> its part [ms]; and the shard's table, rank and phase
+            that matter most, None where nothing takes time.
+        """
+        costed, stock = self._split(lowered)
+        shards = [s for option in stock for s in option.shards]
+        names = [table_name(option) for option in stock for _ in option.shards]
+        phases_N5 = np.array([_stock_phases(s.perf)[:5] for s in shards]).reshape(-1, 5)
+        rank_N = np.array([int(s.rank) for s in shards], dtype=np.int64)
+        stage_N = np.full(len(shards), len(predicted.stages) - 1, dtype=np.int64)
+        if costed:
+            priced = self.price(costed)
+            found, simulator = priced.found, priced.simulator
+            compute_N2, comms_N3 = priced.attributed()
+            own_N5 = np.column_stack(
+                [comms_N3[:, 0], compute_N2[:, 0], comms_N3[:, 1:], compute_N2[:, 1]]
+            )
+            phases_N5 = np.concatenate([own_N5, phases_N5])
+            rank_N = np.concatenate([found.rank_N, rank_N])
+            stage_N = np.concatenate([simulator.stages_T[found.table_N], stage_N])
+            shards = [*found.shards, *shards]
+            names = [table_name(costed[t]) for t in found.table_N.tolist()] + names
+        if not shards:
+            return {}, None
+        phases_WS5 = stage_phases(predicted.stages)[..., : len(PHASES)]
+        worst_S5, slowest_S5 = phases_WS5.max(axis=0), phases_WS5.argmax(axis=0)
+        visible_5 = np.ones(len(PHASES))
+        if not self.schedule.adds_up(self.dense):
+            hidden = [*predicted.hidden_ms(self.schedule).values()]
+            hidden[1] += hidden.pop()  # loading caches is a part of fwd_compute
+            total_5 = worst_S5.sum(axis=0)
+            visible_5 -= np.divide(hidden, total_5, where=total_5 > 0, out=0 * total_5)
+        part_N5 = phases_N5 * visible_5
+        part_N5[rank_N[:, None] != slowest_S5[stage_N]] = 0.0
+        path_ms_of = dict(
+            zip(map(id, shards), part_N5.sum(axis=1).tolist(), strict=True)
+        )
+        longest = np.unravel_index((worst_S5 * visible_5).argmax(), worst_S5.shape)
+        stage, phase = map(int, longest)
+        table_ms: Counter[str] = Counter()
+        for n in np.flatnonzero(stage_N == stage).tolist():
+            table_ms[names[n]] += part_N5[n, phase]
+        table, ms = table_ms.most_common(1)[0]
+        if not ms > 0:
+            return path_ms_of, None
+        return path_ms_of, Bottleneck(
+            table=table,
+            rank=int(slowest_S5[stage, phase]),
+            phase=PHASES[phase],
+            phase_ms=float(worst_S5[stage, phase] * visible_5[phase]),
+            table_ms=float(ms),
+        )
 
     def range_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
         """Name tables whose shards lie outside what the cost model was trained on."""
@@ -822,6 +879,18 @@ class CostedPart:
                 "or costs"
             )
         self.costs = costs or PlanCosts(topology, constraints, **model)
+
+
+def _stock_phases(perf: Perf) -> tuple[float, ...]:
+    """TorchRec's estimate as phases, and what loading caches takes of the second."""
+    return (
+        0.0,
+        perf.fwd_compute + perf.prefetch_compute,
+        perf.fwd_comms,
+        perf.bwd_comms,
+        perf.bwd_compute,
+        perf.prefetch_compute,
+    )
 
 
 def _rank_name(stage: str, rank: int) -> str:

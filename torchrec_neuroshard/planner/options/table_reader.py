@@ -60,6 +60,7 @@ __all__ = [
     "OFFLOADED_KERNELS",
     "SPLITTING_TYPES",
     "TABLE_MODULES",
+    "GivenPoolingFactors",
     "RunFault",
     "TableReader",
     "cache_load",
@@ -128,6 +129,8 @@ _STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
+EITHER_INPUTS = "1 id, from the constraints or TorchRec's default"
+"""Said of constraints with a pooling factor of 1: TorchRec's have it unless told."""
 
 _SHARDERS_OPTIMIZER, _CODECS, _DISTINCT = (
     "sharders_optimizer",
@@ -367,6 +370,10 @@ class _Module:
     """That all tables of a fused collection share."""
 
 
+class GivenPoolingFactors(list[float]):
+    """Pooling factors that a file gives: 1.0 is not TorchRec's default there."""
+
+
 class TableReader:
     """Reads TorchRec's sharding options as tables of the cost model.
 
@@ -578,7 +585,9 @@ class TableReader:
         features = list(config.feature_names or []) if config else []
         constraint = self._constraints.get(option.name)
         pooling = list(constraint.pooling_factors or []) if constraint else []
-        described = constraint is not None and pooling != [POOLING_FACTOR]
+        described = pooling != [POOLING_FACTOR] or isinstance(
+            constraint and constraint.pooling_factors, GivenPoolingFactors
+        )
         found = {}
         for feature in features or [option.name]:
             known = self._profiles.get(feature)
@@ -586,10 +595,12 @@ class TableReader:
                 found[feature] = "profiles of batches"
             elif known is not None:
                 found[feature] = "profiles without repeats, which are taken as Zipf's"
+            elif constraint is None:
+                found[feature] = DEFAULT_INPUTS
             elif described:
                 found[feature] = "the constraints, repeats taken as Zipf's"
             else:
-                found[feature] = DEFAULT_INPUTS
+                found[feature] = EITHER_INPUTS
         return found
 
     def pooling_factor(

@@ -88,11 +88,16 @@ from torchrec_neuroshard.planner.options.table_reader import (
 )
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.report import PlanComparison, PlanReport
+from torchrec_neuroshard.planner.results import KnownPlan
+from torchrec_neuroshard.report import (
+    Bottleneck,
+    PlanComparison,
+    PlanReport,
+    TableReport,
+)
 from torchrec_neuroshard.report.plan_parts import rank_reports
 from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search.base import SearchResult
-from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = [
@@ -237,8 +242,9 @@ class StoredPlan:
     fingerprint: PlanFingerprint
     predicted: Mapping[str, Any] | None
     """Predicted costs as stored (`PredictedCosts.to_json`, with `lower_bound_ms`,
-    `gap` and `bound_is_proven` where a search gave them); None: not known when it was
-    stored."""
+    `gap` and `bound_is_proven`; of plans that the planner returned also `tables`,
+    `memory_bytes` and `bottleneck`, as `PlanReport` has them); None: not known when it
+    was stored."""
 
     @property
     def made_for(self) -> str:
@@ -264,13 +270,16 @@ class StoredPlan:
             PlanFileError: What was predicted is damaged.
         """
         made = self.fingerprint
-        tables = plan_tables(self.plan, made.tables, made.world_size)
-        notes = ["memory is that of the weights alone: no more of it is stored"]
+        notes: list[str] = []
         found = self.predicted
         if found is None:
             notes.append("what the plan costs was not known when it was stored")
             found = {"critical_path_ms": math.nan, "ranks": [{}] * made.world_size}
         try:
+            tables, memory_bytes = self._tables(found)
+            if "tables" not in found:
+                notes.append("memory is that of the weights alone: no more is stored")
+            bottleneck = found.get("bottleneck")
             gap, num_ranks = found.get("gap"), len(found["ranks"])
             if num_ranks != made.world_size:
                 raise ValueError(f"ranks: {num_ranks}, not {made.world_size}")
@@ -279,7 +288,9 @@ class StoredPlan:
                 lower_bound_ms=float(found.get("lower_bound_ms", 0.0)),
                 gap=math.inf if gap is None else float(gap),
                 bound_is_proven=bool(found.get("bound_is_proven", False)),
-                uncertainty=float(found.get("uncertainty", 0.0)),
+                # Older files do not say what the uncertainty is of.
+                uncertainty=float(found["uncertainty"]) if "is_sampled" in found else 0,
+                is_sampled=bool(found.get("is_sampled", False)),
                 compute_source=str(found.get("compute_source", "not known")),
                 comms_source=str(found.get("comms_source", "not known")),
                 search_seconds=0.0,
@@ -291,14 +302,11 @@ class StoredPlan:
                         RankCosts(*(float(ms.get(p, 0.0)) for p in PHASES))
                         for ms in found["ranks"]
                     ],
-                    made.memory_bytes,
-                ),
-                num_split=sum(
-                    t.num_shards > 1 and t.sharding_type in COLUMN_SHARDED_TYPES
-                    for t in tables
+                    memory_bytes,
                 ),
                 splits=(),
-                tables=tuple(sorted(tables, key=lambda t: -t.used_bytes)),
+                tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
+                bottleneck=from_fields(Bottleneck, bottleneck) if bottleneck else None,
                 fallback=None,
                 warnings=tuple(notes),
             )
@@ -306,6 +314,23 @@ class StoredPlan:
             raise PlanFileError(
                 f"the costs stored with the plan are damaged: {error!r}"
             ) from error
+
+    def _tables(
+        self, found: Mapping[str, Any]
+    ) -> tuple[Sequence[TableReport], Sequence[int]]:
+        """Tables, and what each rank has for them.
+
+        Raises:
+            ValueError: What is stored is not of this plan.
+        """
+        made = self.fingerprint
+        weights = plan_tables(self.plan, made.tables, made.world_size)
+        if "tables" not in found:
+            return weights, made.memory_bytes
+        tables = [from_fields(TableReport, table) for table in found["tables"]]
+        if {t.table: t.ranks for t in tables} != {t.table: t.ranks for t in weights}:
+            raise ValueError("tables: they are not those of the plan")
+        return tables, [int(size) for size in found["memory_bytes"]]
 
     def compared_to(self, other: StoredPlan, names: tuple[str, str]) -> PlanComparison:
         """Say what lies elsewhere in another stored plan, and what that saves.
@@ -525,8 +550,10 @@ def save_plan(
     job = _Job.of(planner, topology, batch_size, cost_model, sharders)
     fingerprint = job.fingerprint(*model_tables(plan.plan, model))
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
-    if result is None and isinstance(planner, NeuroShardPlanner):
-        result = planner.last_result
+    found = None if result is None else _predicted(result)
+    if found is None and isinstance(planner, NeuroShardPlanner):
+        known = planner.last_known
+        found = None if known is None else _known(known, plan == planner.last_plan)
     data = {
         "format": _FORMAT,
         "schema": PLAN_SCHEMA_VERSION,
@@ -538,7 +565,7 @@ def save_plan(
             }
             for module_path, module_plan in plan.plan.items()
         },
-        "predicted": None if result is None else _predicted(result),
+        "predicted": found,
     }
     text = json_text(data)
     try:
@@ -643,9 +670,11 @@ def read_plan(path: str | Path) -> StoredPlan:
             "store the result with save_plan"
         ) from error
     except ValueError as error:
-        raise PlanFileError(_damaged(path, f"it is not JSON ({error})")) from error
+        named = _FORMAT.encode() in Path(path).read_bytes()
+        why = (_damaged if named else _no_plan)(path, f"it is not JSON ({error})")
+        raise PlanFileError(why) from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise PlanFileError(_damaged(path, f"its format is not '{_FORMAT}'"))
+        raise PlanFileError(_no_plan(path, f"its format is not '{_FORMAT}'"))
     schema = data.get("schema")
     if schema != PLAN_SCHEMA_VERSION:
         raise PlanFileError(
@@ -845,6 +874,17 @@ def _predicted(result: SearchResult) -> dict[str, Any]:
     }
 
 
+def _known(known: KnownPlan, is_this: bool) -> dict[str, Any]:
+    """Return what a planner knows of its last plan, the tables if it is this one."""
+    found = _predicted(known.result)
+    if is_this:
+        bottleneck = known.bottleneck
+        found["tables"] = [to_fields(table) for table in known.tables]
+        found["memory_bytes"] = list(known.memory_bytes)
+        found["bottleneck"] = None if bottleneck is None else to_fields(bottleneck)
+    return found
+
+
 def _check_fits(
     stored: PlanFingerprint,
     current: PlanFingerprint,
@@ -956,6 +996,13 @@ def _show(value: Any) -> str:
 
 def _damaged(path: str | Path, reason: str) -> str:
     return f"plan file '{path}' is damaged: {reason:.500}. Restore it, or plan anew"
+
+
+def _no_plan(path: str | Path, reason: str) -> str:
+    return (
+        f"'{path}' is not a plan file: {reason:.500}. Name a file that save_plan or "
+        "neuroshard plan --out wrote"
+    )
 
 
 def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
