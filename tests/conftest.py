@@ -7,6 +7,8 @@ import tempfile
 
 import pytest
 
+from torchrec_neuroshard import progress
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Plans must not depend on what this machine has measured before."""
@@ -14,3 +16,17 @@ def pytest_configure(config: pytest.Config) -> None:
         tempfile.gettempdir(), "neuroshard-no-cache", str(os.getpid())
     )
     os.environ["NEUROSHARD_CACHE"] = nowhere
+
+
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What commands say that they do, in order."""
+    found: list[str] = []
+    original = progress.Phase
+
+    def noted(text: str) -> progress.Phase:
+        found.append(text)
+        return original(text=text)
+
+    monkeypatch.setattr(progress, "Phase", noted)
+    return found

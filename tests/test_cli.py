@@ -6,13 +6,14 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 import torchrec_neuroshard
-from torchrec_neuroshard import cli
+from torchrec_neuroshard import cli, progress
 from torchrec_neuroshard.errors import InfeasibleError
 
 Run = Callable[[argparse.Namespace], int]
@@ -174,3 +175,33 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out.strip() == torchrec_neuroshard.__version__
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_shows_what_takes_time(
+    use_command: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(progress, "_write", written.append)
+    monkeypatch.setattr(progress, "TICK_S", 0.001)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    monkeypatch.setenv("RANK", rank)
+
+    def run(args: argparse.Namespace) -> int:
+        with progress.phase("acting"):
+            end = time.monotonic() + (30.0 if rank == "0" else 0.05)
+            while not written and time.monotonic() < end:
+                time.sleep(0.001)
+        return 0
+
+    use_command(run)
+    assert cli.main(["act"]) == 0
+    assert any("acting, 0 s" in line for line in written) == (rank == "0")
+
+
+def test_loading_a_command_is_a_phase(
+    use_command: Callable[[Run], None], phases: list[str]
+) -> None:
+    use_command(lambda args: 0)
+    assert cli.main(["act"]) == 0
+    assert phases == ["loading torch and torchrec"]

@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The way from a table to a plan: each imports only what stands above it.
     "errors": set(),
     "cut_off": set(),
+    "progress": set(),
     "files": {"errors"},
     "profiles": {"errors", "files"},
     "access": {"errors", "profiles"},
@@ -39,11 +40,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shard_encoder": _MODELS,
     "schedules": {"errors"},
     "simulator": _MODELS | {"schedules", "shard_encoder"},
-    "search": _COSTS,
-    "baselines": _COSTS | {"search", "record_store", "training.fit", "workloads"},
+    "search": _COSTS | {"progress"},
+    "baselines": _COSTS
+    | {"progress", "search", "record_store", "training.fit", "workloads"},
     "report": _COSTS | {"search", "baselines", "workloads"},
     "planner": _COSTS
-    | {"search", "baselines", "report", "workloads", "training.first_launch"},
+    | {"progress", "search", "baselines", "report", "workloads"}
+    | {"training.first_launch"},
     "monitor": _COSTS
     | {"planner", "phase_timer", "record_store", "collect.fingerprint"},
     # Beside it.
@@ -52,13 +55,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gpu_cards": {"errors"},
     "records": _VALUES,
     "record_store": {"errors", "files", "profiles", "records"},
-    "workloads": _TASKS | {"access"},
-    "collect": _DATA | {"record_store"},
-    "training": _MODELS | {"collect", "record_store"},
+    "workloads": _TASKS | {"access", "progress"},
+    "collect": _DATA | {"progress", "record_store"},
+    "training": _MODELS | {"progress", "collect", "record_store"},
     "testing": _COSTS | {"search"},
     # In front of it: these load the rest by name, when asked to.
-    "doctor": {"errors"},
-    "cli": {"errors", "doctor"},
+    "doctor": {"errors", "progress"},
+    "cli": {"errors", "progress", "doctor"},
     "__main__": {"cli"},
 }
 """Unit (a subpackage, or a module beside them) -> units, or single modules of them."""

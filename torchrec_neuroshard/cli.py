@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, cast
 
-from torchrec_neuroshard import __version__
+from torchrec_neuroshard import __version__, progress
 from torchrec_neuroshard.errors import NeuroShardError
 
 __all__ = ["COMMANDS", "Command", "main"]
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        with _interrupted_by_sigterm():
+        with _interrupted_by_sigterm(), _phases_shown():
             code = _run(arguments)
         sys.stdout.flush()
         return code
@@ -169,6 +169,12 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _phases_shown() -> contextlib.AbstractContextManager[None]:
+    """Show phases, of commands that torchrun starts on one rank alone."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    return progress.shown() if is_first else contextlib.nullcontext()
+
+
 def _run(arguments: list[str]) -> int:
     chosen = next((word for word in arguments if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(
@@ -183,8 +189,9 @@ def _run(arguments: list[str]) -> int:
             command.name, help=command.help, description=_sentence(command.help)
         )
         if command.name == chosen:
-            module = cast(_CommandModule, importlib.import_module(command.module))
-            module.add_arguments(subparser)
+            with progress.phase("loading torch and torchrec"):
+                module = cast(_CommandModule, importlib.import_module(command.module))
+                module.add_arguments(subparser)
     args = parser.parse_args(arguments, argparse.Namespace(started=_STARTED))
     if module is None:
         parser.print_help(sys.stderr)

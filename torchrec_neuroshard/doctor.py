@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchrec_neuroshard.errors import EnvironmentMismatchError
+from torchrec_neuroshard.progress import phase
 
 __all__ = [
     "FBGEMM_DISTRIBUTIONS",
@@ -584,7 +585,8 @@ def run(args: argparse.Namespace) -> int:
     problems = diagnose(installed)
     broken = any(problem.severity == "error" for problem in problems)
     if args.load and not broken:
-        failure = load_frameworks()
+        with phase("loading torch, fbgemm and torchrec"):
+            failure = load_frameworks()
         if failure is not None:
             release, build = _target(installed)
             problems.append(

@@ -29,8 +29,13 @@ def options(out: Path, *more: str, comms: Path = COLLECTIVES) -> list[str]:
     return ["train-neuroshard", *files, "--world-sizes", "2", "--epochs", "2", *more]
 
 
-def test_trained_on_records(tmp_path: Path) -> None:
+def test_trained_on_records(tmp_path: Path, phases: list[str]) -> None:
     assert main(options(tmp_path)) == 0
+    assert phases[1:] == [
+        "reading the records",
+        "training the net of kernels",
+        "training the nets of 2 ranks",
+    ]
     models = load_models(tmp_path)
     assert list(models.comms) == [2]
     assert models.fingerprint.device == load_cost_model("cpu_epyc_zen5").hardware

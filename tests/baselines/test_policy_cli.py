@@ -83,9 +83,13 @@ def test_killed_run_goes_on_to_the_same_weights(
 
 
 def test_card_and_description_say_what_was_done(
-    tables_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tables_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    phases: list[str],
 ) -> None:
     assert main(options("dreamshard", tables_file, tmp_path, 1)) == 0
+    assert phases[1:] == ["training", "judging by other tables"]
     shown = capsys.readouterr().out
     policy = DreamShardSearcher(tmp_path).policy
     assert list(policy.info.ranges["batch_size"]) == [512, 512]

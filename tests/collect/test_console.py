@@ -35,7 +35,7 @@ def test_batch_jobs_get_plain_lines_now_and_then() -> None:
     ]
 
 
-def test_a_terminal_gets_bars_alone() -> None:
+def test_a_terminal_gets_bars_alone(phases: list[str]) -> None:
     file, clock = io.StringIO(), Ticking()
     console = Console(file=file, width=120, force_terminal=True, color_system=None)
     with RateProgress(console, "sets", clock) as progress:
@@ -45,6 +45,7 @@ def test_a_terminal_gets_bars_alone() -> None:
             advance()
     assert "3/3" in file.getvalue() and "0.50 sets/s" in file.getvalue()
     assert "3 of 3 sets" not in file.getvalue()
+    assert phases == [""]  # nothing is shown of the phase around the bars
 
 
 @pytest.mark.parametrize("completed", [0, 5])

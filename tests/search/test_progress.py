@@ -3,11 +3,14 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
+import sys
+import threading
+import time
 
 import pytest
-from rich.console import Console
 
 from tests.builders import make_tables, make_task, search
+from torchrec_neuroshard import progress
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.search import progress as module
@@ -53,24 +56,34 @@ def test_a_search_that_fails_is_done() -> None:
     assert seen[-1].gap == float("inf")
 
 
-def shown(terminal: bool, *reports: SearchProgress) -> str:
+def shown(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> str:
+    """What a line writes while `HALFWAY` is reported."""
     out = io.StringIO()
-    line = ProgressLine(Console(file=out, force_terminal=terminal, width=120))
-    for report in reports:
-        line(report)
-    line.close()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setattr(progress, "TICK_S", 0.001)
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    line = ProgressLine()
+    line(HALFWAY)
+    for _ in range(1000 if terminal else 20):
+        if "neuroshard: " in out.getvalue():
+            break
+        time.sleep(0.01)
+    line(dataclasses.replace(HALFWAY, phase="done"))
+    assert not [t for t in threading.enumerate() if "_run" in t.name]
     return out.getvalue()
 
 
-def test_the_line_tells_cost_gap_and_time() -> None:
-    text = shown(True, HALFWAY)
-    assert "refining, best 12.500 ms" in text
-    assert "about 4.2 % above" in text
-    assert "3 s, at most 17 left" in text
+def test_the_line_tells_cost_gap_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = shown(monkeypatch, True)
+    assert "planning: refining, best 12.500 ms" in text
+    assert "gap 4.2%, at most 17 s left, 0 s" in text
+    assert text.endswith("\r\x1b[K")
 
 
-def test_short_searches_and_files_stay_quiet() -> None:
-    assert shown(False, HALFWAY) == ""
-    assert shown(True, dataclasses.replace(HALFWAY, seconds=1.0)) == ""
-    unknown = dataclasses.replace(HALFWAY, best_ms=float("inf"), bound_ms=0.0)
-    assert "best" not in shown(True, unknown)
+def test_a_search_outside_of_commands_writes_into_no_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert shown(monkeypatch, False) == ""

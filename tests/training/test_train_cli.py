@@ -59,7 +59,7 @@ def write(path: Path, num_held_out: int = 20, device: str = "test device") -> Pa
 
 
 def test_command_prints_epochs_and_writes_a_bundle(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], phases: list[str]
 ) -> None:
     records, out = write(tmp_path / "r.parquet"), tmp_path / "mine"
     code = main(
@@ -69,6 +69,11 @@ def test_command_prints_epochs_and_writes_a_bundle(
     printed = capsys.readouterr().out
     assert all(f"epoch    {i}/3" in printed for i in (1, 2, 3))
     assert load_bundle(out).name == "mine"
+    assert phases[1:] == [
+        "reading the records",
+        "training",
+        "judging by held-out tables",
+    ]
 
 
 def test_card_states_errors_noise_and_hardware(tmp_path: Path) -> None:

@@ -35,7 +35,10 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_profiles_are_those_of_the_ids(
-    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    phases: list[str],
 ) -> None:
     out = tmp_path / "profiles.json"
     assert main(["profile", str(data), "--out", str(out), "--samples", "200"]) == 0
@@ -48,6 +51,7 @@ def test_profiles_are_those_of_the_ids(
     shown = capsys.readouterr().out
     assert "user" in shown and "tags" in shown
     assert "not profiled: label, title\n" in shown
+    assert phases[1:] == ["reading the data", "profiling", "writing"]
 
 
 def test_folders_and_csv_are_read_and_empty_cells_are_no_ids(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_
 from torchrec_neuroshard.errors import ConfigError, RecordMismatchError
 from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.files import check_folder, from_options
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.records import CommsRecord, CostRecord, command_line
 from torchrec_neuroshard.tables import TableConfig
@@ -156,8 +157,9 @@ def train_models(
         ConfigError: The cost model has no collectives, and labels need them.
     """
     console = console or Console()
-    headers, records = read_records(run.compute)
-    files = read_comms_records(run.comms)
+    with phase("reading the records"):
+        headers, records = read_records(run.compute)
+        files = read_comms_records(run.comms)
     device = headers[0].fingerprint.device
     devices = sorted({h.fingerprint.device for h, _ in files})
     if not run.mix_hardware and devices not in ([], [device]):
@@ -169,12 +171,14 @@ def train_models(
     measured = sorted({r.world_size for r in collectives if is_pooled(r)})
     device_type = headers[0].fingerprint.device_type
     others = {w: _comms_model(run, w, device_type) for w in run.world_sizes or measured}
-    compute, judgement = _train_compute(run, tables, records, device_type)
+    with phase("training the net of kernels"):
+        compute, judgement = _train_compute(run, tables, records, device_type)
     judgements = [judgement]
     console.print(_line(judgement))
     nets: dict[int, CommsNets] = {}
     for world_size, other in others.items():
-        nets[world_size], both = _train_comms(run, world_size, collectives, other)
+        with phase(f"training the nets of {world_size} ranks"):
+            nets[world_size], both = _train_comms(run, world_size, collectives, other)
         judgements += both
         for judgement in both:
             console.print(_line(judgement))

@@ -58,6 +58,7 @@ from torchrec_neuroshard.devices import BACKENDS
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.records import command_line
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads import generate_dlrm_tables, load_json
@@ -253,7 +254,8 @@ def _run(
         console=console,
         refresh_per_second=2,
     )
-    with progress:
+    of_training = phase("" if console.is_terminal else "training")
+    with of_training as shown, progress:
         bar = progress.add_task(
             trainer.method, total=trainer.num_iterations, metrics=""
         )
@@ -261,6 +263,9 @@ def _run(
         def report(iteration: int, metrics: Mapping[str, float]) -> None:
             text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             progress.update(bar, completed=iteration + 1, metrics=text)
+            if not console.is_terminal:
+                total = trainer.num_iterations
+                shown.text = f"training: {iteration + 1} of {total}  {text}".rstrip()
 
         start = time.process_time()
         first = run_training(trainer, out, identity, report)
@@ -277,7 +282,8 @@ def _compare(
     costs: SimulatedPlans,
 ) -> list[Comparison]:
     tasks = sample_policy_tasks(tables, run.tasks, run.num_test_tasks)
-    return compare(searcher, yardsticks(), tasks, costs)
+    with phase("judging by other tables"):
+        return compare(searcher, yardsticks(), tasks, costs)
 
 
 def _comms_model(run: PolicyRun, world_size: int) -> CommsModel:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 
+from torchrec_neuroshard.progress import phase
+
 __all__ = ["add_arguments", "run"]
 
 _KINDS = {
@@ -24,5 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen kind."""
     module = importlib.import_module(f"torchrec_neuroshard.collect.{args.kind}")
-    code: int = module.run(args)
+    with phase("measuring"):  # until bars say more
+        code: int = module.run(args)
     return code

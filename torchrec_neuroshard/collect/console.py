@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.records import CommsRecord, CostRecord, repeatability
 
 __all__ = ["RateProgress", "repeatability_text"]
@@ -53,6 +55,17 @@ class RateProgress(Progress):
             disable=not console.is_terminal,
         )
         self._unit, self._clock = unit, clock
+        self._in_place_of_line = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Show the bars, in place of the line of a command's phase."""
+        self._in_place_of_line.enter_context(phase(""))
+        super().start()
+
+    def stop(self) -> None:
+        """Take the bars away."""
+        super().stop()
+        self._in_place_of_line.close()
 
     def add_bar(
         self, description: str, total: int, completed: int = 0

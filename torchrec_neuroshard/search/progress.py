@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.status import Status
+from torchrec_neuroshard.progress import Phase, phase, shown
 
 __all__ = ["NO_REPORTS", "ProgressLine", "ProgressReporter", "SearchProgress"]
 
 REPORT_SECONDS = 0.2
 """Reports come no more often, but for the first and the last of a phase."""
-QUIET_SECONDS = 2.0
-"""Searches shorter than this show no line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,35 +82,30 @@ NO_REPORTS = ProgressReporter(None, 0.0, 0.0)
 
 
 class ProgressLine:
-    """Shows a search that takes longer than two seconds in one line on stderr.
+    """Shows a search in one line on stderr, as phases of a command are shown.
 
     Nothing is written where that is not a terminal. Pass one as
     `SearchConfig(progress=...)`; it serves any number of searches.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        """Write to a console; None is stderr."""
-        self._console = console or Console(stderr=True)
-        self._status: Status | None = None
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+        self._phase: Phase | None = None
 
     def __call__(self, progress: SearchProgress) -> None:
         """Show where the search stands."""
         if progress.phase == "done":
             self.close()
-            return
-        if not self._console.is_terminal or progress.seconds < QUIET_SECONDS:
-            return
-        text = _describe(progress)
-        if self._status is None:
-            self._status = self._console.status(text)
-            self._status.start()
-        self._status.update(text)
+        elif sys.stderr.isatty():
+            if self._phase is None:
+                self._open.enter_context(shown())
+                self._phase = self._open.enter_context(phase(""))
+            self._phase.text = _describe(progress)
 
     def close(self) -> None:
         """Take the line away."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        self._open.close()
+        self._phase = None
 
 
 def _describe(progress: SearchProgress) -> str:
@@ -119,6 +113,6 @@ def _describe(progress: SearchProgress) -> str:
     if progress.best_ms < float("inf"):
         parts.append(f"best {progress.best_ms:.3f} ms")
     if progress.gap < float("inf"):
-        parts.append(f"about {100 * progress.gap:.1f} % above the best possible")
-    parts.append(f"{progress.seconds:.0f} s, at most {progress.seconds_left:.0f} left")
+        parts.append(f"gap {progress.gap:.1%}")
+    parts.append(f"at most {progress.seconds_left:.0f} s left")
     return ", ".join(parts)

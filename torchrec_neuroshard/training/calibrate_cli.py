@@ -36,6 +36,7 @@ from torchrec_neuroshard.devices import (
 )
 from torchrec_neuroshard.errors import ConfigError, RankFailureError, RecordError
 from torchrec_neuroshard.files import check_folder, from_options
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.record_store import read_records
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -444,8 +445,9 @@ def run(args: argparse.Namespace) -> int:
     source = source_folder(args.source)
     _check_collectives(args, source)
     config = from_options(CalibrationConfig, args)
-    records = args.records or [_measure(args, console)]
-    with RateProgress(console, "epochs") as progress:
+    with phase("measuring"):
+        records = args.records or [_measure(args, console)]
+    with phase("calibrating"), RateProgress(console, "epochs") as progress:
 
         def report(name: str, epochs: int) -> EpochReport:
             advance = progress.add_bar(name, epochs)

@@ -19,6 +19,7 @@ from torchrec_neuroshard.cost_models.bundle import (
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.files import check_folder, from_options
+from torchrec_neuroshard.progress import clear, phase
 from torchrec_neuroshard.record_store import (
     read_comms_records,
     read_records,
@@ -91,10 +92,11 @@ def train_bundle(
         RecordMismatchError: The files are of different machines.
     """
     console = console or Console()
-    headers, all_records = read_records(records)
-    steady = steady_records(all_records)
-    num_disturbed = len(all_records) - len(steady)
-    training = build_sets([r for r in steady if not r.held_out])
+    with phase("reading the records"):
+        headers, all_records = read_records(records)
+        steady = steady_records(all_records)
+        num_disturbed = len(all_records) - len(steady)
+        training = build_sets([r for r in steady if not r.held_out])
     held_out = [r for r in steady if r.held_out and r.repeat_of is None]
     if len(held_out) < 10:
         raise RecordError(
@@ -109,22 +111,25 @@ def train_bundle(
     )
 
     def report(epoch: int, loss: float, mape: float, tau: float) -> None:
+        clear()
         console.print(
             f"epoch {epoch + 1:4d}/{config.epochs}  loss {loss:.5f}  "
             f"validation: total error {mape:.2%}  tau {tau:.4f}"
         )
 
-    networks = {
-        "learned": train(training, config, report),
-        "linear": linear_network(fit_linear(training)),
-    }
-    evaluations = [
-        *(
-            evaluate(n, as_cost_model(m, training, n), test)
-            for n, m in networks.items()
-        ),
-        evaluate("stock", fit_stock(training), test),
-    ]
+    with phase("training"):
+        networks = {
+            "learned": train(training, config, report),
+            "linear": linear_network(fit_linear(training)),
+        }
+    with phase("judging by held-out tables"):
+        evaluations = [
+            *(
+                evaluate(n, as_cost_model(m, training, n), test)
+                for n, m in networks.items()
+            ),
+            evaluate("stock", fit_stock(training), test),
+        ]
     learned, linear = map(score, evaluations[:2])
     kept = "learned" if learned <= linear else "linear"
     verdict = (
@@ -195,7 +200,8 @@ def train_comms_bundle(
             of the backend asked for.
     """
     console = console or Console()
-    files = read_comms_records(records)
+    with phase("reading the records"):
+        files = read_comms_records(records)
     headers = [header for header, _ in files]
     if backend is not None and headers[0].backend != backend:
         raise RecordMismatchError(
@@ -220,15 +226,17 @@ def train_comms_bundle(
     console.print(f"{len(training)} collectives to train on, {len(test)} to test")
 
     def report(step: int, loss: float, error: float) -> None:
+        clear()
         console.print(
             f"step {step + 1:5d}/{config.steps}  loss {loss:.5f}  validation: median "
             f"error {error:.2%}"
         )
 
     init = _model_before(before, headers[0].backend)
-    found = make_candidates(training_data, test_data, config, init, report)
-    network = found.network
-    evaluations = evaluate_comms(network, training_data, test_data)
+    with phase("training"):
+        found = make_candidates(training_data, test_data, config, init, report)
+        network = found.network
+        evaluations = evaluate_comms(network, training_data, test_data)
     sums = [float(sum(r.bytes_per_peer)) for r in training]
     info = CommsBundleInfo(
         name=name,

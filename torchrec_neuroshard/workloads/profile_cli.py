@@ -14,6 +14,7 @@ from pyarrow import compute, dataset
 from torchrec_neuroshard.errors import ConfigError, ProfileError, suggestion
 from torchrec_neuroshard.files import TOO_LARGE, check_outputs
 from torchrec_neuroshard.profiles import FeatureProfile, profile_ids, save_profiles
+from torchrec_neuroshard.progress import phase
 
 __all__ = ["add_arguments", "profile_data", "run"]
 
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         )
     check_outputs(args.out, read=(args.data,))
     profiles = profile_data(args.data, args.samples, args.features)
-    save_profiles(profiles, args.out)
+    with phase("writing"):
+        save_profiles(profiles, args.out)
     width = max(len(name) for name in profiles)
     print(f"{'feature':<{width}} {'samples':>9} {'pooling':>9} {'distinct':>11} reuse")
     for name, profile in profiles.items():
@@ -105,14 +107,18 @@ def profile_data(
             + ", ".join(f"{f.name} ({f.type})" for f in data.schema)
         )
     try:
-        table = data.head(num_samples, columns=wanted)
+        with phase("reading the data"):
+            table = data.head(num_samples, columns=wanted)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ProfileError(f"{path} cannot be read: {error}") from error
     if not table.num_rows:
         raise ProfileError(f"{path} has no rows")
-    return {
-        name: profile_ids(ids, lengths) for name, ids, lengths in _features(path, table)
-    }
+    profiles: dict[str, FeatureProfile] = {}
+    with phase("profiling") as shown:
+        for name, ids, lengths in _features(path, table):
+            shown.text = f"profiling {name}, {len(profiles)} of {len(wanted)} done"
+            profiles[name] = profile_ids(ids, lengths)
+    return profiles
 
 
 def _open(path: Path) -> dataset.Dataset:

@@ -8,6 +8,7 @@ from pathlib import Path
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.planner.cli.plan import write_json
 from torchrec_neuroshard.planner.plans.plan_files import read_plan
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import write_html
 
 __all__ = ["add_arguments", "run"]
@@ -29,10 +30,12 @@ def run(args: argparse.Namespace) -> int:
     """
     check_outputs(args.html, args.json, read=(args.first, args.second))
     names = str(args.first), str(args.second)
-    found = read_plan(args.first).compared_to(read_plan(args.second), names)
+    with phase("comparing the plans"):
+        found = read_plan(args.first).compared_to(read_plan(args.second), names)
     print(found)
-    if args.html:
-        write_html(found, args.html, " and ".join(names))
-    if args.json:
-        write_json(found.to_json(), args.json)
+    with phase("writing"):
+        if args.html:
+            write_html(found, args.html, " and ".join(names))
+        if args.json:
+            write_json(found.to_json(), args.json)
     return 0

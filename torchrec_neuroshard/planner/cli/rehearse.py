@@ -16,6 +16,7 @@ from torchrec_neuroshard.planner.cli.plan import planning, write_json
 from torchrec_neuroshard.planner.options.groups import with_sharding_group
 from torchrec_neuroshard.planner.plans.plan_files import PlanFingerprint, read_plan
 from torchrec_neuroshard.planner.plans.rehearse import rehearse
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.schedules import SCHEDULES
 
 __all__ = ["add_arguments", "run"]
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         NeuroShardError: The plan file or the model cannot be used.
     """
     check_outputs(args.json, read=(args.plan, args.model))
-    stored = read_plan(args.plan)
+    with phase("reading the plan"):
+        stored = read_plan(args.plan)
     made_for = stored.fingerprint
     batch_size = args.batch_size
     if batch_size is None:
@@ -63,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
             f"plan file '{args.plan}' does not say for which batch size it was made; "
             "pass --batch-size"
         )
-    given = read_model(args.model)
-    with planning(args.model):
+    with phase("reading the model"):
+        given = read_model(args.model)
+    with planning(args.model), phase("rehearsing every rank"):
         report = rehearse(
             given.module,
             stored.plan,

@@ -10,6 +10,7 @@ from rich.console import Console
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.planner.cli.plan import write_json
 from torchrec_neuroshard.planner.plans.plan_files import read_plan
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import write_html
 from torchrec_neuroshard.report.terminal import print_report
 
@@ -30,12 +31,14 @@ def run(args: argparse.Namespace) -> int:
         PlanFileError: The file cannot be used.
     """
     check_outputs(args.html, args.json, read=(args.plan,))
-    stored = read_plan(args.plan)
-    report = stored.report()
+    with phase("reading the plan"):
+        stored = read_plan(args.plan)
+        report = stored.report()
     print(f"{args.plan}: {stored.made_for}")
     print_report(report, Console())
-    if args.html:
-        write_html(report, args.html, f"Plan {args.plan}")
-    if args.json:
-        write_json(report.to_json(), args.json)
+    with phase("writing"):
+        if args.html:
+            write_html(report, args.html, f"Plan {args.plan}")
+        if args.json:
+            write_json(report.to_json(), args.json)
     return 0

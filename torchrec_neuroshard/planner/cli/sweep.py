@@ -7,15 +7,13 @@ import functools
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torchrec.distributed.planner.types import PlannerError, Topology
 
 from torchrec_neuroshard.errors import ConfigError
@@ -33,6 +31,7 @@ from torchrec_neuroshard.planner.cli.plan import (
 )
 from torchrec_neuroshard.planner.options.groups import group_topology
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import Sweep, SweepCell
 from torchrec_neuroshard.search import SearchConfig
 
@@ -106,25 +105,17 @@ def run(args: argparse.Namespace) -> int:
     """
     outputs = check_outputs(args.csv, args.svg, read=files_read(args))
     _model.cache_clear()  # the file may be another one by now
-    given = _model(args.model)
+    with phase("reading the model"):
+        given = _model(args.model)
     prices = dict(_price(text, args.cards) for text in args.price)
     cells = list(_cells(args))
     _check(args, cells)
     planner_arguments(args, given)  # before any process starts: are the files good?
     jobs = args.jobs or min(os.cpu_count() or 1, _MOST_JOBS)
-    console = Console(stderr=True)
-    shown = functools.partial(
-        track,
-        total=len(cells),
-        description="planning",
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    work = functools.partial(_plan, args=args, prices=prices)
     if min(jobs, len(cells)) == 1:
-        found = [_plan(cell, args, prices) for cell in shown(cells)]
+        found = _counted(map(work, cells), len(cells))
     else:
-        work = functools.partial(_plan, args=args, prices=prices)
         try:
             with ProcessPoolExecutor(
                 min(jobs, len(cells)),
@@ -132,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
                 initializer=torch.set_num_threads,
                 initargs=(1,),
             ) as pool:
-                found = list(shown(pool.map(work, cells)))
+                found = _counted(pool.map(work, cells), len(cells))
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"one of {jobs} processes died, most likely for want of memory: each "
@@ -147,6 +138,17 @@ def run(args: argparse.Namespace) -> int:
     for path in outputs:
         print(f"wrote {path}")
     return 0 if any(cell.fits for cell in swept.cells) else 1
+
+
+def _counted(planned: Iterable[SweepCell], total: int) -> list[SweepCell]:
+    """Wait for all cells, and show how many are there."""
+    found: list[SweepCell] = []
+    with phase("planning") as shown:
+        shown.text = f"planning: 0 of {total} done"
+        for cell in planned:
+            found.append(cell)
+            shown.text = f"planning: {len(found)} of {total} done"
+    return found
 
 
 @functools.cache
@@ -201,7 +203,10 @@ def _plan(
         planner = NeuroShardPlanner(
             topology=_devices(cell, args),
             batch_size=cell.batch_size,
-            search=SearchConfig(time_budget_seconds=args.seconds),
+            # Nothing is shown of single searches: several at once share the line.
+            search=SearchConfig(
+                time_budget_seconds=args.seconds, progress=lambda search: None
+            ),
             consider_stock=False,
             **planner_arguments(args, given),
         )

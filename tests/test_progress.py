@@ -1,0 +1,110 @@
+"""What commands show on stderr for as long as something takes."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from torchrec_neuroshard import progress
+from torchrec_neuroshard.progress import clear, phase, shown
+
+
+class Stream(io.StringIO):
+    """A stderr that may be a terminal."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def until(self, is_there: Callable[[str], bool]) -> str:
+        """Wait for what is written."""
+        end = time.monotonic() + 30
+        while not is_there(self.getvalue()):
+            assert time.monotonic() < end, self.getvalue()
+            time.sleep(0.001)
+        return self.getvalue()
+
+
+@pytest.fixture
+def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """Stderr, of a terminal where the test says so, and no need to wait."""
+    found = Stream(getattr(request, "param", False))
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))
+    monkeypatch.setattr(progress, "TICK_S", 0.001)
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.01)
+    return found
+
+
+on_a_terminal = pytest.mark.parametrize("stream", [True], indirect=True)
+
+
+def test_files_get_a_line_now_and_then(stream: Stream) -> None:
+    with shown(), phase("reading"):
+        written = stream.until(lambda text: text.count("\n") > 2)
+    assert set(written.splitlines()) == {"neuroshard: reading, 0 s"}
+
+
+@on_a_terminal
+def test_a_terminal_gets_one_line_that_goes(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    with shown():
+        with phase("planning") as current:
+            stream.until(
+                lambda text: text.endswith("\r\x1b[Kneuroshard: planning, 0 s")
+            )
+            current.text = "planning for a very long time"
+            stream.until(lambda text: text.endswith("neuroshard: planning for a ve"))
+            clear()
+            stream.until(lambda text: "a ve\r\x1b[K" in text)
+        assert stream.getvalue().endswith("\r\x1b[K")
+    assert "\n" not in stream.getvalue()
+
+
+def test_the_innermost_phase_is_shown(stream: Stream) -> None:
+    with shown(), phase("planning"):
+        with phase("comparing"):
+            stream.until(lambda text: "comparing" in text)
+        assert "planning" not in stream.getvalue().partition("comparing")[2]
+        stream.until(lambda text: text.endswith("planning, 0 s\n"))
+        with phase(""):  # a bar of progress takes over
+            before = stream.getvalue()
+            time.sleep(0.05)
+            assert stream.getvalue() == before
+
+
+def test_a_phase_left_behind_by_a_thread_goes_with_the_one_around_it(
+    stream: Stream,
+) -> None:
+    with shown(), phase("all"):
+        left_behind = phase("comparing")
+        with phase("planning"):
+            left_behind.__enter__()
+        stream.until(lambda text: text.endswith("all, 0 s\n"))
+        left_behind.__exit__(None, None, None)
+        stream.until(lambda text: text.count("all") > 2)
+
+
+def test_short_phases_show_nothing(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 10.0)
+    with shown(), phase("reading"):
+        time.sleep(0.05)
+    assert not stream.getvalue()
+
+
+def test_nothing_is_shown_where_no_command_runs(stream: Stream) -> None:
+    with phase("reading"):
+        time.sleep(0.05)
+        clear()
+    assert not stream.getvalue()

@@ -1,0 +1,140 @@
+"""What a command is doing, on stderr, for as long as that takes.
+
+On a terminal it is one line that goes when the phase ends. Elsewhere a line is printed
+every ten seconds. Where no command runs, phases show nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Phase", "clear", "phase", "shown"]
+
+LINE_EVERY_S = 10.0
+"""Without a terminal: how often a line is printed."""
+QUIET_S = 1.0
+"""On a terminal: shorter phases show no line."""
+TICK_S = 0.25
+"""Between two looks at the clock."""
+
+_ERASE = "\r\x1b[K"
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Phase:
+    """A phase of a running command."""
+
+    text: str
+    """Shown from the next tick on; nothing is shown while it is empty."""
+    started: float = field(default_factory=time.monotonic)
+
+
+class _Ticker:
+    """Shows the innermost phase, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._phases: list[Phase] = []
+        self._due, self._is_shown = 0.0, False
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def enter(self, entered: Phase) -> None:
+        with self._lock:
+            if not self._phases:
+                self._due = entered.started + LINE_EVERY_S
+            self._phases.append(entered)
+
+    def leave(self, left: Phase) -> None:
+        """Leave a phase, and those within it that a thread left behind."""
+        with self._lock:
+            if left in self._phases:
+                del self._phases[self._phases.index(left) :]
+            self._erase()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._erase()
+
+    def _run(self) -> None:
+        while not self._over.wait(TICK_S):
+            with self._lock, contextlib.suppress(OSError, ValueError):
+                if self._phases:
+                    self._show(self._phases[-1], time.monotonic())
+
+    def _show(self, current: Phase, now: float) -> None:
+        if not current.text:
+            self._erase()
+            return
+        seconds = now - current.started
+        line = f"neuroshard: {current.text}, {seconds:.0f} s"
+        if sys.stderr.isatty():
+            if seconds >= QUIET_S:
+                self._is_shown = True
+                _write(_ERASE + line[: shutil.get_terminal_size().columns - 1])
+        elif now >= self._due:
+            self._due = now + LINE_EVERY_S
+            _write(line + "\n")
+
+    def _erase(self) -> None:
+        if self._is_shown:
+            self._is_shown = False
+            _write(_ERASE)
+
+
+_ticker: _Ticker | None = None
+
+
+@contextlib.contextmanager
+def shown() -> Iterator[None]:
+    """Show phases while this lasts; within another one it changes nothing."""
+    global _ticker
+    if _ticker is not None:
+        yield
+        return
+    _ticker = ticker = _Ticker()
+    try:
+        yield
+    finally:
+        _ticker = None
+        ticker.stop()
+
+
+@contextlib.contextmanager
+def phase(text: str) -> Iterator[Phase]:
+    """Show what a command does here.
+
+    Args:
+        text: Without a full stop, such as "reading the model". Change it by `text` of
+            what is returned. Phases within this one are shown in its place; an empty
+            text leaves the line to a bar of progress.
+    """
+    entered, ticker = Phase(text=text), _ticker
+    if ticker is not None:
+        ticker.enter(entered)
+    try:
+        yield entered
+    finally:
+        if ticker is not None:
+            ticker.leave(entered)
+
+
+def clear() -> None:
+    """Take the line away until the next tick, for something else to be printed."""
+    if _ticker is not None:
+        _ticker.clear()
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
