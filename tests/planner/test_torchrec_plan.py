@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner import utils as torchrec_utils
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import CacheParams, CacheStatistics
+from torchrec.distributed.types import CacheParams, CacheStatistics, ShardingPlan
 
 from tests.builders import (
     Chosen,
@@ -31,7 +33,11 @@ from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.options.spread_options import SpreadOption
 from torchrec_neuroshard.planner.parts import proposers, torchrec_plan
-from torchrec_neuroshard.planner.parts.shard_estimators import TimedEstimator
+from torchrec_neuroshard.planner.parts.shard_estimators import (
+    OutOfTimeError,
+    TimedEstimator,
+)
+from torchrec_neuroshard.planner.parts.torchrec_plan import StockPlan, stock_plan
 from torchrec_neuroshard.search import SearchResult
 
 pytestmark = pytest.mark.usefixtures("patience")
@@ -191,6 +197,77 @@ def test_shards_of_one_size_are_estimated_as_each_would_be() -> None:
         assert [(s.size, s.offset, s.perf) for s in option.shards] == [
             (s.size, s.offset, s.perf) for s in theirs[key]
         ]
+
+
+def stock(seconds: float, *, like: ShardingPlan | None = None) -> StockPlan:
+    """TorchRec's plan of three tables, within some seconds."""
+    found = stock_plan(
+        make_ebc([(10_000, 64), (300, 64), (2_000_000, 128)]),
+        bag_sharders(),
+        topology=Topology(2, "cuda"),
+        batch_size=64,
+        constraints=FEW_TYPES,
+        seconds=seconds,
+    )
+    assert like is None or str(found.plan) == str(like)
+    return found
+
+
+FEW_TYPES = {
+    f"t{i}": ParameterConstraints(sharding_types=["table_wise", "row_wise"])
+    for i in range(2)
+}
+
+
+class Clock:
+    """Stands still but for calls that take a second each."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def during(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            self.now += 1.0
+            return method(*arguments, **named)
+
+        return timed
+
+
+def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices() -> None:
+    ebc = make_ebc([(10_000, 64), (300, 64), (2_000_000, 128)])
+    topology = Topology(2, "cuda")
+    planner = stock_planner(topology, constraints=FEW_TYPES, batch_size=64)
+    found = stock(math.inf, like=planner.plan(ebc, bag_sharders()))
+    assert not found.is_cut
+    assert found.num_proposals > 100
+
+
+def test_torchrecs_planner_stops_within_its_estimates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(torchrec_plan, "time", clock)
+    estimate = clock.during(TimedEstimator.estimate)
+    monkeypatch.setattr(TimedEstimator, "estimate", estimate)
+    with pytest.raises(OutOfTimeError, match="it had estimated 2 of 3 tables"):
+        stock(1.5)
+
+
+def test_torchrecs_planner_stops_within_its_proposals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(torchrec_plan, "time", clock)
+    partition = clock.during(GreedyPerfPartitioner.partition)
+    monkeypatch.setattr(GreedyPerfPartitioner, "partition", partition)
+    cut = stock(4.5)
+    assert cut.is_cut
+    assert cut.num_proposals == 4
+    # The first plan is waited for.
+    assert stock(0.5).num_proposals == 1
 
 
 def test_torchrecs_proposers_take_turns_while_plans_get_better(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import time
 import warnings
@@ -12,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import ShardingPlan
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_outputs, json_text, write_whole
@@ -26,10 +25,13 @@ from torchrec_neuroshard.planner.cli.given_models import (
     read_model,
     read_placement,
 )
+from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
+from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.plans.plan_files import save_plan
 from torchrec_neuroshard.planner.plans.rehearse import rehearse
 from torchrec_neuroshard.profiles import load_profiles
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import PlanComparison, Rehearsal, write_html
 from torchrec_neuroshard.report.terminal import print_report
 from torchrec_neuroshard.schedules import SCHEDULES
@@ -44,9 +46,6 @@ __all__ = [
     "run",
     "write_json",
 ]
-
-_TORCHREC_SECONDS = 60
-"""How long TorchRec's own planner may look for the plan to compare with."""
 
 
 def add_planner_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,10 +114,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--search", choices=sorted(SEARCHES), default="default")
     parser.add_argument(
-        "--seconds", type=float, help="that the default search may take (20)"
+        "--seconds",
+        type=float,
+        help="that the default search may take, and again TorchRec's planner (20 each)",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="set TorchRec's own plan beside it"
+        "--compare",
+        action="store_true",
+        help="set the plan beside it that TorchRec's planner makes in --seconds",
     )
     parser.add_argument(
         "--rehearse", action="store_true", help="build every rank without its device"
@@ -139,42 +142,49 @@ def run(args: argparse.Namespace) -> int:
     read = *files_read(args), args.placement
     outputs = check_outputs(args.out, args.html, args.json, read=read)
     console = Console()
-    given = read_model(args.model)
+    with phase("reading the model"):
+        given = read_model(args.model)
     search: str | SearchConfig = args.search
+    limits = SearchConfig()
     if args.seconds is not None:
-        if search != "default":
+        if search != "default" and not args.compare:
             raise ConfigError(f"--seconds is for the default search, not '{search}'")
-        search = SearchConfig(time_budget_seconds=args.seconds)
+        limits = SearchConfig(time_budget_seconds=args.seconds)
+    if search == "default":
+        search = limits
     placement = None if args.placement is None else read_placement(args.placement)
     start = time.monotonic()
     compared: PlanComparison | str | None = None
     rehearsed: Rehearsal | None = None
     with planning(args.model):
-        planner = NeuroShardPlanner(
-            topology=devices_named(
-                args.card, args.ranks, args.ranks_per_node, args.memory_gb
-            ),
-            batch_size=args.batch_size,
-            search=search,
-            placement_constraints=placement,
-            **planner_arguments(args, given),
-        )
-        plan = planner.plan(given.module, given.sharders)
-        seconds = time.monotonic() - start
-        report = planner.report()
-        if args.compare:
-            compared = _compared(planner, given)
-        if args.rehearse:
-            rehearsed = rehearse(
-                given.module,
-                plan,
-                planner.topology,
-                given.sharders,
-                batch_size=planner.batch_size,
-                constraints=planner.constraints,
-                profiles=planner.profiles,
-                pipeline_type=args.pipeline,
+        with phase("loading the cost model"):
+            planner = NeuroShardPlanner(
+                topology=devices_named(
+                    args.card, args.ranks, args.ranks_per_node, args.memory_gb
+                ),
+                batch_size=args.batch_size,
+                search=search,
+                placement_constraints=placement,
+                **planner_arguments(args, given),
             )
+        with phase("planning"):
+            plan = planner.plan(given.module, given.sharders)
+            seconds = time.monotonic() - start
+            report = planner.report()
+        if args.compare:
+            compared = _compared(planner, given, limits.time_budget_seconds)
+        if args.rehearse:
+            with phase("rehearsing every rank"):
+                rehearsed = rehearse(
+                    given.module,
+                    plan,
+                    planner.topology,
+                    given.sharders,
+                    batch_size=planner.batch_size,
+                    constraints=planner.constraints,
+                    profiles=planner.profiles,
+                    pipeline_type=args.pipeline,
+                )
     console.print(
         f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s",
         soft_wrap=True,
@@ -191,34 +201,52 @@ def run(args: argparse.Namespace) -> int:
     if rehearsed is not None:
         print(f"\n{rehearsed}")
         found["rehearsed"] = rehearsed.to_json()
-    if args.out:
-        save_plan(plan, args.out, model=given.module, planner=planner)
-    if args.html:
-        write_html(shown, args.html, f"Plan of {args.model}")
-    if args.json:
-        write_json(found, args.json)
+    with phase("writing"):
+        if args.out:
+            save_plan(plan, args.out, model=given.module, planner=planner)
+        if args.html:
+            write_html(shown, args.html, f"Plan of {args.model}")
+        if args.json:
+            write_json(found, args.json)
     for path in outputs:
         print(f"wrote {path}")
     return 0 if rehearsed is None or rehearsed.runs else 1
 
 
-def _compared(planner: NeuroShardPlanner, given: GivenModel) -> PlanComparison | str:
+def _compared(
+    planner: NeuroShardPlanner, given: GivenModel, seconds: float
+) -> PlanComparison | str:
     """The plan beside that of TorchRec's own planner; why there is none."""
-    torchrecs = EmbeddingShardingPlanner(
-        topology=planner.topology,
-        batch_size=planner.batch_size,
-        constraints=dict(planner.constraints),
-        debug=False,
-        stats=[],
-        timeout_seconds=_TORCHREC_SECONDS,
+    with phase("comparing with TorchRec's planner"):
+        try:
+            theirs = stock_plan(
+                given.module,
+                given.sharders,
+                topology=planner.topology,
+                batch_size=planner.batch_size,
+                constraints=planner.constraints,
+                seconds=seconds,
+            )
+        except OutOfTimeError as error:
+            return (
+                f"TorchRec's planner has no plan to compare with after {seconds:g} s: "
+                f"{error}. Raise --seconds ({seconds:g}) to give it longer"
+            )
+        except PlannerError as error:
+            reason = str(error).strip().splitlines()[0]
+            return f"TorchRec's own planner has no plan: {reason}"
+    with phase("pricing TorchRec's plan"):
+        compared = planner.compare(
+            theirs.plan, given.module, given.sharders, "TorchRec's own plan"
+        )
+    if not theirs.is_cut:
+        return compared
+    note = (
+        f"TorchRec's planner was stopped after {seconds:g} s and "
+        f"{theirs.num_proposals} proposals: this is the best of those; --seconds "
+        "gives it longer"
     )
-    try:
-        plan: ShardingPlan = torchrecs.plan(given.module, given.sharders)
-    except PlannerError as error:
-        reason = str(error).strip().splitlines()[0]
-        return f"TorchRec's own planner has no plan: {reason}"
-    name = "TorchRec's own plan"
-    return planner.compare(plan, given.module, given.sharders, name)
+    return dataclasses.replace(compared, notes=(*compared.notes, note))
 
 
 @contextlib.contextmanager

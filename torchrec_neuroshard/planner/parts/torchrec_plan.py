@@ -1,14 +1,16 @@
-"""The plan of TorchRec's own planner: a candidate, and a last resort."""
+"""The plan of TorchRec's own planner: to compare with, a candidate, a last resort."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -50,7 +52,14 @@ from torchrec_neuroshard.planner.parts.shard_estimators import (
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
 
-__all__ = ["PlacedPlanProposer", "TorchRecOption", "TorchRecPlan", "is_even"]
+__all__ = [
+    "PlacedPlanProposer",
+    "StockPlan",
+    "TorchRecOption",
+    "TorchRecPlan",
+    "is_even",
+    "stock_plan",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +77,70 @@ without a better plan end it: most of them change one table of a hundred."""
 
 LEAST_SHARD_SECONDS = 5e-6
 """Less than TorchRec takes to estimate a shard on any machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockPlan:
+    """What TorchRec's own planner made of its time."""
+
+    plan: ShardingPlan
+    num_proposals: int
+    is_cut: bool
+    """Whether time was up before its last proposal."""
+
+
+def stock_plan(
+    module: nn.Module,
+    sharders: list[ModuleSharder[Any]],
+    *,
+    topology: Topology,
+    batch_size: int,
+    constraints: Mapping[str, ParameterConstraints],
+    seconds: float,
+) -> StockPlan:
+    """Plan as TorchRec's own planner does by default, within some seconds.
+
+    Where time suffices, the plan is that of `EmbeddingShardingPlanner`: shards of one
+    size are estimated once. Of many options its proposers take turns, as the first one
+    alone takes longer than there is time.
+
+    Args:
+        module: The model.
+        sharders: Of its embedding modules.
+        topology: The devices.
+        batch_size: Samples per rank.
+        constraints: Table name -> TorchRec's constraints on it.
+        seconds: For listing and estimating the options and for all proposals. Where
+            it has no plan by then, its first one is waited for, two seconds at most.
+
+    Raises:
+        OutOfTimeError: It has no plan by then; the text says how far it was.
+        PlannerError: It has none at all.
+    """
+    deadline = time.monotonic() + seconds
+    enumerator = _TimedEnumerator(topology, batch_size, constraints, deadline=deadline)
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        constraints=dict(constraints),
+        enumerator=enumerator,
+        debug=False,
+        stats=[],
+    )
+    turns = _InTurn(
+        planner_part(planner, "proposers"), patience=math.inf, deadline=deadline
+    )
+    try:
+        with replaced_parts(planner, proposers=[turns]):
+            plan: ShardingPlan = call_within(
+                seconds + GRACE_SECONDS, planner.plan, module, sharders
+            )
+    except TimeIsUpError:
+        how_far = enumerator.how_far
+        if turns.num_proposals:
+            how_far = f"it was at proposal {turns.num_proposals}"
+        raise OutOfTimeError(how_far) from None
+    return StockPlan(plan=plan, num_proposals=turns.num_proposals, is_cut=turns.is_cut)
 
 
 class TorchRecOption(ShardingOption):
@@ -171,7 +244,7 @@ class TorchRecPlan:
         seconds = arguments["timeout_seconds"] + GRACE_SECONDS
         proposers = planner_part(planner, "proposers")
         if in_turn:
-            proposers = [_InTurn(proposers)]
+            proposers = [_InTurn(proposers, patience=PATIENCE)]
         try:
             with (
                 replaced_parts(planner, proposers=proposers),
@@ -302,7 +375,7 @@ class TorchRecPlan:
         """TorchRec's enumerator.
 
         Args:
-            deadline: See `TimedEstimator`.
+            deadline: See `_TimedEnumerator`.
             as_allocated: Whether memory is what ranks allocate, and what is too wide
                 for a GPU's kernels must be split. Else all is as TorchRec has it, and
                 its plan the one that it makes by itself.
@@ -316,7 +389,7 @@ class TorchRecPlan:
                 constraints[config.name] = dataclasses.replace(
                     given, sharding_types=[k for k in kinds if k in SPLITTING_TYPES]
                 )
-        storage = EmbeddingStorageEstimator(topology, constraints)
+        storage = None
         if as_allocated:
             storage = StorageEstimator(
                 topology,
@@ -324,33 +397,151 @@ class TorchRecPlan:
                 reader=self._reader,
                 pipeline_type=self._pipeline_type,
             )
-        timed = TimedEstimator(topology, constraints, deadline=deadline)
         batch_size = self._arguments["batch_size"] or BATCH_SIZE
-        return EmbeddingEnumerator(topology, batch_size, constraints, [timed, storage])
+        return _TimedEnumerator(
+            topology, batch_size, constraints, storage, deadline=deadline
+        )
+
+
+class _Listed(Exception):
+    """All options of a model, without estimates."""
+
+    def __init__(self, options: list[ShardingOption]) -> None:
+        self.options = options
+
+
+class _TimedEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, but it gives up at a deadline, and copies no options.
+
+    Attributes:
+        how_far: How many tables it has estimated.
+
+    Args:
+        topology: The devices.
+        batch_size: Samples per rank.
+        constraints: Table name -> TorchRec's constraints on it.
+        storage: Estimates memory; None: as TorchRec does.
+        deadline: When to give up (`time.monotonic()`).
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        batch_size: int,
+        constraints: Mapping[str, ParameterConstraints],
+        storage: EmbeddingStorageEstimator | None = None,
+        *,
+        deadline: float,
+    ) -> None:
+        given = dict(constraints)
+        perf = TimedEstimator(topology, given, deadline=math.inf)
+        storage = storage or EmbeddingStorageEstimator(topology, given)
+        super().__init__(topology, batch_size, given, [perf, storage])
+        self._deadline = deadline
+        self._is_listing = False
+        self._options: list[ShardingOption] | None = None
+        self.how_far = "it was still listing its options"
+
+    @property
+    def last_stored_search_space(self) -> list[ShardingOption] | None:
+        """What was listed last."""
+        return self._options
+
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[ShardingOption]:
+        """List and estimate all options.
+
+        TorchRec's enumerator copies them for a later call, which takes as long as to
+        estimate them; there is none.
+
+        Args:
+            module: The model.
+            sharders: Of its embedding modules.
+
+        Raises:
+            OutOfTimeError: The deadline has passed.
+        """
+        options: list[ShardingOption] = []
+        self._is_listing = True
+        try:
+            super().enumerate(module, sharders)
+        except _Listed as listed:
+            options = listed.options
+        finally:
+            self._is_listing = False
+        self.populate_estimates(options)
+        self._options = options
+        return options
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Set the estimates of every shard, one table after another.
+
+        Args:
+            sharding_options: Changed in place.
+
+        Raises:
+            OutOfTimeError: The deadline has passed.
+        """
+        if self._is_listing:
+            raise _Listed(sharding_options)
+        by_table = itertools.groupby(sharding_options, lambda option: option.fqn)
+        tables = [list(options) for _, options in by_table]
+        for done, options in enumerate(tables):
+            self.how_far = f"it had estimated {done} of {len(tables)} tables"
+            if time.monotonic() > self._deadline:
+                raise OutOfTimeError(self.how_far)
+            super().populate_estimates(options)
+        self.how_far = f"it had estimated all {len(tables)} tables"
 
 
 class _InTurn(Proposer):
     """Proposers of one planner, of many options in turn; see `MANY_OPTIONS`.
 
     Of few options, one after the other, as TorchRec's planner does.
+
+    Attributes:
+        num_proposals: That it has made.
+        is_cut: Whether the deadline kept it from making more.
+
+    Args:
+        proposers: The planner's.
+        patience: Of many options, so many proposals without a better plan end it.
+        deadline: Once there is a plan, no proposal is made that would end later, if
+            it took as long as the last one (`time.monotonic()`).
     """
 
-    def __init__(self, proposers: Sequence[Proposer]) -> None:
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        *,
+        patience: float,
+        deadline: float = math.inf,
+    ) -> None:
         self._left = deque(proposers)
+        self._patience, self._deadline = patience, deadline
+        self.num_proposals, self.is_cut = 0, False
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
         self._are_many = len(search_space) > MANY_OPTIONS
         self._best, self._misses = math.inf, 0
+        self._asked = time.monotonic()
         for proposer in self._left:
             proposer.load(search_space, enumerator)
 
     def propose(self) -> list[ShardingOption] | None:
-        if self._are_many and self._misses >= PATIENCE:
+        if self._are_many and self._misses >= self._patience:
             return None
         while self._left:
             if proposal := self._left[0].propose():
+                now = time.monotonic()
+                next_end, self._asked = 2 * now - self._asked, now
+                self.is_cut = next_end > self._deadline and self._best < math.inf
+                if self.is_cut:
+                    return None
+                self.num_proposals += 1
                 return list(proposal)
             self._left.popleft()
         return None

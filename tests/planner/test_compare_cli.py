@@ -1,0 +1,91 @@
+"""`neuroshard plan --compare` keeps to its seconds, and says what it left out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrec_neuroshard.cli import main
+from torchrec_neuroshard.planner.cli import plan
+from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
+from torchrec_neuroshard.planner.parts.torchrec_plan import StockPlan, stock_plan
+
+COMPARE = ["plan", "t.json", "--ranks", "2", "--card", "cpu", "--compare"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command runs, with a file of a table."""
+    monkeypatch.chdir(tmp_path)
+    table = {"name": "user", "num_embeddings": 1000, "embedding_dim": 16}
+    (tmp_path / "t.json").write_text(json.dumps([table]))
+    return tmp_path
+
+
+def test_what_takes_time_has_a_name(phases: list[str], folder: Path) -> None:
+    files = ["--rehearse", "--out", "a.json"]
+    assert main([*COMPARE, *files, "--seconds", "5"]) == 0
+    assert phases == [
+        "loading torch and torchrec",
+        "reading the model",
+        "loading the cost model",
+        "planning",
+        "comparing with TorchRec's planner",
+        "pricing TorchRec's plan",
+        "rehearsing every rank",
+        "writing",
+    ]
+    sweep = "sweep t.json --cards cpu --ranks 1 --jobs 1 --seconds 0.1"
+    for command, doing in (
+        ("show a.json", ["reading the plan", "writing"]),
+        ("diff a.json a.json", ["comparing the plans", "writing"]),
+        (
+            "rehearse a.json t.json",
+            ["reading the plan", "reading the model", "rehearsing every rank"],
+        ),
+        (sweep, ["reading the model", "planning"]),
+    ):
+        phases.clear()
+        assert main(command.split()) == 0
+        assert phases[1:] == doing
+
+
+def test_torchrecs_plan_is_asked_for_the_same_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[float] = []
+
+    def late(*arguments: Any, seconds: float, **named: Any) -> StockPlan:
+        asked.append(seconds)
+        raise OutOfTimeError("it had estimated 120 of 500 tables")
+
+    monkeypatch.setattr(plan, "stock_plan", late)
+    # Without --seconds, those of the default search.
+    assert main([*COMPARE, "--search", "random"]) == 0
+    assert main([*COMPARE, "--search", "random", "--seconds", "2.5"]) == 0
+    assert asked == [20, 2.5]
+    assert (
+        "TorchRec's planner has no plan to compare with after 2.5 s: it had estimated "
+        "120 of 500 tables. Raise --seconds (2.5) to give it longer\n"
+    ) in capsys.readouterr().out
+
+
+def test_a_comparison_cut_short_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut(*arguments: Any, **named: Any) -> StockPlan:
+        whole = stock_plan(*arguments, **named)
+        return StockPlan(plan=whole.plan, num_proposals=7, is_cut=True)
+
+    note = (
+        "- TorchRec's planner was stopped after 5 s and 7 proposals: this is the best "
+        "of those; --seconds gives it longer"
+    )
+    assert main([*COMPARE, "--seconds", "5"]) == 0
+    assert "planner was stopped" not in capsys.readouterr().out
+    monkeypatch.setattr(plan, "stock_plan", cut)
+    assert main([*COMPARE, "--seconds", "5"]) == 0
+    assert note in capsys.readouterr().out
