@@ -266,8 +266,9 @@ def test_torchrecs_planner_stops_within_its_proposals(
     cut = stock(4.5)
     assert cut.is_cut
     assert cut.num_proposals == 4
-    # The first plan is waited for.
+    # The first plan is waited for, and the first of each proposer for a second.
     assert stock(0.5).num_proposals == 1
+    assert stock(2.5).num_proposals == 3
 
 
 def test_torchrecs_proposers_take_turns_while_plans_get_better(

@@ -241,10 +241,11 @@ def _compared(
         )
     if not theirs.is_cut:
         return compared
+    several = "s" if theirs.num_proposals > 1 else ""
     note = (
         f"TorchRec's planner was stopped after {seconds:g} s and "
-        f"{theirs.num_proposals} proposals: this is the best of those; --seconds "
-        "gives it longer"
+        f"{theirs.num_proposals} proposal{several}: this is the best of those; "
+        "--seconds gives it longer"
     )
     return dataclasses.replace(compared, notes=(*compared.notes, note))
 

@@ -75,6 +75,10 @@ MANY_OPTIONS, PATIENCE = 500, 300
 """Of more options than that, TorchRec's proposers take turns, and so many proposals
 without a better plan end it: most of them change one table of a hundred."""
 
+FIRST_ROUND_SECONDS = 1.0
+"""Beyond a deadline, for every proposer to make its first proposal: the last one's is
+often the best of all."""
+
 LEAST_SHARD_SECONDS = 5e-6
 """Less than TorchRec takes to estimate a shard on any machine."""
 
@@ -508,7 +512,8 @@ class _InTurn(Proposer):
         proposers: The planner's.
         patience: Of many options, so many proposals without a better plan end it.
         deadline: Once there is a plan, no proposal is made that would end later, if
-            it took as long as the last one (`time.monotonic()`).
+            it took as long as the last one (`time.monotonic()`); each proposer's
+            first may end a second later.
     """
 
     def __init__(
@@ -518,7 +523,7 @@ class _InTurn(Proposer):
         patience: float,
         deadline: float = math.inf,
     ) -> None:
-        self._left = deque(proposers)
+        self._left, self._num_proposers = deque(proposers), len(proposers)
         self._patience, self._deadline = patience, deadline
         self.num_proposals, self.is_cut = 0, False
 
@@ -538,7 +543,10 @@ class _InTurn(Proposer):
             if proposal := self._left[0].propose():
                 now = time.monotonic()
                 next_end, self._asked = 2 * now - self._asked, now
-                self.is_cut = next_end > self._deadline and self._best < math.inf
+                deadline = self._deadline
+                if self.num_proposals < self._num_proposers:
+                    deadline += FIRST_ROUND_SECONDS
+                self.is_cut = next_end > deadline and self._best < math.inf
                 if self.is_cut:
                     return None
                 self.num_proposals += 1
