@@ -251,7 +251,7 @@ def test_a_table_too_large_for_any_rank_is_split_or_named() -> None:
     loops = make_loops(task)
     assert loops.best_of_caps(whole(task)) == (math.inf, None)
     assert len(paper_search(task).placement.table_shards(0)) > 1
-    with pytest.raises(InfeasibleError, match=r"table 't0' .*cannot be split"):
+    with pytest.raises(InfeasibleError, match=r"table 't0' .*its min_partition \(64\)"):
         paper_search(dataclasses.replace(task, min_widths=(64, 4, 4)))
 
 

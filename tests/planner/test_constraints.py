@@ -299,7 +299,9 @@ def test_row_wise_and_replicas_need_every_rank() -> None:
             placement_constraints=PlacementConstraints(pin={"t0": [1]}),
         )
         with pytest.raises(
-            ConfigError, match=f"'t0' may only be sharded {name}, which"
+            ConfigError,
+            match=f"'t0' may only be sharded {name}, which needs more ranks than "
+            "placement constraints leave it. Allow it more ranks or table-wise",
         ):
             planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
 

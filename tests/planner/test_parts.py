@@ -30,10 +30,12 @@ from tests.builders import (
     bag_sharders,
     gpus,
     make_ebc,
+    make_planner,
     stock_planner,
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask, format_bytes
+from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     NeuroShardEstimator,
@@ -43,6 +45,7 @@ from torchrec_neuroshard.planner import (
     PlacementConstraints,
     PlanCosts,
 )
+from torchrec_neuroshard.planner.parts.greedy import place_greedily
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -453,6 +456,41 @@ def test_what_tables_may_not_use_is_told() -> None:
             proposal, gpus(hbm_cap=10**8)
         )
     assert "leave" not in str(caught.value)
+
+
+def test_what_devices_have_is_not_told_of_the_hosts_memory() -> None:
+    only = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
+    )
+    planner = make_planner(
+        topology=gpus(hbm_cap=2**30, ddr_cap=2**20), constraints={"t0": only}
+    )
+    with pytest.raises(
+        PlannerError,
+        match=r"^in the host's memory, table 't0' .*; the freest rank, 0, has 1\.00 "
+        r"MiB\. No number of such ranks would do\. .*memory for it\.\n",
+    ):
+        planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
+
+
+def test_of_tables_that_are_not_searched_the_full_memory_is_named() -> None:
+    """And nothing is advised that their constraints allow."""
+    asked = {"t0": ParameterConstraints(sharding_types=["row_wise"])}
+    enumerator = NeuroShardEnumerator(gpus(), 64, asked, **analytic())
+    [option] = enumerator.enumerate(make_ebc([(10**6, 64)]), bag_sharders())[:1]
+    rules = PlacementRules(("t0",), 2, {}, (), ())
+    given: list[tuple[dict[str, ParameterConstraints], str]] = [
+        (asked, "Allow other sharding types or kernels for it or give the topology"),
+        ({}, "Give the topology"),
+    ]
+    for constraints, start in given:
+        with pytest.raises(
+            PlannerError,
+            match=r"a shard needs 0\.12 GiB of a device's memory, of which ranks have "
+            rf"0\.01 GiB at most\. {start} more memory \(hbm_cap\) or raise world_size "
+            r"\(2\) to at least 2\d",
+        ):
+            place_greedily([option], gpus(hbm_cap=10**7 * 11 // 10), rules, constraints)
 
 
 def test_task_of_a_proposal() -> None:

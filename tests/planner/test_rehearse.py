@@ -110,8 +110,25 @@ def test_ranks_without_the_memory_are_named() -> None:
     (fault,) = report.ranks[1].faults
     assert fault.table in ("t0", "t1")
     assert "its device has 0.04 GiB" in fault.cause
-    assert "raise world_size" in fault.way_out
+    assert fault.way_out.startswith(
+        "Plan with this memory and batch_size, allow row-wise or column-wise sharding "
+        "for it, keep it in the host's memory (fused_uvm_caching), lower batch_size or"
+    )
     assert "- rank 1: table" in str(report)
+
+
+def test_what_a_rehearsed_table_has_is_not_advised() -> None:
+    model = make_ebc([(100_000, 128)])
+    only = {"sharding_types": ["row_wise"], "compute_kernels": ["fused_uvm_caching"]}
+    topology, plan = plan_for(model, bag_sharders(), 2, **only)
+    for device in topology.devices:
+        device.storage.hbm = device.storage.ddr = 2**10
+    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
+    device, host = report.ranks[0].faults
+    assert "allow column-wise sharding for it, lower batch_size" in device.way_out
+    assert host.way_out == (
+        "Plan with this memory (the topology's ddr_cap) or raise world_size"
+    )
 
 
 def test_ranks_without_the_hosts_memory_are_named() -> None:

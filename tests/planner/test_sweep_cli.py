@@ -105,7 +105,7 @@ def test_limits_and_sureness_are_named() -> None:
     assert lines[3] == "most samples per second: 8 x h100, 1,000 samples per rank"
     assert swept.to_csv().splitlines()[2].startswith("false,v100,8,1000,8,no room,,")
     none = Sweep(cells=(no_room,))
-    assert "nothing fits" in str(none)
+    assert "nothing fits; each line says what would help" in str(none)
     for picture in (swept.to_svg(), none.to_svg()):
         ET.fromstring(picture)
 

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.builders import make_tables, make_task
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import HostRows, KernelFactors, ShardingTask
+from torchrec_neuroshard.search.choices import place_blocks
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.shards import (
+    ShardBank,
     aligned_widths,
     placement_from_widths,
     split_widths,
 )
+from torchrec_neuroshard.simulator import Simulator
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
 def sized_task(
@@ -82,15 +87,20 @@ def test_fixed_bytes_count_for_every_shard() -> None:
     task = sized_task([10, 10], (100, 100), width=8, fixed=20)
     placement_from_widths(pack(task)).check(task)
     too_much = sized_task([10, 10], (99, 101), width=8, fixed=20)
-    with pytest.raises(InfeasibleError, match=r"proven.*times the memory"):
+    with pytest.raises(InfeasibleError, match=r"proven.*world_size \(2\) to 3\."):
         pack(too_much)
 
 
 def test_a_table_wider_than_its_shards_may_hold() -> None:
     tables = make_tables([64], 10, data_type="int8")
     task = make_task(tables, 4, 8, memory=200, max_shards=(2,))
-    with pytest.raises(InfeasibleError, match=r"40 of its 64 columns in 2 shards"):
+    with pytest.raises(InfeasibleError) as caught:
         check_memory(task)
+    assert "640 bytes, at least 320 bytes of it on one rank" in str(caught.value)
+    assert ways_out(caught.value) == (
+        "No number of such ranks would do. Allow it more shards (max_shards=2) or take "
+        "ranks that have 320 bytes for it."
+    )
 
 
 def test_unlimited_memory_always_fits() -> None:
@@ -121,3 +131,225 @@ def test_aligned_widths() -> None:
     assert aligned_widths(sized_task([10], (10**6,) * 4, width=36), 0, 2) == ()
     even = sized_task([10], (10**6,) * 4, width=128, uneven=False)
     assert aligned_widths(even, 0, 3) == ()
+
+
+def ways_out(error: BaseException) -> str:
+    """What a message says after the facts."""
+    text = str(error)
+    marks = ("No number of", "Allow ", "Keep ", "Raise ", "Lower ", "Take ", "Use ")
+    return text[min(text.index(mark) for mark in marks if mark in text) :]
+
+
+IN_HOST = KernelFactors(host=HostRows(gb_per_s=10.0))
+
+
+def one_table(*ways: str, memory: int, **fields: Any) -> ShardingTask:
+    """A table of 64 columns, 6400 bytes, in ways of some types, on 4 GPUs.
+
+    Of a type that begins with "uvm ", the rows are in the host's memory.
+    """
+    table = make_tables([64], 100, data_type="int8")[0]
+    types = [way.removeprefix("uvm ") for way in ways]
+    hosted = [way.startswith("uvm ") for way in ways]
+    world_size = fields.get("world_size", 4)
+    blocks = [kind not in ("table_wise", "column_wise") for kind in types]
+    shares = [1 if kind == "data_parallel" else world_size for kind in types]
+    fixed = [6400 // n if b else 0 for n, b in zip(shares, blocks, strict=True)]
+    column = [0.0 if b else 100.0 for b in blocks]
+    given: dict[str, Any] = {
+        "world_size": 4,
+        "uneven": False,
+        "sharding_types": tuple(types),
+        "min_widths": tuple(64 if k != "column_wise" else 4 for k in types),
+        "kernels": tuple(IN_HOST if h else None for h in hosted),
+        "alternatives": (tuple(range(len(ways))),) if len(ways) > 1 else (),
+    }
+    for prefix, here in (("", False), ("host_", True)):
+        held = [h is here for h in hosted]
+        pairs = zip(held, fixed, strict=True), zip(held, column, strict=True)
+        given[f"{prefix}fixed_bytes"] = tuple(f if h else 0 for h, f in pairs[0])
+        given[f"{prefix}column_bytes"] = tuple(c if h else 0.0 for h, c in pairs[1])
+    if any(hosted):
+        given["host_memory_bytes"] = (memory,) * world_size
+    given |= fields
+    return make_task([table] * len(ways), memory=memory, **given)
+
+
+UVM = "keep it in the host's memory (fused_uvm) if a rank has"
+NONE = "No number of such ranks would do. "
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        # What is allowed already is not advised.
+        (
+            one_table("table_wise", memory=2000),
+            f"{NONE}Allow row-wise sharding or column-wise sharding for it, {UVM} "
+            "6.25 KiB of it or take ranks that have 6.25 KiB for it.",
+        ),
+        (
+            one_table("column_wise", "row_wise", memory=1000),
+            f"K{UVM[1:]} 1.56 KiB of it or raise world_size (4) to at least 7.",
+        ),
+        (
+            one_table("row_wise", "uvm row_wise", memory=1000),
+            "Raise world_size (4) to at least 7.",
+        ),
+        (one_table("uvm row_wise", memory=1000), "Raise world_size (4) to at least 7."),
+        # min_partition: where it would help, and by how much.
+        (
+            one_table("column_wise", memory=3000, min_widths=(32,)),
+            f"{NONE}Allow row-wise sharding for it, lower its min_partition (32) to at "
+            f"most 16, {UVM} 3.12 KiB of it or take ranks that have 3.12 KiB for it.",
+        ),
+        (
+            one_table("column_wise", memory=1000),
+            f"K{UVM[1:]} 1.56 KiB of it or raise world_size (4) to at least 8.",
+        ),
+        (
+            one_table("column_wise", memory=300),
+            f"{NONE}K{UVM[1:]} 1.56 KiB of it or take ranks that have 1.56 KiB for it.",
+        ),
+        # Rows in parts of nodes; copies on every rank.
+        (
+            one_table("row_wise", memory=1000, local_world_size=2),
+            f"K{UVM[1:]} 1.56 KiB of it or raise world_size (4) to at least 8.",
+        ),
+        (
+            one_table("data_parallel", memory=2000),
+            f"{NONE}Allow row-wise sharding or column-wise sharding for it or take "
+            "ranks that have 6.25 KiB for it.",
+        ),
+        # TorchRec keeps no rows in the host's memory, and splits none, on CPUs.
+        (
+            one_table("table_wise", memory=2000, uneven=True),
+            f"{NONE}Allow column-wise sharding for it or take ranks that have 6.25 KiB "
+            "for it.",
+        ),
+        (
+            one_table("column_wise", memory=1000, world_size=1, uneven=True),
+            "Raise world_size (1) to at least 8.",
+        ),
+        # Where more ranks help only beside something else.
+        (
+            one_table("uvm table_wise", memory=1000),
+            f"{NONE}Allow row-wise sharding for it and raise world_size (4) to at "
+            "least 7 or take ranks that have 6.25 KiB of the host's memory for it.",
+        ),
+        # Some ranks alone.
+        (
+            one_table("column_wise", memory=2000, allowed_ranks=((0, 1),)),
+            f"Allow it more ranks, {UVM} 3.12 KiB of it or take ranks that have 3.12 "
+            "KiB for it.",
+        ),
+    ],
+)
+def test_what_would_help_a_table_is_what_it_lacks(
+    task: ShardingTask, expected: str
+) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        check_memory(task)
+    assert ways_out(caught.value) == expected
+
+
+def test_the_memory_that_is_full_is_named() -> None:
+    with pytest.raises(
+        InfeasibleError,
+        match=r"^in the host's memory, table 't0' .* needs 6\.25 KiB \(table_wise\); "
+        "the freest rank, 0, has 1000 bytes",
+    ):
+        check_memory(one_table("uvm table_wise", memory=1000))
+    # Neither memory alone says why: on the device the second way fits, in the host
+    # the first one.
+    with pytest.raises(
+        InfeasibleError,
+        match=r"needs 6\.25 KiB \(table_wise\); the freest rank, 0, has 2.00 KiB; in "
+        r"the host's memory, it needs 6\.25 KiB, at least 3\.12 KiB of it on one rank "
+        r"\(column_wise\); the freest rank, 0, has 2\.00 KiB\. ",
+    ):
+        check_memory(
+            one_table("table_wise", "uvm column_wise", memory=2048, min_widths=(64, 32))
+        )
+    # All tables: 3 x 6400 bytes in two memories of 4 x 2000.
+    tables = make_tables([64] * 3, 100, data_type="int8")
+    ways = [t for t in tables for _ in range(2)]
+    task = make_task(
+        ways,
+        4,
+        memory=2000,
+        host_memory_bytes=(2000,) * 4,
+        column_bytes=(100.0, 0.0) * 3,
+        host_column_bytes=(0.0, 100.0) * 3,
+        kernels=(None, IN_HOST) * 3,
+        alternatives=((0, 1), (2, 3), (4, 5)),
+    )
+    with pytest.raises(
+        InfeasibleError,
+        match=r"the tables need 18\.75 KiB in all, the 4 ranks have 15\.62 KiB, their "
+        r"hosts' memory included; .* Raise world_size \(4\) to at least 5\.",
+    ):
+        check_memory(task)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"uneven": False}, r"allow more tables the kernel fused_uvm\.$"),
+        ({}, r"to at least 7 or use a smaller data_type\.$"),
+        ({"kernels": (IN_HOST,) * 3, "uneven": False}, "or use a smaller data_type.$"),
+        ({"local_world_size": 2}, r"Raise world_size \(4\) to at least 8"),
+    ],
+)
+def test_a_total_says_how_many_ranks(fields: dict[str, Any], expected: str) -> None:
+    task = make_task(make_tables([64] * 3, 10), 4, memory=1200, **fields)
+    with pytest.raises(InfeasibleError, match=r"Raise world_size \(4\) to at least"):
+        check_memory(task)
+    with pytest.raises(InfeasibleError, match=expected):
+        check_memory(task)
+
+
+def test_the_ranks_named_suffice() -> None:
+    """Five whole tables of 0.6 ranks fit no four ranks."""
+    task = make_task(make_tables([64] * 5, 10), 4, memory=4000, max_shards=(1,) * 5)
+    check_memory(task)
+    with pytest.raises(InfeasibleError, match=r"Raise world_size \(4\) to 5\.$"):
+        pack(task)
+    pack(make_task(make_tables([64] * 5, 10), 5, memory=4000, max_shards=(1,) * 5))
+    narrow = make_task(make_tables([64] * 5, 10), 4, memory=4000, min_widths=(64,) * 5)
+    with pytest.raises(InfeasibleError, match=r"or lower min_partition to 4\.$"):
+        pack(narrow)
+
+
+def test_a_part_of_a_task_knows_the_ways_of_the_whole() -> None:
+    whole = one_table("column_wise", "row_wise", memory=2000)
+    check_memory(whole)
+    part = one_table("column_wise", memory=300)
+    with pytest.raises(InfeasibleError, match=r"300 bytes left beside other") as caught:
+        check_memory(part, whole)
+    assert ways_out(caught.value) == (
+        f"K{UVM[1:]} 1.56 KiB of it or raise world_size (4) to at least 5."
+    )
+
+
+def test_rows_without_room_are_named() -> None:
+    """Two tables split by rows, with room for one and a half."""
+    tables = [t for t in make_tables([64] * 2, 100, data_type="int8") for _ in range(2)]
+    task = make_task(
+        tables,
+        4,
+        memory=2400,
+        uneven=False,
+        sharding_types=("row_wise", "column_wise") * 2,
+        fixed_bytes=(1600, 0) * 2,
+        column_bytes=(0.0, 100.0) * 2,
+        alternatives=((0, 1), (2, 3)),
+    )
+    bank = ShardBank(Simulator(task, AnalyticCostModel(), AnalyticCommsModel()))
+    with pytest.raises(
+        InfeasibleError,
+        match=r"table 't1' .* needs 1\.56 KiB on each of 4 ranks \(row_wise\); other "
+        r"tables leave 800 bytes\. Keep it in the host's memory \(fused_uvm\) or raise "
+        r"world_size \(4\) to at least 5\.",
+    ):
+        place_blocks(bank, np.array([0, 2]))

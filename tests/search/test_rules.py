@@ -274,6 +274,29 @@ CONTRADICTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         InfeasibleError,
         r"'t0', 't1' may only be on ranks 2 and need .* Allow some of them other ranks",
     ),
+    (
+        {"apart": ((0, 1, 2, 3),)},
+        InfeasibleError,
+        r"on 3 ranks \(0, 1, 2\)\. Raise world_size \(3\) to at least 4 or take some",
+    ),
+    (
+        {"together": ((0, 1),), "memory_bytes": (50_000,) * 3},
+        InfeasibleError,
+        r"freest rank .* them, 0, has 48\.83 KiB\. Take a table out of the set$",
+    ),
+    (
+        {"together": ((0, 1),), "allowed_ranks": ((0, 1), (), (), ())}
+        | {"host_column_bytes": (100.0,) * 4, "host_memory_bytes": (900, 10, 9000)},
+        InfeasibleError,
+        r"^in the host's memory, tables 't0', 't1' are to lie together and need 1\.56 "
+        r"KiB; .* has 900 bytes\. Take a table out of the set or allow them rank 2, wh",
+    ),
+    (
+        {"allowed_ranks": ((2,), (2,), (), ())}
+        | {"host_column_bytes": (100.0,) * 4, "host_memory_bytes": (900, 900, 900)},
+        InfeasibleError,
+        r"^in the host's memory, tables 't0', 't1' may only be on ranks 2 and need",
+    ),
 ]
 
 

@@ -26,7 +26,9 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import KernelFactors, ShardingTask
+from torchrec_neuroshard.placement import KernelFactors, ShardingTask, format_bytes
+from torchrec_neuroshard.search.feasibility import check_memory, describe, ways_out
+from torchrec_neuroshard.search.rules import HOST, merged
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -602,15 +604,32 @@ def place_blocks(bank: ShardBank, chosen_N: Ints) -> Ints:
     for table in own[order].tolist():
         width_W = block_widths(bank, table, loads_W, free_MW, width_TW)
         if width_W is None:
-            size = bank.sizes(np.array([table]), bank.dims_T[[table]]).max()
-            raise InfeasibleError(
-                f"table '{task.tables[table].name}' ({task.sharding_types[table]}) "
-                f"needs {size / 2**30:.2f} GiB on each of its ranks; there is no room. "
-                "Allow other sharding types for it, or raise world_size"
-            )
+            raise InfeasibleError(_no_room(bank, table, free_MW))
         take_room(bank, table, width_W, loads_W, free_MW)
         width_TW[table] = width_W
     return width_TW
+
+
+def _no_room(bank: ShardBank, table: int, free_MW: Floats) -> str:
+    """Say what a table that is split by rows, or replicated, finds no room for."""
+    task = bank.task
+    count, size = task.num_blocks(table), int(bank.block_T[table])
+    width = min(int(bank.dims_T[table]), int(task.min_widths[table]))
+    needs_M = bank.sizes(np.array([table]), np.array([width]))[:, 0]
+    # Of each block its fullest rank tells, of all blocks the last one that is needed.
+    room_MB = free_MW.reshape(len(free_MW), -1, size).min(axis=2)
+    has_M = np.sort(room_MB, axis=1)[:, max(0, room_MB.shape[1] - count)]
+    full = np.flatnonzero(needs_M > has_M).tolist()
+    ways = next(ways for ways in task.ways if table in ways)
+    kind, place = task.sharding_types[table], full[0] if full else 0
+    lack = "rules on ranks leave it too few"
+    if full:
+        lack = f"other tables leave {format_bytes(max(0.0, has_M[place]))}"
+    return (
+        f"{HOST * place}{describe(task, table)} needs "
+        f"{format_bytes(needs_M[place])} on each of {count * size} ranks ({kind}); "
+        f"{lack}. {ways_out(task, ways, task)}"
+    )
 
 
 def columns_of(bank: ShardBank, chosen_N: Ints) -> list[int]:
@@ -687,7 +706,7 @@ def column_task(
         width_TW: Where the others are.
 
     Raises:
-        InfeasibleError: The others leave one of them no rank.
+        InfeasibleError: The others leave one of them no rank, or too little memory.
     """
     place = {t: i for i, t in enumerate(tables)}
     groups = sorted({task.groups[t] for t in tables})
@@ -732,7 +751,8 @@ def column_task(
                 raise InfeasibleError(
                     f"table '{table.name}' finds no rank: tables that it must lie "
                     "apart from, split by rows or replicated, are on all that it may "
-                    "be on. Allow these column-wise sharding, or drop the rule"
+                    "be on. Take it out of the set (apart) or allow these tables other "
+                    "sharding types alone"
                 )
     for name in ("together", "apart"):
         sets = [tuple(place[t] for t in s if t in place) for s in getattr(task, name)]
@@ -741,7 +761,7 @@ def column_task(
     for name, free_W in zip(names, free_MW.tolist(), strict=False):
         if getattr(task, name):
             fields[name] = tuple(int(max(0.0, free)) for free in free_W)
-    return dataclasses.replace(
+    part = dataclasses.replace(
         task,
         **fields,
         groups=tuple(groups.index(task.groups[t]) for t in tables),
@@ -749,3 +769,5 @@ def column_task(
         stage_names=tuple(task.stage_names[s] for s in stages),
         alternatives=(),
     )
+    check_memory(merged(part), task)
+    return part

@@ -20,6 +20,7 @@ from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask, format_bytes
 
 __all__ = [
+    "HOST",
     "Rules",
     "check_constraints",
     "follow",
@@ -31,6 +32,8 @@ __all__ = [
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
+HOST = "in the host's memory, "
+"""How messages begin that are about a rank's part of that."""
 _MAX_NAMED = 8
 """Tables or ranks that a message names; of more, the first ones."""
 
@@ -253,17 +256,20 @@ def _check_set(task: ShardingTask, tables: Sequence[int]) -> None:
             f"them all (allowed_ranks: {'; '.join(kept[:_MAX_NAMED])}). Allow them a "
             "common rank"
         )
-    if not task.memory_bytes:
-        return
-    size = sum(_whole_bytes(task, t) for t in tables)
-    freest = max(ranks, key=lambda r: task.memory_bytes[r])
-    if size > task.memory_bytes[freest]:
-        raise InfeasibleError(
-            f"tables {_named(task, tables)} are to lie together and need "
-            f"{format_bytes(size)}; the freest rank that may hold them, {freest}, has "
-            f"{format_bytes(task.memory_bytes[freest])}. Take a table out of the set "
-            "or allow a rank with more memory"
-        )
+    for where, memory in zip(("", HOST), task.memories, strict=False):
+        if not memory.memory_bytes:
+            continue
+        size = sum(_whole_bytes(memory, t) for t in tables)
+        freest = max(ranks, key=lambda r: memory.memory_bytes[r])
+        largest = max(range(task.world_size), key=lambda r: memory.memory_bytes[r])
+        if size > memory.memory_bytes[freest]:
+            other = f" or allow them rank {largest}, which has room"
+            raise InfeasibleError(
+                f"{where}tables {_named(task, tables)} are to lie together and need "
+                f"{format_bytes(size)}; the freest rank that may hold them, {freest}, "
+                f"has {format_bytes(memory.memory_bytes[freest])}. Take a table out of "
+                f"the set{other * (size <= memory.memory_bytes[largest])}"
+            )
 
 
 def _check_apart(task: ShardingTask, tables: Sequence[int]) -> None:
@@ -273,32 +279,34 @@ def _check_apart(task: ShardingTask, tables: Sequence[int]) -> None:
     for ranks in {*allowed.values(), frozenset().union(*allowed.values())}:
         held = [t for t in tables if allowed[t] <= ranks]
         if len(held) > len(ranks):
+            way_out = "Allow them more ranks"
+            if len(ranks) == task.world_size:
+                way_out = f"Raise world_size ({len(ranks)}) to at least {len(held)}"
             raise InfeasibleError(
                 f"the {len(held)} tables {_named(task, held)} are to lie apart, but "
                 f"may only be on {len(ranks)} ranks ({_numbered(sorted(ranks))}). "
-                "Allow them more ranks or take some out of the set"
+                f"{way_out} or take some out of the set"
             )
 
 
 def _check_shared_ranks(task: ShardingTask) -> None:
     """Check that tables fit the memory of the ranks that they are confined to."""
-    if not (task.memory_bytes and task.allowed_ranks):
+    if not task.allowed_ranks:
         return
     confined = [t for t, ranks in enumerate(task.allowed_ranks) if ranks]
     for ranks in sorted({task.allowed_ranks[t] for t in confined}):
         among = frozenset(ranks)
-        # Of a table that may be sharded in several ways, the one of least memory.
         ways = [w for w in task.ways if all(task.allowed_ranks[t] for t in w)]
         held = [
-            min(w, key=lambda t: _whole_bytes(task, t))
-            for w in ways
-            if all(among.issuperset(task.allowed_ranks[t]) for t in w)
+            w for w in ways if all(among.issuperset(task.allowed_ranks[t]) for t in w)
         ]
-        size = sum(_whole_bytes(task, t) for t in held)
-        room = sum(task.memory_bytes[r] for r in ranks)
-        if size > room:
-            raise InfeasibleError(
-                f"tables {_named(task, held)} may only be on ranks {_numbered(ranks)} "
-                f"and need {format_bytes(size)}; these have {format_bytes(room)}. "
-                "Allow some of them other ranks"
-            )
+        for where, memory in zip(("", HOST), task.memories, strict=False):
+            # Of a table that may be sharded in several ways, the one of least memory.
+            size = sum(min(_whole_bytes(memory, t) for t in w) for w in held)
+            room = sum(memory.memory_bytes[r] for r in ranks if memory.memory_bytes)
+            if memory.memory_bytes and size > room:
+                raise InfeasibleError(
+                    f"{where}tables {_named(task, [w[0] for w in held])} may only be "
+                    f"on ranks {_numbered(ranks)} and need {format_bytes(size)}; these "
+                    f"have {format_bytes(room)}. Allow some of them other ranks"
+                )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
     DeviceHardware,
+    ParameterConstraints,
     PlannerError,
     PlannerErrorType,
     ShardingOption,
@@ -21,6 +22,7 @@ from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.options.constraints import ranks_by_table
 from torchrec_neuroshard.planner.options.table_reader import table_name
+from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = [
     "check_memory",
@@ -33,7 +35,10 @@ __all__ = [
 
 
 def place_greedily(
-    options: Sequence[ShardingOption], topology: Topology, rules: PlacementRules
+    options: Sequence[ShardingOption],
+    topology: Topology,
+    rules: PlacementRules,
+    constraints: Mapping[str, ParameterConstraints],
 ) -> list[ShardingOption]:
     """Return placed copies of the options.
 
@@ -44,6 +49,7 @@ def place_greedily(
         options: With estimates.
         topology: The devices and the memory that shards may take.
         rules: Which ranks tables may be on.
+        constraints: Table name -> TorchRec's constraints on it, for messages.
 
     Raises:
         PlannerError: Of type PARTITION, when nothing fits.
@@ -73,28 +79,49 @@ def place_greedily(
         except PlannerError as error:
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message=_what_lacks(free, less) or str(error),
+                message=_what_lacks(free, less, constraints) or str(error),
             ) from error
     return placed
 
 
-def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str | None:
+def _what_lacks(
+    options: Sequence[ShardingOption],
+    topology: Topology,
+    constraints: Mapping[str, ParameterConstraints],
+) -> str | None:
     """Name a table of which a shard fits no rank, be all others elsewhere."""
     for option in options:
         shard = max((s.storage for s in option.shards), key=lambda s: (s.hbm, s.ddr))
         if any(shard.fits_in(d.storage) for d in topology.devices):
             continue
         rows, width = option.tensor.shape
-        hbm = max(d.storage.hbm for d in topology.devices)
-        ddr = max(d.storage.ddr for d in topology.devices)
+        ways_out, lack = list[str](), list[str]()
+        world_size = int(topology.world_size)
+        needs = 0.0
+        for tier, where in (("hbm", "a device's memory"), ("ddr", "the host's memory")):
+            need = getattr(shard, tier)
+            most = max(getattr(d.storage, tier) for d in topology.devices)
+            if need > most:
+                lack.append(
+                    f"{format_bytes(need)} of {where}, of which ranks have "
+                    f"{format_bytes(max(0, most))} at most"
+                )
+                ways_out.append(f"give the topology more memory ({tier}_cap)")
+                needs = max(needs, need * world_size / most if most > 0 else math.inf)
+        asked = constraints.get(option.name)
+        if asked is not None and (asked.sharding_types or asked.compute_kernels):
+            ways_out.insert(0, "allow other sharding types or kernels for it")
+        kind = SHARDING_TYPES.get(option.sharding_type)
+        if kind and kind.name == "row_wise" and 0 < needs < math.inf:
+            least = math.ceil(needs)
+            ways_out.append(f"raise world_size ({world_size}) to at least {least}")
+        text = " or ".join(ways_out) or "give one rank more of both"
         return (
             f"table '{table_name(option)}' (num_embeddings={rows}, "
             f"embedding_dim={width}) fits no rank: as {option.sharding_type}, "
-            f"{option.compute_kernel} a shard needs {format_bytes(shard.hbm)} of a "
-            f"device's memory and {format_bytes(shard.ddr)} of the host's; ranks have "
-            f"{format_bytes(hbm)} and {format_bytes(ddr)} at most. Allow other "
-            "sharding types or kernels for it, give the topology more memory "
-            f"(hbm_cap, ddr_cap) or raise world_size ({topology.world_size})"
+            f"{option.compute_kernel} a shard needs "
+            f"{' and '.join(lack) or 'more of two memories than any rank has'}. "
+            f"{text[:1].upper()}{text[1:]}"
         )
     return None
 

@@ -60,6 +60,7 @@ from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher
+from torchrec_neuroshard.search.rules import HOST
 
 __all__ = ["NeuroShardPartitioner", "SearchLog", "SearchRecord"]
 
@@ -280,7 +281,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         given = [o for o, w in both if not w]
         searched = [w for _, w in both if w]
         try:
-            others = place_greedily(given, storage_constraint, rules)
+            others = place_greedily(given, storage_constraint, rules, self._constraints)
         except PlannerError as error:
             self.log.infeasible = self.log.infeasible or str(error)
             raise
@@ -361,7 +362,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             )
             raise OutOfTimeError(log.infeasible) from None
         except InfeasibleError as error:
-            message = str(error) + self._taken(memory)
+            message = self._explained(str(error), memory)
             log.infeasible = log.infeasible or message
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION, message=message
@@ -378,17 +379,20 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         log.records.append(SearchRecord(space.task, result))
         return space.placed(result.placement)
 
-    def _taken(self, memory: Sequence[Storage]) -> str:
-        """Say what ranks have before anything is searched, where that is less."""
+    def _explained(self, message: str, memory: Sequence[Storage]) -> str:
+        """Add what ranks have before anything is searched, where that is less.
+
+        Not to a message about the host's memory alone.
+        """
         tier = device_tier(self._topology)
         whole = max(getattr(d.storage, tier) for d in self._topology.devices)
         left = max(getattr(m, tier) for m in memory)
-        if left >= whole:
-            return ""
+        if format_bytes(left) == format_bytes(whole) or message.startswith(HOST):
+            return message
         return (
-            f" Of the {format_bytes(whole)} of a rank, the storage reservation, the "
-            "outputs of its own samples and tables that are not searched leave "
-            f"{format_bytes(max(0, left))}."
+            f"{message.rstrip('.')}. Of the {format_bytes(whole)} of a rank, the "
+            "storage reservation, the outputs of its own samples and tables that are "
+            f"not searched leave {format_bytes(max(0, left))}."
         )
 
 

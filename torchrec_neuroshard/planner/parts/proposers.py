@@ -155,8 +155,8 @@ class NeuroShardProposer(CostedPart, Proposer):
             kinds = ", ".join(sorted({o.sharding_type for o in options}))
             raise ConfigError(
                 f"table '{table_name(options[0])}' may only be sharded {kinds}, which "
-                "needs more ranks than placement constraints leave it. Allow "
-                "table-wise or column-wise sharding for it, or more ranks"
+                "needs more ranks than placement constraints leave it. Allow it more "
+                "ranks or table-wise sharding"
             )
         return kept
 

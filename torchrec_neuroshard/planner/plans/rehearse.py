@@ -60,8 +60,10 @@ from torchrec_neuroshard.planner.costs.memory import RankMemory, StaticMemory
 from torchrec_neuroshard.planner.options.checks import check_sharders
 from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
+    OFFLOADED_KERNELS,
     RunFault,
     TableReader,
+    device_tier,
     has_cache,
     loads_ahead,
     max_columns,
@@ -168,7 +170,7 @@ def rehearse(
         if rank in errors:
             faults.append(_explain(errors[rank], options))
         if found.peak > available:
-            faults.append(_overflow(found, available, held))
+            faults.append(_overflow(found, available, held, topology))
         if fault := _host_overflow(shards, topology, rank):
             faults.append(fault)
         ranks.append(
@@ -258,12 +260,15 @@ def _own_faults(
     return found
 
 
-def _overflow(found: RankMemory, available: int, held: Sequence[Any]) -> TableFault:
+def _overflow(
+    found: RankMemory, available: int, held: Sequence[Any], topology: Topology
+) -> TableFault:
     """Blame the largest shard."""
+    on_cpu = topology.compute_device == "cpu"
     need = (
         f"the rank needs {format_bytes(found.peak)} at the peak of a step "
-        f"({format_bytes(found.static.total)} at rest), its device has "
-        f"{format_bytes(available)}"
+        f"({format_bytes(found.static.total)} at rest), its "
+        f"{'host' if on_cpu else 'device'} has {format_bytes(available)}"
     )
     if not held:
         return TableFault(
@@ -271,15 +276,24 @@ def _overflow(found: RankMemory, available: int, held: Sequence[Any]) -> TableFa
             cause=f"{need}, all of it for the outputs of its own samples",
             way_out="Lower batch_size",
         )
-    option, shard = max(held, key=lambda pair: pair[1].storage.hbm)
+    tier = device_tier(topology)
+    option, shard = max(held, key=lambda pair: getattr(pair[1].storage, tier))
     rows, width = (int(n) for n in shard.size)
+    others = {"row_wise": "row-wise", "column_wise": "column-wise"}
+    others.pop(option.sharding_type, None)
+    if on_cpu and option.is_pooled:  # of which TorchRec splits no rows there
+        others.pop("row_wise", None)
+    ways_out = ["plan with this memory and batch_size"]
+    if others:
+        ways_out.append(f"allow {' or '.join(others.values())} sharding for it")
+    if not on_cpu and option.compute_kernel not in OFFLOADED_KERNELS:
+        ways_out.append("keep it in the host's memory (fused_uvm_caching)")
+    text = ", ".join([*ways_out, "lower batch_size or raise world_size"])
     return TableFault(
         table=table_name(option),
         cause=f"{need}; its largest shard is one of this table's, {rows} x {width} "
         f"({option.sharding_type}, {option.compute_kernel})",
-        way_out="Plan with this memory and batch_size, allow row-wise or column-wise "
-        "sharding for it or keep it in the host's memory (fused_uvm_caching), lower "
-        "batch_size or raise world_size",
+        way_out=f"{text[:1].upper()}{text[1:]}",
     )
 
 
@@ -292,13 +306,15 @@ def _host_overflow(
     if topology.compute_device == "cpu" or need <= available:
         return None
     option, shard = max(shards, key=lambda pair: pair[1].storage.ddr)
+    ranks = int(topology.world_size)
     return TableFault(
         table=table_name(option),
         cause=f"the rank keeps {format_bytes(need)} in the host's memory, of which it "
         f"has {format_bytes(available)}; {format_bytes(shard.storage.ddr)} of it are "
         f"this table's ({option.sharding_type}, {option.compute_kernel})",
-        way_out="Plan with this memory (the topology's ddr_cap), spread its rows or "
-        "columns over more ranks or raise world_size",
+        way_out="Plan with this memory (the topology's ddr_cap)"
+        + ", spread its rows or columns over more ranks" * (option.num_shards < ranks)
+        + " or raise world_size",
     )
 
 
