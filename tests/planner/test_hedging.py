@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner import ParameterConstraints, Topology
 
 from tests.builders import (
     QUICK,
@@ -16,7 +17,11 @@ from tests.builders import (
     make_ebc,
     make_planner,
 )
-from torchrec_neuroshard import NeuroShardPlanner, topology_for
+from torchrec_neuroshard import (
+    NeuroShardPlanner,
+    PlacementConstraints,
+    topology_for,
+)
 from torchrec_neuroshard.cost_models import load_cost_model
 from torchrec_neuroshard.cost_models.estimate_error import (
     EstimateError,
@@ -37,7 +42,7 @@ pytestmark = pytest.mark.one_release
 SIZES = [(200_000, 64), (50_000, 32), (1000, 128), (30_000, 16), (500, 64)]
 
 
-def estimated(**arguments: Any) -> NeuroShardPlanner:
+def estimated(topology: Topology | None = None, **arguments: Any) -> NeuroShardPlanner:
     """A planner for cards that nothing was measured on."""
     shared: dict[str, Any] = {
         "batch_size": 256,
@@ -46,7 +51,7 @@ def estimated(**arguments: Any) -> NeuroShardPlanner:
         "stats": [],
         "debug": False,
     }
-    topology = topology_for("h100", num_nodes=2, ranks_per_node=2)
+    topology = topology or topology_for("h100", num_nodes=2, ranks_per_node=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the result holds them, too
         model = load_cost_model("h100", device_type="cuda")
@@ -68,6 +73,48 @@ def test_the_least_expected_time_of_plans_that_do_no_harm_is_taken() -> None:
     assert choose_plan(np.stack([theirs * 1.03, theirs], axis=1), reference=1) == 1
     # Without it, the least expected time counts.
     assert choose_plan(np.stack([sound, fast_but_risky, slow], axis=1), None) == 1
+    # A caution has to be worth 2 %.
+    near = np.stack([theirs, 0.99 * theirs, 0.97 * theirs], axis=1)
+    assert choose_plan(near, None) == 2
+    assert choose_plan(near, None, cautions_C=[0, 1, 2]) == 0
+    assert choose_plan(near, None, cautions_C=[0, 1, 1]) == 2
+
+
+def test_estimates_split_no_table_below_32_columns_unless_told() -> None:
+    """Which saves milliseconds by the estimate alone, as no narrower one was timed."""
+    sizes = [(1_000, 128), (1_000, 96), (500, 16)]
+    for least in (None, 8):
+        by_columns = ParameterConstraints(
+            sharding_types=["column_wise"], min_partition=least, pooling_factors=[80.0]
+        )
+        constraints = dict.fromkeys(("t0", "t1", "t2"), by_columns)
+        planner = estimated(
+            topology_for("h100", num_nodes=4, ranks_per_node=4), constraints=constraints
+        )
+        planner.plan(make_ebc(sizes), bag_sharders())
+        report = planner.report()
+        widths = [
+            s.embedding_dim for t in report.tables if t.table == "t0" for s in t.shards
+        ]
+        narrowest = min(widths)
+        assert narrowest == 32 if least is None else 8 <= narrowest < 32
+        cautioned = [w for w in report.warnings if "and the estimate is unch" in w]
+        assert len(cautioned) == (narrowest < 32)
+        assert all(re.search(r"into shards of (8|12|16|24) col", w) for w in cautioned)
+
+
+def test_a_rank_much_fuller_than_the_others_is_pointed_out() -> None:
+    rules = PlacementConstraints(pin={"t0": [1]})
+    planner = estimated(
+        topology_for("h100", num_nodes=2, ranks_per_node=2, memory_gb=4),
+        placement_constraints=rules,
+        constraints={"t0": ParameterConstraints(sharding_types=["table_wise"])},
+    )
+    ebc = make_ebc([(10_000_000, 64), (1_000, 64)])
+    planner.plan(ebc, bag_sharders())
+    assert planner.last_result is not None
+    [found] = [w for w in planner.last_result.warnings if "times the mean" in w]
+    assert found.startswith("rank 1 holds 2.") and "4.0 times the mean" in found
 
 
 def test_what_is_said_of_the_draws() -> None:

@@ -10,6 +10,7 @@ from torchrec.distributed.planner.types import Proposer, ShardingOption
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner.costs.hedging import (
+    cautions,
     choose_plan,
     draw_paths,
     is_uncertain,
@@ -97,7 +98,9 @@ class PlanRun:
         start = time.monotonic()
         paths_KC = draw_paths(self._uncertain, plans)
         theirs = next((n for n, p in enumerate(plans) if _is_torchrecs(p)), None)
-        chosen = choose_plan(paths_KC, theirs)
+        costs = self._uncertain
+        cautions_C = [len(cautions(costs, p, costs.topology)) for p in plans]
+        chosen = choose_plan(paths_KC, theirs, cautions_C)
         self.robustness = robustness(paths_KC, chosen, theirs)
         self._draw_seconds = time.monotonic() - start
         return plans[chosen]

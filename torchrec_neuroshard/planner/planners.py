@@ -154,7 +154,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         performance_model: None: `NeuroShardPerfModel`.
         stats: None: TorchRec's default.
         constraints: Table name -> TorchRec's constraints on it. `min_partition` is the
-            narrowest column shard; without it, 4.
+            narrowest column shard; without it, 4, or 32 on a GPU whose costs are an
+            estimate.
         debug: As in TorchRec.
         callbacks: As in TorchRec; they may change the plan.
         timeout_seconds: Also limits the search, and cuts off proposers, partitioners,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.planner.costs.hedging import cautions
 from torchrec_neuroshard.planner.costs.kernels import is_estimated
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.options.table_reader import (
@@ -101,6 +102,7 @@ def describe_plan(
         texts += best.result.warnings if fallback is None else ()
     texts += costs.range_warnings(lowered)
     texts += costs.estimate_warnings(lowered)
+    texts += cautions(costs, selected, reserved or costs.topology)
     texts += notes
     if fallback is not None:
         texts.append(f"TorchRec's own plan was taken: {fallback}")

@@ -78,10 +78,21 @@ from torchrec_neuroshard.simulator import (
     stage_phases,
     timed_phases,
 )
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
-__all__ = ["CostedPart", "LaunchedPerf", "PlanCosts", "PricedOptions"]
+__all__ = [
+    "ESTIMATED_COLUMNS",
+    "CostedPart",
+    "LaunchedPerf",
+    "PlanCosts",
+    "PricedOptions",
+]
 
 Floats = npt.NDArray[np.float64]
+
+ESTIMATED_COLUMNS = 32
+"""Columns of the narrowest shard on a GPU whose kernels are estimated, unless given:
+published timings of NVIDIA's cards since the V100 are of 64 columns and more."""
 
 
 class LaunchedPerf(Perf):
@@ -156,6 +167,13 @@ class PlanCosts:
         if topology.compute_device == "cpu" and self._pipeline != "train_base":
             self.schedule = find_schedule("none", self.dense)
         self.use(cost_model)
+
+    @property
+    def least_columns(self) -> int:
+        """Columns of the narrowest shard where no constraint gives `min_partition`."""
+        on_gpu = self.topology.compute_device != "cpu"
+        estimated = on_gpu and self.cost_model.error is not None
+        return ESTIMATED_COLUMNS if estimated else COLUMN_MULTIPLE
 
     def correct(self, cost_model: CostModel) -> None:
         """Go on with another model of the same kernels."""

@@ -95,6 +95,7 @@ def other_grids(
     option: ShardingOption,
     topology: Topology,
     constraints: Mapping[str, ParameterConstraints],
+    least_columns: int = COLUMN_MULTIPLE,
 ) -> list[ShardingOption]:
     """Return copies of a grid-sharded option with its columns in other equal blocks.
 
@@ -106,6 +107,7 @@ def other_grids(
         option: Any; of what is no grid there is no other.
         topology: The devices to plan for.
         constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+        least_columns: `min_partition` where no constraint gives one.
 
     Returns:
         Options without estimates.
@@ -115,7 +117,8 @@ def other_grids(
         return []
     size = kind.block_size(int(topology.world_size), node_size(topology))
     width, own = int(option.tensor.shape[1]), int(option.shards[0].size[1])
-    narrowest, widest = _min_partition(option, constraints), max_columns(topology)
+    narrowest = _min_partition(option, constraints, least_columns)
+    widest = max_columns(topology)
     found = []
     for count in range(2, int(topology.world_size) // size + 1):
         block, rest = divmod(width, count)
@@ -134,22 +137,28 @@ def other_grids(
 
 
 def _min_partition(
-    option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
+    option: ShardingOption,
+    constraints: Mapping[str, ParameterConstraints],
+    least_columns: int,
 ) -> int:
     """Columns of the narrowest shard that a constraint allows, a multiple of four."""
     constraint = constraints.get(option.name)
-    asked = (constraint.min_partition if constraint else None) or COLUMN_MULTIPLE
+    asked = (constraint.min_partition if constraint else None) or least_columns
     return math.ceil(asked / COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
 
 def narrowest_shard(
-    option: ShardingOption, constraints: Mapping[str, ParameterConstraints]
+    option: ShardingOption,
+    constraints: Mapping[str, ParameterConstraints],
+    least_columns: int = COLUMN_MULTIPLE,
 ) -> int:
     """Return the columns of the narrowest shard that a table may be cut to.
 
     Args:
         option: An option of the table; its sharding type decides.
         constraints: Table name -> TorchRec's constraints on it (`min_partition`).
+        least_columns: `min_partition` where no constraint gives one; see
+            `PlanCosts.least_columns`.
     """
     if option.sharding_type not in COLUMN_SHARDED_TYPES:
         return int(sample_shards(option)[0].size[1])
@@ -158,4 +167,5 @@ def narrowest_shard(
     least = COLUMN_MULTIPLE * int(option.batch_size)
     if any(least % codec.row_values for codec in option_codecs(option)):
         return int(option.tensor.shape[1])
-    return min(int(option.tensor.shape[1]), _min_partition(option, constraints))
+    least = _min_partition(option, constraints, least_columns)
+    return min(int(option.tensor.shape[1]), least)

@@ -78,7 +78,7 @@ class NeuroShardEnumerator(HookedEnumerator):
     others which stay:
 
     - table-column-wise ones: the search splits columns by itself, down to the
-      constraint's `min_partition` (default 4);
+      constraint's `min_partition` (default 4, on GPUs whose costs are an estimate 32);
     - types that keep more columns together than a GPU's kernels take;
     - table-row-wise ones where all ranks are in one node: row-wise is the same there;
     - kernels that read the host's memory, where no constraint asks for them and device

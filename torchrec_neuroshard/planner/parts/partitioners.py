@@ -119,9 +119,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
     An option of `NeuroShardProposer`'s leaves the search every way that its table may
     be sharded in; any other is kept to its type and kernel. Column-wise options
     may be split at any multiple of four columns, down to the constraint's
-    `min_partition` (default 4) and at most once per rank, into unequal widths only for
-    CPU topologies. Options that the cost model has no price for are placed first, by
-    TorchRec's greedy routine, and the memory they take is left out of the search.
+    `min_partition` (default 4, on GPUs whose costs are an estimate 32) and at most once
+    per rank, into unequal widths only for CPU topologies. Options that the cost model
+    has no price for are placed first, by TorchRec's greedy routine, and the memory they
+    take is left out of the search.
 
     A proposal whose shards all have ranks is a plan already and is only priced.
 
@@ -339,6 +340,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             enumerator=self._enumerator,
             memory=memory,
             rules=rules,
+            least_columns=self.costs.least_columns,
         )
         log, start = self.log, time.monotonic()
         searcher = log.next(self.searcher)

@@ -103,7 +103,12 @@ class NeuroShardProposer(CostedPart, Proposer):
                 other
                 for option in search_space
                 for other in (
-                    *other_grids(option, self._topology, self._constraints),
+                    *other_grids(
+                        option,
+                        self._topology,
+                        self._constraints,
+                        self.costs.least_columns,
+                    ),
                     *other_caches(
                         option, self._topology, self.costs.reader, len(names)
                     ),
@@ -181,9 +186,10 @@ class NeuroShardProposer(CostedPart, Proposer):
         """Options that run and fit first; of these, those by columns."""
         size = max(float(getattr(s.storage, self._tier)) for s in sample_shards(option))
         if may_be_split:
-            size *= narrowest_shard(option, self._constraints) / max(
-                int(s.size[1]) for s in sample_shards(option)
+            narrowest = narrowest_shard(
+                option, self._constraints, self.costs.least_columns
             )
+            size *= narrowest / max(int(s.size[1]) for s in sample_shards(option))
         first, second = (COLUMN_WISE, TABLE_WISE)
         if not option.is_pooled:
             first, second = second, first

@@ -141,6 +141,7 @@ class SearchSpace:
         enumerator: Enumerator | None,
         memory: Sequence[Storage],
         rules: PlacementRules,
+        least_columns: int = COLUMN_MULTIPLE,
     ) -> SearchSpace:
         """Describe tables and the ways in which each may be sharded.
 
@@ -153,6 +154,7 @@ class SearchSpace:
                 beside its weights is counted in full for each of its shards.
             memory: What each rank has left.
             rules: Which ranks tables may be on.
+            least_columns: `min_partition` where no constraint gives one.
 
         Raises:
             PlannerError: No rank is left for a table.
@@ -171,7 +173,9 @@ class SearchSpace:
                 task,
                 **_memory_fields(tier, storages, memory),
                 **_host_fields(tier, tables, storages, memory),
-                min_widths=tuple(narrowest_shard(o, constraints) for o in options),
+                min_widths=tuple(
+                    narrowest_shard(o, constraints, least_columns) for o in options
+                ),
                 max_shards=tuple(most),
                 uneven=not is_accelerator(topology.compute_device),
                 **_placement_fields(options, rules),
