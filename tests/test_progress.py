@@ -103,6 +103,18 @@ def test_short_phases_show_nothing(
     assert not stream.getvalue()
 
 
+def test_many_short_phases_are_no_silence(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.2)
+    end = time.monotonic() + 30
+    with shown():
+        while not stream.getvalue():
+            assert time.monotonic() < end
+            with phase("reading"):
+                time.sleep(0.02)
+
+
 def test_nothing_is_shown_where_no_command_runs(stream: Stream) -> None:
     with phase("reading"):
         time.sleep(0.05)

@@ -40,7 +40,7 @@ class _Ticker:
 
     def __init__(self) -> None:
         self._phases: list[Phase] = []
-        self._due, self._is_shown = 0.0, False
+        self._due, self._is_shown = time.monotonic() + LINE_EVERY_S, False
         self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -51,8 +51,6 @@ class _Ticker:
 
     def enter(self, entered: Phase) -> None:
         with self._lock:
-            if not self._phases:
-                self._due = entered.started + LINE_EVERY_S
             self._phases.append(entered)
 
     def leave(self, left: Phase) -> None:

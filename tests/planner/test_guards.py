@@ -163,7 +163,7 @@ def test_torchrecs_planner_that_never_returns(monkeypatch: pytest.MonkeyPatch) -
     """As a candidate it is left out."""
     monkeypatch.setattr(GreedyPerfPartitioner, "partition", loop_for_ever)
     planner = plan(consider_stock=True)
-    assert "TorchRec's own plan was not looked at" in notes_of(planner)
+    assert "TorchRec's own plan was no candidate" in notes_of(planner)
 
 
 def test_proposer_of_torchrecs_that_fails() -> None:

@@ -468,7 +468,7 @@ def test_what_devices_have_is_not_told_of_the_hosts_memory() -> None:
     with pytest.raises(
         PlannerError,
         match=r"^in the host's memory, table 't0' .*; the freest rank, 0, has 1\.00 "
-        r"MiB\. No number of such ranks would do\. .*memory for it\.\n",
+        r"MiB\. More ranks of this kind do not help\. .*memory for it\.\n",
     ):
         planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
 

@@ -10,6 +10,7 @@ from tests.builders import make_tables, make_task
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import HostRows, KernelFactors, ShardingTask
 from torchrec_neuroshard.search.choices import place_blocks
+from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.search.feasibility import check_memory, pack
 from torchrec_neuroshard.search.shards import (
     ShardBank,
@@ -50,6 +51,17 @@ def fits_somehow(task: ShardingTask) -> bool:
         if all(u <= m for u, m in zip(used, task.memory_bytes, strict=True)):
             return True
     return False
+
+
+def test_small_tasks_say_how_many_ranks_would_do() -> None:
+    task = sized_task([60, 60, 60], (300, 300))
+    with pytest.raises(
+        InfeasibleError, match=r"Raise world_size \(2\) to 3 or"
+    ) as caught:
+        ExhaustiveSearcher().search(task, AnalyticCostModel(), AnalyticCommsModel())
+    assert "rules" not in str(caught.value) and "table 't0' (num_emb" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("uneven", [True, False])
@@ -98,8 +110,8 @@ def test_a_table_wider_than_its_shards_may_hold() -> None:
         check_memory(task)
     assert "640 bytes, at least 320 bytes of it on one rank" in str(caught.value)
     assert ways_out(caught.value) == (
-        "No number of such ranks would do. Allow it more shards (max_shards=2) or take "
-        "ranks that have 320 bytes for it."
+        "More ranks of this kind do not help. Allow it more shards (max_shards=2) or "
+        "take ranks that have 320 bytes for it."
     )
 
 
@@ -136,7 +148,7 @@ def test_aligned_widths() -> None:
 def ways_out(error: BaseException) -> str:
     """What a message says after the facts."""
     text = str(error)
-    marks = ("No number of", "Allow ", "Keep ", "Raise ", "Lower ", "Take ", "Use ")
+    marks = ("More ranks of", "Allow ", "Keep ", "Raise ", "Lower ", "Take ", "Use ")
     return text[min(text.index(mark) for mark in marks if mark in text) :]
 
 
@@ -176,7 +188,7 @@ def one_table(*ways: str, memory: int, **fields: Any) -> ShardingTask:
 
 
 UVM = "keep it in the host's memory (fused_uvm) if a rank has"
-NONE = "No number of such ranks would do. "
+NONE = "More ranks of this kind do not help. "
 
 
 @pytest.mark.parametrize(

@@ -363,7 +363,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._considers_torchrec = consider_stock and own
         if consider_stock and not own:
             self._notes += (
-                "TorchRec's own plan was not looked at: the partitioner given, "
+                "TorchRec's own plan was no candidate: the partitioner given, "
                 f"{type(partitioner).__name__}, does not price plans that have ranks",
             )
         super().__init__(

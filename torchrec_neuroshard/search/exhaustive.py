@@ -17,6 +17,7 @@ from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.base import Searcher, SearchResult
+from torchrec_neuroshard.search.feasibility import describe, enough_ranks
 from torchrec_neuroshard.search.rules import Rules, check_constraints
 from torchrec_neuroshard.search.shards import (
     Floats,
@@ -270,20 +271,24 @@ def _breaks_rules(
 
 
 def _nothing_fits(task: ShardingTask) -> str:
-    """Say what does not fit, by the largest table's way of least memory."""
-    least = [
-        min(task.shard_bytes(w, min(task.min_widths[w], t.embedding_dim)) for w in ways)
+    """Say that no placement fits, and how many ranks would do where that is known."""
+    sizes = [
+        min(
+            sum(m.shard_bytes(w, task.tables[w].embedding_dim) for m in task.memories)
+            for w in ways
+        )
         for ways in task.ways
-        for t in (task.tables[ways[0]],)
     ]
-    name = task.tables[task.ways[int(np.argmax(least))][0]].name
-    freest = max(task.memory_bytes, default=0)
+    largest = task.ways[int(np.argmax(sizes))][0]
+    has = [max(m.memory_bytes) for m in task.memories if m.memory_bytes]
+    rules = " and to the rules on them" if Rules(task) else ""
+    count = 0 if task.has_choices else enough_ranks(task)
+    more = f"raise world_size ({task.world_size}){f' to {count}' if count else ''}"
     return (
-        "none of the task's placements keeps to the ranks' memory and to the rules on "
-        f"them: the largest table, '{name}', needs at least {format_bytes(max(least))} "
-        f"on a rank in whatever way it is sharded, the freest rank has "
-        f"{format_bytes(freest)}. Give them more, allow narrower shards or other ways "
-        "to shard, or drop rules"
+        f"none of the task's placements keeps to the ranks' memory{rules}: the largest "
+        f"table is {describe(task, largest)}, the freest rank has "
+        f"{' and, in its host, '.join(map(format_bytes, has)) or 'no limit'}. "
+        f"{more.capitalize()} or take ranks with more memory"
     )
 
 

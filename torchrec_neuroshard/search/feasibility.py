@@ -27,6 +27,7 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 __all__ = [
     "check_memory",
     "describe",
+    "enough_ranks",
     "pack",
     "pack_exactly",
     "spread_columns",
@@ -294,7 +295,7 @@ def ways_out(
         options.append(f"{text} and {_more_ranks(task, needs)}")
     if parts:
         options.append(f"take ranks that have {' or '.join(parts)} for it")
-    return "No number of such ranks would do. " * (not confined) + _any_of(options)
+    return "More ranks of this kind do not help. " * (not confined) + _any_of(options)
 
 
 def _ways_out_of_all(
@@ -519,7 +520,7 @@ def _no_packing(task: ShardingTask, proven: bool) -> str:
         key=lambda t: task.shard_bytes(t, task.tables[t].embedding_dim),
     )
     options = []
-    if count := _enough_ranks(task):
+    if count := enough_ranks(task):
         options.append(f"raise world_size ({num_ranks}) to {count}")
     narrow = [_may_be_narrower(task, t) for t in range(len(task.tables))]
     widths = zip(task.min_widths, narrow, strict=True)
@@ -549,7 +550,7 @@ def _within_memory(task: ShardingTask, width_TW: Ints) -> bool:
     return bool((used_MW <= caps_MW).all())
 
 
-def _enough_ranks(task: ShardingTask) -> int:
+def enough_ranks(task: ShardingTask) -> int:
     """Return about the fewest ranks on which best-fit packing succeeds.
 
     In whole nodes where there are several; 0 where none are found.

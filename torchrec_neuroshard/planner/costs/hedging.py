@@ -105,7 +105,8 @@ def cautions(
     }
     if narrow:
         name, width = min(narrow.items(), key=lambda item: item[1])
-        more = f", and {len(narrow) - 1} more tables into narrow ones" * (len(narrow) > 1)
+        others = len(narrow) - 1
+        more = f", and {others} more tables into narrow ones" if others else ""
         texts.append(
             f"table '{name}' is split into shards of {width} columns{more}, and the "
             f"estimate is unchecked below {ESTIMATED_COLUMNS}. min_partition="

@@ -267,7 +267,7 @@ class TorchRecPlan:
         counts. Where that cannot be used, one by the memory that ranks allocate.
         """
         if self.guard.cut is not None:
-            self.skipped = f"TorchRec's own plan was not looked at: {self.guard.cut}"
+            self.skipped = f"TorchRec's own plan was no candidate: {self.guard.cut}"
             return
         start = time.monotonic()
         allowed = self._allowed(start)
@@ -312,13 +312,13 @@ class TorchRecPlan:
             late = isinstance(error, OutOfTimeError) or time.monotonic() > deadline
             if late:
                 self.skipped = (
-                    "TorchRec's own plan was not looked at: its planner has none after "
+                    "TorchRec's own plan was no candidate: its planner had none after "
                     f"{max(allowed, 0.0):.1f} s, all that it may take beside the search"
                 )
             return None
         except Exception as error:  # it is only a candidate
             self.skipped = (
-                "TorchRec's own plan was not looked at: its planner failed: "
+                "TorchRec's own plan was no candidate: its planner failed: "
                 f"{type(error).__name__}: {error}"
             )
             return None
