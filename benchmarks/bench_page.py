@@ -4,8 +4,8 @@
     python benchmarks/bench_page.py --screenshots docs/images
 
 The first plans a large model, writes its pages and opens each in a Chromium of its own,
-`--starts` times; the second plans a small one beside TorchRec's planner and takes
-pictures, light and dark.
+`--starts` times; the second runs the README's quick start and takes pictures of its
+pages, light and dark.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ from typing import Any
 import torch
 from PIL import Image
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import (
-    EmbeddingShardingPlanner,
-    ParameterConstraints,
-)
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -42,6 +39,7 @@ from harness.browser import open_page
 from harness.options import option, read_options
 from harness.provenance import describe_run, keep_rows
 from torchrec_neuroshard import NeuroShardPlanner, SearchConfig, topology_for
+from torchrec_neuroshard.cli import main as neuroshard
 from torchrec_neuroshard.report import PlanComparison, PlanReport, write_html
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
@@ -58,7 +56,7 @@ addEventListener("load", () => {
   });
 });
 """
-_SHOTS = {"plan": (1100, 1480), "comparison": (1100, 1300)}
+_SHOTS = {"plan": (1100, 1480), "comparison": (1100, 765)}
 """Page -> width and height of its picture."""
 
 
@@ -83,9 +81,9 @@ def draw_tables(count: int) -> list[TableConfig]:
 
 
 def plan(
-    run: PageRun, tables: Sequence[TableConfig], nodes: int, torchrec: bool
+    run: PageRun, tables: Sequence[TableConfig], nodes: int
 ) -> tuple[PlanReport, PlanComparison]:
-    """Plan for H100s, beside TorchRec's plan or one of whole tables alone."""
+    """Plan for H100s, beside a plan of whole tables alone."""
     model = EmbeddingBagCollection(
         tables=[
             EmbeddingBagConfig(
@@ -122,19 +120,8 @@ def plan(
 
     planner = make_planner(None)
     planner.plan(model, sharders)
-    if torchrec:
-        other: Any = EmbeddingShardingPlanner(
-            topology=topology,
-            batch_size=_BATCH_SIZE,
-            constraints=constraints(None),
-            debug=False,
-            stats=[],
-        )
-        name = "TorchRec's own plan"
-    else:
-        other, name = make_planner(["table_wise"]), "whole tables"
-    theirs = other.plan(model, sharders)
-    return planner.report(), planner.compare(theirs, model, sharders, name)
+    whole = make_planner(["table_wise"]).plan(model, sharders)
+    return planner.report(), planner.compare(whole, model, sharders, "whole tables")
 
 
 def in_rows(report: PlanReport) -> PlanReport:
@@ -222,7 +209,7 @@ def page(settings: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 
 def measure(run: PageRun, folder: Path) -> None:
-    report, compared = plan(run, draw_tables(run.tables), run.nodes, torchrec=False)
+    report, compared = plan(run, draw_tables(run.tables), run.nodes)
     pages: dict[str, PlanReport | PlanComparison | None] = {
         "nothing, to compare with": None,
         "a plan": report,
@@ -259,11 +246,21 @@ def measure(run: PageRun, folder: Path) -> None:
     print(page(settings, rows))
 
 
+def quick_start() -> list[str]:
+    """Return what the README's first command plans, as `neuroshard` takes it."""
+    readme = Path(__file__).parents[1] / "README.md"
+    found = re.search(
+        r"^neuroshard (plan .*?)( --compare.*)?$", readme.read_text(), re.M
+    )
+    assert found is not None, "the README begins with a plan"
+    return found[1].split()
+
+
 def take_pictures(run: PageRun, folder: Path) -> None:
-    tables, out = draw_tables(60), Path(run.screenshots)
-    report, compared = plan(run, tables, 2, torchrec=True)
-    write_html(report, folder / "plan.html", "60 tables on 16 x H100")
-    write_html(compared, folder / "comparison.html", "Two plans for 16 x H100")
+    out = Path(run.screenshots)
+    for name, options in (("plan", []), ("comparison", ["--compare"])):
+        page = str(folder / f"{name}.html")
+        neuroshard([*quick_start(), *options, "--html", page])
     out.mkdir(parents=True, exist_ok=True)
     for name, size in _SHOTS.items():
         for dark in (False, True):

@@ -17,9 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.distributed.planner import Topology
 
 from tests.builders import load_script
+from torchrec_neuroshard import NeuroShardPlanner
+from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S
+from torchrec_neuroshard.workloads import load_tables
+from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -196,13 +201,59 @@ def test_notebook_runs_and_shows_its_reports(
     ]
 
 
-def test_readme_example_prints_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
-    code = text.split("```python\n", 1)[1].split("```", 1)[0]
-    assert len([line for line in code.splitlines() if line]) <= 12
+README = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+
+
+def masked(line: str) -> str:
+    """A line of a report without its figures."""
+    line = re.sub(r"; [\d,]+ rank sets evaluated", "", line)
+    return re.sub(r"[-+]?\d[\d,.]*", "#", line)
+
+
+def test_readme_shows_what_its_quick_start_prints(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command, shown = re.search(  # type: ignore[union-attr]
+        r"^```\nneuroshard (plan .*)\n```\n\n```\n((?:.+\n)+)```$", README, re.MULTILINE
+    ).groups()
+    monkeypatch.chdir(EXAMPLES.parent)
+    page = tmp_path / "plan.html"
     with quiet():
-        exec(compile(code, "README.md", "exec"), {})
-    out = capsys.readouterr().out
-    for table in ("user", "item", "shop", "city"):
-        assert f"\n{table} " in out
-    assert "500000" in out and "fused" in out
+        assert main(command.replace("plan.html", str(page)).split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "TorchRec" in page.read_text(encoding="utf-8")
+    found = {masked(line): line for line in reversed(printed)}
+    for line in shown.splitlines():
+        if line == "...":
+            continue
+        assert masked(line) in found, f"the README shows an old line: {line}"
+        if line.startswith(("critical path", "this plan")):
+            now = re.findall(r"\d+\.\d+", found[masked(line)])
+            then = re.findall(r"\d+\.\d+", line)
+            path = slice(0, 1) if "bound" in line else slice(0, 2)
+            assert [*map(float, now[path])] == pytest.approx(
+                [*map(float, then[path])], rel=0.02
+            )
+
+
+def test_readme_changes_two_lines_of_a_training_script() -> None:
+    code = README.split("```diff\n", 1)[1].split("```", 1)[0]
+    lines = [line[1:] for line in code.splitlines() if line[:1] in ("+", " ")]
+    made: dict[str, Any] = {"topology": Topology(2, "cpu"), "constraints": {}}
+    exec("\n".join(lines[:-1]), made)
+    assert type(made["planner"]) is NeuroShardPlanner
+    assert lines[-1].startswith("plan = planner.collective_plan(model, sharders, ")
+
+
+def test_readme_is_read_in_two_minutes() -> None:
+    assert len(README.splitlines()) <= 110
+
+
+def test_the_table_file_is_mlperfs() -> None:
+    tables = load_tables(EXAMPLES / "dlrm_v2.csv")
+    fields = ("name", "num_embeddings", "embedding_dim", "pooling_factor")
+    assert [[getattr(t, f) for f in fields] for t in tables] == [
+        [getattr(t, f) for f in fields] for t in mlperf_dlrm_v2()
+    ]

@@ -28,7 +28,7 @@ from harness.provenance import commit, now
 from planner_comparison.clusters import CLUSTERS, GLOO, Cluster, clusters_of
 from planner_comparison.collectives import RankGroup
 from planner_comparison.kernels import KernelSettings, KernelTimer, Pass
-from planner_comparison.page import short_table, write_pages
+from planner_comparison.page import headline, write_pages
 from planner_comparison.paired import AGAIN, OURS
 from planner_comparison.planning import (
     TRAINED,
@@ -509,12 +509,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _show(data: dict[str, Any], readme: Path | None) -> None:
-    """Print the short table, and put it in the place of an earlier one."""
-    table = short_table(data)
+    """Print the headline, and put it in the place of an earlier one."""
+    table = headline(data)
     print(table)
     if readme is not None:
         text = readme.read_text(encoding="utf-8")
-        earlier = re.search(r"^\| planner \| plans of .*(\n\|.*)*", text, re.MULTILINE)
+        earlier = re.search(
+            r"^\| planner, (.+\n)+\n\*(.+\n)*?.*\*$", text, re.MULTILINE
+        )
         if earlier is None:
             sys.exit(f"{readme} holds no table of planners to renew")
         text = text[: earlier.start()] + table + text[earlier.end() :]

@@ -592,10 +592,10 @@ def test_pages_show_every_task_and_drop_no_loss(parts: Any, tmp_path: Path) -> N
     assert "of each task [ms]" in whole and "of each task [ms]" not in text
     assert "not met" not in text + whole
     assert "2/4" in text
-    short = parts("page").short_table(known)
-    assert short.startswith("| planner | plans of 4 | kernels and collectives, 8 x H")
+    short = parts("page").headline(known)
+    assert short.startswith("| planner, 4 tasks | kernel time (95 % interval)")
     even = "0.750 (0.750 to 0.750)"
-    assert f"| **default** | 4 | {even} | {even} | 0.75 | 2/0 |" in short
+    assert f"| **this planner** | {even} | 0.75 | 2 / 0 |" in short
     parts("page").write_pages({**known, "notes": ["It must be known."]}, tmp_path / "n")
     for suffix in (".md", ".html"):
         assert "It must be known." in (tmp_path / f"n{suffix}").read_text()
@@ -695,7 +695,7 @@ def test_the_readmes_table_is_the_results(
         BENCHMARKS / "results" / "planners_zen3_202611"
     )
     readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
-    before = parts("page").short_table(results)
+    before = parts("page").headline(results)
     assert before in readme
     parts("results").write_results(data(parts), tmp_path / "run")
     copy = tmp_path / "README.md"
@@ -703,7 +703,7 @@ def test_the_readmes_table_is_the_results(
     options = ["--out", str(tmp_path / "run"), "--pages-only", "--readme", str(copy)]
     parts("run").main(options)
     table = capsys.readouterr().out.strip()
-    assert table.startswith("| planner | plans of 4 |")
+    assert table.startswith("| planner, 4 tasks |")
     renewed = copy.read_text(encoding="utf-8")
     assert table in renewed and before not in renewed
     assert renewed.split("## How it works")[1] == readme.split("## How it works")[1]

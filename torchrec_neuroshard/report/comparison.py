@@ -105,6 +105,12 @@ class PlanComparison(HtmlReport):
     def _page_body(self) -> Iterator[str]:
         """Lay out both plans side by side, then each by itself."""
         yield f"<p>{escape(sentence(self.verdict))}</p>"
+        if not math.isnan(self.saved_ms):
+            sources = (
+                f"predicted; compute: {self.second.compute_source}; collectives: "
+                f"{self.second.comms_source}"
+            )
+            yield f"<p class='note'>{escape(sentence(sources))}</p>"
         names = [escape(name) for name in (self.first_name, self.second_name)]
         yield "<div class='pair'>"
         for number, name in enumerate(names):
@@ -116,7 +122,10 @@ class PlanComparison(HtmlReport):
         yield "<th class='number'>change</th></tr>"
         for name, first, second in self.rows:
             shown = [_figure(first), _figure(second)]
-            shown.append(f"{second / first - 1:+.1%}" if first > 0 else "")
+            if isinstance(first, int):
+                shown.append(f"{second - first:+,}")
+            else:
+                shown.append(f"{second / first - 1:+.1%}" if first > 0 else "")
             cells = "".join(f"<td class='number'>{text}</td>" for text in shown)
             yield f"<tr><td>{name}</td>{cells}</tr>"
         yield "</table></div>"
