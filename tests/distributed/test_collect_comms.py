@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -86,8 +87,11 @@ def launch() -> Iterator[Launcher]:
 
 
 def ends(ranks: Ranks) -> list[tuple[int, str]]:
-    """Exit code and error output of every rank."""
-    outputs = [r.communicate(timeout=END_SECONDS)[1] for r in ranks]
+    """Exit code and errors of every rank; lines that say how far it is are none."""
+    outputs = [
+        re.sub(r"^neuroshard: .*, \d+ s\n", "", text, flags=re.MULTILINE)
+        for _, text in (r.communicate(timeout=END_SECONDS) for r in ranks)
+    ]
     return [(r.returncode, text) for r, text in zip(ranks, outputs, strict=True)]
 
 

@@ -40,6 +40,7 @@ from tests.builders import (
     shards_of,
     types_of,
 )
+from torchrec_neuroshard import progress
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, ProfileError
 from torchrec_neuroshard.placement import ShardingTask
@@ -51,7 +52,6 @@ from torchrec_neuroshard.search import (
     Searcher,
     SearchResult,
     make_searcher,
-    progress,
 )
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
@@ -411,7 +411,8 @@ def test_long_searches_are_shown_on_a_terminal_only(
     monkeypatch.setattr(screen, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)  # any search is long
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)  # any search is long
+    monkeypatch.setattr(progress, "TICK_S", 0.001)
     search = SearchConfig(exhaustive_limit=0, effort=0.1)
     make_planner(2, search=search).plan(make_ebc(CPU_SIZES), bag_sharders())
     assert ("planning: " in screen.getvalue()) == is_terminal

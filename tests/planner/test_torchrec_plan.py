@@ -35,7 +35,7 @@ from torchrec_neuroshard.planner.options.spread_options import SpreadOption
 from torchrec_neuroshard.planner.parts import proposers, torchrec_plan
 from torchrec_neuroshard.planner.parts.shard_estimators import (
     OutOfTimeError,
-    TimedEstimator,
+    SizesEstimator,
 )
 from torchrec_neuroshard.planner.parts.torchrec_plan import StockPlan, stock_plan
 from torchrec_neuroshard.search import SearchResult
@@ -186,7 +186,7 @@ def test_shards_of_one_size_are_estimated_as_each_would_be() -> None:
             ebc, bag_sharders()
         )
         for estimator in (
-            TimedEstimator(topology, deadline=math.inf),
+            SizesEstimator(topology),
             EmbeddingPerfEstimator(topology=topology),
         )
     )
@@ -250,8 +250,8 @@ def test_torchrecs_planner_stops_within_its_estimates(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(torchrec_plan, "time", clock)
-    estimate = clock.during(TimedEstimator.estimate)
-    monkeypatch.setattr(TimedEstimator, "estimate", estimate)
+    estimate = clock.during(SizesEstimator.estimate)
+    monkeypatch.setattr(SizesEstimator, "estimate", estimate)
     with pytest.raises(OutOfTimeError, match="it had estimated 2 of 3 tables"):
         stock(1.5)
 

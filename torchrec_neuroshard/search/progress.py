@@ -112,7 +112,7 @@ def _describe(progress: SearchProgress) -> str:
     parts = [f"planning: {progress.phase}"]
     if progress.best_ms < float("inf"):
         parts.append(f"best {progress.best_ms:.3f} ms")
-    if progress.gap < float("inf"):
+    if progress.gap <= 1.0:  # else the bound says nothing yet
         parts.append(f"gap {progress.gap:.1%}")
     parts.append(f"at most {progress.seconds_left:.0f} s left")
     return ", ".join(parts)

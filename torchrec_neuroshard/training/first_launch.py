@@ -60,6 +60,7 @@ from torchrec_neuroshard.devices import (
 )
 from torchrec_neuroshard.errors import NeuroShardError, RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
+from torchrec_neuroshard.progress import clear
 from torchrec_neuroshard.record_store import RecordStore, read_records
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -478,6 +479,7 @@ def measure_and_fit(
 
 def _say(console: Console, begin: float, text: str) -> None:
     seconds = time.monotonic() - begin
+    clear()
     console.print(f"neuroshard: {text}, {seconds:.0f} s", highlight=False)
 
 

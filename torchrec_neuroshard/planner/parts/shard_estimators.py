@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,8 +39,8 @@ from torchrec_neuroshard.planner.options.table_reader import (
 __all__ = [
     "NeuroShardEstimator",
     "OutOfTimeError",
+    "SizesEstimator",
     "StorageEstimator",
-    "TimedEstimator",
 ]
 
 _STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
@@ -51,35 +50,13 @@ _STATE_CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
 }
 """Optimizers that keep state -> the class by which TorchRec knows how much."""
 
-_AT_ONCE = 32
-"""Options estimated between two looks at the clock; TorchRec takes about a millisecond
-for each shard."""
-
 
 class OutOfTimeError(PlannerError):
     """A planner gives up, for want of time."""
 
 
-class TimedEstimator(EmbeddingPerfEstimator):
-    """TorchRec's estimator, but it gives up when it takes too long.
-
-    Args:
-        topology: The devices to plan for.
-        constraints: Table name -> TorchRec's constraints on it.
-        deadline: When to give up (`time.monotonic()`).
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        constraints: Mapping[str, ParameterConstraints] | None = None,
-        *,
-        deadline: float,
-    ) -> None:
-        super().__init__(
-            topology=topology, constraints=dict(constraints) if constraints else None
-        )
-        self._deadline = deadline
+class SizesEstimator(EmbeddingPerfEstimator):
+    """TorchRec's estimator of times; shards of one size are estimated once."""
 
     def estimate(
         self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any
@@ -90,24 +67,16 @@ class TimedEstimator(EmbeddingPerfEstimator):
             sharding_options: Changed in place.
             args: As in TorchRec.
             kwargs: As in TorchRec.
-
-        Raises:
-            OutOfTimeError: The deadline has passed.
         """
-        for start in range(0, len(sharding_options), _AT_ONCE):
-            if time.monotonic() > self._deadline:
-                raise OutOfTimeError("TorchRec's estimates take too long")
-            some = sharding_options[start : start + _AT_ONCE]
-            listed = [option.shards for option in some]
-            # Shards of one size are many, and cost the same.
-            for option, shards in zip(some, listed, strict=True):
-                option.shards = list({tuple(s.size): s for s in shards}.values())
-            super().estimate(some, *args, **kwargs)
-            for option, shards in zip(some, listed, strict=True):
-                perfs = {tuple(s.size): s.perf for s in option.shards}
-                option.shards = shards
-                for shard in shards:
-                    shard.perf = perfs[tuple(shard.size)]
+        listed = [option.shards for option in sharding_options]
+        for option, shards in zip(sharding_options, listed, strict=True):
+            option.shards = list({tuple(s.size): s for s in shards}.values())
+        super().estimate(sharding_options, *args, **kwargs)
+        for option, shards in zip(sharding_options, listed, strict=True):
+            perfs = {tuple(s.size): s.perf for s in option.shards}
+            option.shards = shards
+            for shard in shards:
+                shard.perf = perfs[tuple(shard.size)]
 
 
 class NeuroShardEstimator(CostedPart, ShardEstimator):

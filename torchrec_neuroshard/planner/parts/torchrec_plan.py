@@ -47,8 +47,8 @@ from torchrec_neuroshard.planner.options.table_reader import (
 from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.parts.shard_estimators import (
     OutOfTimeError,
+    SizesEstimator,
     StorageEstimator,
-    TimedEstimator,
 )
 from torchrec_neuroshard.sharding_types import COLUMN_WISE
 
@@ -438,7 +438,7 @@ class _TimedEnumerator(EmbeddingEnumerator):
         deadline: float,
     ) -> None:
         given = dict(constraints)
-        perf = TimedEstimator(topology, given, deadline=math.inf)
+        perf = SizesEstimator(topology, given)
         storage = storage or EmbeddingStorageEstimator(topology, given)
         super().__init__(topology, batch_size, given, [perf, storage])
         self._deadline = deadline
