@@ -26,6 +26,7 @@ __all__ = [
     "Placement",
     "ShardingTask",
     "WireCodec",
+    "capitalised",
     "format_bytes",
 ]
 
@@ -41,6 +42,11 @@ def format_bytes(num_bytes: float) -> str:
         if num_bytes >= least:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} bytes"
+
+
+def capitalised(text: str) -> str:
+    """Begin a text with a capital; what follows stays as it is."""
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 _MAX_LISTED = 8

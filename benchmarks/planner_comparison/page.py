@@ -198,19 +198,13 @@ def headline(data: Data) -> str:
     cluster = _headline(data)
     tasks = _on(data, cluster)
     others = [n for n in _planners(data) if not n.startswith((OURS, "torchrec"))]
-    found = {n: paired.compare(tasks, OURS, n, KERNELS) for n in others}
-    means = {n: over.mean for n, over in found.items() if over is not None}
-    nearest = max(means, key=lambda n: means[n], default=None)
     rows = {
         OURS: "**this planner**",
         "torchrec": "TorchRec, default",
         BEST_PRACTICE: "TorchRec, best practice",
-        **(
-            {nearest: f"best of {len(others)} other methods (`{nearest}`)"}
-            if nearest
-            else {}
-        ),
     }
+    if nearest := paired.nearest(tasks, others, KERNELS):
+        rows[nearest[0]] = f"best of {len(others)} other methods (`{nearest[0]}`)"
     lines = [
         f"| planner, {len(tasks)} tasks | kernel time (95 % interval) | "
         "worst task | faster / slower |",
@@ -223,17 +217,16 @@ def headline(data: Data) -> str:
             cells = [over.text(), f"{over.worst:.2f}", f"{over.wins} / {over.losses}"]
         lines.append(f"| {' | '.join([title, *cells])} |")
     hardware, created = data["hardware"], str(data["created"])
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "*Fused kernels of every rank, measured one rank after another on one core "
-            f"of an {hardware['device']}, {created[:10]}; 1 is TorchRec's best "
-            "practice (table- and column-wise, pooling factors, `min_partition=32`). "
-            f"Geometric means; differences below {paired.detectable(tasks):.0%} are "
-            "noise. No GPU was measured.*",
-        ]
+    on_cpu = hardware["device_type"] == "cpu"
+    device = f"{'one core of ' * on_cpu}an {hardware['device']}"
+    least = paired.detectable(tasks, KERNELS)
+    caption = (
+        f"*Fused kernels of every rank, measured one rank after another on {device}, "
+        f"{created[:10]}; 1 is TorchRec's best practice (table- and column-wise, "
+        "pooling factors, `min_partition=32`). Geometric means; differences below "
+        f"{least:.0%} are noise.{' No GPU was measured.' * on_cpu}*"
     )
+    return "\n".join([*lines, "", caption])
 
 
 def _in_company(tasks: Sequence[Task], name: str, over: paired.Paired) -> str:

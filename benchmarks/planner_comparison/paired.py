@@ -254,20 +254,22 @@ def _room(tasks: Sequence[Task], other: str) -> str:
 
 def _is_never_behind(tasks: Sequence[Task], names: Sequence[str]) -> Expectation:
     least = detectable(tasks)
-    rivals = sorted(n for n in names if not n.startswith(OURS))
-    paired = {n: compare(tasks, OURS, n) for n in rivals}
-    means = {n: p.mean for n, p in paired.items() if p is not None}
-    nearest = max(means, key=lambda n: means[n], default=None)
+    found = nearest(tasks, sorted(n for n in names if not n.startswith(OURS)))
     return Expectation(
         expected=f"`{OURS}` is behind no rival's geometric mean by more than can be "
         f"detected ({least:.1%})",
-        found="no rival"
-        if nearest is None
-        else f"nearest: `{nearest}`, {means[nearest]:.3f}",
-        met=None
-        if nearest is None or math.isnan(least)
-        else means[nearest] <= 1 + least,
+        found="no rival" if found is None else f"nearest: `{found[0]}`, {found[1]:.3f}",
+        met=None if found is None or math.isnan(least) else found[1] <= 1 + least,
     )
+
+
+def nearest(
+    tasks: Sequence[Task], names: Sequence[str], metric: str = PATH
+) -> tuple[str, float] | None:
+    """Return who comes nearest to this planner, and the mean of ours over theirs."""
+    paired = {n: compare(tasks, OURS, n, metric) for n in names}
+    means = {n: p.mean for n, p in paired.items() if p is not None}
+    return max(means.items(), key=lambda item: item[1], default=None)
 
 
 def stock(tasks: Iterable[Task]) -> list[str]:

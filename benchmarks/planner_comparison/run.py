@@ -514,9 +514,7 @@ def _show(data: dict[str, Any], readme: Path | None) -> None:
     print(table)
     if readme is not None:
         text = readme.read_text(encoding="utf-8")
-        earlier = re.search(
-            r"^\| planner, (.+\n)+\n\*(.+\n)*?.*\*$", text, re.MULTILINE
-        )
+        earlier = re.search(r"^\| planner, (.+\n)+\n\*.*\*$", text, re.MULTILINE)
         if earlier is None:
             sys.exit(f"{readme} holds no table of planners to renew")
         text = text[: earlier.start()] + table + text[earlier.end() :]

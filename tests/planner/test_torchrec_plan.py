@@ -236,6 +236,14 @@ class Clock:
         return timed
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the planner to compare with."""
+    found = Clock()
+    monkeypatch.setattr(torchrec_plan, "time", found)
+    return found
+
+
 def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices() -> None:
     ebc = make_ebc([(10_000, 64), (300, 64), (2_000_000, 128)])
     topology = Topology(2, "cuda")
@@ -246,10 +254,8 @@ def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices() -> None:
 
 
 def test_torchrecs_planner_stops_within_its_estimates(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(torchrec_plan, "time", clock)
     estimate = clock.during(SizesEstimator.estimate)
     monkeypatch.setattr(SizesEstimator, "estimate", estimate)
     with pytest.raises(OutOfTimeError, match="it had estimated 2 of 3 tables"):
@@ -257,10 +263,8 @@ def test_torchrecs_planner_stops_within_its_estimates(
 
 
 def test_torchrecs_planner_stops_within_its_proposals(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(torchrec_plan, "time", clock)
     partition = clock.during(GreedyPerfPartitioner.partition)
     monkeypatch.setattr(GreedyPerfPartitioner, "partition", partition)
     cut = stock(4.5)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement import capitalised, format_bytes
 from torchrec_neuroshard.report.html import HtmlReport, sentence, view
 from torchrec_neuroshard.report.plan_report import PlanReport, plan_data, plan_page
 from torchrec_neuroshard.simulator import PHASES
@@ -114,7 +114,7 @@ class PlanComparison(HtmlReport):
         names = [escape(name) for name in (self.first_name, self.second_name)]
         yield "<div class='pair'>"
         for number, name in enumerate(names):
-            title = f"<h3>{name[0].upper()}{name[1:]}</h3>"
+            title = f"<h3>{capitalised(name)}</h3>"
             yield f"<div class='box'>{title}{view('phases', number)}</div>"
         yield f"</div>{view('legend')}"
         titles = "".join(f"<th class='number'>{name}</th>" for name in names)
@@ -148,7 +148,7 @@ class PlanComparison(HtmlReport):
         )
         for number, report in enumerate((first_alone, shared)):
             name = names[number]
-            yield f"<h1 class='plan'>{name[0].upper()}{name[1:]}</h1>"
+            yield f"<h1 class='plan'>{capitalised(name)}</h1>"
             yield from plan_page(report, number)
 
     def _page_data(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_neuroshard.files import write_whole
+from torchrec_neuroshard.placement import capitalised
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["HtmlReport", "html_report", "sentence", "view", "write_html"]
@@ -104,4 +105,4 @@ def view(name: str, plan: int = 0) -> str:
 
 def sentence(text: str) -> str:
     """Begin a text with a capital and end it with a full stop."""
-    return f"{text[0].upper()}{text[1:]}."
+    return f"{capitalised(text)}."

@@ -110,8 +110,8 @@ class PlanReport(HtmlReport):
 
     @property
     def spread(self) -> str:
-        """How uncertain the costs are, in words; empty where that is not known."""
-        if not self.uncertainty:
+        """How uncertain the costs are, in words; empty where `robustness` says it."""
+        if not self.uncertainty or self.robustness is not None:
             return ""
         if self.is_sampled:
             return (
@@ -166,7 +166,7 @@ def head_lines(report: PlanReport) -> Iterator[str]:
     if report.bottleneck is not None:
         yield str(report.bottleneck)
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
-    if report.spread and report.robustness is None:
+    if report.spread:
         yield report.spread
     if report.weight_sync is not None:
         yield str(report.weight_sync)
@@ -347,9 +347,7 @@ def _summary(report: PlanReport) -> Iterator[str]:
     yield "</div>"
     if report.bottleneck is not None:
         yield f"<p>{escape(sentence(str(report.bottleneck)))}</p>"
-    uncertain = ""
-    if report.spread and report.robustness is None:
-        uncertain = f" {escape(sentence(report.spread))}"
+    uncertain = f" {escape(sentence(report.spread))}" if report.spread else ""
     searched = (
         f" {report.num_evaluated:,} rank sets evaluated in "
         f"{report.search_seconds:.1f} s."

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask, format_bytes
+from torchrec_neuroshard.placement import ShardingTask, capitalised, format_bytes
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.feasibility import describe, enough_ranks
 from torchrec_neuroshard.search.rules import Rules, check_constraints
@@ -288,7 +288,7 @@ def _nothing_fits(task: ShardingTask) -> str:
         f"none of the task's placements keeps to the ranks' memory{rules}: the largest "
         f"table is {describe(task, largest)}, the freest rank has "
         f"{' and, in its host, '.join(map(format_bytes, has)) or 'no limit'}. "
-        f"{more.capitalize()} or take ranks with more memory"
+        f"{capitalised(more)} or take ranks with more memory"
     )
 
 

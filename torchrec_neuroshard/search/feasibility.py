@@ -18,7 +18,7 @@ from scipy import optimize, sparse
 
 from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask, format_bytes
+from torchrec_neuroshard.placement import ShardingTask, capitalised, format_bytes
 from torchrec_neuroshard.search.rules import HOST, Rules
 from torchrec_neuroshard.search.shards import Floats, Ints, legal_splits, split_widths
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, SHARDING_TYPES
@@ -349,7 +349,7 @@ def _any_of(options: Sequence[str]) -> str:
     things = _listed([o.removeprefix(start).removesuffix(end) for o in allow])
     joined = [f"{start}{things}{end}"] if allow else []
     text = _listed([*joined, *(o for o in options if o not in allow)])
-    return f"{text[:1].upper()}{text[1:]}."
+    return f"{capitalised(text)}."
 
 
 def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:

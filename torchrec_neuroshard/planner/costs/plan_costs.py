@@ -687,10 +687,10 @@ class PlanCosts:
         )
         longest = np.unravel_index((worst_S5 * visible_5).argmax(), worst_S5.shape)
         stage, phase = map(int, longest)
-        table_ms: Counter[str] = Counter()
+        table_ms: dict[str, float] = {}
         for n in np.flatnonzero(stage_N == stage).tolist():
-            table_ms[names[n]] += part_N5[n, phase]
-        table, ms = table_ms.most_common(1)[0]
+            table_ms[names[n]] = table_ms.get(names[n], 0.0) + float(part_N5[n, phase])
+        table, ms = max(table_ms.items(), key=lambda t: t[1], default=("", 0.0))
         if not ms > 0:
             return path_ms_of, None
         return path_ms_of, Bottleneck(
@@ -698,7 +698,7 @@ class PlanCosts:
             rank=int(slowest_S5[stage, phase]),
             phase=PHASES[phase],
             phase_ms=float(worst_S5[stage, phase] * visible_5[phase]),
-            table_ms=float(ms),
+            table_ms=ms,
         )
 
     def range_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement import capitalised, format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.options.constraints import ranks_by_table
@@ -121,7 +121,7 @@ def _what_lacks(
             f"embedding_dim={width}) fits no rank: as {option.sharding_type}, "
             f"{option.compute_kernel} a shard needs "
             f"{' and '.join(lack) or 'more of two memories than any rank has'}. "
-            f"{text[:1].upper()}{text[1:]}"
+            f"{capitalised(text)}"
         )
     return None
 

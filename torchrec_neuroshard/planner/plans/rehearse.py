@@ -43,7 +43,7 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement import capitalised, format_bytes
 from torchrec_neuroshard.planner.compat import (
     all_lookups,
     pipeline_name,
@@ -293,7 +293,7 @@ def _overflow(
         table=table_name(option),
         cause=f"{need}; its largest shard is one of this table's, {rows} x {width} "
         f"({option.sharding_type}, {option.compute_kernel})",
-        way_out=f"{text[:1].upper()}{text[1:]}",
+        way_out=capitalised(text),
     )
 
 
