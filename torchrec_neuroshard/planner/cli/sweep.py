@@ -143,7 +143,8 @@ def run(args: argparse.Namespace) -> int:
 def _counted(planned: Iterable[SweepCell], total: int) -> list[SweepCell]:
     """Wait for all cells, and show how many are there."""
     found: list[SweepCell] = []
-    with phase(f"planning: 0 of {total} done") as shown:
+    with phase("planning") as shown:
+        shown.text = f"planning: 0 of {total} done"
         for cell in planned:
             found.append(cell)
             shown.text = f"planning: {len(found)} of {total} done"
