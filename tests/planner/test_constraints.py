@@ -411,6 +411,26 @@ def test_stock_proposals_are_held_to_them() -> None:
     assert keeps(plan, rules, 4)
 
 
+def test_a_stock_proposal_without_ranks_is_refused_by_name() -> None:
+    """The first one is row-wise; where there is another, that is taken."""
+    pinned = PlacementConstraints(pin={"t0": [0, 4]}, forbid_ranks=[5])
+    for types, fits in ((["row_wise"], False), (["row_wise", "table_wise"], True)):
+        planner = make_planner(
+            6,
+            "cuda",
+            proposer=GreedyProposer(),
+            constraints={"t0": ParameterConstraints(sharding_types=types)},
+            placement_constraints=pinned,
+            search_only=False,
+        )
+        model = make_ebc([(45, 8), (45, 8)])
+        if fits:
+            assert keeps(planner.plan(model, bag_sharders()), pinned, 6)
+        else:
+            with pytest.raises(PlannerError, match="^table 't0' may only be sharded r"):
+                planner.plan(model, bag_sharders())
+
+
 def test_parts_of_the_documentation_keep_them() -> None:
     path = Path(__file__).parents[2] / "docs" / "extending.md"
     text = path.read_text(encoding="utf-8").split("## The parts")[1]

@@ -21,7 +21,7 @@ from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
-__all__ = ["PlacementConstraints", "permits", "ranks_by_table"]
+__all__ = ["PlacementConstraints", "permits", "ranks_by_table", "too_few_ranks"]
 
 _EVERY_RANK = frozenset(n for n, t in SHARDING_TYPES.items() if t.block == "world")
 _WHOLE_NODES = frozenset(n for n, t in SHARDING_TYPES.items() if t.block == "node")
@@ -197,6 +197,16 @@ def permits(rules: PlacementRules, option: ShardingOption, node_size: int) -> bo
         free = sum(ranks.issuperset(range(s, s + node_size)) for s in starts)
         return bool(free * node_size >= option.num_shards)
     return True
+
+
+def too_few_ranks(options: Sequence[ShardingOption]) -> str:
+    """Say that none of a table's options is permitted."""
+    kinds = ", ".join(sorted({o.sharding_type for o in options}))
+    return (
+        f"table '{table_name(options[0])}' may only be sharded {kinds}, which needs "
+        "more ranks than placement constraints leave it. Allow it more ranks or "
+        "table-wise sharding"
+    )
 
 
 class _Names:

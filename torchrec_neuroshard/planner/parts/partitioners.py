@@ -216,12 +216,16 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             tuple(o for o in FreeOption.ways_of(option) if self._is_placeable(o))
             for option in proposal
         ]
-        plan = self._fitted(proposal, ways, storage_constraint, room, rules)
-        if self._memory is not None and full_rank(room, plan) is not None:
-            # What the sharding types of a module take beside each other shows now.
-            less = without(room, self._memory.common_bytes(plan, placed=True))
-            plan = self._fitted(proposal, ways, less, room, rules)
-            check_memory(room, plan, "the search's plan")
+        try:
+            plan = self._fitted(proposal, ways, storage_constraint, room, rules)
+            if self._memory is not None and full_rank(room, plan) is not None:
+                # What the sharding types of a module take beside each other shows now.
+                less = without(room, self._memory.common_bytes(plan, placed=True))
+                plan = self._fitted(proposal, ways, less, room, rules)
+                check_memory(room, plan, "the search's plan")
+        except PlannerError as error:
+            self.log.infeasible = self.log.infeasible or str(error)
+            raise
         return self.log.keep(plan)
 
     def _fitted(
@@ -281,11 +285,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         both = sorted(zip(proposal, ways, strict=True), key=lambda p: table_name(p[0]))
         given = [o for o, w in both if not w]
         searched = [w for _, w in both if w]
-        try:
-            others = place_greedily(given, storage_constraint, rules, self._constraints)
-        except PlannerError as error:
-            self.log.infeasible = self.log.infeasible or str(error)
-            raise
+        others = place_greedily(given, storage_constraint, rules, self._constraints)
         self.costs.share_launches(others)
         chosen: list[ShardingOption] = []
         if searched:
@@ -364,10 +364,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             )
             raise OutOfTimeError(log.infeasible) from None
         except InfeasibleError as error:
-            message = self._explained(str(error), memory)
-            log.infeasible = log.infeasible or message
             raise PlannerError(
-                error_type=PlannerErrorType.PARTITION, message=message
+                error_type=PlannerErrorType.PARTITION,
+                message=self._explained(str(error), memory),
             ) from error
         finally:
             log.seconds += time.monotonic() - start

@@ -19,6 +19,7 @@ from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
 from torchrec_neuroshard.planner.options.constraints import (
     PlacementConstraints,
     permits,
+    too_few_ranks,
 )
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
@@ -157,12 +158,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         size = node_size(self._topology)
         kept = [o for o in options if permits(self._rules, o, size)]
         if not kept:
-            kinds = ", ".join(sorted({o.sharding_type for o in options}))
-            raise ConfigError(
-                f"table '{table_name(options[0])}' may only be sharded {kinds}, which "
-                "needs more ranks than placement constraints leave it. Allow it more "
-                "ranks or table-wise sharding"
-            )
+            raise ConfigError(too_few_ranks(options))
         return kept
 
     def _free(self, options: Sequence[ShardingOption]) -> ShardingOption:

@@ -32,7 +32,7 @@ from torchrec_neuroshard.planner.costs.kernels import (
     miss_curve,
 )
 from torchrec_neuroshard.planner.costs.plan_conversion import task_of
-from torchrec_neuroshard.planner.options.constraints import permits
+from torchrec_neuroshard.planner.options.constraints import permits, too_few_ranks
 from torchrec_neuroshard.planner.options.spread_options import (
     sample_shards,
     unpriced_shards,
@@ -157,7 +157,7 @@ class SearchSpace:
             least_columns: `min_partition` where no constraint gives one.
 
         Raises:
-            PlannerError: No rank is left for a table.
+            PlannerError: A table is left no rank, or too few for any of its ways.
         """
         whole = _whole_modules(tables)
         tables = [_useful(ways, whole, rules, topology) for ways in tables]
@@ -275,6 +275,10 @@ def _useful(
     """
     size = node_size(topology)
     kept = [o for o in ways if permits(rules, o, size)] if rules else list(ways)
+    if not kept:
+        raise PlannerError(
+            error_type=PlannerErrorType.PARTITION, message=too_few_ranks(ways)
+        )
     columns = {o.compute_kernel for o in kept if o.sharding_type == COLUMN_WISE}
     if not ways[0].is_pooled:
         # Sequences are not split: table-wise shards are the same.
