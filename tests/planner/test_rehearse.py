@@ -14,12 +14,19 @@ from torch import nn
 from torchrec import EmbeddingBagCollection
 from torchrec.distributed import collective_utils
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_tower_sharding import (
+    EmbeddingTowerCollectionSharder,
+    EmbeddingTowerSharder,
+)
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from tests.builders import (
     Nested,
+    bag_config,
     bag_sharders,
+    bags,
     gpus,
     keep_nothing_back,
     make_ebc,
@@ -83,6 +90,26 @@ def test_sequences_and_replicas_run() -> None:
         report = rehearse(model, plan, topology, sharders, batch_size=8)
         assert report.runs and report.num_built == 2, str(report)
         assert [r.num_kernels for r in report.ranks] == [2, 2]
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_towers_run(collected: bool) -> None:
+    """TorchRec rewrites a tower's sharding types in the plan that a rank gets."""
+    towers = [
+        EmbeddingTower(
+            embedding_module=bags(bag_config(i)),
+            interaction_module=nn.Linear(2, 2),
+        )
+        for i in range(2)
+    ]
+    model = nn.ModuleList([EmbeddingTowerCollection(towers)] if collected else towers)
+    sharders = [EmbeddingTowerSharder(), EmbeddingTowerCollectionSharder()]
+    topology, plan = plan_for(model, sharders, 4, sharding_types=["table_row_wise"])
+    report = rehearse(model, plan, topology, sharders, batch_size=8)
+    assert report.runs and report.num_built == 4, str(report)
+    assert sum(r.num_kernels for r in report.ranks) == 4
+    kinds = {p.sharding_type for m in plan.plan.values() for p in m.values()}
+    assert kinds == {"table_row_wise"}
 
 
 def test_nothing_is_left_behind_and_the_model_stays(

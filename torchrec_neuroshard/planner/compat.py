@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed import DistributedModelParallel, collective_utils
 from torchrec.distributed import comm as torchrec_comm
+from torchrec.distributed import embedding_tower_sharding as towers
 from torchrec.distributed import types as torchrec_types
 from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
@@ -596,20 +597,26 @@ def without_other_ranks() -> Iterator[None]:
 
     TorchRec keeps the groups of a node for good, the first model of a process asks rank
     0 whether collectives are checked, and to describe their state sequences ask all
-    ranks for shards. None of it can be had otherwise.
+    ranks for shards. Towers get no groups on "meta", and their dense layers compare
+    themselves with other ranks'. None of it can be had otherwise.
     """
-    groups = torchrec_comm._INTRA_PG, torchrec_comm._CROSS_PG
-    asked = getattr(collective_utils, "_INITIALIZED", False)  # since 1.8
-    describe = ShardedEmbeddingCollection._initialize_torch_state
-    torchrec_comm._INTRA_PG = torchrec_comm._CROSS_PG = None
-    collective_utils._INITIALIZED = True
-    ShardedEmbeddingCollection._initialize_torch_state = lambda *a, **k: None
+    groups = towers.intra_and_cross_node_pg
+    replaced: list[tuple[Any, str, Any]] = [
+        (torchrec_comm, "_INTRA_PG", None),
+        (torchrec_comm, "_CROSS_PG", None),
+        (collective_utils, "_INITIALIZED", True),  # since 1.8
+        (ShardedEmbeddingCollection, "_initialize_torch_state", lambda *a, **k: None),
+        (towers, "intra_and_cross_node_pg", lambda device=None: groups()),
+        (towers, "DistributedDataParallel", lambda module, **_: module),
+    ]
+    before = [(owner, name, getattr(owner, name, False)) for owner, name, _ in replaced]
     try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
         yield
     finally:
-        ShardedEmbeddingCollection._initialize_torch_state = describe
-        collective_utils._INITIALIZED = asked
-        torchrec_comm._INTRA_PG, torchrec_comm._CROSS_PG = groups
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
@@ -693,9 +700,11 @@ def lookups(sharded: nn.Module) -> Sequence[nn.Module]:
 def all_lookups(model: nn.Module) -> list[nn.Module]:
     """Return the parts that hold kernels of all sharded modules of a model.
 
-    TorchRec keeps them in lists, where `modules` does not find them.
+    TorchRec keeps them in lists, where `modules` does not find them, and sharded towers
+    hide their modules from it.
     """
-    return [m for owner in model.modules() for m in getattr(owner, "_lookups", ())]
+    own = list(getattr(model, "_lookups", ()))
+    return own + [m for child in model.children() for m in all_lookups(child)]
 
 
 def group_timeout_seconds(pg: dist.ProcessGroup) -> float:

@@ -352,7 +352,7 @@ def _build(
     except Exception as error:  # whatever a release lacks
         text = f"{type(error).__name__}: {error}"
         return {}, {}, [f"not built, since torch {torch.__version__} cannot: {text}"]
-    meta_plan, memo = _on_meta(plan), _meta_tensors(model)
+    memo = _meta_tensors(model)
     built: dict[int, int] = {}
     errors: dict[int, Exception] = {}
     for ranks in _alike(plan, world_size):
@@ -363,7 +363,7 @@ def _build(
                     copy.deepcopy(model, dict(memo)),
                     env=ShardingEnv.from_process_group(dist.group.WORLD),
                     device=torch.device("meta"),
-                    plan=meta_plan,
+                    plan=_on_meta(plan),  # each rank's own: towers rewrite it
                     sharders=list(sharders),
                     init_data_parallel=False,
                 )
