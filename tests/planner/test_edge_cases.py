@@ -471,14 +471,31 @@ def unequal(*caps: int) -> dict[str, Any]:
     return {"custom_topology_data": CustomTopologyData({"hbm_cap": [*caps]}, len(caps))}
 
 
-def test_unequal_memory_makes_unequal_row_shards() -> None:
+@pytest.mark.parametrize(
+    ("caps", "rows", "kernel"),
+    [
+        ([100, 300], [25_000, 75_000], "fused"),
+        # The first and the last have an equal part.
+        ([100, 150, 50, 100], [10, 15, 5, 10], "fused"),
+        # Buckets of five rows.
+        ([200, 100, 100], [20, 10, 15], "dram_virtual_table"),
+    ],
+)
+def test_unequal_memory_makes_unequal_row_shards(
+    caps: list[int], rows: list[int], kernel: str
+) -> None:
+    virtual = kernel == "dram_virtual_table"
+    buckets = {"use_virtual_table": True, "total_num_buckets": sum(rows) // 5}
+    table = bag_config(0, sum(rows), **buckets if virtual else {})
+    topology = gpus(len(caps), **unequal(*(cap * MIB for cap in caps)))
+    constraints = only(sharding_types=["row_wise"], compute_kernels=[kernel])
     plan, _ = plan_of(
-        bags(bag_config(0, rows=100_000)),
-        topology_arguments=unequal(100 * MIB, 300 * MIB),
-        constraints=only(sharding_types=["row_wise"]),
+        bags(table), len(caps), topology=topology, constraints=constraints
     )
-    rows = [m.shard_sizes[0] for m in entry_of(plan).sharding_spec.shards]
-    assert rows == [25_000, 75_000]
+    found = [m.shard_sizes[0] for m in entry_of(plan).sharding_spec.shards]
+    stock = EmbeddingEnumerator(topology, 64, constraints)
+    [option] = stock.enumerate(bags(table), get_default_sharders())
+    assert found == rows == [s.size[0] for s in option.shards]
 
 
 @pytest.mark.parametrize("free", [True, False])

@@ -280,8 +280,8 @@ class HookedEnumerator(EmbeddingEnumerator):
             sharders: TorchRec's sharders of its embedding modules.
         """
         self._bucketed: dict[int, bool] = {}
+        self._num_buckets = {}
         if self._device_memory_sizes is None:  # else rows are cut by what ranks have
-            self._num_buckets = {}
             self._true_world_size, self._world_size = self._world_size, 1
             try:
                 return self._enumerated(module, sharders)

@@ -80,14 +80,17 @@ def is_placeable(
         searched = option.sharding_type in (TABLE_WISE, COLUMN_WISE)
         return searched and whole <= max_columns(topology)
     size = kind.block_size(int(topology.world_size), node_size(topology))
-    # The first and the last shard tell: TorchRec cuts all others alike.
+    # Rows of a bucket stay together, and of ranks with unlike memory are unlike.
     rows, shards = int(option.tensor.shape[0]), sample_shards(option)
-    first, last = (kind.rows_at(place, rows, size)[1] for place in (0, size - 1))
+    listed = len(shards) == option.num_shards
     return (
         option.num_shards % size == 0
         and 0 < option.num_shards <= int(topology.world_size)
         and int(shards[0].size[1]) == int(shards[-1].size[1])
-        and (int(shards[0].size[0]), int(shards[-1].size[0])) == (first, last)
+        and all(
+            int(shard.size[0]) == kind.rows_at(place % size, rows, size)[1]
+            for place, shard in enumerate(shards if listed else ())
+        )
     )
 
 
