@@ -6,24 +6,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import optim
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.planner.types import ShardingOption
+from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
+    ATTACHES_OPTIMIZERS,
+    META,
     Nested,
     bag_sharders,
     gpus,
     keep_nothing_back,
     make_ebc,
     make_planner,
+    only,
 )
 from torchrec_neuroshard.planner import NeuroShardEnumerator
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "memory_202611.md"
 GIB = 2**30
+CLASSES = [
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    optim.Adam,
+    optim.LAMB,
+    optim.LarsSGD,
+    optim.PartialRowWiseAdam,
+    optim.PartialRowWiseLAMB,
+    optim.RowWiseAdagrad,
+]
+
+pytestmark = ATTACHES_OPTIMIZERS
 
 
 def test_measured_peaks_are_foretold() -> None:
@@ -119,6 +139,87 @@ def test_row_wise_state_stays_on_the_device_whatever_the_kernel() -> None:
     assert static.index_tables == pytest.approx(4 * rows + 16 * slots, rel=0.01)
     # The kernel's cache is as wide as its widest table.
     assert static.cache == pytest.approx(4 * 128 * slots, rel=0.01)
+
+
+def kept_by(optimizer: Any, kernel: str = "fused", **params: Any) -> tuple[int, int]:
+    """Bytes that 100 rows of 16 weights take at rest, on the device and in the host."""
+    module = make_ebc([(100, 16)])
+    fused_params = {"optimizer": optimizer, **params}
+    if isinstance(optimizer, type):
+        fused_params = {}
+        for parameter in module.parameters():
+            vars(parameter)["_optimizer_classes"] = [optimizer]
+    limits = only(sharding_types=["table_wise"], compute_kernels=[kernel])
+    planner = make_planner(2, "cuda", constraints=limits)
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
+    [option] = planner.enumerator.enumerate(module, [sharder])
+    [shard] = option.shards
+    shard.rank = 0
+    static = memory_of(planner).ranks([option])[0].static
+    return int(static.total), int(shard.storage.ddr)
+
+
+COUNTERS = {
+    "weight_decay_mode": tbe.WeightDecayMode.COWCLIP,
+    "cowclip_regularization": tbe.CowClipDefinition(),
+}
+NOTHING = torch.empty(0)
+CORRECTION = {"extra_optimizer_config": tbe.UserEnabledConfigDefinition(True)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"), [({}, 11), (COUNTERS, 11), (CORRECTION, 1)]
+)
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm"])
+def test_optimizers_keep_what_fbgemm_allocates(
+    kernel: str, settings: dict[str, Any], count: int
+) -> None:
+    location = tbe.EmbeddingLocation.DEVICE
+    if kernel == "fused_uvm":
+        location = tbe.EmbeddingLocation.MANAGED
+        count -= count > 1  # "none" is for devices alone
+    names = ["weights", "momentum1", "momentum2", "prev_iter", "row_counter"]
+    for optimizer in EmbOptimType:
+        try:
+            kernels = tbe.SplitTableBatchedEmbeddingBagsCodegen(
+                [(100, 16, location, tbe.ComputeDevice.CUDA)],
+                optimizer=optimizer,
+                device=META,
+                **settings,
+            )
+        except AssertionError:
+            continue  # tables are not trained by that
+        count -= 1
+        tensors = dict(kernels.named_buffers()) | dict(kernels.named_parameters())
+        held = [
+            sum(
+                t.numel() * t.element_size()
+                for t in (tensors.get(f"{name}_{place}", NOTHING) for name in names)
+                if t.numel() >= 100  # one value stands for a state that there is not
+            )
+            for place in ("dev", "uvm")
+        ]
+        classes = [c for c in CLASSES if optimizer_type_to_emb_opt_type(c) == optimizer]
+        for name in (optimizer, *classes[: 0 if settings else None]):
+            assert kept_by(name, kernel, **settings) == tuple(held), name
+    assert count == 0
+
+
+def test_an_optimizer_that_nobody_knows_is_named() -> None:
+    module = make_ebc([(100, 16)])
+    apply_optimizer_in_backward(torch.optim.AdamW, module.parameters(), {"lr": 0.1})
+    planner = make_planner(2, constraints=only(sharding_types=["data_parallel"]))
+    planner.plan(module, bag_sharders())
+    assert planner.last_result is not None
+    told = "table 't0': what optimizer AdamW keeps is not known"
+    assert any(w.startswith(told) for w in planner.last_result.warnings)
+    planner = make_planner(topology=gpus(hbm_cap=2**20, ddr_cap=2**20))
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params={"optimizer": EmbOptimType.SHAMPOO}
+    )
+    told = "table 't0': what optimizer SHAMPOO keeps is not known"
+    with pytest.raises(PlannerError, match=f"table 't0' .* needs .*\n{told}"):
+        planner.plan(make_ebc([(10**6, 64)]), [sharder])
 
 
 def test_a_pipeline_holds_the_batches_that_it_prepares() -> None:

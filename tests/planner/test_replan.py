@@ -358,7 +358,7 @@ def test_unequal_widths_only_on_cpu(
     [
         (
             {"optimizer": torch.optim.Adam},
-            "does not move all of the state of adam",
+            "does not move all of the state of Adam",
         ),
         (
             {"kinds": {"t4": {"sharding_types": ["data_parallel"]}}},

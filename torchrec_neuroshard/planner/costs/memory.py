@@ -96,9 +96,6 @@ _NUM_SENT: Mapping[str, tuple[int, ...]] = {
 }
 """Those, at each instant, that it holds with features as they are sent to shards."""
 
-_STATES: Mapping[str, int] = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "adam": 2}
-"""Optimizer -> values that it keeps of each weight."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StaticMemory:
@@ -369,16 +366,15 @@ class MemoryModel:
         if option.compute_kernel not in OFFLOADED_KERNELS:
             return 0.0
         values = float(shard.size[0]) * int(shard.size[1])
-        state = _STATES.get(self._reader.optimizer(option), 2)
-        return values * (self._element_size(option) + _FLOAT * state)
+        per_value, _ = self._reader.state_bytes(option)
+        return values * (self._element_size(option) + per_value)
 
     def _static(
         self, option: ShardingOption, shard: Shard, cache_width: int
     ) -> StaticMemory:
         rows, width = int(shard.size[0]), int(shard.size[1])
-        optimizer = self._reader.optimizer(option)
-        state = float(_FLOAT * _STATES.get(optimizer, 2) * rows * width)
-        row_state = float(_FLOAT * rows) if optimizer == "rowwise_adagrad" else 0.0
+        per_value, per_row = self._reader.state_bytes(option)
+        state, row_state = float(per_value * rows * width), float(per_row * rows)
         weights = float(rows * width * self._element_size(option))
         if is_dense(option):
             # The gradients of all rows, in DistributedDataParallel's buckets.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -572,7 +572,23 @@ class PlanCosts:
             ),
             (stock, "outside the cost model: their cost is TorchRec's estimate"),
         )
-        return tuple(f"{_some(options)}: {text}" for options, text in texts if options)
+        return (
+            *(f"{_some(options)}: {text}" for options, text in texts if options),
+            *self.optimizer_warnings((*costed, *stock)),
+        )
+
+    def optimizer_warnings(self, options: Iterable[ShardingOption]) -> tuple[str, ...]:
+        """Say which tables have an optimizer of which nobody knows what it keeps."""
+        odd: dict[str, dict[str, ShardingOption]] = {}
+        for option in options:
+            if not self.reader.knows_optimizer(option):
+                name = self.reader.optimizer_name(option)
+                odd.setdefault(name, {})[table_name(option)] = option
+        return tuple(
+            f"{_some([*tables.values()])}: what optimizer {name} keeps is not known; "
+            "memory and time are counted as Adam's, with two values for each weight"
+            for name, tables in sorted(odd.items())
+        )
 
     def host_tables(self, plan: Sequence[ShardingOption]) -> dict[str, HostTable]:
         """Say what tables in the host's memory take, by name.

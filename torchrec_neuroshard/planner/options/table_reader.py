@@ -40,6 +40,7 @@ from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.placement import WireCodec
 from torchrec_neuroshard.planner.compat import (
     is_sharder,
+    optimizer_arguments,
     optimizer_classes,
     removes_repeats,
     sharder_params,
@@ -109,31 +110,40 @@ OFFLOADED_KERNELS: frozenset[str] = frozenset(
 TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 """TorchRec's modules that hold tables."""
 
-_OPTIMIZER_NAMES: Mapping[str, str] = {
-    # torch.optim and torchrec.optim classes
-    "SGD": "sgd",
-    "RowWiseAdagrad": "rowwise_adagrad",
-    "Adagrad": "adagrad",
-    "Adam": "adam",
-    # members of fbgemm's EmbOptimType
-    "EXACT_SGD": "sgd",
-    "EXACT_ROWWISE_ADAGRAD": "rowwise_adagrad",
-    "EXACT_ADAGRAD": "adagrad",
-    "ADAM": "adam",
+_WORST = ("adam", 2, 0)
+_OPTIMIZERS: Mapping[str, tuple[str, int, int]] = {
+    name: kept
+    for names, kept in (
+        ("SGD EXACT_SGD NONE", ("sgd", 0, 0)),
+        (
+            "RowWiseAdagrad EXACT_ROWWISE_ADAGRAD EMAINPLACE_ROWWISE_ADAGRAD",
+            ("rowwise_adagrad", 0, 1),
+        ),
+        ("Adagrad EXACT_ADAGRAD LarsSGD LARS_SGD", ("adagrad", 1, 0)),
+        (
+            "PartialRowWiseAdam PARTIAL_ROWWISE_ADAM PartialRowWiseLAMB "
+            "PARTIAL_ROWWISE_LAMB ENSEMBLE_ROWWISE_ADAGRAD",
+            ("adagrad", 1, 1),
+        ),
+        ("Adam ADAM LAMB", _WORST),
+    )
+    for name in names.split()
 }
-"""Other optimizers are costed as Adam, which keeps as much state as any of them."""
-_STATE_BYTES_PER_VALUE: Mapping[str, int] = {"adagrad": 4, "adam": 8}
-"""Optimizer -> bytes of fp32 state for each weight."""
-_STATE_BYTES_PER_ROW: Mapping[str, int] = {"rowwise_adagrad": 4}
-"""Optimizer -> bytes of fp32 state for each row of a shard."""
+"""Class of torch.optim's or torchrec.optim's, or member of FBGEMM's EmbOptimType -> the
+optimizer as which it is costed, and the fp32 values that FBGEMM keeps for each weight
+and for each row of a shard. Others count as the worst of these."""
+_COUNTERS: Mapping[str, int] = {"COUNTER": 2, "COWCLIP": 2, "DECOUPLE_GLOBAL": 1}
+"""Weight decay mode of row-wise Adagrad -> values more for each row."""
+_STATE_BYTES = 4
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
 EITHER_INPUTS = "1 id, from the constraints or TorchRec's default"
 """Said of constraints with a pooling factor of 1: TorchRec's have it unless told."""
 
-_SHARDERS_OPTIMIZER, _CODECS, _DISTINCT = (
+_SHARDERS_OPTIMIZER, _SHARDERS_COUNTERS, _CODECS, _DISTINCT = (
     "sharders_optimizer",
+    "sharders_counters",
     "wire_codecs",
     "looks_up_distinct",
 )
@@ -313,9 +323,12 @@ def note_sharders(
     """
     params_of = sharder_params(sharders)
     asked = {
-        kind: params["optimizer"]
+        kind: (
+            optimizer.name if isinstance(optimizer, Enum) else str(optimizer),
+            params,
+        )
         for kind, params in params_of.items()
-        if params.get("optimizer") is not None
+        if (optimizer := params.get("optimizer")) is not None
     }
     loads = {
         kind: float(load)
@@ -327,16 +340,25 @@ def note_sharders(
     distinct = {kind for kind in known if removes_repeats(sharders[kind])}
     for option in options if asked or loads or codecs or distinct else ():
         kind, attributes = option.module_type_key, vars(option)
-        chosen = asked.get(kind)
-        if chosen is not None:
-            name = chosen.name if isinstance(chosen, Enum) else str(chosen)
-            attributes[_SHARDERS_OPTIMIZER] = name
+        if kind in asked:
+            attributes[_SHARDERS_OPTIMIZER] = asked[kind][0]
+            attributes[_SHARDERS_COUNTERS] = _num_counters(*asked[kind])
         if kind in loads:
             attributes[_SHARDERS_CACHE_LOAD] = loads[kind]
         if kind in codecs and (kind in known or _CODECS not in attributes):
             attributes[_CODECS] = codecs[kind]
         if kind in distinct:
             attributes[_DISTINCT] = True
+
+
+def _num_counters(optimizer: str, settings: Mapping[str, Any]) -> int:
+    """Values that an optimizer with these settings counts for each row of a shard."""
+    if _OPTIMIZERS.get(optimizer, _WORST)[0] == "adam":
+        extra = settings.get("extra_optimizer_config")
+        return int(getattr(extra, "use_rowwise_bias_correction", False))
+    mode = getattr(settings.get("weight_decay_mode"), "name", "")
+    is_counted = optimizer in ("RowWiseAdagrad", "EXACT_ROWWISE_ADAGRAD")
+    return _COUNTERS.get(mode, 0) if is_counted else 0
 
 
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
@@ -417,7 +439,7 @@ class TableReader:
             if isinstance(
                 module, FusedEmbeddingBagCollection | FusedEmbeddingCollection
             ):
-                shared = _OPTIMIZER_NAMES.get(module.optimizer_type().__name__, "adam")
+                shared = module.optimizer_type().__name__
             known = self._modules[module] = _Module(configs, inputs, weighted, shared)
         return known
 
@@ -461,24 +483,31 @@ class TableReader:
 
     def optimizer(self, option: ShardingOption) -> str:
         """Return the table's optimizer, by a name that the cost models know."""
-        own = optimizer_classes(option.tensor)
-        if own:
-            return _OPTIMIZER_NAMES.get(own[0].__name__, "adam")
-        shared = self._module(option).optimizer
-        if shared is not None:
-            return shared
-        chosen = vars(option).get(_SHARDERS_OPTIMIZER)
-        if chosen is None or is_dense(option):  # which reads no fused_params
-            return "sgd"  # fbgemm's own default
-        return _OPTIMIZER_NAMES.get(chosen, "adam")
+        return _OPTIMIZERS.get(self.optimizer_name(option), _WORST)[0]
+
+    def optimizer_name(self, option: ShardingOption) -> str:
+        """Return what TorchRec or FBGEMM calls the table's optimizer."""
+        own, shared = optimizer_classes(option.tensor), self._module(option).optimizer
+        if own or shared is not None:
+            return own[0].__name__ if own else str(shared)
+        # Dense kernels read no fused_params; FBGEMM's own default is SGD.
+        asked = None if is_dense(option) else vars(option).get(_SHARDERS_OPTIMIZER)
+        return asked or "SGD"
+
+    def knows_optimizer(self, option: ShardingOption) -> bool:
+        """Whether it is known what the table's optimizer keeps."""
+        return self.optimizer_name(option) in _OPTIMIZERS
 
     def state_bytes(self, option: ShardingOption) -> tuple[int, int]:
         """Return the optimizer's state for each weight, and each row of a shard."""
-        optimizer = self.optimizer(option)
-        return (
-            _STATE_BYTES_PER_VALUE.get(optimizer, 0),
-            _STATE_BYTES_PER_ROW.get(optimizer, 0),
-        )
+        name = self.optimizer_name(option)
+        _, per_value, per_row = _OPTIMIZERS.get(name, _WORST)
+        own = optimizer_arguments(option.tensor)
+        if own:
+            per_row += _num_counters(name, own[0])
+        elif name == vars(option).get(_SHARDERS_OPTIMIZER):
+            per_row += vars(option)[_SHARDERS_COUNTERS]
+        return _STATE_BYTES * per_value, _STATE_BYTES * per_row
 
     def table(self, option: ShardingOption) -> TableConfig:
         """Describe the option's table, whatever its shards.

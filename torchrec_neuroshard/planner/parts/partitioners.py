@@ -364,9 +364,10 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             )
             raise OutOfTimeError(log.infeasible) from None
         except InfeasibleError as error:
+            odd = self.costs.optimizer_warnings(space.options)
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message=self._explained(str(error), memory),
+                message="\n".join([self._explained(str(error), memory), *odd]),
             ) from error
         finally:
             log.seconds += time.monotonic() - start

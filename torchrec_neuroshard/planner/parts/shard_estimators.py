@@ -31,7 +31,6 @@ from torchrec_neuroshard.planner.options.spread_options import (
 )
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
-    has_own_optimizer,
     is_dense,
     note_sharders,
 )
@@ -197,7 +196,7 @@ class StorageEstimator(EmbeddingStorageEstimator):
     def _with_optimizer(self, option: ShardingOption) -> ShardingOption:
         """Name the optimizer where TorchRec looks for it; the shards are the same."""
         state = _STATE_CLASSES.get(self._reader.optimizer(option))
-        if state is None or has_own_optimizer(option):
+        if state is None:
             return option
         return with_optimizer(option, state)
 

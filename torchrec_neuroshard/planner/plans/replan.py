@@ -76,9 +76,6 @@ _FUSED = EmbeddingComputeKernel.FUSED.value
 _MAX_SHOWN = 20
 """Moves that the text of a result lists."""
 
-_MOVED_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
-"""Optimizers whose whole state TorchRec moves: at most one tensor per table."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplanConfig:
@@ -358,9 +355,12 @@ class _Job:
                 kind = type(option.module[1]).__name__
                 reason = f"TorchRec does not reshard an {kind}"
             neighbours = [o for o in self.options if o.path == option.path]
-            for optimizer in map(self.costs.reader.optimizer, neighbours):
-                if optimizer not in _MOVED_OPTIMIZERS:
-                    reason = f"TorchRec does not move all of the state of {optimizer}"
+            reader = self.costs.reader
+            for neighbour in neighbours:
+                # One tensor of each table is all that it moves.
+                if sum(reader.state_bytes(neighbour)) > 4:
+                    name = reader.optimizer_name(neighbour)
+                    reason = f"TorchRec does not move all of the state of {name}"
             if reason is not None:
                 yield index, reason
 
@@ -383,7 +383,7 @@ class _Job:
 
     def _state_is_cut(self, table: int) -> bool:
         """Whether TorchRec moves the optimizer's state of parts of shards."""
-        return self.costs.reader.optimizer(self.options[table]) == "sgd"
+        return not any(self.costs.reader.state_bytes(self.options[table]))
 
     def _bytes(self, table: int) -> tuple[int, int]:
         """Bytes that move with a column, and with every shard or part of one."""
