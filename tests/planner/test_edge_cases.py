@@ -692,10 +692,14 @@ def test_quantised_collection(device: str) -> None:
         is_weighted=False,
         device=META,
     )
-    plan, _ = plan_of(
+    plan, planner = plan_of(
         model, device=device, sharders=[QuantEmbeddingBagCollectionSharder()]
     )
     assert set(plan.plan[""]) == {"t0", "t1", "t2"}
+    assert planner.last_result is not None
+    for rank in planner.last_result.predicted.ranks:
+        # Nothing trains them.
+        assert rank.fwd_compute > 0 and rank.bwd_compute == rank.bwd_comms == 0
 
 
 def test_optimizer_of_a_fused_collection() -> None:

@@ -58,6 +58,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     is_dense,
     is_fused,
+    is_quantised,
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S, PlannedDevices
@@ -346,10 +347,11 @@ class PlanCosts:
         perfs = iter(priced.perfs(compute_N2, comms_N3))
         return [[next(perfs) for _ in option.shards] for option in options]
 
-    def launch_ms(self) -> tuple[float, float]:
-        """Return forward and backward of the smallest kernel [ms]."""
+    def launch_ms(self, option: ShardingOption | None = None) -> tuple[float, float]:
+        """Return forward and backward of the smallest kernel [ms], or an option's."""
         forward, backward = self.encoder.launch_ms.tolist()
-        return forward, backward
+        trained = option is None or not is_quantised(option)
+        return forward, backward if trained else 0.0
 
     def share_launches(self, options: Sequence[ShardingOption]) -> None:
         """Count each rank's launch of a kernel once for all shards in it, in place.
@@ -362,10 +364,10 @@ class PlanCosts:
             launched = [s for s in option.shards if isinstance(s.perf, LaunchedPerf)]
             if launched:
                 key = fusion_key(option, self.reader, option.sharding_type)
+                launch_ms = self.launch_ms(option)
             for shard in launched:
-                kernels.setdefault((shard.rank, key), []).append(shard)
-        forward, backward = self.launch_ms()
-        for shards in kernels.values():
+                kernels.setdefault((shard.rank, key, launch_ms), []).append(shard)
+        for (*_, (forward, backward)), shards in kernels.items():
             excess = 1 - 1 / len(shards)
             for shard in shards:
                 shard.perf = Perf(**vars(shard.perf))

@@ -74,6 +74,7 @@ __all__ = [
     "is_fused",
     "is_lfu",
     "is_modelled_config",
+    "is_quantised",
     "is_summed",
     "loads_ahead",
     "max_columns",
@@ -205,7 +206,7 @@ def is_fused(option: ShardingOption) -> bool:
     return option.compute_kernel == _FUSED or option.compute_kernel in OFFLOADED_KERNELS
 
 
-def _is_quantised(option: ShardingOption) -> bool:
+def is_quantised(option: ShardingOption) -> bool:
     """Whether the option runs a kernel of quantised tables, which are not trained."""
     return str(option.compute_kernel).startswith("quant")
 
@@ -221,7 +222,7 @@ class RunFault:
 def run_fault(option: ShardingOption) -> RunFault | None:
     """Return what cannot run of an option, whatever its ranks; None: nothing known."""
     widths = {int(s.size[1]) for s in sample_shards(option)}
-    if not (is_dense(option) or _is_quantised(option)):
+    if not (is_dense(option) or is_quantised(option)):
         odd = sorted(w for w in widths if w % COLUMN_MULTIPLE)
         if odd:
             return RunFault(
@@ -468,7 +469,7 @@ class TableReader:
         kind = SHARDING_TYPES.get(option.sharding_type)
         if kind is None or not self._is_modelled(option):
             return False
-        return kind.is_replicated == is_dense(option) and not _is_quantised(option)
+        return kind.is_replicated == is_dense(option) and not is_quantised(option)
 
     def is_stashed(self, option: ShardingOption) -> bool:
         """Whether the table's weights leave the device between uses."""

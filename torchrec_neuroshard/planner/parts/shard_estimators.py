@@ -32,6 +32,7 @@ from torchrec_neuroshard.planner.options.spread_options import (
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     is_dense,
+    is_quantised,
     note_sharders,
 )
 
@@ -97,8 +98,13 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         **kwargs: Any,
     ) -> None:
         super().__init__(topology, constraints, **kwargs)
-        self._stock = EmbeddingPerfEstimator(
-            topology=topology, constraints=dict(constraints) if constraints else None
+        self._stock, self._inference = (
+            EmbeddingPerfEstimator(
+                topology=topology,
+                constraints=dict(constraints) if constraints else None,
+                is_inference=is_inference,
+            )
+            for is_inference in (False, True)
         )
 
     def estimate(
@@ -124,11 +130,13 @@ class NeuroShardEstimator(CostedPart, ShardEstimator):
         for option, shard_perfs in zip(now, perfs, strict=True):
             for shard, perf in zip(option.shards, shard_perfs, strict=True):
                 shard.perf = perf
-        if not others:
-            return
-        self._stock.estimate(others, *args, **kwargs)
-        forward, backward = self.costs.launch_ms()
+        read_only = [o for o in others if is_quantised(o)]
+        trained = [o for o in others if not is_quantised(o)]
+        for stock, options in ((self._stock, trained), (self._inference, read_only)):
+            if options:
+                stock.estimate(options, *args, **kwargs)
         for option in others:
+            forward, backward = self.costs.launch_ms(option)
             for shard in () if is_dense(option) else option.shards:
                 shard.perf = LaunchedPerf(**vars(shard.perf))
                 shard.perf.fwd_compute += forward
