@@ -538,6 +538,18 @@ def test_a_table_larger_than_the_memory_is_offloaded() -> None:
     assert entry_of(plan).compute_kernel in ("fused_uvm", "fused_uvm_caching")
 
 
+def test_tables_are_offloaded_where_a_reservation_leaves_no_room() -> None:
+    plan, planner = plan_of(
+        bags(bag_config(0, rows=100_000, dim=64)),
+        topology_arguments={"hbm_cap": 128 * MIB},
+        constraints=only(sharding_types=["table_wise"]),
+        storage_reservation=storage_reservations.FixedPercentageStorageReservation(0.9),
+        consider_stock=False,
+    )
+    assert entry_of(plan).compute_kernel in ("fused_uvm", "fused_uvm_caching")
+    assert planner.last_result is not None and planner.last_result.fallback is None
+
+
 def test_a_table_larger_than_all_memory_is_named() -> None:
     planner = user_planner(
         topology_arguments={"hbm_cap": 4 * MIB},

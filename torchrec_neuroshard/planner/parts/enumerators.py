@@ -35,7 +35,10 @@ from torchrec_neuroshard.planner.options.checks import (
     check_sharders,
 )
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.options.spread_options import SpreadOption
+from torchrec_neuroshard.planner.options.spread_options import (
+    SpreadOption,
+    without_estimates,
+)
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     SPLITTING_TYPES,
@@ -86,7 +89,7 @@ class NeuroShardEnumerator(HookedEnumerator):
       half of the devices, and none fills one alone. The same is asked of tables that
       placement constraints pin to some devices or keep together on one. Of tables that
       fill more than that, but not nearly all, the small ones go without these kernels,
-      too: it is the large ones that make room.
+      too: it is the large ones that make room. `withheld` returns these options.
 
     An option that a constraint leaves no alternative to stays, and so does every option
     of other tables.
@@ -162,6 +165,7 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._wide: dict[str, int] = {}
         self._one_node = topology.intra_group_size >= topology.world_size
         self._offloadable: set[str] = set()
+        self._withheld: dict[str, frozenset[str]] = {}
         self._placement = placement or PlacementConstraints()
         self.seconds = 0.0
 
@@ -251,6 +255,24 @@ class NeuroShardEnumerator(HookedEnumerator):
             )
         super().populate_estimates(sharding_options)
 
+    def withheld(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Return, of listed options, those by kernels that were left out.
+
+        Device memory may be scarcer than tables alone tell: a reservation or the
+        outputs of a large batch fill it as well.
+
+        Args:
+            options: As `enumerate` listed them.
+        """
+        found = []
+        for option in options:
+            fused = option.compute_kernel == _FUSED
+            for kernel in sorted(self._withheld.get(option.name, ()) if fused else ()):
+                found.append(without_estimates(option))
+                found[-1].compute_kernel = kernel
+        self.populate_estimates(found)
+        return found
+
     def spread(self, option: ShardingOption, world_size: int) -> ShardingOption:
         """List the shards of a row-wise or data-parallel option when they are read."""
         return SpreadOption.spread(option, world_size)
@@ -309,7 +331,11 @@ class NeuroShardEnumerator(HookedEnumerator):
             return kernels
         constraint = enumerator_constraints(self).get(table)
         asked = constraint.compute_kernels if constraint else None
-        if not (asked or table in self._offloadable):
+        spared = not (asked or table in self._offloadable)
+        self._withheld[table] = OFFLOADED_KERNELS.intersection(
+            kernels if spared else ()
+        )
+        if spared:
             return [_FUSED]
         params = constraint.cache_params if constraint else None
         load = None if params is None else params.load_factor

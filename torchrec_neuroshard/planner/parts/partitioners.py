@@ -91,7 +91,9 @@ class SearchLog:
 
     records: list[SearchRecord] = dataclasses.field(default_factory=list)
     infeasible: str | None = None
-    """Why the first proposal that did not fit did not."""
+    """Why of proposals that did not fit the one with most to choose from did not."""
+    num_ways: int = 0
+    """Of that proposal's tables."""
     seconds: float = 0.0
     """What the searches took."""
     plans: list[list[ShardingOption]] = dataclasses.field(default_factory=list)
@@ -224,7 +226,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
                 plan = self._fitted(proposal, ways, less, room, rules)
                 check_memory(room, plan, "the search's plan")
         except PlannerError as error:
-            self.log.infeasible = self.log.infeasible or str(error)
+            num_ways = sum(map(len, ways))
+            if self.log.infeasible is None or num_ways > self.log.num_ways:
+                self.log.infeasible, self.log.num_ways = str(error), num_ways
             raise
         return self.log.keep(plan)
 

@@ -34,6 +34,7 @@ from torchrec_neuroshard.planner.options.ways import (
     narrowest_shard,
     other_grids,
 )
+from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.parts.search_space import other_caches
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, TABLE_WISE
 
@@ -51,7 +52,8 @@ class NeuroShardProposer(CostedPart, Proposer):
     First, every table in all the ways that its constraints allow: an option that
     `NeuroShardPartitioner` takes for all of them and any other partitioner for one,
     column-wise or table-wise where that fits a rank, else the cheapest that does. Where
-    that does not fit, every table by its option of least memory.
+    that does not fit, the same with the kernels that the enumerator withheld; then
+    every table by its option of least memory.
 
     Options that placement constraints leave no ranks for are never proposed.
 
@@ -94,31 +96,12 @@ class NeuroShardProposer(CostedPart, Proposer):
             ConfigError: Placement constraints contradict each other or the model, or
                 leave a table no way to be sharded.
         """
-        by_table: dict[str, list[ShardingOption]] = {}
-        for option in search_space:
-            by_table.setdefault(option.fqn, []).append(option)
-        names = [table_name(options[0]) for options in by_table.values()]
+        self._by_table: dict[str, list[ShardingOption]] = {}
+        self._search_space, self._enumerator = search_space, enumerator
+        self._add(search_space)
+        names = [table_name(options[0]) for options in self._by_table.values()]
         self._rules = self._placement.rules(names, int(self._topology.world_size))
-        if enumerator is not None:
-            others = [
-                other
-                for option in search_space
-                for other in (
-                    *other_grids(
-                        option,
-                        self._topology,
-                        self._constraints,
-                        self.costs.least_columns,
-                    ),
-                    *other_caches(
-                        option, self._topology, self.costs.reader, len(names)
-                    ),
-                )
-            ]
-            enumerator.populate_estimates(others)
-            for other in others:
-                by_table[other.fqn].append(other)
-        tables = list(map(self._permitted, by_table.values()))
+        tables = list(map(self._permitted, self._by_table.values()))
         self.best_rating = None
         self._room: dict[tuple[int, ...], int] = {}
         self._queue = [[self._free(options) for options in tables]]
@@ -126,6 +109,19 @@ class NeuroShardProposer(CostedPart, Proposer):
         few = sum(o.num_shards for o in least) <= MOST_LISTED_SHARDS
         if few and any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
             self._queue.append(least)
+
+    def _add(self, options: Sequence[ShardingOption]) -> None:
+        """Add options, and their like in other grids and caches, to their tables."""
+        others = []
+        if self._enumerator is not None:
+            reader, topology = self.costs.reader, self._topology
+            least, num_tables = self.costs.least_columns, len({o.fqn for o in options})
+            for option in options:
+                others += other_grids(option, topology, self._constraints, least)
+                others += other_caches(option, topology, reader, num_tables)
+            self._enumerator.populate_estimates(others)
+        for option in (*options, *others):
+            self._by_table.setdefault(option.fqn, []).append(option)
 
     def propose(self) -> list[ShardingOption] | None:
         """Return the next proposal, None after the last one."""
@@ -148,6 +144,13 @@ class NeuroShardProposer(CostedPart, Proposer):
         """
         del plan, storage_constraint
         self._queue = [] if partitionable else self._queue[1:]
+        if not partitionable and isinstance(self._enumerator, NeuroShardEnumerator):
+            spare = self._enumerator.withheld(self._search_space)
+            self._search_space = []
+            if spare:
+                self._add(spare)
+                tables = map(self._permitted, self._by_table.values())
+                self._queue.insert(0, [self._free(o, _memory_order) for o in tables])
         if partitionable and perf_rating is not None:
             self.best_rating = min(perf_rating, self.best_rating or perf_rating)
 
@@ -161,8 +164,17 @@ class NeuroShardProposer(CostedPart, Proposer):
             raise ConfigError(too_few_ranks(options))
         return kept
 
-    def _free(self, options: Sequence[ShardingOption]) -> ShardingOption:
-        """Return the table in all ways that a search can place."""
+    def _free(
+        self,
+        options: Sequence[ShardingOption],
+        order: Callable[[ShardingOption], Any] | None = None,
+    ) -> ShardingOption:
+        """Return the table in all ways that a search can place.
+
+        Args:
+            options: Its own.
+            order: The first by it stands for them. None: see the class.
+        """
         reader = self.costs.reader
         ways = [o for o in options if is_placeable(o, reader, self._topology)]
         ranks = self._rules.ranks(self._rules.index[table_name(options[0])])
@@ -171,9 +183,8 @@ class NeuroShardProposer(CostedPart, Proposer):
                 getattr(self._topology.devices[r].storage, self._tier) for r in ranks
             )
         room = self._room[ranks]
-        least = _least(
-            ways or options, partial(self._cost_order, room, bool(ways)), _cost_ms
-        )
+        order = order or partial(self._cost_order, room, bool(ways))
+        least = _least(ways or options, order, _cost_ms)
         return FreeOption(least, ways) if ways else least
 
     def _cost_order(
