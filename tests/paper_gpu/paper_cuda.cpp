@@ -398,7 +398,8 @@ class FusedKernel {
       TORCH_CHECK(false, "[split_embedding_kernel.cu(1)] [", schema_.name(),
                   "] CUDA Error: an illegal memory access was encountered");
     }
-    const int64_t max_D = (*this)["max_D"].toInt();
+    // Of sequences all tables of a kernel are of one width.
+    const int64_t max_D = (*this)[has("max_D") ? "max_D" : "D"].toInt();
     TORCH_CHECK(max_D <= 2048);
     TORCH_CHECK(tensor("indices").scalar_type() == tensor("offsets").scalar_type(),
                 "indices and offsets must have one type");

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -77,6 +78,7 @@ from tests.builders import (
     shards_of,
     types_of,
 )
+from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import (
     NeuroShardPlanner,
@@ -962,14 +964,40 @@ def test_memory_of_the_optimizer_state_is_the_same_by_every_way(name: str) -> No
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("way", WAYS)
-def test_table_that_fits_without_its_optimizer_is_refused(way: str) -> None:
+def test_table_that_fits_without_its_optimizer_is_planned_with_a_warning(
+    way: str,
+) -> None:
+    """TorchRec counts the state of optimizers set in the backward pass alone."""
     model, sharders = optimized(way, "adagrad")
-    planner = user_planner(
-        1,
-        topology_arguments={
-            "hbm_cap": 40 * MIB
-        },  # the weights are 24.4 MiB, so is the state
-        constraints=only(compute_kernels=["fused"]),
-    )
+    settings: dict[str, Any] = {
+        # The weights are 24.4 MiB, so is the state.
+        "topology_arguments": {"hbm_cap": 40 * MIB},
+        "constraints": only(compute_kernels=["fused"]),
+    }
     with pytest.raises(PlannerError, match="t0"):
+        user_planner(1, strict_memory=True, **settings).plan(model, sharders)
+    planner = user_planner(1, **settings)
+    if way == WAYS[0]:
+        with pytest.raises(PlannerError, match=r"raise world_size \(1\) to at least 2"):
+            planner.plan(model, sharders)
+        return
+    with pytest.warns(UserWarning) as caught:
         planner.plan(model, sharders)
+    (warned,) = [str(w.message) for w in caught if "out of memory" in str(w.message)]
+    assert re.match(
+        r"out of memory ahead: rank 0 needs 0\.05 GiB at the peak of a step "
+        r"\(0\.02 GiB weights, 0\.02 GiB the optimizer's state, .* inputs, outputs and "
+        r"gradients of a step\) and has 0\.04 GiB: .* too little\. No plan .*"
+        r"strict_memory=True",
+        warned,
+    )
+    assert planner.last_result is not None
+    told = ". ".join(w for w in planner.last_result.warnings if w in warned)
+    assert told == warned
+    (rank,) = planner.report().ranks
+    assert rank.used_bytes > 48 * MIB
+    plan, size = planner.last_plan, planner.batch_size
+    assert plan is not None
+    report = rehearse(model, plan, planner.topology, sharders, batch_size=size)
+    (fault,) = report.ranks[0].faults
+    assert fault.cause.startswith(warned.split(": ")[1])

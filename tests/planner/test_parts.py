@@ -449,7 +449,11 @@ def test_what_tables_may_not_use_is_told() -> None:
     left = format_bytes(2**27 - math.ceil(common))
     with pytest.raises(PlannerError, match=rf"Of the 1\.00 GiB.* leave {left}\."):
         partitioner.partition(proposal, gpus(hbm_cap=2**27))
-    with pytest.raises(PlannerError, match=r"Of the 1\.00 GiB.* leave 0 bytes\."):
+    with pytest.raises(
+        PlannerError,
+        match=r"every rank needs 2\..* MiB for the outputs of its own 64 samples, "
+        r"whatever its tables, and has .*\. Lower batch_size \(64\) or take",
+    ):
         partitioner.partition(proposal, gpus(hbm_cap=int(common) - 2**10))
     with pytest.raises(PlannerError) as caught:
         NeuroShardPartitioner(gpus(hbm_cap=10**8), **analytic()).partition(

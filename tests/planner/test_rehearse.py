@@ -136,7 +136,10 @@ def test_ranks_without_the_memory_are_named() -> None:
     assert [bool(r.faults) for r in report.ranks] == [False, True]
     (fault,) = report.ranks[1].faults
     assert fault.table in ("t0", "t1")
-    assert "its device has 0.04 GiB" in fault.cause
+    assert "rank 1 needs 0.05 GiB at the peak of a step (0.05 GiB weights, 2.0" in (
+        fault.cause
+    )
+    assert "and has 0.04 GiB: 0.01 GiB too little; its largest shard" in fault.cause
     assert fault.way_out.startswith(
         "Plan with this memory and batch_size, allow row-wise or column-wise sharding "
         "for it, keep it in the host's memory (fused_uvm_caching), lower batch_size or"

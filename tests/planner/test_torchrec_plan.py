@@ -319,9 +319,12 @@ def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
     planner = make_planner(
         topology=Topology(world_size=8, compute_device="cuda", hbm_cap=2**20),
         search_only=False,
+        constraints={
+            f"t{i}": ParameterConstraints(compute_kernels=["fused"]) for i in range(4)
+        },
     )
     ebc = make_ebc([(100_000 + i, 64) for i in range(4)])
-    with pytest.raises(PlannerError, match="the freest rank, 0, has 0 bytes"):
+    with pytest.raises(PlannerError, match=r"the freest rank, 0, has 1\.00 MiB"):
         planner.plan(ebc, bag_sharders())
     listed = planner.enumerator.last_stored_search_space
     assert listed is not None

@@ -301,6 +301,7 @@ def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -
         topology=Topology(4, "cuda", hbm_cap=2_300_000),
         constraints=constraints,
         batch_size=1,
+        strict_memory=True,
     )
     sharders = [EmbeddingCollectionSharder()]
     if widths[0] != widths[1]:

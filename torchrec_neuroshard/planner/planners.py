@@ -53,6 +53,7 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     table_moves,
 )
 from torchrec_neuroshard.planner.costs.hedging import is_uncertain
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.launch.finalists import Finalists
 from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch, Offer
@@ -102,6 +103,10 @@ _Constraints = dict[str, ParameterConstraints] | None
 
 _ENUMERATING = ("enumerate", "populate_estimates")
 _PLANNED = "planned"
+_LENIENT = (
+    "No plan was found that fits by what ranks allocate, so this one fits by "
+    "TorchRec's count; strict_memory=True raises an error instead"
+)
 _NO_PLAN = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
@@ -190,6 +195,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             An enumerator that is given counts memory by its own.
         dense_ms: What the rest of the model takes in an iteration [ms]; `DenseMs` says
             it part by part. None: 0, and collectives have nothing to run beside.
+        strict_memory: Whether a plan must fit by what ranks allocate. False: where none
+            does, one that fits by TorchRec's count is returned, and a warning names the
+            rank, the bytes and what takes them.
         kwargs: Passed to `EmbeddingShardingPlanner`.
 
     Raises:
@@ -228,6 +236,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         measure_finalists: int = 0,
         pipeline_type: Any = None,
         dense_ms: DenseMs | float | None = None,
+        strict_memory: bool = False,
         **kwargs: Any,
     ) -> None:
         topology = default_topology() if topology is None else topology
@@ -304,6 +313,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "placement_constraints": placement_constraints,
             "pipeline_type": pipeline_type,
             "dense_ms": dense_ms,
+            "strict_memory": strict_memory,
         }
         self._torchrec_arguments = {
             **shared,
@@ -415,22 +425,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._known, self._selected, self._plan = None, [], None
         unmatched = self._check_inputs(module, sharders)
         self._first_launch.on_one_rank(partial(self._options, module, sharders))
-        run, parts = self._start(module, sharders)
-        reservation = planner_part(self, "storage_reservation")
-        limited = run.torchrec.guard.methods
-        try:
-            with (
-                replaced_parts(self, **parts),
-                report_full(reservation),
-                limited("storage reservation", reservation, "reserve"),
-                limited("enumerator", self.enumerator, *_ENUMERATING),
-                limited("plan loader", self.plan_loader, "load", "plan_context_hash"),
-            ):
-                plan = super().plan(module, sharders)
-        except PlannerError as error:
-            if error.error_type not in _NO_PLAN:
-                raise
-            plan = self._last_resort(run, error, module, sharders)
+        run, plan = self._run(module, sharders)
         run.check()
         self._try_remember(module, sharders)
         if run.selected is not None:
@@ -448,6 +443,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 batch_size_is_default=self._batch_size_is_default,
                 robustness=run.robustness,
                 reserved=self._reserved(module, sharders),
+                memory=self._memory,
             )
             listed = self.enumerator
             options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
@@ -455,6 +451,72 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             self._known = dataclasses.replace(known, seconds=seconds)
         self._plan = plan
         return plan
+
+    def _run(
+        self,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        infeasible: str | None = None,
+    ) -> tuple[PlanRun, ShardingPlan]:
+        """Plan by TorchRec's loop.
+
+        Args:
+            module: The model.
+            sharders: Of its embedding modules.
+            infeasible: Why an earlier run found no plan.
+        """
+        run, parts = self._start(module, sharders)
+        run.log.infeasible = infeasible
+        reservation = planner_part(self, "storage_reservation")
+        limited = run.torchrec.guard.methods
+        try:
+            with (
+                replaced_parts(self, **parts),
+                report_full(reservation),
+                limited("storage reservation", reservation, "reserve"),
+                limited("enumerator", self.enumerator, *_ENUMERATING),
+                limited("plan loader", self.plan_loader, "load", "plan_context_hash"),
+            ):
+                return run, super().plan(module, sharders)
+        except PlannerError as error:
+            if error.error_type not in _NO_PLAN:
+                raise
+            return self._last_resort(run, error, module, sharders)
+
+    def _by_torchrecs_count(
+        self,
+        memory: MemoryModel,
+        module: nn.Module,
+        sharders: list[ModuleSharder[Any]],
+        infeasible: str | None,
+    ) -> tuple[PlanRun, ShardingPlan]:
+        """Plan again by the memory that TorchRec counts, and warn of what is over."""
+        with memory.lenient():
+            run, plan = self._run(module, sharders, infeasible)
+        if run.selected is not None:
+            # From here on, estimates are by what ranks allocate.
+            self.enumerator.populate_estimates(run.selected)
+            self.costs.attribute(run.selected)
+            memory.attribute(run.selected)
+            room = self._reserved(module, sharders)
+            if text := memory.overflow(run.selected, room):
+                run.torchrec.guard.notes.append(_LENIENT)
+                warnings.warn(f"{text}. {_LENIENT}", stacklevel=2)
+        return run, plan
+
+    @property
+    def _memory(self) -> MemoryModel | None:
+        """What ranks allocate; None where a part that was given counts memory."""
+        own = self.enumerator
+        return own.memory if isinstance(own, NeuroShardEnumerator) else None
+
+    @property
+    def _strict(self) -> MemoryModel | None:
+        """The count of memory that TorchRec's may take the place of; None: none may."""
+        memory = self._memory
+        if memory is None or memory.is_lenient or self._arguments["strict_memory"]:
+            return None
+        return memory
 
     def _options(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -497,6 +559,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             pipeline_type=self._pipeline_type,
             time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
             guard=guard,
+            is_lenient=self._memory is not None and self._memory.is_lenient,
         )
         # A caller's rating of plans is not overruled.
         hedged = isinstance(perf_model, NeuroShardPerfModel)
@@ -520,7 +583,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             "callbacks": run.callbacks(
                 guard.callbacks(planner_part(self, "callbacks"))
             ),
-            "stats": guard.stats(planner_part(self, "stats")),
+            "stats": guard.stats(
+                planner_part(self, "stats"), of_failures=self._strict is None
+            ),
         }
 
     def collective_plan(
@@ -852,15 +917,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             notes,
             batch_size_is_default=self._batch_size_is_default,
             reserved=self._reserved(module, sharders),
+            memory=self._memory,
         )
 
     def _attribute_memory(self, options: Sequence[ShardingOption]) -> bool:
         """Set what shards of a plan allocate, where that can be foretold."""
-        own = self.enumerator
-        memory = own.memory if isinstance(own, NeuroShardEnumerator) else None
-        if memory is not None:
-            memory.attribute(options)
-        return memory is not None
+        if self._memory is not None:
+            self._memory.attribute(options)
+        return self._memory is not None
 
     def _check_inputs(
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
@@ -918,12 +982,15 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         error: PlannerError,
         module: nn.Module,
         sharders: list[ModuleSharder[Any]],
-    ) -> ShardingPlan:
-        """Let TorchRec's own planner try, with what the caller passed."""
+    ) -> tuple[PlanRun, ShardingPlan]:
+        """Count memory as TorchRec does; then let TorchRec's own planner try."""
         ours, cut = run.log.infeasible, run.torchrec.guard.cut
         if cut is not None:  # nor would it return to TorchRec's own planner
             reasons = [f"{cut}, and there is no plan without it", *filter(None, [ours])]
             raise OutOfTimeError("; ".join(reasons)) from error
+        if self._strict is not None:
+            reason = None if run.log.is_crowded else ours
+            return self._by_torchrecs_count(self._strict, module, sharders, reason)
         run.fallback = ours or str(error)
         logger.warning(
             "the search found no plan (%s); asking TorchRec's planner", ours or error
@@ -942,7 +1009,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
-        return plan
+        return run, plan
 
 
 def _own_constraints(

@@ -12,6 +12,7 @@ from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.costs.hedging import cautions
 from torchrec_neuroshard.planner.costs.kernels import is_estimated
+from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
@@ -68,6 +69,7 @@ def describe_plan(
     batch_size_is_default: bool = False,
     robustness: Robustness | None = None,
     reserved: Topology | None = None,
+    memory: MemoryModel | None = None,
 ) -> KnownPlan:
     """Describe a plan that was chosen.
 
@@ -80,6 +82,7 @@ def describe_plan(
         batch_size_is_default: Whether the caller gave no batch size.
         robustness: How the plan does if the costs are off.
         reserved: Devices with the memory that is left for shards; None: all of it.
+        memory: What ranks allocate; None: not known.
     """
     lowered = costs.lower(selected)
     predicted = costs.evaluate(lowered)
@@ -102,7 +105,10 @@ def describe_plan(
         texts += best.result.warnings if fallback is None else ()
     texts += costs.range_warnings(lowered)
     texts += costs.estimate_warnings(lowered)
-    texts += cautions(costs, selected, reserved or costs.topology)
+    room = reserved or costs.topology
+    if memory is not None and (full := memory.overflow(selected, room)):
+        texts.append(full)
+    texts += cautions(costs, selected, room)
     texts += notes
     if fallback is not None:
         texts.append(f"TorchRec's own plan was taken: {fallback}")
@@ -119,7 +125,7 @@ def describe_plan(
         finalists=next((r.result.finalists for r in records), ()),
     )
     hosts = costs.host_tables(selected)
-    devices, tier = (reserved or costs.topology).devices, device_tier(costs.topology)
+    devices, tier = room.devices, device_tier(costs.topology)
     task = lowered.task
     if task is not None and best is not None:
         task = _with_limits(task, best.task)

@@ -208,6 +208,7 @@ def _plan(
                 time_budget_seconds=args.seconds, progress=lambda search: None
             ),
             consider_stock=False,
+            strict_memory=True,
             **planner_arguments(args, given),
         )
         try:

@@ -21,10 +21,11 @@ the outputs of a rank's own samples.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingType
 
 from torchrec_neuroshard.cost_models.row_cache import ASSOCIATIVITY
+from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.compat import torchrec_pipeline
 from torchrec_neuroshard.planner.costs.kernels import load_factor
 from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
@@ -47,6 +49,7 @@ from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     TableReader,
+    device_tier,
     has_cache,
     is_dense,
     is_fused,
@@ -139,9 +142,34 @@ class RankMemory:
         """Tables and activations."""
         return self.static.total + self.activations
 
+    def overflow(self, rank: int, room: float, whole: float) -> str:
+        """Say by how much a rank is too full, and what takes its memory.
+
+        Args:
+            rank: Its number.
+            room: What it has for tables and activations [bytes].
+            whole: What its device has.
+        """
+        parts = {
+            "weights": self.static.weights,
+            "the optimizer's state": self.static.optimizer,
+            "cached rows": self.static.cache + self.static.index_tables,
+            "inputs, outputs and gradients of a step": self.activations,
+        }
+        taken = ", ".join(f"{format_bytes(n)} {what}" for what, n in parts.items() if n)
+        of = f", what is not reserved of {format_bytes(whole)}" if room < whole else ""
+        return (
+            f"rank {rank} needs {format_bytes(self.peak)} at the peak of a step "
+            f"({taken}) and has {format_bytes(max(0, room))}{of}: "
+            f"{format_bytes(self.peak - max(0, room))} too little"
+        )
+
 
 class MemoryModel:
     """Foretells what shards and ranks allocate on CUDA devices.
+
+    Attributes:
+        is_lenient: Whether TorchRec's estimator counts all memory, for now.
 
     Args:
         topology: The devices to plan for.
@@ -163,18 +191,29 @@ class MemoryModel:
     ) -> None:
         self._world_size = int(topology.world_size)
         self._node = node_size(topology)
-        self._is_cuda = topology.compute_device != "cpu"
+        self._devices, self._tier = topology.devices, device_tier(topology)
         self._reader = reader
         self._constraints = constraints or {}
         name = torchrec_pipeline(pipeline_type).value
         self._is_pipelined = name in _NUM_SENT
         self._num_sent = np.array(_NUM_SENT.get(name, (0,) * len(INSTANTS)))
         self._prefetches = name == PREFETCHING
+        self.is_lenient = False
+
+    @contextlib.contextmanager
+    def lenient(self) -> Iterator[None]:
+        """Leave the count to TorchRec's estimator for a while."""
+        self.is_lenient = True
+        try:
+            yield
+        finally:
+            self.is_lenient = False
 
     def knows(self, option: ShardingOption) -> bool:
         """Whether it can foretell the memory of an option's shards."""
+        counted = self._tier == "hbm" and not self.is_lenient
         known = is_fused(option) or is_dense(option)
-        return self._is_cuda and known and self._reader.has_cost(option)
+        return counted and known and self._reader.has_cost(option)
 
     def shard_bytes(
         self, options: Sequence[ShardingOption]
@@ -250,7 +289,8 @@ class MemoryModel:
         for option in options:
             if not self.knows(option):
                 for shard in option.shards:
-                    others[shard.rank] += shard.storage.hbm if shard.storage else 0
+                    taken = getattr(shard.storage, self._tier, 0)
+                    others[shard.rank] += taken
                 continue
             key = fusion_key(option, self._reader, option.sharding_type)
             for shard in option.shards:
@@ -263,6 +303,27 @@ class MemoryModel:
             )
             for r in range(self._world_size)
         )
+
+    def overflow(self, options: Sequence[ShardingOption], room: Topology) -> str | None:
+        """Warn of the rank that a plan overfills most; None where all have room.
+
+        Args:
+            options: Placed and estimated, one of each table.
+            room: The devices, with the memory that is left for shards.
+        """
+        tier = device_tier(room)
+        over = []
+        for found, left, whole in zip(
+            self.ranks(options), room.devices, self._devices, strict=True
+        ):
+            has, of = getattr(left.storage, tier), getattr(whole.storage, tier)
+            if found.peak > has:
+                over.append((found.peak - has, found, left.rank, has, of))
+        if not over:
+            return None
+        _, found, rank, has, of = max(over, key=lambda entry: entry[0])
+        more = f"; {len(over)} ranks lack memory in all" * (len(over) > 1)
+        return f"out of memory ahead: {found.overflow(rank, has, of)}{more}"
 
     def cache_slots(
         self, cached: Sequence[ShardingOption], plan: Sequence[ShardingOption]
@@ -349,7 +410,7 @@ class MemoryModel:
         return RankMemory(
             static=static,
             activations=float(total[instant]),
-            instant=INSTANTS[instant],
+            instant=INSTANTS[instant] if total[instant] else "",
             num_kernels=len(kernels),
         )
 

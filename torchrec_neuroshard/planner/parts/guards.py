@@ -133,9 +133,14 @@ class Guard:
         """Return callbacks that end; a plan is not returned without their say."""
         return [partial(self._call_back, callback) for callback in given]
 
-    def stats(self, given: Sequence[Stats]) -> list[Stats]:
-        """Return statistics that end; a plan is returned without them."""
-        return [_LimitedStats(s, self) for s in given]
+    def stats(self, given: Sequence[Stats], *, of_failures: bool = True) -> list[Stats]:
+        """Return statistics that end; a plan is returned without them.
+
+        Args:
+            given: The statistics.
+            of_failures: Whether they tell of a run without a plan, too.
+        """
+        return [_LimitedStats(s, self, of_failures) for s in given]
 
     def _call_back(
         self, callback: Callback, options: list[ShardingOption]
@@ -267,10 +272,12 @@ class _LimitedPerfModel(PerfModel):
 class _LimitedStats(Stats):
     """Logs as another does, if that ends."""
 
-    def __init__(self, inner: Stats, guard: Guard) -> None:
-        self._inner, self._guard = inner, guard
+    def __init__(self, inner: Stats, guard: Guard, of_failures: bool) -> None:
+        self._inner, self._guard, self._of_failures = inner, guard, of_failures
 
     def log(self, **kwargs: Any) -> None:
+        if not (self._of_failures or kwargs["sharding_plan"].plan):
+            return
         name = type(self._inner).__name__
         try:
             self._guard.call(f"statistics {name}", self._inner.log, **kwargs)

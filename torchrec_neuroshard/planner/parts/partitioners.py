@@ -94,6 +94,8 @@ class SearchLog:
     """Why of proposals that did not fit the one with most to choose from did not."""
     num_ways: int = 0
     """Of that proposal's tables."""
+    is_crowded: bool = False
+    """Whether the outputs of a rank's own samples leave no memory for tables."""
     seconds: float = 0.0
     """What the searches took."""
     plans: list[list[ShardingOption]] = dataclasses.field(default_factory=list)
@@ -212,6 +214,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if self._memory is not None:
             common = self._memory.common_bytes(proposal)
             storage_constraint = without(storage_constraint, common)
+            self._check_room(proposal, common, room)
         if all(s.rank is not None for o in proposal for s in o.shards):
             return self.log.keep(self._keep(proposal, room, rules))
         ways = [
@@ -261,6 +264,28 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             plan = size_caches(plan, sized, self.costs, self._memory, room)
         self._attribute(plan)
         return plan
+
+    def _check_room(
+        self, proposal: Sequence[ShardingOption], common: float, room: Topology
+    ) -> None:
+        """Refuse to plan where outputs alone fill every rank.
+
+        Raises:
+            PlannerError: They do.
+        """
+        most = max(getattr(d.storage, device_tier(room)) for d in room.devices)
+        if common == 0 or common < most:
+            return
+        self.log.is_crowded = True
+        batch_size = max(option.batch_size for option in proposal)
+        message = (
+            f"every rank needs {format_bytes(common)} for the outputs of its own "
+            f"{batch_size} samples, whatever its tables, and has "
+            f"{format_bytes(max(0, most))}. Lower batch_size ({batch_size}) or take "
+            "ranks with more memory"
+        )
+        self.log.infeasible = self.log.infeasible or message
+        raise PlannerError(error_type=PlannerErrorType.PARTITION, message=message)
 
     @property
     def _memory(self) -> MemoryModel | None:

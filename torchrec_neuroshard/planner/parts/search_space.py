@@ -352,7 +352,9 @@ def _storages(
             per_column[name] = slope
             fixed[name] = max(0.0, low - slope * narrow.size[1])
         counted = has_own_optimizer(option) or counts_all
-        if not is_fused(option) or (memory is not None and memory.knows(option)):
+        if not is_fused(option) or (
+            memory is not None and (memory.is_lenient or memory.knows(option))
+        ):
             counted = False  # it counts what each shard keeps, or the rows are on disk
         if counted and reader.optimizer(option) == "rowwise_adagrad":
             # TorchRec spreads one value per row over the columns; in truth each

@@ -197,8 +197,9 @@ class StorageEstimator(EmbeddingStorageEstimator):
         known = [o for o in sharding_options if self.memory.knows(o)]
         others = [o for o in sharding_options if not self.memory.knows(o)]
         if others:
-            named = [self._with_optimizer(option) for option in others]
-            super().estimate(named, *args, **kwargs)
+            if not self.memory.is_lenient:
+                others = [self._with_optimizer(option) for option in others]
+            super().estimate(others, *args, **kwargs)
         self.memory.estimate(known)
 
     def _with_optimizer(self, option: ShardingOption) -> ShardingOption:

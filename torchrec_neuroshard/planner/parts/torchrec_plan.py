@@ -175,6 +175,7 @@ class TorchRecPlan:
         time_budget_seconds: Of planning as a whole, which starts now.
         guard: Of the run; after a part of the caller's did not return, TorchRec's
             planner is not started with it.
+        is_lenient: Whether memory is what TorchRec counts, not what ranks allocate.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class TorchRecPlan:
         pipeline_type: Any,
         time_budget_seconds: float,
         guard: Guard,
+        is_lenient: bool = False,
     ) -> None:
         self.proposer = PlacedPlanProposer(self._candidates)
         self.seconds = 0.0
@@ -200,6 +202,7 @@ class TorchRecPlan:
         self._storage_reservation = storage_reservation
         self._enumerator = enumerator
         self._reader = reader
+        self._is_lenient = is_lenient
         self._violation = violation
         self._pipeline_type = pipeline_type
         self._time_budget_seconds = time_budget_seconds
@@ -221,7 +224,9 @@ class TorchRecPlan:
         start = time.monotonic()
         if arguments["enumerator"] is None:
             self._check_time(start + timeout)
-            arguments["enumerator"] = self._every_option()
+            arguments["enumerator"] = self._every_option(
+                as_allocated=not self._is_lenient
+            )
         plan, options = self._run({**arguments, "timeout_seconds": timeout})
         self.seconds += time.monotonic() - start
         if obstacle := self._obstacle(options):
@@ -272,7 +277,8 @@ class TorchRecPlan:
         start = time.monotonic()
         allowed = self._allowed(start)
         is_given = self._arguments["enumerator"] is not None
-        for as_allocated in (False,) if is_given else (False, True):
+        once = is_given or self._is_lenient
+        for as_allocated in (False,) if once else (False, True):
             begin = time.monotonic()
             plan = self._timed_candidate(start, allowed, as_allocated)
             self.seconds += time.monotonic() - begin

@@ -133,7 +133,9 @@ def recommend_group_size(
             use_inter_host_allreduce=use_inter_host_allreduce,
         )
         planner = NeuroShardPlanner(
-            topology=group, batch_size=batch_size, **{"stats": [], **arguments}
+            topology=group,
+            batch_size=batch_size,
+            **{"stats": [], "strict_memory": True, **arguments},
         )
         row = GroupSize(size=size, num_replicas=int(topology.world_size) // size)
         try:

@@ -56,7 +56,7 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     plan_entries,
     plan_options,
 )
-from torchrec_neuroshard.planner.costs.memory import RankMemory, StaticMemory
+from torchrec_neuroshard.planner.costs.memory import RankMemory
 from torchrec_neuroshard.planner.options.checks import check_sharders
 from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
@@ -142,7 +142,7 @@ def rehearse(
     offered = offered_options(model, given, enumerator)
     options = plan_options(plan, model, offered, world_size)
     enumerator.populate_estimates(options)
-    memory = _memory(options, storage, topology)
+    memory = storage.memory.ranks(options)
     built, errors, notes = _build(model, plan, given, topology)
     if group := sharding_group(topology):
         notes.append(f"the ranks are {group}; those of the others hold the same")
@@ -170,7 +170,7 @@ def rehearse(
         if rank in errors:
             faults.append(_explain(errors[rank], options))
         if found.peak > available:
-            faults.append(_overflow(found, available, held, topology))
+            faults.append(_overflow(rank, found, available, held, topology))
         if fault := _host_overflow(shards, topology, rank):
             faults.append(fault)
         ranks.append(
@@ -197,23 +197,6 @@ def rehearse(
         num_built=len(built),
         seconds=time.monotonic() - start,
         notes=tuple(notes),
-    )
-
-
-def _memory(
-    options: Sequence[ShardingOption], storage: StorageEstimator, topology: Topology
-) -> tuple[RankMemory, ...]:
-    if topology.compute_device != "cpu":
-        return storage.memory.ranks(options)
-    used = [0.0] * int(topology.world_size)
-    for option in options:
-        for shard in option.shards:
-            used[shard.rank] += shard.storage.ddr
-    return tuple(
-        RankMemory(
-            static=StaticMemory(weights=size), activations=0, instant="", num_kernels=0
-        )
-        for size in used
     )
 
 
@@ -261,15 +244,15 @@ def _own_faults(
 
 
 def _overflow(
-    found: RankMemory, available: int, held: Sequence[Any], topology: Topology
+    rank: int,
+    found: RankMemory,
+    available: int,
+    held: Sequence[Any],
+    topology: Topology,
 ) -> TableFault:
     """Blame the largest shard."""
     on_cpu = topology.compute_device == "cpu"
-    need = (
-        f"the rank needs {format_bytes(found.peak)} at the peak of a step "
-        f"({format_bytes(found.static.total)} at rest), its "
-        f"{'host' if on_cpu else 'device'} has {format_bytes(available)}"
-    )
+    need = found.overflow(rank, available, available)
     if not held:
         return TableFault(
             table="",

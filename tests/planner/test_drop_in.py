@@ -1,0 +1,147 @@
+"""What TorchRec's own planner plans, ours plans, on devices that outputs fill.
+
+TorchRec counts the memory of shards; ranks allocate more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.types import CacheAlgorithm, CacheParams, DataType
+
+from tests.builders import (
+    MIB,
+    bag_sharders,
+    entries_of,
+    gpus,
+    keep_nothing_back,
+    make_ebc,
+    make_planner,
+    shards_of,
+    stock_planner,
+    types_of,
+)
+from torchrec_neuroshard import NeuroShardPlanner, save_plan
+from torchrec_neuroshard.planner.plans.plan_files import NeuroShardPlanLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore:out of memory ahead:UserWarning")
+SMALL = [(100, 64)] * 4
+
+
+def planner_of(**arguments: Any) -> NeuroShardPlanner:
+    """A planner of two devices of 2 MiB, as TorchRec's users make one."""
+    settings: dict[str, Any] = {
+        "batch_size": 512,
+        "search_only": False,
+        "storage_reservation": None,
+    }
+    settings["topology"] = gpus(hbm_cap=2 * MIB)
+    return make_planner(**(settings | arguments))
+
+
+def only(*kinds: str, count: int = 4, **fields: Any) -> dict[str, Any]:
+    """The same constraints of all tables."""
+    wanted = ParameterConstraints(sharding_types=list(kinds), **fields)
+    return {f"t{i}": wanted for i in range(count)}
+
+
+@pytest.mark.parametrize("kinds", [("table_wise",), ("table_wise", "row_wise")])
+def test_tables_are_planned_that_torchrec_plans(kinds: tuple[str, ...]) -> None:
+    ebc, constraints = make_ebc(SMALL), only(*kinds)
+    topology = gpus(hbm_cap=2 * MIB)
+    stock_planner(topology, batch_size=512, constraints=constraints).plan(
+        ebc, bag_sharders()
+    )
+    with pytest.warns(UserWarning, match="out of memory ahead: rank"):
+        plan = planner_of(constraints=constraints).plan(ebc, bag_sharders())
+    assert sorted(r for e in entries_of(plan).values() for r in e.ranks) == [0, 0, 1, 1]
+    with pytest.raises(PlannerError, match=r"every rank needs .* Lower batch_size"):
+        planner_of(constraints=constraints, strict_memory=True).plan(
+            ebc, bag_sharders()
+        )
+
+
+def test_a_plan_that_fits_is_preferred_to_one_that_torchrec_would_take() -> None:
+    """By TorchRec's count all tables are quickest in rows."""
+    constraints = only("data_parallel", "row_wise", compute_kernels=["dense", "fused"])
+    planner = planner_of(
+        topology=gpus(hbm_cap=4 * MIB),
+        storage_reservation=keep_nothing_back(),
+        constraints=constraints,
+    )
+    plan = planner.plan(make_ebc(SMALL), bag_sharders())
+    assert sorted(types_of(plan).values()) == ["data_parallel"] * 3 + ["row_wise"]
+    assert planner.last_result is not None
+    assert not any("out of memory" in text for text in planner.last_result.warnings)
+
+
+def test_fields_of_constraints_reach_the_plan_all_the_same() -> None:
+    lfu = CacheAlgorithm.LFU
+    constraints = {
+        "t0": ParameterConstraints(
+            enforce_hbm=True, cache_params=CacheParams(algorithm=lfu)
+        ),
+        "t1": ParameterConstraints(enforce_hbm=False, stochastic_rounding=True),
+        "t2": ParameterConstraints(bounds_check_mode=BoundsCheckMode.FATAL),
+        "t3": ParameterConstraints(
+            cache_params=CacheParams(
+                algorithm=lfu,
+                load_factor=0.1,
+                reserved_memory=1.0,
+                precision=DataType.FP16,
+            )
+        ),
+    }
+    plan = planner_of(constraints=constraints).plan(make_ebc(SMALL), bag_sharders())
+    entries = entries_of(plan)
+    for name, constraint in constraints.items():
+        for field in (
+            "cache_params",
+            "enforce_hbm",
+            "stochastic_rounding",
+            "bounds_check_mode",
+        ):
+            assert getattr(entries[name], field) == getattr(constraint, field)
+
+
+def test_a_planner_that_found_no_plan_plans_the_next_model() -> None:
+    """One table that fits no rank whole, and does in rows; statistics of one run."""
+    told: list[Any] = []
+
+    class Told(EmbeddingStats):
+        def log(self, **given: Any) -> None:
+            told.append(given["sharding_plan"].plan)
+
+    ebc = make_ebc([(4096, 128)])
+    whole = planner_of(
+        constraints=only("table_wise", count=1, compute_kernels=["fused"]),
+        stats=[Told()],
+    )
+    with pytest.raises(PlannerError) as caught:
+        whole.plan(ebc, bag_sharders())
+    assert caught.value.error_type == PlannerErrorType.STRICT_CONSTRAINTS
+    assert "Allow row-wise sharding" in str(caught.value)
+    told.clear()
+    constraints = only("table_wise", "row_wise", count=1, compute_kernels=["fused"])
+    planner = planner_of(constraints=constraints, stats=[Told()])
+    plan = planner.plan(ebc, bag_sharders())
+    assert shards_of(plan) == {"t0": [(0, 128, 0), (0, 128, 1)]}
+    assert told == [plan.plan]  # not of the count by which nothing fitted
+
+
+def test_a_stored_plan_is_loaded_that_fits_by_torchrecs_count(tmp_path: Path) -> None:
+    path, ebc = tmp_path / "plan.json", make_ebc(SMALL)
+    first = planner_of(constraints=only("table_wise"))
+    plan = first.plan(ebc, bag_sharders())
+    save_plan(plan, path, model=ebc, planner=first)
+    second = planner_of(constraints=only("table_wise"))
+    second.plan_loader = NeuroShardPlanLoader(path, second)
+    assert second.plan(ebc, bag_sharders()) == plan
+    assert second.last_result is not None
+    assert any("out of memory ahead" in text for text in second.last_result.warnings)
