@@ -214,7 +214,6 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         if self._memory is not None:
             common = self._memory.common_bytes(proposal)
             storage_constraint = without(storage_constraint, common)
-            self._check_room(proposal, common, room)
         if all(s.rank is not None for o in proposal for s in o.shards):
             return self.log.keep(self._keep(proposal, room, rules))
         ways = [
@@ -222,6 +221,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             for option in proposal
         ]
         try:
+            self._check_room(proposal, storage_constraint, room)
             plan = self._fitted(proposal, ways, storage_constraint, room, rules)
             if self._memory is not None and full_rank(room, plan) is not None:
                 # What the sharding types of a module take beside each other shows now.
@@ -266,26 +266,25 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         return plan
 
     def _check_room(
-        self, proposal: Sequence[ShardingOption], common: float, room: Topology
+        self, proposal: Sequence[ShardingOption], less: Topology, room: Topology
     ) -> None:
-        """Refuse to plan where outputs alone fill every rank.
+        """Refuse to plan where the outputs of a rank's own samples leave no memory.
 
         Raises:
-            PlannerError: They do.
+            PlannerError: They leave none.
         """
-        most = max(getattr(d.storage, device_tier(room)) for d in room.devices)
-        if common == 0 or common < most:
+        has, left = (max(d.storage.hbm for d in t.devices) for t in (room, less))
+        if left > 0 or left == has:
             return
         self.log.is_crowded = True
         batch_size = max(option.batch_size for option in proposal)
-        message = (
-            f"every rank needs {format_bytes(common)} for the outputs of its own "
-            f"{batch_size} samples, whatever its tables, and has "
-            f"{format_bytes(max(0, most))}. Lower batch_size ({batch_size}) or take "
-            "ranks with more memory"
+        raise PlannerError(
+            error_type=PlannerErrorType.PARTITION,
+            message=f"every rank needs {format_bytes(has - left)} for the outputs of "
+            f"its own {batch_size} samples, whatever its tables, and has "
+            f"{format_bytes(max(0, has))}. Lower batch_size ({batch_size}) or take "
+            "ranks with more memory",
         )
-        self.log.infeasible = self.log.infeasible or message
-        raise PlannerError(error_type=PlannerErrorType.PARTITION, message=message)
 
     @property
     def _memory(self) -> MemoryModel | None:
