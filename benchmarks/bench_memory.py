@@ -65,10 +65,12 @@ PIPELINES = ("none", "train_sparse_dist", "train_prefetch_sparse_dist")
 OFFLOADED = ("fused_uvm", "fused_uvm_caching")
 ANY = "any"
 """Sharding types and kernels as the planner likes: MLPerf DLRM-v2 on `CARD`."""
-CARD, ROOM = 80, 200
+CARD, ROOM = 80, 2000
 """GiB of a device: where the planner chooses, and where a case says what to do."""
 GOOD = -0.02, 0.1
 """Errors of a peak foretold that are good enough."""
+LONG, LONG_BATCH = 500, 2560
+"""Ids of a long sequence, and samples of a batch with such ones."""
 SMALL_ROWS = 100_000
 """Of the largest tables where every rank holds all of them."""
 
@@ -84,6 +86,14 @@ class Case:
     pooled: bool = True
     batch_size: int = 8192
     optimizer: str = "rowwise_adagrad"
+    num_ids: int = 0
+    """Of each sample and feature; 0: MLPerf's."""
+
+    @property
+    def kind(self) -> str:
+        """What its tables give."""
+        long = f" of {self.num_ids}" if self.num_ids else ""
+        return f"{'bags' if self.pooled else 'sequences'}{long}"
 
     @property
     def tables(self) -> list[TableConfig]:
@@ -97,7 +107,7 @@ class Case:
                 name=t.name,
                 num_embeddings=t.num_embeddings,
                 embedding_dim=t.embedding_dim,
-                pooling_factor=t.pooling_factor,
+                pooling_factor=float(self.num_ids or t.pooling_factor),
                 optimizer=self.optimizer,
             )
             for t in tables
@@ -117,6 +127,8 @@ def cases(worlds: list[int]) -> Iterator[Case]:
         yield Case(sharding_type="data_parallel", kernel="dense", **common)
         for kind in ("table_wise", "column_wise", "row_wise"):
             yield Case(sharding_type=kind, pooled=False, **common)
+            long: dict[str, Any] = {"batch_size": LONG_BATCH, "num_ids": LONG}
+            yield Case(sharding_type=kind, pooled=False, **long, **common)
         yield Case(sharding_type="column_wise", optimizer="adam", **common)
         yield Case(sharding_type=ANY, kernel=ANY, **common)
 
@@ -163,7 +175,7 @@ class Planned:
             stats=[],
             pipeline_type=pipeline,
         )
-        model = Bags(self.collection, has_loss=False)
+        model = Bags(self.collection)
         self.plan: ShardingPlan = self.planner.plan(model, self.sharders)
         self.options = PlanOptions(
             model, self.sharders, self.planner.enumerator, self.planner.costs
@@ -216,7 +228,7 @@ class Planned:
             "sharding_type": case.sharding_type,
             "kernel": case.kernel,
             "pipeline": case.pipeline,
-            "pooled": case.pooled,
+            "tables": case.kind,
             "optimizer": case.optimizer,
             "rank": rank,
             "measured_static": measured["static"],
@@ -272,7 +284,7 @@ def page(result: dict[str, Any]) -> str:
     for r in rows:
         peak = r["measured_peak"]
         lines.append(
-            f"| {r['world_size']} | {'bags' if r['pooled'] else 'sequences'} "
+            f"| {r['world_size']} | {r['tables']} "
             f"| {r['sharding_type']} | {r['kernel']} "
             f"| {r['pipeline']} | {r['optimizer']} | {r['rank']} "
             f"| {r['measured_static'] / GIB:.3f} | {peak / GIB:.3f} "
@@ -333,7 +345,7 @@ def main() -> int:
                 peak = row["measured_peak"]
                 print(
                     f"{case.world_size:>4} {case.sharding_type:>15} {case.kernel:>17} "
-                    f"{case.pipeline:>26} {'bags' if case.pooled else 'seq':>4} "
+                    f"{case.pipeline:>26} {case.kind:>16} "
                     f"{rank:>4} static {row['measured_static'] / GIB:8.3f} "
                     f"({row['foretold_static'] / GIB:8.3f}) peak {peak / GIB:8.3f} "
                     f"foretold {row['foretold_peak'] / peak - 1:+7.2%} "

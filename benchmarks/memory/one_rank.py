@@ -50,17 +50,14 @@ _bucketize = rw_sharding.bucketize_kjt_before_all2all
 
 
 class Bags(nn.Module):
-    """An embedding collection, with a loss for TorchRec's pipelines."""
+    """An embedding collection and a loss, as TorchRec's pipelines want a model."""
 
-    def __init__(self, collection: nn.Module, *, has_loss: bool) -> None:
+    def __init__(self, collection: nn.Module) -> None:
         super().__init__()
         self.embeddings = collection
-        self.has_loss = has_loss
 
-    def forward(self, batch: Any) -> Any:
-        """Return the outputs, or a loss on them and nothing."""
-        if not self.has_loss:
-            return self.embeddings(batch)
+    def forward(self, batch: Any) -> tuple[torch.Tensor, None]:
+        """Return a loss on the outputs, which nobody keeps, and nothing."""
         return _Loss.apply(*_outputs(self.embeddings(batch.ids))), None
 
 
@@ -150,7 +147,7 @@ def measure(
     base = torch.cuda.memory_allocated(device)
     with _world(rank, world_size):
         model = DistributedModelParallel(
-            Bags(collection, has_loss=pipeline != "none"),
+            Bags(collection),
             device=device,
             plan=plan,
             sharders=list(sharders),
@@ -158,11 +155,11 @@ def measure(
         )
         static = torch.cuda.memory_allocated(device) - base
         if pipeline == "none":
-            ids = batch.to(device)
+            ids = _Batch(batch.to(device))
             given = torch.cuda.memory_allocated(device) - base - static
             for _ in range(STEPS):
                 torch.cuda.reset_peak_memory_stats(device)
-                _step(model, ids)
+                model(ids)[0].backward()
         else:
             given = 0
             unused = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -180,11 +177,6 @@ def _outputs(found: Any) -> list[torch.Tensor]:
     if hasattr(found, "length_per_key"):
         return [found.values()]
     return [sequence.values() for sequence in found.values()]
-
-
-def _step(model: nn.Module, ids: KeyedJaggedTensor) -> None:
-    outputs = _outputs(model(ids))
-    torch.autograd.backward(outputs, [torch.empty_like(o) for o in outputs])
 
 
 @contextlib.contextmanager

@@ -71,12 +71,12 @@ def test_a_plan_that_fits_is_preferred_to_one_that_torchrec_would_take() -> None
     """By TorchRec's count all tables are quickest in rows."""
     constraints = only("data_parallel", "row_wise", compute_kernels=["dense", "fused"])
     planner = planner_of(
-        topology=gpus(hbm_cap=4 * MIB),
+        topology=gpus(hbm_cap=3 * MIB + 2**18),
         storage_reservation=keep_nothing_back(),
         constraints=constraints,
     )
     plan = planner.plan(make_ebc(SMALL), bag_sharders())
-    assert sorted(types_of(plan).values()) == ["data_parallel"] * 3 + ["row_wise"]
+    assert set(types_of(plan).values()) == {"data_parallel"}
     assert planner.last_result is not None
     assert not any("out of memory" in text for text in planner.last_result.warnings)
 

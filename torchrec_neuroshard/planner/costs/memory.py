@@ -22,7 +22,6 @@ the outputs of a rank's own samples.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,13 +71,6 @@ _BY_COLUMNS = (
     ShardingType.COLUMN_WISE.value,
     ShardingType.TABLE_COLUMN_WISE.value,
 )
-
-_PERMUTED = (
-    ShardingType.COLUMN_WISE.value,
-    ShardingType.TABLE_COLUMN_WISE.value,
-    ShardingType.GRID_SHARD.value,
-)
-"""Sharding types whose pooled outputs TorchRec puts back into whole tables."""
 
 _INDEX, _LENGTH, _OFFSET, _FLOAT, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4, 4
 """Bytes of an index, a bag's length, its offset; of an output, of a lookup's weight and
@@ -175,10 +167,8 @@ class MemoryModel:
         topology: The devices to plan for.
         reader: Describes the tables.
         constraints: Table name -> TorchRec's constraints on it.
-        pipeline_type: A member of TorchRec's `PipelineType`, or None: of a plain loop,
-            whose outputs and their gradients are held until the step ends, as by
-            `outputs.backward(gradients)`. TorchRec's pipelines let go of them, and
-            hold the batches that they prepare.
+        pipeline_type: A member of TorchRec's `PipelineType`, or None: of a plain loop.
+            Pipelines hold the batches that they prepare.
     """
 
     def __init__(
@@ -514,15 +504,12 @@ class MemoryModel:
             sent = copies * ids + pieces * _LENGTH * bags
             num_sent = np.ones(1) if is_dense(option) else self._num_sent
             batches = _NUM_CAME * (ids + _LENGTH * bags) + num_sent * sent
-        kept = 0 if self._is_pipelined else 1
         if is_dense(option):
-            parts = [1, 1, 1 + kept, 1 + kept, 1 + kept, 1 + kept]
-        elif not option.is_pooled:
-            parts = [1, 1, 2 + kept, 1 + 2 * kept, 2 * kept, 2 * kept]
-        elif self._is_reduced_at_once(option):
-            parts = [1, 1, 2, 1 + kept, 2 * kept, 2 * kept]
+            parts = [1, 1, 1, 1, 1, 1]
+        elif not option.is_pooled or self._is_reduced_at_once(option):
+            parts = [1, 1, 2, 1, 0, 0]
         else:  # gradients, cut by rank, lie beside what they are put together from
-            parts = [1, 2, 3 + kept, 2 + kept, 2 * kept, 2 * kept]
+            parts = [1, 2, 3, 2, 0, 0]
         if repeats > 1:  # where each id is among the distinct ones, and their rows
             batches += 2 * _INDEX * lookups
             batches += size / repeats * np.array([0, 1, 1, 1, 0, 0])
@@ -554,11 +541,6 @@ class MemoryModel:
             kinds = modules.setdefault(option.path, {})
             kinds.setdefault(option.sharding_type, []).append(option)
         for kinds in modules.values():
-            for kind, members in kinds.items():
-                # A pipeline lets go of gradients once they are in the other order.
-                if not self._is_pipelined and self._is_permuted(kind, members):
-                    size = sum(self._output_bytes(o) for o in members)
-                    extra += size * np.array([0, 0, 1, 1, 0, 0])
             if len(kinds) > 1:
                 members = [o for several in kinds.values() for o in several]
                 replicas = any(map(is_dense, members))
@@ -578,8 +560,7 @@ class MemoryModel:
         cut = self._is_reduced_at_once(option)
         found = size * np.array([0, 0, 1, cut, 0, 0])
         if beside_replicas:
-            if self._is_pipelined:
-                found += size * np.array([0, 0, 0, 0, 1, 1])
+            found += size * np.array([0, 0, 0, 0, 1, 1])
             table, local = self._reader.table(option), float(option.batch_size)
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * table.pooling_factor
             copies, _ = self._num_pieces(option)
@@ -590,28 +571,6 @@ class MemoryModel:
             is_sent = option.sharding_type in _BY_COLUMNS
             found += one * (there - self._num_sent * is_sent)
         return found
-
-    def _is_permuted(self, kind: str, options: Sequence[ShardingOption]) -> bool:
-        """Whether columns arrive in another order than that of their tables.
-
-        Tables are in the order in which the first of each arrives.
-        """
-        if kind not in _PERMUTED:
-            return False
-        size = self._node if kind in _BY_NODE else 1
-        groups: dict[tuple[int, tuple[Any, ...]], int] = {}
-        arriving = []
-        for table, option in enumerate(options):
-            key = fusion_key(option, self._reader, kind)
-            for shard in option.shards:
-                rank = int(shard.rank or 0)
-                if rank % size == 0:  # one of a node's ranks speaks for all
-                    group = groups.setdefault((rank, key), table)
-                    arriving.append((rank, group, table, int(shard.offset[1])))
-        arriving.sort()
-        first: dict[int, int] = {}
-        order = [(first.setdefault(t, len(first)), c) for _, _, t, c in arriving]
-        return any(a > b for a, b in itertools.pairwise(order))
 
     def _output_bytes(self, option: ShardingOption) -> float:
         bags = self._reader.bags_per_sample(option) * float(option.batch_size)
