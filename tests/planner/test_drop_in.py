@@ -5,6 +5,7 @@ TorchRec counts the memory of shards; ranks allocate more.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,28 @@ def test_a_stored_plan_is_loaded_that_fits_by_torchrecs_count(tmp_path: Path) ->
     assert second.plan(ebc, bag_sharders()) == plan
     assert second.last_result is not None
     assert any("out of memory ahead" in text for text in second.last_result.warnings)
+
+
+def test_what_fits_by_neither_count_is_told_how_many_ranks_are_enough() -> None:
+    ebc = make_ebc([(10**6, 64), (10**5, 16)])
+    room = {"storage_reservation": keep_nothing_back(), "batch_size": 64}
+    kernels = only("table_wise", "row_wise", count=2, compute_kernels=["fused"])
+    with pytest.raises(PlannerError) as caught:
+        planner_of(
+            topology=gpus(2, hbm_cap=20 * MIB), constraints=kernels, **room
+        ).plan(ebc, bag_sharders())
+    found = re.search(r"\. (\d+) ranks of this kind are enough\.\n", str(caught.value))
+    assert found is not None
+    enough = int(found[1])
+    for count in (enough, enough - 1):
+        planner = planner_of(
+            topology=gpus(count, hbm_cap=20 * MIB),
+            constraints=kernels,
+            strict_memory=True,
+            **room,
+        )
+        if count < enough:
+            with pytest.raises(PlannerError):
+                planner.plan(ebc, bag_sharders())
+        else:
+            planner.plan(ebc, bag_sharders())

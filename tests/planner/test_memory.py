@@ -55,9 +55,7 @@ def test_measured_peaks_are_foretold() -> None:
     assert len(rows) == 318
     for row in rows:
         error = float(row[at["error"]].rstrip("%")) / 100
-        # Three sharding types in one module: gradients of one wait for another's.
-        mixed = row[at["sharding"]] == "any" and row[at["ranks"]] == "128"
-        assert (-0.08 if mixed else -0.02) < error < (0.15 if mixed else 0.1), row
+        assert -0.02 < error < 0.1, row
 
 
 def planned(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import logging
@@ -86,6 +87,7 @@ from torchrec_neuroshard.planner.parts.proposers import (
 from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.parts.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.planner.plan_run import PlanRun
+from torchrec_neuroshard.planner.plans.more_ranks import enough_ranks
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanComparison, PlanReport, explain
@@ -823,21 +825,30 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         source = "corrected by a job under way" if factors else None
         costs = self.costs
         kernels = found["fwd_compute"], found["bwd_compute"]
+        return self._again(
+            cost_model=ScaledCostModel(costs.cost_model, kernels, source),
+            comms_model=ScaledCommsModel(
+                costs.comms_model,
+                index=found["index_comms"],
+                forward=found["fwd_comms"],
+                backward=found["bwd_comms"],
+                source=source,
+            ),
+            profiles={**self._profiles, **profiles},
+        )
+
+    def _again(self, **changes: Any) -> NeuroShardPlanner:
+        """Return a planner with the same arguments but for some."""
+        given = {
+            **self._arguments,
+            "cost_model": self.costs.cost_model,
+            "comms_model": self.costs.comms_model,
+            "profiles": self._profiles,
+            "calibrate": "never",
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were given for this planner
-            return NeuroShardPlanner(
-                **self._arguments,
-                cost_model=ScaledCostModel(costs.cost_model, kernels, source),
-                comms_model=ScaledCommsModel(
-                    costs.comms_model,
-                    index=found["index_comms"],
-                    forward=found["fwd_comms"],
-                    backward=found["bwd_comms"],
-                    source=source,
-                ),
-                profiles={**self._profiles, **profiles},
-                calibrate="never",
-            )
+            return NeuroShardPlanner(**given | changes)
 
     def evaluate(
         self,
@@ -1005,11 +1016,57 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             # It may fail in other ways, too; why there is no plan is known.
             if ours is None:
                 raise error from failure
+            if count := self._enough_ranks(module, sharders, not run.log.is_crowded):
+                ours = f"{ours} {count} ranks of this kind are enough."
             # The reason first, TorchRec's general advice after it.
             raise PlannerError(
                 message=f"{ours}\n{error}", error_type=error.error_type
             ) from None
         return run, plan
+
+    def _enough_ranks(
+        self, module: nn.Module, sharders: list[ModuleSharder[Any]], strict: bool
+    ) -> int:
+        """Return how many ranks of this kind have a plan, by planning for them.
+
+        Args:
+            module: The model.
+            sharders: Of its embedding modules.
+            strict: Whether it must fit by what ranks allocate.
+
+        Returns:
+            0 where parts were given, which are made for these ranks, or none is found.
+        """
+        parts = ("enumerator", "proposer", "partitioner", "performance_model")
+        if any(self._arguments[name] is not None for name in parts):
+            return 0
+        reservation = planner_part(self, "storage_reservation")
+        changes: dict[str, Any] = {
+            "search": SearchConfig(beam_width=1, refine=False, time_budget_seconds=1),
+            "consider_stock": False,
+            "stats": [],
+            "callbacks": [],
+            "debug": False,
+            "plan_loader": None,
+        }
+
+        def fits(topology: Topology) -> bool:
+            changes["storage_reservation"] = copy.deepcopy(reservation)
+            other = self._again(topology=topology, **changes)
+            memory = other._memory
+            assert memory is not None, "no enumerator was given"
+            try:
+                with contextlib.nullcontext() if strict else memory.lenient():
+                    super(NeuroShardPlanner, other).plan(module, sharders)
+            except PlannerError:
+                return False
+            return True
+
+        try:
+            return enough_ranks(fits, self.topology)
+        except Exception as failure:  # the plan failed before, and that is told
+            logger.debug("more ranks could not be tried: %r", failure)
+            return 0
 
 
 def _own_constraints(
