@@ -43,6 +43,7 @@ class BandwidthCommsModel(CommsModel):
         intra_gb_per_s: float,
         inter_gb_per_s: float,
         latency_us: float = 0.0,
+        relative_ms: tuple[float, float, float] = (1.0, 1.0, 1.0),
         source: str = "datasheet, not measured",
     ) -> None:
         """Take the topology.
@@ -53,6 +54,8 @@ class BandwidthCommsModel(CommsModel):
             intra_gb_per_s: Bandwidth of a rank inside its node.
             inter_gb_per_s: Bandwidth of a rank to other nodes.
             latency_us: Fixed cost of one collective.
+            relative_ms: Times of a reduce-scatter, an all-gather and an all-reduce over
+                those of all-to-alls of as many bytes.
             source: Shown beside the numbers.
 
         Raises:
@@ -67,6 +70,7 @@ class BandwidthCommsModel(CommsModel):
             )
         self.source = source
         self._world_size = world_size
+        self._relative_3 = np.array(relative_ms)
         self._latency_ms = latency_us * 1e-3 if world_size > 1 else 0.0
         # Share of a rank's traffic that stays in the node, and that leaves it.
         inside = (local_world_size - 1) / world_size
@@ -90,6 +94,20 @@ class BandwidthCommsModel(CommsModel):
         received = sent.sum(axis=1, keepdims=True) / self._world_size
         ms = np.maximum(sent, received) * self._ms_per_byte + self._latency_ms
         return np.stack([ms, ms], axis=2)
+
+    def row_wise(
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """See `CommsModel.row_wise`."""
+        ms_CW2 = super().row_wise(columns_CW, batch_size)
+        ms_CW2 *= self._relative_3[:2]
+        return ms_CW2
+
+    def all_reduce(self, bytes_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """See `CommsModel.all_reduce`."""
+        ms_CW = super().all_reduce(bytes_CW)
+        ms_CW *= self._relative_3[2]
+        return ms_CW
 
 
 def _at(ranks: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, float]:
