@@ -664,9 +664,12 @@ def collision_model(pooled: bool, buckets: int = 2) -> Any:
     )
 
 
-@pytest.mark.parametrize("pooled", [True, False])
-def test_managed_collision(pooled: bool) -> None:
-    plan, _ = plan_of(collision_model(pooled))
+@pytest.mark.parametrize(
+    ("pooled", "device"), [(True, "cuda"), (False, "cuda"), (False, "cpu")]
+)
+def test_managed_collision(pooled: bool, device: str) -> None:
+    # On CPUs, too, TorchRec's sharder offers kernels that only GPUs have.
+    plan, _ = plan_of(collision_model(pooled), device=device)
     # Ids are remapped where the rows are: TorchRec shards such tables by rows alone.
     assert {s.sharding_type for s in plan.plan[""].values()} == {"row_wise"}
 

@@ -147,8 +147,8 @@ class NeuroShardEnumerator(HookedEnumerator):
                 NeuroShardEstimator(topology, constraints, costs=costs),
                 storage,
             ]
-        on_gpus = is_accelerator(topology.compute_device)
-        self._prefetches = on_gpus and pipeline_name(pipeline_type) == PREFETCHING
+        self._on_gpus = is_accelerator(topology.compute_device)
+        self._prefetches = self._on_gpus and pipeline_name(pipeline_type) == PREFETCHING
         check_constraints(constraints or {}, prefetches=self._prefetches)
         super().__init__(
             topology=topology,
@@ -197,7 +197,7 @@ class NeuroShardEnumerator(HookedEnumerator):
             if modelled and config.embedding_dim > self._max_columns:
                 self._wide[config.name] = int(config.embedding_dim)
         self._modelled = {name for name, modelled in known.items() if modelled}
-        self._offloadable = self._short_of_memory(sizes)
+        self._offloadable = self._short_of_memory(sizes) if self._on_gpus else set()
         options: list[ShardingOption] = super().enumerate(module, sharders)
         self._check_codecs(options)
         self.seconds = time.monotonic() - start
