@@ -18,6 +18,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
 )
 from torchrec_neuroshard.cost_models.comms_published import check_nodes
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
+from torchrec_neuroshard.devices import plain_torch
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.records import COLLECTIVES
@@ -176,8 +177,8 @@ class LearnedCommsModel(CommsModel):
         order_ms = _at(local_world_size, column_order_ms_per_mb or {1: (0.0, 0.0)})
         self._column_order_2 = np.array(order_ms) / 2**20
         self._world_size, self._local_world_size = world_size, local_world_size
-        group = torch.tensor([[float(world_size), float(local_world_size)]])
-        with torch.no_grad():
+        with plain_torch(), torch.no_grad():
+            group = torch.tensor([[float(world_size), float(local_world_size)]])
             coefficients_LK = network.coefficients(group)[0].double().numpy()
             self._gain_L = network.overlap_gain().double().numpy()
         self._collectives = {
