@@ -189,13 +189,13 @@ def plain_torch() -> Iterator[None]:
     A job may plan under another default dtype or device, autocast or fake tensors.
     """
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with (
-            _disable_current_modes(),
+            unset_fake_temporarily(),
             torch.device("cpu"),
             torch.autocast("cpu", enabled=False),
         ):
