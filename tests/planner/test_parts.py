@@ -45,7 +45,7 @@ from torchrec_neuroshard.planner import (
     PlacementConstraints,
     PlanCosts,
 )
-from torchrec_neuroshard.planner.parts.greedy import place_greedily
+from torchrec_neuroshard.planner.parts.greedy import check_memory, place_greedily
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -495,6 +495,34 @@ def test_of_tables_that_are_not_searched_the_full_memory_is_named() -> None:
             r"\(2\) to at least 2\d",
         ):
             place_greedily([option], gpus(hbm_cap=10**7 * 11 // 10), rules, constraints)
+
+
+def test_the_memory_that_others_fill_is_named() -> None:
+    """Three tables of 250 KiB in the host, and room for one on each of two ranks."""
+    uvm = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
+    )
+    room = gpus(hbm_cap=2**30, ddr_cap=300 * 2**10)
+    constraints = {f"t{i}": uvm for i in range(3)}
+    enumerator = NeuroShardEnumerator(room, 64, constraints, **analytic())
+    options = enumerator.enumerate(make_ebc([(1000, 64)] * 3), bag_sharders())
+    names = ("t0", "t1", "t2")
+    needs = r"250\.00 KiB of the host's memory, of which ranks have 50\.00 KiB at most"
+    for pinned, told in (
+        ({}, r"in all they need 750\.00 KiB of the host's memory, .* 600\.00 KiB$"),
+        ({0: (1,), 1: (1,)}, f"on ranks 1; table 't1' .* a shard needs {needs}"),
+    ):
+        rules = PlacementRules(names, 2, pinned, (), ())
+        with pytest.raises(PlannerError, match=told) as caught:
+            place_greedily(options, room, rules, {})
+        assert "device" not in str(caught.value)
+    for option in options:
+        option.shards[0].rank = 1
+    with pytest.raises(
+        PlannerError,
+        match=r"^rank 1 of it holds 450\.00 KiB more of the host's memory t",
+    ):
+        check_memory(room, options, "it")
 
 
 def test_task_of_a_proposal() -> None:
