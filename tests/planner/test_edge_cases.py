@@ -674,6 +674,12 @@ def test_managed_collision(pooled: bool, device: str) -> None:
     assert {s.sharding_type for s in plan.plan[""].values()} == {"row_wise"}
 
 
+def test_managed_collision_that_fits_no_cpu() -> None:
+    planner = user_planner(device="cpu", topology_arguments={"ddr_cap": 1024})
+    with pytest.raises(PlannerError, match=r"^table 's\d'.*row_wise.* has 1\.00 KiB"):
+        planner.plan(collision_model(False), get_default_sharders())
+
+
 @pytest.mark.skipif(TORCHREC < (1, 8), reason="checked since torchrec 1.8")
 def test_managed_collision_with_too_few_buckets() -> None:
     planner = user_planner()

@@ -332,9 +332,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         constraint = enumerator_constraints(self).get(table)
         asked = constraint.compute_kernels if constraint else None
         spared = not (asked or table in self._offloadable)
-        self._withheld[table] = OFFLOADED_KERNELS.intersection(
-            kernels if spared else ()
-        )
+        withheld = kernels if spared and self._on_gpus else ()
+        self._withheld[table] = OFFLOADED_KERNELS.intersection(withheld)
         if spared:
             return [_FUSED]
         params = constraint.cache_params if constraint else None
