@@ -278,7 +278,7 @@ def test_cache_params(load_factor: float | None, stats: CacheStatistics | None) 
     ("fields", "match"),
     [
         ({"cache_params": CacheParams(load_factor=0.0)}, r"t0.*load_factor is 0\.0; g"),
-        ({"cache_params": CacheParams(load_factor=1.5)}, r"t0.*compute_kernels=\['fus"),
+        ({"cache_params": CacheParams(load_factor=1.0)}, r"t0.*compute_kernels=\['fus"),
         ({"enforce_hbm": True}, r"t0.*enforce_hbm is True.*fused_uvm_caching.*allow"),
         (
             {

@@ -339,8 +339,8 @@ class NeuroShardEnumerator(HookedEnumerator):
         params = constraint.cache_params if constraint else None
         load = None if params is None else params.load_factor
         kept = set(kernels) if asked else OFFLOADED_KERNELS | {_FUSED}
-        if load is not None and not 0 < load <= 1:
-            kept -= {_CACHING}  # it could not run
+        if load is not None and not 0 < load < 1:
+            kept -= {_CACHING}  # TorchRec refuses it
         return [k for k in kernels if k in kept]
 
 
