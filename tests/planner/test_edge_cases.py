@@ -208,6 +208,26 @@ def test_batch_sizes_scale_the_lookups() -> None:
     assert planner.last_task.tables[0].pooling_factor == 5.5
 
 
+def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
+    """Of every table of the module: its features come as one tensor."""
+    arguments: dict[str, Any] = {"topology_arguments": {"local_world_size": 2}}
+
+    def kind(*types: str) -> str:
+        limits = only(sharding_types=list(types)) | only("t1", batch_sizes=[8])
+        module = bags(bag_config(dim=64), bag_config(1, dim=64))
+        plan, _ = plan_of(module, 4, constraints=limits, **arguments)
+        return str(entry_of(plan).sharding_type)
+
+    if TORCHREC >= (1, 9):
+        assert kind("grid_shard") == "grid_shard"
+        return
+    assert kind("grid_shard", "table_row_wise") == "table_row_wise"
+    with pytest.raises(
+        ConfigError, match=r"'t0' .* batch_sizes has 8 beside \d+\. All"
+    ):
+        kind("grid_shard")
+
+
 @pytest.mark.parametrize("values", [[1], [1, 2, 3]])
 @pytest.mark.parametrize("field", ["num_poolings", "batch_sizes"])
 def test_lists_of_unequal_length_are_refused(field: str, values: list[int]) -> None:

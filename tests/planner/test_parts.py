@@ -19,6 +19,7 @@ from torchrec.distributed.planner.types import (
     Shard,
     ShardingOption,
 )
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -211,7 +212,7 @@ def test_host_memory_is_offered_where_tables_are_crowded(
 
 
 def test_enumerator_leaves_unknown_tables_alone() -> None:
-    ebc = make_ebc([(1000, 16), (1000, 10)])
+    ebc = make_ebc([(1000, 16)] * 2, data_types={1: DataType.INT4})
     ours = NeuroShardEnumerator(gpus(), 64, **analytic()).enumerate(ebc, bag_sharders())
     stock = EmbeddingEnumerator(gpus(), 64).enumerate(ebc, bag_sharders())
 
@@ -298,7 +299,10 @@ def test_launches_of_fused_stock_tables_count_once() -> None:
     model = AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0)
     costs = PlanCosts(gpus(), constraints, cost_model=model)
     enumerator = NeuroShardEnumerator(gpus(), 64, constraints, costs=costs)
-    proposal = enumerator.enumerate(make_ebc([(1000, 10)] * 3), bag_sharders())
+    tables = make_ebc(
+        [(1000, 16)] * 3, data_types=dict.fromkeys(range(3), DataType.INT4)
+    )
+    proposal = enumerator.enumerate(tables, bag_sharders())
     proposal = [o for o in proposal if o.compute_kernel == "fused"]
     plan = NeuroShardPartitioner(gpus(), constraints, costs=costs).partition(
         proposal, gpus()
@@ -355,14 +359,6 @@ def test_least_memory_follows_when_the_fastest_does_not_fit() -> None:
     assert tight[0] == fitting[0]
     assert tight[1]["t0"] == "row_wise fused" and len(tight) == 2
     assert tight[0]["t1"] == "column_wise fused"
-
-
-def test_widths_that_no_fused_kernel_takes_go_elsewhere() -> None:
-    options = NeuroShardEnumerator(gpus(), 64, **analytic()).enumerate(
-        make_ebc([(1000, 10)]), bag_sharders()
-    )
-    found = proposals(NeuroShardProposer(gpus(), **analytic()), options, True)
-    assert found == [{"t0": "data_parallel dense"}]
 
 
 # --- partitioner ----------------------------------------------------------------

@@ -43,6 +43,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -67,6 +68,7 @@ __all__ = [
     "can_reshard",
     "codec_registry",
     "enumerator_constraints",
+    "grids_vary_batches",
     "group_timeout_seconds",
     "is_codec",
     "is_sharder",
@@ -569,6 +571,12 @@ def is_codec(given: Any) -> bool:
 def is_sharder(given: Any) -> bool:
     """Whether it is a sharder, not what TorchRec gives estimators of one."""
     return hasattr(given, "module_type")
+
+
+def grids_vary_batches() -> bool:
+    """Whether grids take features with batch sizes of their own: since 1.9."""
+    part = "_preprocess_batch_size_per_rank_per_feature"
+    return hasattr(GridPooledEmbeddingDist, part)
 
 
 def can_remove_repeats(device_type: str) -> bool:
