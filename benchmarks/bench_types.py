@@ -62,7 +62,6 @@ from torchrec_neuroshard import (
     TableConfig,
     topology_for,
 )
-from torchrec_neuroshard.planner.options.table_reader import run_fault
 from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.workloads import load_json, mlperf_dlrm_v2
 
@@ -329,7 +328,8 @@ def _rival(
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
     seconds = time.process_time() - start
-    if any(map(run_fault, options)):
+    reader = planner.costs.reader
+    if any(reader.run_fault(o, topology) for o in options):
         return {"failed": "its kernels cannot run such widths", "seconds": seconds}
     planner.enumerator.populate_estimates(options)
     predicted = planner.costs.evaluate(planner.costs.lower(options))

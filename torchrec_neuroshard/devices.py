@@ -38,6 +38,7 @@ __all__ = [
     "is_accelerator",
     "nvidia_smi_reader",
     "nvml_reader",
+    "plain_torch",
     "synchronize",
     "torch_threads",
 ]
@@ -179,6 +180,28 @@ def device_bytes(device: torch.device) -> int | None:
     if not module.is_available():
         return None
     return int(module.get_device_properties(device).total_memory)
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Compute in fp32 on the CPU, whatever the caller has told torch to do by default.
+
+    A job may plan under another default dtype or device, autocast or fake tensors.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            unset_fake_temporarily(),
+            torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 @contextlib.contextmanager

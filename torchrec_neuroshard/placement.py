@@ -20,6 +20,7 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, check_table
 
 __all__ = [
     "ALL_ROWS",
+    "HOST",
     "ColumnShard",
     "HostRows",
     "KernelFactors",
@@ -49,6 +50,8 @@ def capitalised(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}"
 
 
+HOST = "in the host's memory, "
+"""How messages begin that are about a rank's part of that."""
 _MAX_LISTED = 8
 
 
@@ -502,13 +505,13 @@ class Placement:
         violation = task.rules.violation(ranks)
         if violation is not None:
             raise PlacementError(violation)
-        for where, memory in zip(("", " in its host"), task.memories, strict=False):
+        for where, memory in zip(("", HOST), task.memories, strict=False):
             for rank, (used, cap) in enumerate(
                 zip(self.rank_bytes(memory), memory.memory_bytes, strict=False)
             ):
                 if used > cap:
                     raise InfeasibleError(
-                        f"rank {rank} holds {format_bytes(used)}{where}, it has "
+                        f"{where}rank {rank} holds {format_bytes(used)}, it has "
                         f"{format_bytes(cap)}"
                     )
 

@@ -1,11 +1,15 @@
 """The shipped bundles are what their cards and data say."""
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchrec_neuroshard.cost_models import (
     PhysicalCostModel,
@@ -20,6 +24,7 @@ from torchrec_neuroshard.cost_models.bundle import (
     load_comms_bundle,
 )
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.record_store import read_comms_records, read_records
 from torchrec_neuroshard.records import steady_records
 from torchrec_neuroshard.training.calibration import split_records
@@ -133,6 +138,39 @@ def test_collectives_come_in_the_compute_models_milliseconds(name: str) -> None:
         found.all_to_all(columns, 512),
         measured.all_to_all(columns, 512) * compute / own,
     )
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        default_dtype(torch.bfloat16),
+        torch.device("meta"),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        FakeTensorMode(),
+    ],
+    ids=["dtype", "device", "autocast", "fake"],
+)
+def test_predictions_are_the_same_whatever_torch_is_told(settings: Any) -> None:
+    def predictions() -> list[Any]:
+        compute = load_cost_model("cpu")
+        comms = load_comms_model(
+            "cpu", device_type="cpu", world_size=4, local_world_size=4
+        )
+        assert comms is not None
+        sums = compute.encode(np.ones((1, len(FEATURE_NAMES)), dtype=np.float32))
+        exchange = comms.all_to_all(np.full((1, 4), 64.0), 512)
+        return [compute.predict_sums(sums).tolist(), exchange.tolist()]
+
+    expected = predictions()
+    with settings:
+        assert predictions() == expected
 
 
 def test_kernels_slow_down_among_others_as_measured() -> None:

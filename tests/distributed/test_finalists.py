@@ -56,26 +56,30 @@ def plan(program: str) -> dict[str, Any]:
     return {
         "shards": repr(sorted(shards_of(sharding).items())),
         "finalists": [str(f) for f in planner.last_result.finalists],
-        "warnings": [w for w in (str(c.message) for c in caught) if "finalists" in w],
+        "warnings": [w for w in (str(c.message) for c in caught) if "measuring" in w],
         "noted": " ".join(planner.last_result.warnings),
         "source": planner.last_result.predicted.compute_source,
     }
 
 
-def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
-    if num_nodes != ONE_NODE:
-        return {}
+def copies(folder: Path, rank: int) -> str:
+    """Return the program, of records that it writes first."""
     records = folder / f"finalists-{rank}.parquet"
     write_records(
         records,
         make_header(),
         [make_record(make_tables([16]), index=i) for i in range(NUM_RECORDS)],
     )
-    seen = str(folder / "finalists-seen-")
+    return COPIES.format(seen=str(folder / "seen-"), records=str(records))
+
+
+def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
+    if num_nodes != ONE_NODE:
+        return {}
 
     def measured() -> dict[str, Any]:
-        found = plan(COPIES.format(seen=seen, records=str(records)))
-        return {**found, "seen": Path(f"{seen}{rank}").read_text()}
+        found = plan(copies(folder, rank))
+        return {**found, "seen": (folder / f"seen-{rank}").read_text()}
 
     return {
         "measured": measured,
@@ -101,4 +105,4 @@ def test_no_failure_reaches_the_job(results: OfJob, name: str) -> None:
     (text,) = first["warnings"]
     assert "measuring finalists failed (" in text and text in first["noted"]
     (told,) = second["warnings"]
-    assert "measuring finalists failed on rank 1 (its process ended with code" in told
+    assert "measuring failed on rank 1 (its process ended with code" in told

@@ -93,7 +93,7 @@ def shard() -> tuple[Any, Any]:
     model = Model()
     start = {k: v.detach().clone() for k, v in model.sparse.state_dict().items()}
     planner = make_planner(
-        WORLD_SIZE,
+        dist.get_world_size(),
         search_only=False,
         batch_size=LOCAL_BATCH,
         constraints={

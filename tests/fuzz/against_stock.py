@@ -40,7 +40,6 @@ from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     max_columns,
-    run_fault,
 )
 from torchrec_neuroshard.planner.parts.greedy import full_rank
 from torchrec_neuroshard.planner.parts.torchrec_plan import (
@@ -285,10 +284,9 @@ def _obstacle(
     planner: NeuroShardPlanner, module: Any, options: list[ShardingOption]
 ) -> str | None:
     """Say why a plan of TorchRec's is none, if so."""
-    widest = max(int(s.size[1]) for o in options for s in o.shards)
-    if any(map(run_fault, options)) or widest > max_columns(planner.topology):
-        return "cannot run"
-    if not is_even(options):
+    reader, topology = planner.costs.reader, planner.topology
+    faulty = any(reader.run_fault(option, topology) for option in options)
+    if faulty or not is_even(options):
         return "cannot run"
     _memory_of(planner).attribute(options)
     if full_rank(planner.reserve(module, cases.sharders()), options) is not None:

@@ -208,6 +208,26 @@ def test_batch_sizes_scale_the_lookups() -> None:
     assert planner.last_task.tables[0].pooling_factor == 5.5
 
 
+def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
+    """Of every table of the module: its features come as one tensor."""
+    arguments: dict[str, Any] = {"topology_arguments": {"local_world_size": 2}}
+
+    def kind(*types: str) -> str:
+        limits = only(sharding_types=list(types)) | only("t1", batch_sizes=[8])
+        module = bags(bag_config(dim=64), bag_config(1, dim=64))
+        plan, _ = plan_of(module, 4, constraints=limits, **arguments)
+        return str(entry_of(plan).sharding_type)
+
+    if TORCHREC >= (1, 9):
+        assert kind("grid_shard") == "grid_shard"
+        return
+    assert kind("grid_shard", "table_row_wise") == "table_row_wise"
+    with pytest.raises(
+        ConfigError, match=r"'t0' .* batch_sizes has 8 beside \d+\. All"
+    ):
+        kind("grid_shard")
+
+
 @pytest.mark.parametrize("values", [[1], [1, 2, 3]])
 @pytest.mark.parametrize("field", ["num_poolings", "batch_sizes"])
 def test_lists_of_unequal_length_are_refused(field: str, values: list[int]) -> None:
@@ -278,7 +298,7 @@ def test_cache_params(load_factor: float | None, stats: CacheStatistics | None) 
     ("fields", "match"),
     [
         ({"cache_params": CacheParams(load_factor=0.0)}, r"t0.*load_factor is 0\.0; g"),
-        ({"cache_params": CacheParams(load_factor=1.5)}, r"t0.*compute_kernels=\['fus"),
+        ({"cache_params": CacheParams(load_factor=1.0)}, r"t0.*compute_kernels=\['fus"),
         ({"enforce_hbm": True}, r"t0.*enforce_hbm is True.*fused_uvm_caching.*allow"),
         (
             {
@@ -664,11 +684,20 @@ def collision_model(pooled: bool, buckets: int = 2) -> Any:
     )
 
 
-@pytest.mark.parametrize("pooled", [True, False])
-def test_managed_collision(pooled: bool) -> None:
-    plan, _ = plan_of(collision_model(pooled))
+@pytest.mark.parametrize(
+    ("pooled", "device"), [(True, "cuda"), (False, "cuda"), (False, "cpu")]
+)
+def test_managed_collision(pooled: bool, device: str) -> None:
+    # On CPUs, too, TorchRec's sharder offers kernels that only GPUs have.
+    plan, _ = plan_of(collision_model(pooled), device=device)
     # Ids are remapped where the rows are: TorchRec shards such tables by rows alone.
     assert {s.sharding_type for s in plan.plan[""].values()} == {"row_wise"}
+
+
+def test_managed_collision_that_fits_no_cpu() -> None:
+    planner = user_planner(device="cpu", topology_arguments={"ddr_cap": 1024})
+    with pytest.raises(PlannerError, match=r"^table 's\d'.*row_wise.* has 1\.00 KiB"):
+        planner.plan(collision_model(False), get_default_sharders())
 
 
 @pytest.mark.skipif(TORCHREC < (1, 8), reason="checked since torchrec 1.8")

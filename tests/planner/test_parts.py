@@ -19,6 +19,7 @@ from torchrec.distributed.planner.types import (
     Shard,
     ShardingOption,
 )
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -45,7 +46,7 @@ from torchrec_neuroshard.planner import (
     PlacementConstraints,
     PlanCosts,
 )
-from torchrec_neuroshard.planner.parts.greedy import place_greedily
+from torchrec_neuroshard.planner.parts.greedy import check_memory, place_greedily
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
@@ -211,7 +212,7 @@ def test_host_memory_is_offered_where_tables_are_crowded(
 
 
 def test_enumerator_leaves_unknown_tables_alone() -> None:
-    ebc = make_ebc([(1000, 16), (1000, 10)])
+    ebc = make_ebc([(1000, 16)] * 2, data_types={1: DataType.INT4})
     ours = NeuroShardEnumerator(gpus(), 64, **analytic()).enumerate(ebc, bag_sharders())
     stock = EmbeddingEnumerator(gpus(), 64).enumerate(ebc, bag_sharders())
 
@@ -298,7 +299,10 @@ def test_launches_of_fused_stock_tables_count_once() -> None:
     model = AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0)
     costs = PlanCosts(gpus(), constraints, cost_model=model)
     enumerator = NeuroShardEnumerator(gpus(), 64, constraints, costs=costs)
-    proposal = enumerator.enumerate(make_ebc([(1000, 10)] * 3), bag_sharders())
+    tables = make_ebc(
+        [(1000, 16)] * 3, data_types=dict.fromkeys(range(3), DataType.INT4)
+    )
+    proposal = enumerator.enumerate(tables, bag_sharders())
     proposal = [o for o in proposal if o.compute_kernel == "fused"]
     plan = NeuroShardPartitioner(gpus(), constraints, costs=costs).partition(
         proposal, gpus()
@@ -355,14 +359,6 @@ def test_least_memory_follows_when_the_fastest_does_not_fit() -> None:
     assert tight[0] == fitting[0]
     assert tight[1]["t0"] == "row_wise fused" and len(tight) == 2
     assert tight[0]["t1"] == "column_wise fused"
-
-
-def test_widths_that_no_fused_kernel_takes_go_elsewhere() -> None:
-    options = NeuroShardEnumerator(gpus(), 64, **analytic()).enumerate(
-        make_ebc([(1000, 10)]), bag_sharders()
-    )
-    found = proposals(NeuroShardProposer(gpus(), **analytic()), options, True)
-    assert found == [{"t0": "data_parallel dense"}]
 
 
 # --- partitioner ----------------------------------------------------------------
@@ -495,6 +491,34 @@ def test_of_tables_that_are_not_searched_the_full_memory_is_named() -> None:
             r"\(2\) to at least 2\d",
         ):
             place_greedily([option], gpus(hbm_cap=10**7 * 11 // 10), rules, constraints)
+
+
+def test_the_memory_that_others_fill_is_named() -> None:
+    """Three tables of 250 KiB in the host, and room for one on each of two ranks."""
+    uvm = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
+    )
+    room = gpus(hbm_cap=2**30, ddr_cap=300 * 2**10)
+    constraints = {f"t{i}": uvm for i in range(3)}
+    enumerator = NeuroShardEnumerator(room, 64, constraints, **analytic())
+    options = enumerator.enumerate(make_ebc([(1000, 64)] * 3), bag_sharders())
+    names = ("t0", "t1", "t2")
+    needs = r"250\.00 KiB of the host's memory, of which ranks have 50\.00 KiB at most"
+    for pinned, told in (
+        ({}, r"in all they need 750\.00 KiB of the host's memory, .* 600\.00 KiB$"),
+        ({0: (1,), 1: (1,)}, f"on ranks 1; table 't1' .* a shard needs {needs}"),
+    ):
+        rules = PlacementRules(names, 2, pinned, (), ())
+        with pytest.raises(PlannerError, match=told) as caught:
+            place_greedily(options, room, rules, {})
+        assert "device" not in str(caught.value)
+    for option in options:
+        option.shards[0].rank = 1
+    with pytest.raises(
+        PlannerError,
+        match=r"^rank 1 of it holds 450\.00 KiB more of the host's memory t",
+    ):
+        check_memory(room, options, "it")
 
 
 def test_task_of_a_proposal() -> None:

@@ -192,7 +192,7 @@ def test_widths_that_only_a_gpu_refuses_are_named(kind: str) -> None:
     report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
     faults = [str(f) for r in report.ranks for f in r.faults]
     assert len(faults) == (1 if kind == "table_wise" else 2)
-    assert "at most 2048 columns, got 4096" in faults[0]
+    assert "at most 2,048 columns, got 4,096" in faults[0]
 
 
 @pytest.mark.parametrize("lacks", ["the module", "the backend"])

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.types import CollectiveType, GeneralizedCommsBandwidth
 
 from tests.builders import GIB, bag_sharders, make_ebc
 from torchrec_neuroshard import topology_for
@@ -188,6 +190,30 @@ def test_bandwidths_that_cannot_be(argument: str, value: float, meant: str) -> N
     with pytest.warns(UserWarning, match=meant):
         warnings.warn(text, stacklevel=1)
     assert devices.topology is topology  # what is meant is only guessed
+
+
+class SlowExchange(GeneralizedCommsBandwidth):
+    """Collectives of unlike bandwidths, which no pair of links can say."""
+
+    intra_host_bw = inter_host_bw = 4e8
+
+    def get_bw(
+        self, local_world_size: int, world_size: int, collective_type: CollectiveType
+    ) -> float:
+        assert (local_world_size, world_size) == (4, 4)
+        return {"all_to_all": 1e8, "all_reduce": 8e8}.get(collective_type.value, 4e8)
+
+
+def test_bandwidths_of_single_collectives() -> None:
+    topology = Topology(4, "cuda", generalized_comms_bandwidths=SlowExchange())
+    comms = PlanCosts(topology, cost_model=AnalyticCostModel()).comms_model
+    columns_CW = np.full((1, 4), 64.0)
+    exchanged = comms.all_to_all(columns_CW, 1024)
+    per_rank = 3 / 4 * 64 * 1024 * 4  # bytes to other ranks
+    assert exchanged == pytest.approx(per_rank / 1e8)
+    assert comms.row_wise(columns_CW, 1024) == pytest.approx(exchanged / 4)
+    reduced = comms.all_reduce(columns_CW * 1024 * 4)
+    assert reduced == pytest.approx(exchanged.sum(axis=2) / 8)
 
 
 def test_bandwidths_that_can_be() -> None:

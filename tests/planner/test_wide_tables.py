@@ -1,4 +1,4 @@
-"""Tables of more columns than a GPU's kernels take."""
+"""Tables of more columns than a GPU's kernels take, or of numbers that none takes."""
 
 from __future__ import annotations
 
@@ -85,3 +85,16 @@ def test_what_no_kernel_takes_is_refused(only: dict[str, Any]) -> None:
     module = make_ebc([(1000, 4096), (1000, 64)])
     with pytest.raises(ConfigError, match=r"table 't0' \(embedding_dim=4096\).*2,048"):
         planned(gpus(2), module, bag_sharders(), **only)
+
+
+@pytest.mark.parametrize(
+    ("device", "only"), [("cuda", {}), ("cpu", {"sharding_types": ["table_wise"]})]
+)
+def test_columns_that_are_no_multiple_of_four_are_refused(
+    device: str, only: dict[str, Any]
+) -> None:
+    """However large the table; on CPUs alone the kernel of replicas takes them."""
+    module, topology = make_ebc([(2**31, 6), (1000, 64)]), Topology(2, device)
+    text = r"table 't0' \(embedding_dim=6\).* multiples of 4, got 6\. Pad .* to 8"
+    with pytest.raises(ConfigError, match=text):
+        planned(topology, module, bag_sharders(), **only)

@@ -8,7 +8,12 @@ import pytest
 
 from tests.builders import make_tables, make_task
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import HostRows, KernelFactors, ShardingTask
+from torchrec_neuroshard.placement import (
+    HostRows,
+    KernelFactors,
+    Placement,
+    ShardingTask,
+)
 from torchrec_neuroshard.search.choices import place_blocks
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.search.feasibility import check_memory, pack
@@ -302,6 +307,33 @@ def test_the_memory_that_is_full_is_named() -> None:
         r"hosts' memory included; .* Raise world_size \(4\) to at least 5\.",
     ):
         check_memory(task)
+
+
+def test_what_no_packing_fits_is_told_of_the_memory_that_lacks() -> None:
+    """Three tables of 240 bytes, two ranks with room for one each and for 1 MiB."""
+    scarce, plenty = ((300,) * 2, (60.0,) * 3), ((2**20,) * 2, (0.0,) * 3)
+    start = "in the host's memory, "
+    for device, host, where in ((scarce, plenty, ""), (plenty, scarce, start)):
+        task = make_task(
+            make_tables([4] * 3, 60, data_type="int8"),
+            memory_bytes=device[0],
+            column_bytes=device[1],
+            host_memory_bytes=host[0],
+            host_column_bytes=host[1],
+            fixed_bytes=(0,) * 3,
+            host_fixed_bytes=(0,) * 3,
+        )
+        needs = "720 bytes in all and the 2 ranks have 600 bytes for them"
+        with pytest.raises(InfeasibleError, match=f"^{where}the tables in .* {needs}"):
+            pack(task)
+        with pytest.raises(
+            InfeasibleError,
+            match=f"^{where}none of .*the freest rank has 300 bytes\\. ",
+        ):
+            ExhaustiveSearcher().search(task, AnalyticCostModel(), AnalyticCommsModel())
+        whole = Placement.from_widths(2, [(table, 4, 0) for table in range(3)])
+        with pytest.raises(InfeasibleError, match=f"^{where}rank 0 holds 720 bytes"):
+            whole.check(task)
 
 
 @pytest.mark.parametrize(

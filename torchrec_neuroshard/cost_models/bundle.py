@@ -29,6 +29,7 @@ from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
 from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, CommsNetwork
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.devices import plain_torch
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
     BundleMismatchError,
@@ -123,6 +124,7 @@ class BundleFormat(Generic[_Info, _Network]):
         """
         return self._read(Path(folder))[0]
 
+    @plain_torch()
     def load(self, folder: str | Path) -> tuple[_Network, _Info]:
         """Read and check all of it.
 

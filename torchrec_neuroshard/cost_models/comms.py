@@ -18,6 +18,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
 )
 from torchrec_neuroshard.cost_models.comms_published import check_nodes
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
+from torchrec_neuroshard.devices import plain_torch
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.records import COLLECTIVES
@@ -43,6 +44,7 @@ class BandwidthCommsModel(CommsModel):
         intra_gb_per_s: float,
         inter_gb_per_s: float,
         latency_us: float = 0.0,
+        relative_ms: tuple[float, float, float] = (1.0, 1.0, 1.0),
         source: str = "datasheet, not measured",
     ) -> None:
         """Take the topology.
@@ -53,6 +55,8 @@ class BandwidthCommsModel(CommsModel):
             intra_gb_per_s: Bandwidth of a rank inside its node.
             inter_gb_per_s: Bandwidth of a rank to other nodes.
             latency_us: Fixed cost of one collective.
+            relative_ms: Times of a reduce-scatter, an all-gather and an all-reduce over
+                those of all-to-alls of as many bytes.
             source: Shown beside the numbers.
 
         Raises:
@@ -67,6 +71,7 @@ class BandwidthCommsModel(CommsModel):
             )
         self.source = source
         self._world_size = world_size
+        self._relative_3 = np.array(relative_ms)
         self._latency_ms = latency_us * 1e-3 if world_size > 1 else 0.0
         # Share of a rank's traffic that stays in the node, and that leaves it.
         inside = (local_world_size - 1) / world_size
@@ -90,6 +95,20 @@ class BandwidthCommsModel(CommsModel):
         received = sent.sum(axis=1, keepdims=True) / self._world_size
         ms = np.maximum(sent, received) * self._ms_per_byte + self._latency_ms
         return np.stack([ms, ms], axis=2)
+
+    def row_wise(
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
+    ) -> npt.NDArray[np.float64]:
+        """See `CommsModel.row_wise`."""
+        ms_CW2 = super().row_wise(columns_CW, batch_size)
+        ms_CW2 *= self._relative_3[:2]
+        return ms_CW2
+
+    def all_reduce(self, bytes_CW: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """See `CommsModel.all_reduce`."""
+        ms_CW = super().all_reduce(bytes_CW)
+        ms_CW *= self._relative_3[2]
+        return ms_CW
 
 
 def _at(ranks: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, float]:
@@ -158,8 +177,8 @@ class LearnedCommsModel(CommsModel):
         order_ms = _at(local_world_size, column_order_ms_per_mb or {1: (0.0, 0.0)})
         self._column_order_2 = np.array(order_ms) / 2**20
         self._world_size, self._local_world_size = world_size, local_world_size
-        group = torch.tensor([[float(world_size), float(local_world_size)]])
-        with torch.no_grad():
+        with plain_torch(), torch.no_grad():
+            group = torch.tensor([[float(world_size), float(local_world_size)]])
             coefficients_LK = network.coefficients(group)[0].double().numpy()
             self._gain_L = network.overlap_gain().double().numpy()
         self._collectives = {

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from torchrec_neuroshard.devices import plain_torch
 from torchrec_neuroshard.features import FEATURE_NAMES, NUM_TOTALS
 
 __all__ = [
@@ -164,6 +165,7 @@ class NetworkArrays:
     lot where other processes keep the cores busy.
     """
 
+    @plain_torch()
     def __init__(self, network: SetCostNetwork) -> None:
         """Take the weights as they are now."""
         self._num_members = network.num_members

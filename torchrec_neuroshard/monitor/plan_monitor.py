@@ -6,8 +6,8 @@ import logging
 import statistics
 import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torchrec_neuroshard.monitor.kernel_records import (
 )
 from torchrec_neuroshard.monitor.move_times import MoveRates, fill_ms_per_byte
 from torchrec_neuroshard.phase_timer import PhaseTimer
+from torchrec_neuroshard.planner.launch.from_first import portable
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.plans.plan_files import save_plan
 from torchrec_neuroshard.planner.plans.replan import apply_moves
@@ -149,16 +150,16 @@ class PlanMonitor:
                 differ, nothing in the model is sharded, the planner is for other ranks
                 or knows no model.
         """
-        self._settings = _Settings(
-            every=every,
-            timed=timed,
-            max_overhead=max_overhead,
-            min_gain=min_gain,
-            horizon=horizon,
-            budget_bytes=budget_bytes,
-            records=None if records is None else str(records),
-            plan_file=None if plan_file is None else str(plan_file),
-        )
+        settings: dict[str, Any] = {
+            "every": every,
+            "timed": timed,
+            "max_overhead": max_overhead,
+            "min_gain": min_gain,
+            "horizon": horizon,
+            "budget_bytes": budget_bytes,
+            "records": None if records is None else str(records),
+            "plan_file": None if plan_file is None else str(plan_file),
+        }
         self.last_report: MonitorReport | None = None
         self._model = model
         self._error: str | None = None
@@ -167,7 +168,17 @@ class PlanMonitor:
         self._is_silent = False
         self._is_first = self._exchange.rank == 0
         failure = _misfit(model, planner, self._exchange)
-        self._agree(failure)
+        try:
+            self._settings = _Settings(**settings)
+            if failure is None:
+                self._hook(planner)
+        except Exception as error:
+            failure = failure or _text(error)
+        try:
+            self._agree(failure, settings)
+        except Exception:
+            self._remove_hooks()
+            raise
         self._count = self._in_window = 0
         self._intervals: list[float] = []
         self._spent = 0.0
@@ -175,37 +186,50 @@ class PlanMonitor:
         self._tells_kernels, self._has_warned = True, False
         self._num_plans = 0
         self._kernels: list[Any] = [None] * self._exchange.world_size
+        self._assessor: Assessor | None = None
+        rates = self._measure_moves(planner)
+        if self._is_first and rates is not None:
+            self._begin(planner, rates)
+        if self._error is None:
+            self._sampler.start()
+
+    def _hook(self, planner: NeuroShardPlanner) -> None:
         topology = planner.topology
         self._one_clock = (
-            model.device.type == "cpu"
+            self._model.device.type == "cpu"
             and topology.local_world_size >= topology.world_size
         )
         self._sampler = InputSampler(
-            model.module,
+            self._model.module,
             rank=self._exchange.rank,
             world_size=self._exchange.world_size,
             on_error=self._fail,
         )
-        try:
-            self._timer = self._new_timer()
-        except ConfigError:
-            self._sampler.remove()
-            raise
-        self._assessor: Assessor | None = None
-        rates = self._measure_moves(planner)
-        if self._is_first:
-            self._begin(planner, rates)
-        self._sampler.start()
+        self._timer = self._new_timer()
 
-    def _measure_moves(self, planner: NeuroShardPlanner) -> MoveRates:
-        """Time on all ranks what moves are made of, a few MiB of it."""
+    def _measure_moves(self, planner: NeuroShardPlanner) -> MoveRates | None:
+        """Time on all ranks what moves are made of, a few MiB of it.
+
+        Where a rank cannot, all monitors are off.
+        """
         on_cpu = self._model.device.type == "cpu"
-        mine = (
-            fill_ms_per_byte(self._model.device),
-            self._exchange.send_ms_per_byte() if on_cpu else _link_ms_per_byte(planner),
+        fill = send = 0.0
+        failure = None
+        try:
+            fill = fill_ms_per_byte(self._model.device)
+            send = 0.0 if on_cpu else _link_ms_per_byte(planner)
+        except Exception as error:
+            failure = _text(error)
+        if on_cpu:
+            send = self._exchange.send_ms_per_byte()
+        failures, fills, sends = zip(
+            *self._exchange.all_tell((failure, fill, send)), strict=True
         )
-        fill, send = (max(v) for v in zip(*self._exchange.all_tell(mine), strict=True))
-        return MoveRates(fill_ms_per_byte=fill, send_ms_per_byte=send)
+        for rank, text in enumerate(failures):
+            if text is not None:
+                self._fail(NeuroShardError(f"rank {rank}: {text}"))
+                return None
+        return MoveRates(fill_ms_per_byte=max(fills), send_ms_per_byte=max(sends))
 
     def _begin(self, planner: NeuroShardPlanner, rates: MoveRates) -> None:
         """Set up what rank 0 alone does."""
@@ -236,9 +260,9 @@ class PlanMonitor:
         except Exception as error:
             self._fail(error)
 
-    def _agree(self, failure: str | None) -> None:
+    def _agree(self, failure: str | None, settings: Mapping[str, Any]) -> None:
         """Raise what is wrong on any rank on all of them."""
-        told = self._exchange.all_tell((failure, asdict(self._settings)))
+        told = self._exchange.all_tell((failure, settings))
         for rank, (text, settings) in enumerate(told):
             if text is not None:
                 raise ConfigError(text)
@@ -429,25 +453,31 @@ class PlanMonitor:
             ConfigError: A setting is outside what it may be.
             Exception: What failed after moves had begun; the model is not sound then.
         """
+        failure = None
         if budget_bytes is not None and budget_bytes < 0:
-            raise ConfigError(f"budget_bytes must be at least 0, got {budget_bytes}")
+            failure = f"budget_bytes must be at least 0, got {budget_bytes}"
         if not seconds > 0:
-            raise ConfigError(f"seconds must be above 0, got {seconds}")
-        state = self._error, self._sampler.num_under_way
+            failure = f"seconds must be above 0, got {seconds}"
+        state = failure, self._error, self._sampler.num_under_way
         told = self._exchange.all_tell(state)
-        if any(error is not None for error, _ in told):
+        for text, *_ in told:
+            if text is not None:
+                raise ConfigError(text)
+        if any(error is not None for _, error, _ in told):
             return None
-        offer, failure = None, None
+        offer, wrong = None, None
         if self._is_first:
             try:
                 offer = self._find(budget_bytes, seconds)
-            except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
-        offer, failure = self._exchange.from_first((offer, failure))
-        if failure is not None:
-            self._fail(NeuroShardError(failure))
+            except BaseException as error:
+                wrong = error
+        offer, wrong = self._exchange.from_first((offer, portable(wrong)))
+        if isinstance(wrong, Exception):
+            self._fail(NeuroShardError(_text(wrong)))
             return None
-        done = self._carry_out(offer, sum(number for _, number in told))
+        if wrong is not None:
+            raise wrong
+        done = self._carry_out(offer, sum(number for *_, number in told))
         self._left = time.perf_counter()
         return done
 
@@ -533,6 +563,11 @@ class PlanMonitor:
         self._remove_hooks()
         if self._records is not None:
             self._records.close()
+
+
+def _text(error: BaseException) -> str:
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return f"{kind}{error}"
 
 
 def _link_ms_per_byte(planner: NeuroShardPlanner) -> float:

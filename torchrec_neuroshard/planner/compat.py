@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -43,6 +44,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 from torchrec.distributed.planner.utils import sharder_name
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingDist
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import ModuleSharder, PipelineType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -67,8 +69,10 @@ __all__ = [
     "can_reshard",
     "codec_registry",
     "enumerator_constraints",
+    "grids_vary_batches",
     "group_timeout_seconds",
     "is_codec",
+    "is_over_gloo",
     "is_sharder",
     "is_wrapped_by_ddp",
     "kernel_settings",
@@ -571,6 +575,12 @@ def is_sharder(given: Any) -> bool:
     return hasattr(given, "module_type")
 
 
+def grids_vary_batches() -> bool:
+    """Whether grids take features with batch sizes of their own: since 1.9."""
+    part = "_preprocess_batch_size_per_rank_per_feature"
+    return hasattr(GridPooledEmbeddingDist, part)
+
+
 def can_remove_repeats(device_type: str) -> bool:
     """Whether FBGEMM has the kernel that finds the distinct ids of a batch.
 
@@ -707,10 +717,20 @@ def all_lookups(model: nn.Module) -> list[nn.Module]:
     return own + [m for child in model.children() for m in all_lookups(child)]
 
 
+def is_over_gloo(pg: dist.ProcessGroup) -> bool:
+    """Whether ranks of a group talk over gloo, whatever its backend is called."""
+    cpu = torch.device("cpu")
+    return cpu in pg._device_types and pg._get_backend(cpu).name() == "gloo"
+
+
 def group_timeout_seconds(pg: dist.ProcessGroup) -> float:
-    """Return how long the operations of a gloo group wait."""
-    options = pg._get_backend(torch.device("cpu")).options
-    return float(options._timeout.total_seconds())
+    """Return how long the operations of a group wait, as far as its backends say."""
+    known = [math.inf]
+    for device in pg._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            timeout = pg._get_backend(device).options._timeout
+            known.append(float(timeout.total_seconds()))
+    return min(known)
 
 
 def num_output_collectives(sharded: nn.Module) -> int:

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import logging
 import math
-import pickle
 import sys
 import time
 import warnings
@@ -39,7 +38,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
-from torchrec_neuroshard.errors import ConfigError, NeuroShardError
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner.compat import (
     enumerator_constraints,
@@ -57,8 +56,16 @@ from torchrec_neuroshard.planner.costs.hedging import is_uncertain
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import CostedPart, PlanCosts
 from torchrec_neuroshard.planner.launch.finalists import Finalists
-from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch, Offer
-from torchrec_neuroshard.planner.launch.from_first import from_first
+from torchrec_neuroshard.planner.launch.first_launch import (
+    FirstLaunch,
+    Offer,
+    help_measure,
+)
+from torchrec_neuroshard.planner.launch.from_first import (
+    LostRankError,
+    from_first,
+    portable,
+)
 from torchrec_neuroshard.planner.options.checks import (
     check_kind,
     check_profiles,
@@ -598,7 +605,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
     ) -> ShardingPlan:
         """Plan on the group's first rank and hand the plan to all of them.
 
-        An error on the first rank is raised on every rank, at once.
+        What is decided is decided there, by its planner's arguments, cache and devices;
+        the others measure when they are asked to. An error on the first rank is raised
+        on every rank, at once; so are interrupts and exits.
 
         Args:
             module: The model, or the part of it to shard.
@@ -612,6 +621,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             Exception: What `plan` raised on the first rank; where that cannot be sent,
                 an error of the same kind that quotes it.
             RankFailureError: A rank died, or was silent for as long as the group waits.
+            NeuroShardError: The plan cannot be sent.
             RuntimeError: There is no process group.
         """
         if pg is None:
@@ -625,22 +635,25 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             assert pg is not None, "there is one once it is initialised"
         if sharders is None:
             sharders = get_default_sharders()
-        self._first_launch.on_all_ranks(partial(self._options, module, sharders), pg)
         plan: ShardingPlan | None = None
-        error: Exception | None = None
+        error: BaseException | None = None
         if pg.rank() == 0:
+            options = partial(self._options, module, sharders)
             try:
+                self._first_launch.on_all_ranks(options, pg)
                 with self._finalists.among(pg):
                     plan = self.plan(module, sharders)
-            except Exception as caught:
+            except LostRankError:
+                raise
+            except BaseException as caught:
                 error = caught
-            from_first((plan, self._known, _portable(error)), pg, _PLANNED)
+            from_first((plan, self._known, portable(error)), pg, _PLANNED)
         else:
+            self._selected, self._planned = [], None
             found: Any = from_first(None, pg, _PLANNED)
             while isinstance(found, Offer):
-                self._finalists.help(found, pg.rank())
+                help_measure(found, pg.rank())
                 found = from_first(None, pg, _PLANNED)
-            self._selected = []
             plan, self._known, error = found
             self._plan = plan
         if error is not None:
@@ -1113,17 +1126,3 @@ def _searcher(
     if timeout_seconds is None:
         return searcher
     return searcher.with_budget(float(timeout_seconds))
-
-
-def _portable(error: Exception | None) -> Exception | None:
-    """Return the error in a form that survives being sent to another process."""
-    if error is None:
-        return None
-    try:
-        copied = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copied = None
-    if type(copied) is type(error) and str(copied) == str(error):
-        return error
-    kind = NeuroShardError if isinstance(error, NeuroShardError) else RuntimeError
-    return kind(f"planning failed on rank 0: {type(error).__name__}: {error}")

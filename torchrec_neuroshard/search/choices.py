@@ -26,9 +26,14 @@ import numpy.typing as npt
 from scipy import sparse
 
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import KernelFactors, ShardingTask, format_bytes
+from torchrec_neuroshard.placement import (
+    HOST,
+    KernelFactors,
+    ShardingTask,
+    format_bytes,
+)
 from torchrec_neuroshard.search.feasibility import check_memory, describe, ways_out
-from torchrec_neuroshard.search.rules import HOST, merged
+from torchrec_neuroshard.search.rules import merged
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -621,15 +626,19 @@ def _no_room(bank: ShardBank, table: int, free_MW: Floats) -> str:
     has_M = np.sort(room_MB, axis=1)[:, max(0, room_MB.shape[1] - count)]
     full = np.flatnonzero(needs_M > has_M).tolist()
     ways = next(ways for ways in task.ways if table in ways)
-    kind, place = task.sharding_types[table], full[0] if full else 0
-    lack = "rules on ranks leave it too few"
-    if full:
-        lack = f"other tables leave {format_bytes(max(0.0, has_M[place]))}"
-    return (
-        f"{HOST * place}{describe(task, table)} needs "
-        f"{format_bytes(needs_M[place])} on each of {count * size} ranks ({kind}); "
-        f"{lack}. {ways_out(task, ways, task)}"
-    )
+    where = f"on each of {count * size} ranks ({task.sharding_types[table]})"
+    lacks = {p: f"other tables leave {format_bytes(max(0.0, has_M[p]))}" for p in full}
+    if not full:
+        enough = (room_MB >= needs_M[:, None]).all(axis=0).sum() >= count
+        lacks[0] = "rules on ranks leave it too few"
+        if not enough:
+            lacks[0] = "too few have room both on the device and in the host's memory"
+    facts = [
+        f"{HOST * place}{describe(task, table) if place == min(lacks) else 'it'} needs "
+        f"{format_bytes(needs_M[place])} {where}; {lack}"
+        for place, lack in lacks.items()
+    ]
+    return f"{'; '.join(facts)}. {ways_out(task, ways, task)}"
 
 
 def columns_of(bank: ShardBank, chosen_N: Ints) -> list[int]:

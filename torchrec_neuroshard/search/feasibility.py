@@ -18,8 +18,13 @@ from scipy import optimize, sparse
 
 from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask, capitalised, format_bytes
-from torchrec_neuroshard.search.rules import HOST, Rules
+from torchrec_neuroshard.placement import (
+    HOST,
+    ShardingTask,
+    capitalised,
+    format_bytes,
+)
+from torchrec_neuroshard.search.rules import Rules
 from torchrec_neuroshard.search.shards import Floats, Ints, legal_splits, split_widths
 from torchrec_neuroshard.sharding_types import COLUMN_WISE, SHARDING_TYPES
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
@@ -28,6 +33,7 @@ __all__ = [
     "check_memory",
     "describe",
     "enough_ranks",
+    "lacking_memories",
     "pack",
     "pack_exactly",
     "spread_columns",
@@ -508,17 +514,28 @@ def pack_exactly(task: ShardingTask, seconds: float) -> tuple[Ints | None, bool]
     return None, False
 
 
+def lacking_memories(task: ShardingTask) -> list[int]:
+    """Return the memories of which more would do; all where that is not known."""
+    if len(task.memories) == 1:
+        return [0]
+    others = (
+        dataclasses.replace(task, memory_bytes=()),
+        dataclasses.replace(task, host_memory_bytes=()),
+    )
+    found = [p for p, o in enumerate(others) if pack_exactly(o, 1.0)[0] is not None]
+    return found or [0, 1]
+
+
 def _no_packing(task: ShardingTask, proven: bool) -> str:
     """Say that tables in column shards fit no ranks, and what would make them."""
     num_ranks, rules = task.world_size, Rules(task)
-    totals = [
-        sum(m.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables))
-        for m in task.memories
+    lacking = lacking_memories(task)
+    memories = [task.memories[place] for place in lacking]
+    size_MT = [
+        [m.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables)]
+        for m in memories
     ]
-    largest = max(
-        range(len(task.tables)),
-        key=lambda t: task.shard_bytes(t, task.tables[t].embedding_dim),
-    )
+    largest = int(np.sum(size_MT, axis=0).argmax())
     options = []
     if count := enough_ranks(task):
         options.append(f"raise world_size ({num_ranks}) to {count}")
@@ -530,10 +547,11 @@ def _no_packing(task: ShardingTask, proven: bool) -> str:
     names = [name for name in ("allowed_ranks", "apart") if getattr(task, name)]
     if names:
         options.append(f"allow tables more ranks ({', '.join(names)})")
-    needs = " and, in the host's memory, ".join(map(format_bytes, totals))
-    limits = [format_bytes(sum(_limits(m))) for m in task.memories]
+    needs = f" and, {HOST}".join(format_bytes(sum(sizes)) for sizes in size_MT)
+    limits = [format_bytes(sum(_limits(m))) for m in memories]
     return (
-        f"the tables in column shards need {needs} in all and the {num_ranks} ranks "
+        f"{HOST * (lacking == [1])}the tables in column shards need {needs} in all and "
+        f"the {num_ranks} ranks "
         f"have {' and, in their hosts, '.join(limits)} for them, but no split allowed "
         f"puts every shard on a rank {'that may take it ' if rules else ''}"
         f"({'proven by exact packing' if proven else 'none was found'}); the largest "

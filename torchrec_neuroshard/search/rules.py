@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask, format_bytes
+from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
 
 __all__ = [
-    "HOST",
     "Rules",
     "check_constraints",
     "follow",
@@ -32,8 +31,6 @@ __all__ = [
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
-HOST = "in the host's memory, "
-"""How messages begin that are about a rank's part of that."""
 _MAX_NAMED = 8
 """Tables or ranks that a message names; of more, the first ones."""
 

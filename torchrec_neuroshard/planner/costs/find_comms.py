@@ -5,6 +5,12 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from torchrec.distributed.planner.types import (
+    BasicCommsBandwidths,
+    CollectiveType,
+    GeneralizedCommsBandwidth,
+)
+
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
@@ -62,8 +68,10 @@ def find_comms_model(
     """Find the collectives' model: measured, published, or the topology's bandwidths.
 
     Bandwidths that the caller gave the topology replace the measured ones; others
-    replace nothing, but stand in for links that were not measured. Where ranks do not
-    fill whole nodes, the largest nodes stand in that they do fill.
+    replace nothing, but stand in for links that were not measured. What the caller says
+    of each collective (`Topology(generalized_comms_bandwidths=...)`) goes before all
+    else. Where ranks do not fill whole nodes, the largest nodes stand in that they do
+    fill.
     """
     nodes = whole_nodes(world_size, local_world_size)
     if nodes < min(local_world_size, world_size):
@@ -74,6 +82,8 @@ def find_comms_model(
         )
     local_world_size = nodes
     topology, given = devices.topology, devices.given
+    if not isinstance(topology.comms_bandwidths, BasicCommsBandwidths):
+        return _by_collective(topology.comms_bandwidths, world_size, local_world_size)
     intra = topology.intra_host_bw * GB_PER_S
     inter = topology.inter_host_bw * GB_PER_S
     known = load_comms_model(
@@ -96,4 +106,32 @@ def find_comms_model(
         inter_gb_per_s=inter,
         source=f"{'topology' if named else 'TorchRec default'} bandwidths, "
         "not measured",
+    )
+
+
+def _by_collective(
+    links: GeneralizedCommsBandwidth, world_size: int, local_world_size: int
+) -> CommsModel:
+    """Take the bandwidth that the caller says each collective has."""
+    all_to_all, scatter, gather, reduce = (
+        GB_PER_S
+        * links.get_bw(
+            local_world_size=local_world_size,
+            world_size=world_size,
+            collective_type=kind,
+        )
+        for kind in (
+            CollectiveType.ALL_TO_ALL,
+            CollectiveType.REDUCE_SCATTER,
+            CollectiveType.ALL_GATHER,
+            CollectiveType.ALL_REDUCE,
+        )
+    )
+    return BandwidthCommsModel(
+        world_size=world_size,
+        local_world_size=local_world_size,
+        intra_gb_per_s=all_to_all,
+        inter_gb_per_s=all_to_all,
+        relative_ms=(all_to_all / scatter, all_to_all / gather, all_to_all / reduce),
+        source="topology bandwidths, not measured",
     )

@@ -46,13 +46,15 @@ from torchrec_neuroshard.planner.launch.first_launch import (
     GRACE_S,
     USUAL_SECONDS,
     Offer,
+    check_patience,
     error_text,
     find_address,
     free_port,
     has_device,
     is_measurable,
+    measured,
 )
-from torchrec_neuroshard.planner.launch.from_first import from_first
+from torchrec_neuroshard.planner.launch.from_first import LostRankError, from_first
 from torchrec_neuroshard.planner.options.topologies import whole_nodes
 from torchrec_neuroshard.records import CostRecord, steady_records
 from torchrec_neuroshard.search.base import Finalist, Searcher, SearchResult
@@ -134,7 +136,7 @@ class Finalists:
 
     @contextlib.contextmanager
     def among(self, pg: dist.ProcessGroup) -> Iterator[None]:
-        """Have the ranks of a group measure, too: the others wait to `help`."""
+        """Have the ranks of a group measure, too: the others wait to `help_measure`."""
         alone = pg.size() != int(self._topology.world_size) or pg.size() < 2
         self._pg = None if alone else pg
         try:
@@ -158,6 +160,7 @@ class Finalists:
         Raises:
             InfeasibleError: The search found none.
             ConfigError: The search hands over one plan alone.
+            LostRankError: A rank is not there.
         """
         costs.correct(
             ConcurrentCostModel.of(_alone(costs.cost_model), costs.comms_model)
@@ -167,6 +170,8 @@ class Finalists:
         )
         try:
             result, corrected = self._decide(_Rounds(task, costs), searcher, first)
+        except LostRankError:
+            raise
         except Exception as error:
             text = (
                 f"measuring finalists failed ({error_text(error)}): the plan is the "
@@ -231,16 +236,9 @@ class Finalists:
         address = "127.0.0.1" if self._pg is None else find_address(self._topology)
         offer = Offer(request, address, free_port())
         if self._pg is not None:
+            check_patience(request, self._pg)
             from_first(offer, self._pg, "planned")
-        return _measured(offer, 0)
-
-    def help(self, offer: Offer, rank: int) -> None:
-        """Measure with the first rank, on another one; it hears of a failure itself."""
-        try:
-            _measured(offer, rank)
-        except Exception as error:
-            text = f"measuring finalists failed on rank {rank} ({error_text(error)})"
-            warnings.warn(text, stacklevel=2)
+        return measured(offer, 0)
 
 
 class _Rounds:
@@ -459,10 +457,3 @@ def _alone(model: CostModel) -> CostModel:
     if isinstance(model, ConcurrentCostModel):
         model = model.alone
     return model.alone if isinstance(model, CorrectedCostModel) else model
-
-
-def _measured(offer: Offer, rank: int) -> list[CostRecord]:
-    from torchrec_neuroshard.training.first_launch import Member, measure_sets
-
-    member = Member(rank=rank, address=offer.address, port=offer.port)
-    return measure_sets(offer.request, member)

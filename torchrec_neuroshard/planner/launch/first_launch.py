@@ -32,13 +32,14 @@ from torchrec_neuroshard.errors import (
     NeuroShardError,
     RankFailureError,
 )
+from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
-from torchrec_neuroshard.planner.launch.from_first import from_first
+from torchrec_neuroshard.planner.launch.from_first import LostRankError, from_first
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import is_dense, table_name
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S, whole_nodes
 from torchrec_neuroshard.planner.options.ways import is_placeable, narrowest_shard
-from torchrec_neuroshard.records import utc_now
+from torchrec_neuroshard.records import CostRecord, utc_now
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, row_shard
 
 if TYPE_CHECKING:
@@ -49,11 +50,14 @@ __all__ = [
     "USUAL_SECONDS",
     "FirstLaunch",
     "Offer",
+    "check_patience",
     "error_text",
     "find_address",
     "free_port",
     "has_device",
+    "help_measure",
     "is_measurable",
+    "measured",
 ]
 
 USUAL_SECONDS = 60.0
@@ -65,6 +69,8 @@ GRACE_S = 60.0
 """Beyond twice the budget, until what still measures is ended: starting processes
 takes long on a busy machine."""
 _POLL_S = 0.2
+_PATIENCE_SHARE = 0.5
+"""Of a group's time-out, what measuring may take at most: planning comes after it."""
 
 
 class Offer(NamedTuple):
@@ -146,7 +152,7 @@ class FirstLaunch:
             if self.seconds:
                 request = self.request(options(), ranks=1)
                 alone = int(self._costs.topology.world_size) == 1
-                self._measure(Offer(request, "127.0.0.1", free_port()), 0, alone)
+                self._measure(Offer(request, "127.0.0.1", free_port()), alone)
                 return
             reason = "calibrate='never', and the cache holds none"
         except Exception as error:
@@ -156,42 +162,38 @@ class FirstLaunch:
     def on_all_ranks(self, options: Options, pg: dist.ProcessGroup) -> None:
         """Before a collective plan: have all ranks measure where nothing was.
 
-        Called by every rank; rank 0 decides.
+        The first rank calls it and decides; the others wait to `help_measure`.
 
         Raises:
-            RankFailureError: A rank is not there; nothing else is raised.
+            LostRankError: A rank is not there; nothing else is raised.
         """
-        world_size = int(self._costs.topology.world_size)
+        topology = self._costs.topology
         if self._is_off or self._is_through or not self.seconds:
             return
-        if pg.size() != world_size or not has_device(self._costs.topology):
-            return
-        offer: Offer | None = None
-        reason: str | None = None
-        with contextlib.ExitStack() as locked:
-            if pg.rank() == 0:
-                try:
-                    offer = self._offer(options, locked)
-                except Exception as error:
-                    reason = error_text(error)
-            offer = from_first(offer, pg, "looked for measured costs")
-            self._is_through = True
-            if offer is not None:
-                try:
-                    self._measure(offer, pg.rank(), True)
-                except Exception as error:
-                    reason = error_text(error)
-        if reason is not None:
-            self._warn(reason, pg.rank())
+        try:
+            if pg.size() != int(topology.world_size) or not has_device(topology):
+                return
+            with contextlib.ExitStack() as locked:
+                offer = self._offer(options, pg, locked)
+                if offer is not None:
+                    from_first(offer, pg, "looked for measured costs")
+                    self._measure(offer, True)
+        except LostRankError:
+            raise
+        except Exception as error:
+            self._warn(error_text(error))
+        self._is_through = True
 
-    def _offer(self, options: Options, locked: contextlib.ExitStack) -> Offer | None:
+    def _offer(
+        self, options: Options, pg: dist.ProcessGroup, locked: contextlib.ExitStack
+    ) -> Offer | None:
         """Decide on rank 0 what to measure; None: costs are known, and in use."""
         if self._find(options) or (not self._must and self._is_shipped()):
             return None
         topology = self._costs.topology
         request = self.request(options(), ranks=int(topology.world_size))
         key = self._key(request.shards)
-        limit_s = 2 * self.seconds + GRACE_S
+        limit_s = check_patience(request, pg)
         if not locked.enter_context(cache.lock(key, limit_s)):
             end = time.monotonic() + limit_s
             while cache.is_locked(key) and time.monotonic() < end:
@@ -311,17 +313,16 @@ class FirstLaunch:
             hbm_gb_per_s=topology.hbm_mem_bw * GB_PER_S,
         )
 
-    def _measure(self, offer: Offer, rank: int, stores: bool) -> None:
-        """Measure with the others; rank 0 uses what came of it, and keeps it."""
+    def _measure(self, offer: Offer, stores: bool) -> None:
+        """Measure with the others as rank 0; use what comes of it, and keep it."""
         from torchrec_neuroshard.training.first_launch import Member, judge, take_part
 
         request = offer.request
-        member = Member(rank=rank, address=offer.address, port=offer.port)
+        member = Member(rank=0, address=offer.address, port=offer.port)
         begin = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
             bundle = take_part(request, member, Path(scratch))
-            if bundle is None:
-                return
+            assert bundle is not None, "rank 0 gets one"
             verdict = judge(bundle, self._alone())
             is_sound = verdict is None or verdict.is_sound
             if stores and is_sound:
@@ -348,23 +349,51 @@ class FirstLaunch:
             )
             return bundle
 
-    def _warn(self, reason: str, rank: int = 0) -> None:
-        where = f" on rank {rank}" if rank else ""
-        costs = "" if rank else f": costs are '{self._costs.cost_model.source}'"
-        text = (
-            f"measuring at the first launch failed{where} ({reason}){costs}. "
-            "calibrate='never' plans without, 'neuroshard calibrate' measures "
-            "beforehand"
+    def _warn(self, reason: str) -> None:
+        self._tell(
+            f"measuring at the first launch failed ({reason}): costs are "
+            f"'{self._costs.cost_model.source}'. calibrate='never' plans without, "
+            "'neuroshard calibrate' measures beforehand"
         )
-        if rank:
-            warnings.warn(text, stacklevel=3)
-        else:
-            self._tell(text)
 
     def _tell(self, text: str) -> None:
         """Warn, and in every plan's result, too."""
         warnings.warn(text, stacklevel=4)
         self._costs.warnings += (text,)
+
+
+def check_patience(request: LaunchRequest, pg: dist.ProcessGroup) -> float:
+    """Return what measuring takes at most [s], if the others wait so long.
+
+    Raises:
+        ConfigError: They do not.
+    """
+    limit_s = 2 * request.seconds + request.grace_seconds
+    timeout_s = group_timeout_seconds(pg)
+    if pg.size() > 1 and limit_s > _PATIENCE_SHARE * timeout_s:
+        raise ConfigError(
+            f"it may take {limit_s:.0f} s, and the ranks of the process group wait "
+            f"{timeout_s:.0f} s for each other, planning included; give "
+            f"init_process_group a timeout of {limit_s / _PATIENCE_SHARE:.0f} s"
+        )
+    return limit_s
+
+
+def help_measure(offer: Offer, rank: int) -> None:
+    """Measure with the first rank, on another one; it hears of a failure itself."""
+    try:
+        measured(offer, rank)
+    except Exception as error:
+        text = f"measuring failed on rank {rank} ({error_text(error)})"
+        warnings.warn(text, stacklevel=3)
+
+
+def measured(offer: Offer, rank: int) -> list[CostRecord]:
+    """Measure what the first rank asks for: all records on it, none elsewhere."""
+    from torchrec_neuroshard.training.first_launch import Member, measure_sets
+
+    member = Member(rank=rank, address=offer.address, port=offer.port)
+    return measure_sets(offer.request, member)
 
 
 def error_text(error: Exception) -> str:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import threading
 import time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torchrec_neuroshard.errors import RankFailureError
-from torchrec_neuroshard.planner.compat import group_timeout_seconds
+from torchrec_neuroshard.errors import NeuroShardError, RankFailureError
+from torchrec_neuroshard.planner.compat import group_timeout_seconds, is_over_gloo
 
-__all__ = ["from_first"]
+__all__ = ["LostRankError", "from_first", "portable"]
 
 T = TypeVar("T")
+E = TypeVar("E", bound=BaseException)
 
 _SHARE = 0.8
 """Of a group's time-out, what the first rank waits for others: the rest is for telling
 those that are there."""
+
+
+class LostRankError(RankFailureError):
+    """A rank is not there, which all others have heard: nobody waits for more."""
 
 
 def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
@@ -32,27 +38,54 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
         doing: What the first rank did before, for the error.
 
     Raises:
-        RankFailureError: A rank died, or was silent for as long as the group waits.
+        LostRankError: A rank died, or was silent for as long as the group waits.
+        NeuroShardError: The value cannot be sent; on all ranks.
     """
     if pg.size() == 1:
         return value
-    sent = [value]
-    root = dist.get_global_rank(pg, 0)
+    root, is_first = dist.get_global_rank(pg, 0), pg.rank() == 0
+    sent: list[Any] = [_packed(value, root, doing) if is_first else None]
     try:
-        missing = _missing(pg, root) if dist.get_backend(pg) == "gloo" else []
+        missing = _missing(pg, root) if is_over_gloo(pg) else []
         if not missing:
             dist.broadcast_object_list(sent, root, group=pg)
     except RuntimeError as error:
-        raise RankFailureError(
+        raise LostRankError(
             f"rank {root}, which {doing}, or what leads to it died or fell silent: "
             f"{' '.join(str(error).split()):.300}"
         ) from error
     if missing:
-        raise RankFailureError(
+        raise LostRankError(
             f"rank {missing[0]} died or fell silent while rank {root} {doing}; restart "
             "the job"
         )
-    return sent[0]
+    if isinstance(sent[0], NeuroShardError):
+        raise sent[0]
+    return value if is_first else pickle.loads(sent[0])
+
+
+def _packed(value: Any, root: int, doing: str) -> bytes | NeuroShardError:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        return NeuroShardError(
+            f"rank {root} {doing}, but the other ranks cannot be told: "
+            f"{type(error).__name__}: {error}"
+        )
+
+
+def portable(error: E | None) -> E | NeuroShardError | RuntimeError | None:
+    """Return the first rank's error in a form that survives being sent."""
+    if error is None:
+        return None
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+    except Exception:
+        copied = None
+    if type(copied) is type(error) and str(copied) == str(error):
+        return error
+    kind = NeuroShardError if isinstance(error, NeuroShardError) else RuntimeError
+    return kind(f"planning failed on rank 0: {type(error).__name__}: {error}")
 
 
 def _missing(pg: dist.ProcessGroup, root: int) -> list[int]:

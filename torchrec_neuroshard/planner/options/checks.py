@@ -158,10 +158,10 @@ def _check_cache(
         return
     load = params.load_factor
     # Where other kernels may be, too, there is no way with such a cache.
-    if _CACHING in kernels and load is not None and not 0 < load <= 1:
+    if _CACHING in kernels and load is not None and not 0 < load < 1:
         raise ConfigError(
             f"{where}: cache_params.load_factor is {load}; give the share of the rows "
-            "that the cache holds, above 0 and at most 1, or leave it out for the "
+            "that the cache holds, above 0 and below 1, or leave it out for the "
             "search to choose. compute_kernels=['fused'] keeps all rows on the device"
         )
     is_lfu = params.algorithm is not None and params.algorithm.name == "LFU"

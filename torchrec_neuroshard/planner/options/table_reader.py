@@ -25,7 +25,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import CommOp
+from torchrec.distributed.types import CommOp, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -39,6 +39,7 @@ from torchrec.modules.fused_embedding_modules import (
 from torchrec_neuroshard.devices import is_accelerator
 from torchrec_neuroshard.placement import WireCodec
 from torchrec_neuroshard.planner.compat import (
+    grids_vary_batches,
     is_sharder,
     optimizer_arguments,
     optimizer_classes,
@@ -65,7 +66,6 @@ __all__ = [
     "RunFault",
     "TableReader",
     "cache_load",
-    "codec_fault",
     "device_tier",
     "has_cache",
     "has_open_cache",
@@ -80,7 +80,6 @@ __all__ = [
     "max_columns",
     "note_sharders",
     "option_codecs",
-    "run_fault",
     "table_configs",
     "table_name",
 ]
@@ -100,7 +99,8 @@ _COMM_OPS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _FUSED = EmbeddingComputeKernel.FUSED.value
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 _DENSE = EmbeddingComputeKernel.DENSE.value
-SPLITTING_TYPES = ("column_wise", "table_column_wise", "grid_shard")
+_GRID = ShardingType.GRID_SHARD.value
+SPLITTING_TYPES = ("column_wise", "table_column_wise", _GRID)
 """Sharding types that may cut a table's columns."""
 
 OFFLOADED_KERNELS: frozenset[str] = frozenset(
@@ -219,21 +219,7 @@ class RunFault:
     way_out: str
 
 
-def run_fault(option: ShardingOption) -> RunFault | None:
-    """Return what cannot run of an option, whatever its ranks; None: nothing known."""
-    widths = {int(s.size[1]) for s in sample_shards(option)}
-    if not (is_dense(option) or is_quantised(option)):
-        odd = sorted(w for w in widths if w % COLUMN_MULTIPLE)
-        if odd:
-            return RunFault(
-                f"kernel '{option.compute_kernel}' takes widths that are multiples of "
-                f"{COLUMN_MULTIPLE}, got {odd[0]}",
-                "Choose another embedding_dim or other column shards",
-            )
-    return codec_fault(option)
-
-
-def codec_fault(option: ShardingOption) -> RunFault | None:
+def _codec_fault(option: ShardingOption) -> RunFault | None:
     """Return why the codecs of an option's collectives cannot carry its outputs."""
     for collective, codecs in _used_codecs(option).items():
         for way, codec in zip(("forward", "backward"), codecs, strict=True):
@@ -391,6 +377,8 @@ class _Module:
     is_weighted: bool
     optimizer: str | None
     """That all tables of a fused collection share."""
+    batch_sizes: frozenset[float]
+    """Samples of features, by the constraints: their number varies."""
 
 
 class GivenPoolingFactors(list[float]):
@@ -441,12 +429,51 @@ class TableReader:
                 module, FusedEmbeddingBagCollection | FusedEmbeddingCollection
             ):
                 shared = module.optimizer_type().__name__
-            known = self._modules[module] = _Module(configs, inputs, weighted, shared)
+            sizes = frozenset(
+                size for name in configs for size in self.batch_sizes(name)
+            )
+            known = _Module(configs, inputs, weighted, shared, sizes)
+            self._modules[module] = known
         return known
 
     def config(self, option: ShardingOption) -> BaseEmbeddingConfig | None:
         """Return TorchRec's configuration of the option's table, if it has one."""
         return self._module(option).configs.get(option.name)
+
+    def run_fault(self, option: ShardingOption, topology: Topology) -> RunFault | None:
+        """Return what cannot run of an option, whatever its ranks; None: nothing known.
+
+        On GPUs FBGEMM's kernels of replicas want the same widths as fused ones.
+        """
+        dim, any_width = int(option.tensor.shape[-1]), is_quantised(option)
+        if not is_accelerator(topology.compute_device):
+            any_width |= is_dense(option)
+        widths = {0} if any_width else {int(s.size[1]) for s in sample_shards(option)}
+        if odd := [w for w in widths if w % COLUMN_MULTIPLE]:
+            padded = -(-dim // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+            return RunFault(
+                "FBGEMM's kernels take widths that are multiples of "
+                f"{COLUMN_MULTIPLE}, got {min(odd)}",
+                f"Pad embedding_dim ({dim}) to {padded}"
+                if padded > dim
+                else f"Cut its columns at multiples of {COLUMN_MULTIPLE}",
+            )
+        if (widest := max(widths)) > (most := max_columns(topology)):
+            return RunFault(
+                f"a GPU's kernels take at most {most:,} columns, got {widest:,}",
+                "Split its columns: allow column_wise sharding for it, with a "
+                f"min_partition of at most {most}, or lower embedding_dim",
+            )
+        samples = self._module(option).batch_sizes - {option.batch_size}
+        if samples and option.sharding_type == _GRID and not grids_vary_batches():
+            return RunFault(
+                "before torchrec 1.9 grid_shard takes one batch size for all features "
+                f"of a module; batch_sizes has {min(samples):g} beside "
+                f"{option.batch_size}",
+                "Allow other sharding types, such as table_row_wise, or install "
+                "torchrec 1.9",
+            )
+        return _codec_fault(option)
 
     def _is_weighted(self, option: ShardingOption) -> bool:
         """Whether lookups carry weights, given or made by a feature processor.

@@ -17,7 +17,6 @@ from torchrec.distributed.planner.types import (
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
-    codec_fault,
     max_columns,
     option_codecs,
 )
@@ -73,7 +72,7 @@ def is_placeable(
     kind = SHARDING_TYPES.get(option.sharding_type)
     if kind is None or option.dependency is not None or not reader.has_cost(option):
         return False
-    if codec_fault(option):
+    if reader.run_fault(option, topology):
         return False
     if kind.in_columns:  # a search may leave them whole
         whole = int(option.tensor.shape[1])

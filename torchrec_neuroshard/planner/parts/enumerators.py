@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
     SPLITTING_TYPES,
     RunFault,
-    codec_fault,
+    TableReader,
     has_cache,
     is_modelled_config,
     max_columns,
@@ -82,7 +82,7 @@ class NeuroShardEnumerator(HookedEnumerator):
 
     - table-column-wise ones: the search splits columns by itself, down to the
       constraint's `min_partition` (default 4, on GPUs whose costs are an estimate 32);
-    - types that keep more columns together than a GPU's kernels take;
+    - what kernels or collectives would refuse when they run;
     - table-row-wise ones where all ranks are in one node: row-wise is the same there;
     - kernels that read the host's memory, where no constraint asks for them and device
       memory is not scarce: all tables, with the state of an optimizer, fill less than
@@ -147,8 +147,8 @@ class NeuroShardEnumerator(HookedEnumerator):
                 NeuroShardEstimator(topology, constraints, costs=costs),
                 storage,
             ]
-        on_gpus = is_accelerator(topology.compute_device)
-        self._prefetches = on_gpus and pipeline_name(pipeline_type) == PREFETCHING
+        self._on_gpus = is_accelerator(topology.compute_device)
+        self._prefetches = self._on_gpus and pipeline_name(pipeline_type) == PREFETCHING
         check_constraints(constraints or {}, prefetches=self._prefetches)
         super().__init__(
             topology=topology,
@@ -160,9 +160,11 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._modelled: set[str] = set()
         self._sharders: Mapping[str, ModuleSharder[Any]] = {}
         self._compute_device = str(topology.compute_device)
-        self._devices = topology.devices
-        self._max_columns = max_columns(topology)
-        self._wide: dict[str, int] = {}
+        self._topology = topology
+        self._reader = TableReader(
+            world_size=int(topology.world_size), constraints=constraints, profiles=None
+        )
+        self._wide: set[str] = set()
         self._one_node = topology.intra_group_size >= topology.world_size
         self._offloadable: set[str] = set()
         self._withheld: dict[str, frozenset[str]] = {}
@@ -179,36 +181,35 @@ class NeuroShardEnumerator(HookedEnumerator):
             sharders: TorchRec's sharders of its embedding modules.
 
         Raises:
-            ConfigError: A table has no way to be sharded that a GPU's kernels or the
-                codecs of quantised collectives can carry, or a sharder asks for what
-                there is not.
+            ConfigError: A table has no way to be sharded that could run, or a sharder
+                asks for what there is not.
         """
         start = time.monotonic()
         check_sharders(sharders, self._compute_device)
         self._sharders = sharders_by_type(sharders)
         known: dict[str, bool] = {}
-        self._wide = {}
+        self._wide = set()
         sizes: list[tuple[str, int]] = []
         for config in table_configs(module):
             modelled = is_modelled_config(config)
             known[config.name] = known.get(config.name, True) and modelled
             size = 4 * config.num_embeddings * config.embedding_dim
             sizes.append((config.name, size))
-            if modelled and config.embedding_dim > self._max_columns:
-                self._wide[config.name] = int(config.embedding_dim)
+            if modelled and config.embedding_dim > max_columns(self._topology):
+                self._wide.add(config.name)
         self._modelled = {name for name, modelled in known.items() if modelled}
-        self._offloadable = self._short_of_memory(sizes)
+        self._offloadable = self._short_of_memory(sizes) if self._on_gpus else set()
         options: list[ShardingOption] = super().enumerate(module, sharders)
-        self._check_codecs(options)
+        found = self._that_run(options, known)
         self.seconds = time.monotonic() - start
-        return options
+        return found
 
     def _short_of_memory(self, sizes: Sequence[tuple[str, int]]) -> set[str]:
         """Tables of these bytes, by name, for which device memory is scarce."""
         placement = self._placement
         caps = {
             d.rank: d.storage.hbm
-            for d in self._devices
+            for d in self._topology.devices
             if d.rank not in placement.forbid_ranks
         }
         pinned: dict[tuple[int, ...], list[int]] = {}
@@ -283,45 +284,37 @@ class NeuroShardEnumerator(HookedEnumerator):
         if table not in self._modelled:
             return types
         if table in self._wide:
-            types = self._splitting(table, types)
+            types = [t for t in types if t in SPLITTING_TYPES] or types
         if not {TABLE_WISE, COLUMN_WISE}.isdisjoint(types):
             types = [t for t in types if t != _TABLE_COLUMN_WISE]
         if _ROW_WISE in types and self._one_node:
             types = [t for t in types if t not in _NODE_TYPES]
         return types
 
-    def _check_codecs(self, options: Sequence[ShardingOption]) -> None:
-        """Refuse tables that no option can carry over quantised collectives.
+    def _that_run(
+        self, options: Sequence[ShardingOption], tables: Collection[str]
+    ) -> list[ShardingOption]:
+        """Leave out the options of TorchRec's tables that could not run.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: None is left of a table.
         """
-        faults: dict[str, RunFault | None] = {}
+        faults: dict[str, RunFault] = {}
+        kept, running = [], set()
         for option in options:
-            name = table_name(option)
-            if faults.get(name, True):
-                faults[name] = codec_fault(option)
-        for name, fault in faults.items():
-            if fault:
-                raise ConfigError(f"table '{name}': {fault.cause}. {fault.way_out}")
-
-    def _splitting(self, table: str, types: Sequence[str]) -> list[str]:
-        """Of sharding types those that cut a table's columns as far as kernels need.
-
-        Raises:
-            ConfigError: There is none.
-        """
-        constraint = enumerator_constraints(self).get(table)
-        block = (constraint.min_partition if constraint else None) or 0
-        kept = [t for t in types if t in SPLITTING_TYPES and block <= self._max_columns]
-        if not kept:
-            raise ConfigError(
-                f"table '{table}' (embedding_dim={self._wide[table]}) is too wide for "
-                f"a GPU: kernels take at most {self._max_columns:,} columns, and its "
-                f"constraints leave it {', '.join(types)} with min_partition={block}. "
-                "Allow column_wise sharding for it, with a min_partition of at most "
-                f"{self._max_columns}, or lower embedding_dim"
-            )
+            fault = self._reader.run_fault(option, self._topology)
+            if fault and option.name in tables:
+                faults.setdefault(table_name(option), fault)
+            else:
+                kept.append(option)
+                running.add(table_name(option))
+        for option in options:
+            if (name := table_name(option)) not in running:
+                fault = faults[name]
+                raise ConfigError(
+                    f"table '{name}' (embedding_dim={option.tensor.shape[-1]}): "
+                    f"{fault.cause}. {fault.way_out}"
+                )
         return kept
 
     def narrowed_kernels(self, table: str, kernels: list[str]) -> list[str]:
@@ -332,16 +325,15 @@ class NeuroShardEnumerator(HookedEnumerator):
         constraint = enumerator_constraints(self).get(table)
         asked = constraint.compute_kernels if constraint else None
         spared = not (asked or table in self._offloadable)
-        self._withheld[table] = OFFLOADED_KERNELS.intersection(
-            kernels if spared else ()
-        )
+        withheld = kernels if spared and self._on_gpus else ()
+        self._withheld[table] = OFFLOADED_KERNELS.intersection(withheld)
         if spared:
             return [_FUSED]
         params = constraint.cache_params if constraint else None
         load = None if params is None else params.load_factor
         kept = set(kernels) if asked else OFFLOADED_KERNELS | {_FUSED}
-        if load is not None and not 0 < load <= 1:
-            kept -= {_CACHING}  # it could not run
+        if load is not None and not 0 < load < 1:
+            kept -= {_CACHING}  # TorchRec refuses it
         return [k for k in kernels if k in kept]
 
 

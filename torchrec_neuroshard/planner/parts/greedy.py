@@ -18,7 +18,7 @@ from torchrec.distributed.planner.types import (
 )
 
 from torchrec_neuroshard.placement import capitalised, format_bytes
-from torchrec_neuroshard.placement_rules import PlacementRules
+from torchrec_neuroshard.placement_rules import PlacementRules, quoted
 from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.options.constraints import ranks_by_table
 from torchrec_neuroshard.planner.options.table_reader import table_name
@@ -32,6 +32,9 @@ __all__ = [
     "place_greedily",
     "without",
 ]
+
+_TIERS = {"hbm": "a device's memory", "ddr": "the host's memory", "ssd": "the disk"}
+"""Field of TorchRec's `Storage` -> what messages call it."""
 
 
 def place_greedily(
@@ -70,7 +73,7 @@ def place_greedily(
             units, key=lambda t: (len(now.ranks(t[0])), *_negative_size(units[t]))
         )
         unit = units.pop(tables)
-        _place_unit(unit, _less(topology, done), now)
+        _place_unit(unit, _less(topology, done), now, constraints)
         done += unit
     if free:
         less = _less(topology, done)
@@ -79,7 +82,7 @@ def place_greedily(
         except PlannerError as error:
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message=_what_lacks(free, less, constraints) or str(error),
+                message=_what_lacks(free, less, constraints),
             ) from error
     return placed
 
@@ -88,8 +91,8 @@ def _what_lacks(
     options: Sequence[ShardingOption],
     topology: Topology,
     constraints: Mapping[str, ParameterConstraints],
-) -> str | None:
-    """Name a table of which a shard fits no rank, be all others elsewhere."""
+) -> str:
+    """Name a table of which a shard fits no rank, or those that fit none together."""
     for option in options:
         shard = max((s.storage for s in option.shards), key=lambda s: (s.hbm, s.ddr))
         if any(shard.fits_in(d.storage) for d in topology.devices):
@@ -98,7 +101,7 @@ def _what_lacks(
         ways_out, lack = list[str](), list[str]()
         world_size = int(topology.world_size)
         needs = 0.0
-        for tier, where in (("hbm", "a device's memory"), ("ddr", "the host's memory")):
+        for tier, where in _TIERS.items():
             need = getattr(shard, tier)
             most = max(getattr(d.storage, tier) for d in topology.devices)
             if need > most:
@@ -123,7 +126,21 @@ def _what_lacks(
             f"{' and '.join(lack) or 'more of two memories than any rank has'}. "
             f"{capitalised(text)}"
         )
-    return None
+    need = sum((s.storage for o in options for s in o.shards), Storage(0, 0))
+    has = {
+        t: sum(max(0, getattr(d.storage, t)) for d in topology.devices) for t in _TIERS
+    }
+    full = [t for t in _TIERS if getattr(need, t) > has[t]]
+    lack = [
+        f"{format_bytes(getattr(need, tier))} of {_TIERS[tier]}, of which ranks have "
+        f"{format_bytes(has[tier])}"
+        for tier in full or _TIERS
+        if getattr(need, tier)
+    ]
+    return (
+        f"no ranks have room for all shards of {quoted(list(map(table_name, options)))}"
+        f", which no search places: in all they need {' and '.join(lack)}"
+    )
 
 
 def option_copies(options: Sequence[ShardingOption]) -> list[ShardingOption]:
@@ -167,9 +184,15 @@ def check_memory(
     """
     full = full_rank(topology, plan)
     if full is not None:
+        left = memory_left(topology, plan)[full]
+        over = [
+            f"{format_bytes(-getattr(left, tier))} more of {where}"
+            for tier, where in _TIERS.items()
+            if getattr(left, tier) < 0
+        ]
         raise PlannerError(
             error_type=PlannerErrorType.PARTITION,
-            message=f"rank {full} of {whose} holds more than its memory",
+            message=f"rank {full} of {whose} holds {' and '.join(over)} than it has",
         )
 
 
@@ -189,7 +212,10 @@ def _negative_size(unit: Sequence[ShardingOption]) -> tuple[int, int]:
 
 
 def _place_unit(
-    unit: list[ShardingOption], topology: Topology, rules: PlacementRules
+    unit: list[ShardingOption],
+    topology: Topology,
+    rules: PlacementRules,
+    constraints: Mapping[str, ParameterConstraints],
 ) -> None:
     """Place one table, or tables that belong together, in place."""
     table = rules.index[table_name(unit[0])]
@@ -210,7 +236,8 @@ def _place_unit(
         error_type=PlannerErrorType.PARTITION,
         message=f"tables {', '.join(map(table_name, unit))} do not fit where placement "
         f"constraints and the tables placed so far leave them: on ranks "
-        f"{', '.join(map(str, ranks)) or 'none'}",
+        f"{', '.join(map(str, ranks)) or 'none'}; "
+        + _what_lacks(unit, _only(topology, ranks), constraints),
     )
 
 

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ModuleSharder
 
 from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
-from torchrec_neuroshard.placement import ShardingTask, format_bytes
+from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs.caches import size_caches
@@ -60,7 +60,6 @@ from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher
-from torchrec_neuroshard.search.rules import HOST
 
 __all__ = ["NeuroShardPartitioner", "SearchLog", "SearchRecord"]
 

@@ -24,7 +24,6 @@ from torchrec_neuroshard.planner.options.constraints import (
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
     device_tier,
-    run_fault,
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
@@ -105,7 +104,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         self.best_rating = None
         self._room: dict[tuple[int, ...], int] = {}
         self._queue = [[self._free(options) for options in tables]]
-        least = [_least(options, _memory_order) for options in tables]
+        least = [_least(options, self._memory_order) for options in tables]
         few = sum(o.num_shards for o in least) <= MOST_LISTED_SHARDS
         if few and any(a is not b for a, b in zip(least, self._queue[0], strict=True)):
             self._queue.append(least)
@@ -150,7 +149,8 @@ class NeuroShardProposer(CostedPart, Proposer):
             if spare:
                 self._add(spare)
                 tables = map(self._permitted, self._by_table.values())
-                self._queue.insert(0, [self._free(o, _memory_order) for o in tables])
+                free = partial(self._free, order=self._memory_order)
+                self._queue.insert(0, list(map(free, tables)))
         if partitionable and perf_rating is not None:
             self.best_rating = min(perf_rating, self.best_rating or perf_rating)
 
@@ -203,11 +203,19 @@ class NeuroShardProposer(CostedPart, Proposer):
         kind = option.sharding_type
         fused = option.compute_kernel == "fused"
         return (
-            run_fault(option) is not None,
+            self._is_faulty(option),
             size > room,
             not (fused and kind in (first, second)),
             not (fused and kind == first),
         )
+
+    def _memory_order(self, option: ShardingOption) -> tuple[Any, ...]:
+        scarce = max(s.storage.hbm for s in sample_shards(option))
+        other = max(s.storage.ddr for s in sample_shards(option))
+        return (self._is_faulty(option), scarce, other, *_name_order(option))
+
+    def _is_faulty(self, option: ShardingOption) -> bool:
+        return self.costs.reader.run_fault(option, self._topology) is not None
 
 
 def _least(
@@ -226,12 +234,6 @@ def _least(
 
 def _cost_ms(option: ShardingOption) -> float:
     return float(max(s.perf.total for s in option.shards))
-
-
-def _memory_order(option: ShardingOption) -> tuple[Any, ...]:
-    scarce = max(s.storage.hbm for s in sample_shards(option))
-    other = max(s.storage.ddr for s in sample_shards(option))
-    return (run_fault(option) is not None, scarce, other, *_name_order(option))
 
 
 def _name_order(option: ShardingOption) -> tuple[Any, ...]:

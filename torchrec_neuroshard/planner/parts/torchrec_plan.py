@@ -40,7 +40,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     SPLITTING_TYPES,
     TableReader,
     max_columns,
-    run_fault,
     table_configs,
     table_name,
 )
@@ -342,28 +341,17 @@ class TorchRecPlan:
                 "TorchRec's own plan splits sequences of one module to unlike widths, "
                 "which its all-to-all cannot run"
             )
+        topology = self._arguments["topology"]
         for option in options:
-            if fault := run_fault(option):
+            if fault := self._reader.run_fault(option, topology):
                 return (
                     f"TorchRec's own plan cannot run table '{table_name(option)}': "
                     f"{fault.cause}"
                 )
-        if wide := self._too_wide(options):
-            return (
-                f"TorchRec's own plan gives table '{table_name(wide)}' shards of more "
-                "columns than a GPU's kernels take"
-            )
         violation = self._violation(options)
         if violation is None:
             return None
         return f"TorchRec's own plan breaks placement constraints: {violation}"
-
-    def _too_wide(self, options: Sequence[ShardingOption]) -> ShardingOption | None:
-        """Return an option of shards too wide for a GPU's kernels, if any is."""
-        most = max_columns(self._arguments["topology"])
-        return next(
-            (o for o in options if max(int(s.size[1]) for s in o.shards) > most), None
-        )
 
     def _timed_options(
         self, deadline: float, as_allocated: bool

@@ -66,8 +66,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     device_tier,
     has_cache,
     loads_ahead,
-    max_columns,
-    run_fault,
     table_name,
 )
 from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
@@ -160,7 +158,7 @@ def rehearse(
         and has_cache(o)
         and not (loads_ahead(o) or params[o.module_type_key].get("prefetch_pipeline"))
     }
-    kernels = _own_faults(options, unready, topology)
+    kernels = _own_faults(options, unready, topology, reader)
     ranks = []
     for rank, found in enumerate(memory):
         shards = [(o, s) for o in options for s in o.shards if s.rank == rank]
@@ -206,7 +204,10 @@ def _available(topology: Topology, rank: int) -> int:
 
 
 def _own_faults(
-    options: Sequence[ShardingOption], unready: set[str], topology: Topology
+    options: Sequence[ShardingOption],
+    unready: set[str],
+    topology: Topology,
+    reader: TableReader,
 ) -> list[list[TableFault]]:
     """What kernels of each rank refuse, or get wrong, but only when they run.
 
@@ -214,11 +215,11 @@ def _own_faults(
         options: Of the plan.
         unready: Tables whose caches the pipeline loads ahead though they cannot be.
         topology: The devices.
+        reader: Of the tables.
     """
     found: list[list[TableFault]] = [[] for _ in topology.devices]
-    widest = max_columns(topology)
     for option in options:
-        fault, table = run_fault(option), table_name(option)
+        fault, table = reader.run_fault(option, topology), table_name(option)
         if fault is None and table in unready:
             fault = RunFault(
                 f"{PREFETCHING} loads its cache ahead, and its cache_params are "
@@ -226,20 +227,10 @@ def _own_faults(
                 "Plan with this pipeline_type, or set "
                 "cache_params=CacheParams(prefetch_pipeline=True) in its constraints",
             )
-        widths: dict[int, int] = {}
-        for shard in option.shards:
-            widths[shard.rank] = max(widths.get(shard.rank, 0), int(shard.size[1]))
-        for rank, width in widths.items():
-            own = fault
-            if fault is None and width > widest:
-                own = RunFault(
-                    f"a GPU's kernels take at most {widest} columns, got {width}",
-                    "Split its columns: allow column_wise sharding for it",
-                )
-            if own is not None:
-                found[rank].append(
-                    TableFault(table=table, cause=own.cause, way_out=own.way_out)
-                )
+        if fault is not None:
+            told = TableFault(table=table, cause=fault.cause, way_out=fault.way_out)
+            for rank in {shard.rank for shard in option.shards}:
+                found[rank].append(told)
     return found
 
 

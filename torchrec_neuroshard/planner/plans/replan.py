@@ -49,6 +49,7 @@ from torchrec_neuroshard.placement import (
 from torchrec_neuroshard.placement_rules import PlacementRules
 from torchrec_neuroshard.planner.compat import (
     can_reshard,
+    is_over_gloo,
     is_wrapped_by_ddp,
     permute_features_again,
 )
@@ -546,7 +547,7 @@ def apply_moves(
     group = dist.group.WORLD
     assert group is not None, "a sharded model has one"
     mine = None
-    if result is not None:
+    if isinstance(result, ReplanResult):
         mine = result.changed, result.replaced, result.executable
     sent = from_first(mine, group, "came to apply moves")
     if sent is None:
@@ -554,20 +555,31 @@ def apply_moves(
     changed, replaced, executable = sent
     if not changed:
         return
-    _check_moves(model, replaced, executable)
+    told: list[Any] = [None] * dist.get_world_size()
+    obstacle = _move_obstacle(model, replaced, executable)
+    # Over gloo TorchRec numbers its messages by a hash of the table's name.
+    dist.all_gather_object(told, (obstacle, is_over_gloo(group) and hash("torchrec")))
+    for text in (text for text, _ in told if text is not None):
+        raise ConfigError(text)
+    if len({number for _, number in told}) > 1:
+        raise ConfigError(
+            "over gloo TorchRec moves tables only where all ranks hash strings "
+            "alike: start them with the environment variable PYTHONHASHSEED=0"
+        )
     devices = [model.device] if is_accelerator(model.device.type) else []
     with torch.random.fork_rng(devices):
         for path, tables in changed.items():
             _move_module(model, path, tables)
 
 
-def _check_moves(
+def _move_obstacle(
     model: DistributedModelParallel,
     replaced: Mapping[str, EmbeddingModuleShardingPlan],
     executable: bool,
-) -> None:
+) -> str | None:
+    """Say why this rank cannot carry out moves, if so."""
     if not executable:
-        raise ConfigError(
+        return (
             "the new plan needs moves that TorchRec cannot make: call replan with "
             "executable_only=True, or start again from a checkpoint with the new plan"
         )
@@ -575,25 +587,17 @@ def _check_moves(
         for name, sharding in tables.items():
             at_work = model.plan.plan.get(path, {}).get(name)
             if at_work is None or _shards_of(at_work) != _shards_of(sharding):
-                raise ConfigError(
+                return (
                     f"table '{f'{path}.{name}' if path else name}' is no longer where "
                     "replan saw it: call replan with model.plan"
                 )
     if not is_wrapped_by_ddp(model):
-        raise ConfigError(
+        return (
             "TorchRec moves tables only of a model whose dense part is wrapped in "
             "DistributedDataParallel: the model needs a dense parameter, and "
             "init_data_parallel() must have run"
         )
-    if dist.get_backend() == "gloo":
-        # TorchRec numbers its messages by a hash of the table's name.
-        hashes: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(hashes, hash("torchrec"))
-        if len(set(hashes)) > 1:
-            raise ConfigError(
-                "over gloo TorchRec moves tables only where all ranks hash strings "
-                "alike: start them with the environment variable PYTHONHASHSEED=0"
-            )
+    return None
 
 
 def _move_module(

@@ -1,0 +1,431 @@
+"""Whatever one rank does otherwise, all ranks get the same plan or the same error.
+
+Each case plans once in a group of its own, on two and on four ranks; where ranks part,
+the group's time-out ends it.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.types import CacheParams
+
+from tests.builders import (
+    META,
+    bag_config,
+    bag_sharders,
+    bags,
+    make_planner,
+)
+from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, Results
+from tests.distributed.test_finalists import SEARCH, copies
+from tests.distributed.test_first_launch import COPIES
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.planner import NeuroShardPlanLoader, NeuroShardPlanner
+from torchrec_neuroshard.testing import AnalyticCostModel
+
+pytestmark = pytest.mark.distributed
+
+PATIENT_SECONDS, SHORT_SECONDS = 200.0, 4.0
+"""Time-outs of groups: ranks that part are found by the short one."""
+PACKAGE = "torchrec_neuroshard"
+FIRST_LAUNCH = f"{PACKAGE}.planner.launch.first_launch"
+MEASURES: dict[str, Any] = {
+    "cost_model": "measure",
+    "comms_model": None,
+    "calibrate": 1.0,
+}
+FAILS = "import sys; sys.exit(1)"
+LASTS = f"import time; time.sleep({1.5 * SHORT_SECONDS})"
+RANK_1_BREAKS = f"""
+import os, runpy
+from {PACKAGE}.collect.timing import SetTimer
+def broken(*_):
+    raise OSError("injected")
+if os.environ["RANK"] == "1":
+    SetTimer.measure = broken
+runpy.run_module("{PACKAGE}.training.first_launch", run_name="__main__")
+"""
+"""What measures, and breaks on a rank when all others have begun."""
+
+
+def model(num_tables: int = 3) -> Any:
+    return bags(*(bag_config(i, 500 * i + 100) for i in range(num_tables)), device=META)
+
+
+class Broken(EmbeddingEnumerator):
+    """Must not be called, or interrupts."""
+
+    def enumerate(self, *_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt("listing")
+
+
+class Interrupts(BaseException):
+    """Ends a rank's part, and not its process."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of a case's group."""
+
+    pg: dist.ProcessGroup
+    folder: Path
+    """The case's, of all ranks."""
+    patch: pytest.MonkeyPatch
+
+    @property
+    def rank(self) -> int:
+        return self.pg.rank()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def planner(self, **arguments: Any) -> NeuroShardPlanner:
+        return make_planner(self.pg.size(), **arguments)
+
+    def plan(self, planner: NeuroShardPlanner, num_tables: int = 3) -> Any:
+        found = planner.collective_plan(model(num_tables), bag_sharders(), self.pg)
+        assert found == planner.last_plan
+        return found, planner.last_result
+
+    def run(self, program: str) -> None:
+        """Have a program stand in for what measures."""
+        self.patch.setattr(f"{PACKAGE}.training.first_launch.PROGRAM", ("-c", program))
+
+    def breaks(self, what: str, error: BaseException) -> None:
+        def broken(*_: Any, **__: Any) -> Any:
+            raise error
+
+        self.patch.setattr(what, broken)
+
+
+def other_arguments(at: Rank) -> Any:
+    others = {
+        "batch_size": 7,
+        "cost_model": AnalyticCostModel(launch_ms=9.0),
+        "constraints": {"t0": ParameterConstraints(sharding_types=["column_wise"])},
+        "profiles": {"nobody's": None},
+        "enumerator": Broken(Topology(8, "cpu"), 5),
+        "topology": Topology(8, "cpu"),
+    }
+    return at.plan(at.planner(**({} if at.is_first else others)))
+
+
+def others_calibrate(at: Rank) -> Any:
+    return at.plan(at.planner(**({} if at.is_first else MEASURES)))
+
+
+def first_remembers(at: Rank, **others: Any) -> Any:
+    """The first rank finds what the launch before has measured."""
+    at.run(COPIES)
+    at.plan(at.planner(**MEASURES))
+    return at.plan(at.planner(**(MEASURES if at.is_first else others)))
+
+
+def others_lost_devices(at: Rank) -> Any:
+    if not at.is_first:
+        at.patch.setattr(f"{FIRST_LAUNCH}.has_device", lambda _: False)
+    return first_remembers(at, **MEASURES)
+
+
+def first_planned_alone(at: Rank) -> Any:
+    at.run(COPIES)
+    planner = at.planner(**MEASURES)
+    if at.is_first:
+        planner.plan(model(), bag_sharders())
+    return at.plan(planner)
+
+
+def others_remember(at: Rank) -> Any:
+    """Nodes have caches of their own, and the first one's is empty."""
+    at.run(COPIES)
+    at.plan(at.planner(**MEASURES))
+    if at.is_first:
+        at.patch.setenv("NEUROSHARD_CACHE", str(at.folder / "empty"))
+    return at.plan(at.planner(**MEASURES))
+
+
+def others_cannot_start(at: Rank) -> Any:
+    at.run(COPIES)
+    if not at.is_first:
+        at.breaks("subprocess.Popen", OSError("no processes left"))
+    return at.plan(at.planner(**MEASURES))
+
+
+def one_breaks_midway(at: Rank) -> Any:
+    at.run(RANK_1_BREAKS)
+    return at.plan(at.planner(**MEASURES))
+
+
+def outlasts_the_group(at: Rank) -> Any:
+    at.run(LASTS if at.is_first else FAILS)
+    return at.plan(at.planner(**MEASURES))
+
+
+def warnings_are_errors(at: Rank) -> Any:
+    at.run(FAILS)
+    if at.is_first:
+        warnings.simplefilter("error")
+    return at.plan(at.planner(**MEASURES))
+
+
+def listing_is_interrupted(at: Rank) -> Any:
+    broken = {"enumerator": Broken(Topology(at.pg.size(), "cpu"), 64)}
+    return at.plan(at.planner(**MEASURES, **(broken if at.is_first else {})))
+
+
+def raises(error: BaseException, at: Rank) -> Any:
+    def callback(_: Any) -> Any:
+        raise error
+
+    return at.plan(at.planner(callbacks=[callback]))
+
+
+def cannot_be_sent(at: Rank) -> Any:
+    def callback(options: Any) -> Any:
+        options[0].cache_params = CacheParams(stats=lambda: None)
+        return options
+
+    return at.plan(at.planner(callbacks=[callback]))
+
+
+def nothing_fits(at: Rank) -> Any:
+    small = {"ddr_cap": 1000, "hbm_cap": 1000}
+    return at.plan(at.planner(topology_arguments=small))
+
+
+def planned_on_others(at: Rank) -> Any:
+    planner = at.planner()
+    if not at.is_first:
+        planner.adopt(planner.plan(model(2), bag_sharders()), model(2), bag_sharders())
+        assert planner.last_model is not None
+    found = at.plan(planner)
+    assert (planner.last_model is not None) == at.is_first
+    return found
+
+
+def adopted_by_first(at: Rank) -> Any:
+    planner = at.planner()
+    if at.is_first:
+        planner.adopt(planner.plan(model(2), bag_sharders()), model(2), bag_sharders())
+    return at.plan(planner)
+
+
+def lost_plan_file(at: Rank, of_first: bool) -> Any:
+    planner = at.planner()
+    if at.is_first == of_first:
+        planner.plan_loader = NeuroShardPlanLoader(at.folder / "nowhere.json", planner)
+    return at.plan(planner)
+
+
+def after_an_error(at: Rank) -> Any:
+    planner = at.planner()
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="model is a NoneType"):
+        planner.collective_plan(nothing, bag_sharders(), at.pg)
+    assert planner.last_plan is planner.last_result is None
+    at.plan(planner, 2)
+    return at.plan(planner)
+
+
+def finalists(at: Rank, of_first: bool) -> Any:
+    at.run(FAILS)
+    count = 2 if at.is_first == of_first else 0
+    return at.plan(at.planner(measure_finalists=count, search=SEARCH), 6)
+
+
+def leaves(at: Rank, **arguments: Any) -> Any:
+    """A rank is interrupted while it measures, and lives on."""
+    at.run(copies(at.folder, at.rank))
+    if at.rank == 1:
+        at.breaks(f"{PACKAGE}.training.first_launch.take_part", Interrupts())
+    return at.plan(at.planner(**arguments), 6)
+
+
+PLAN = "plan"
+LEFT = "RankFailureError|rank 1 died or fell silent"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What ranks do, and what must come of it."""
+
+    act: Callable[[Rank], Any]
+    expected: str = PLAN
+    """Kind of the error on all ranks, and what it says."""
+    warned: tuple[str, str] = ("", "")
+    """Of what the first rank is warned, and the others."""
+    seconds: float = PATIENT_SECONDS
+    """Time-out of the group."""
+    grace: float = 30.0
+    """What measuring may take beyond twice its budget."""
+
+
+UNMEASURED = "measuring at the first launch failed (", "measuring failed on rank"
+CASES = {
+    "other arguments": Case(other_arguments),
+    "others calibrate": Case(others_calibrate, seconds=SHORT_SECONDS),
+    "first remembers": Case(first_remembers),
+    "others lost their devices": Case(others_lost_devices),
+    "first planned alone": Case(first_planned_alone),
+    "others remember": Case(others_remember),
+    "others cannot start": Case(others_cannot_start, warned=("", UNMEASURED[1])),
+    "outlasts the group": Case(
+        outlasts_the_group,
+        warned=("the ranks of the process group wait 4 s for each other", ""),
+        seconds=SHORT_SECONDS,
+    ),
+    "warnings are errors": Case(
+        warnings_are_errors,
+        "UserWarning|measuring at the first launch failed",
+        warned=("", UNMEASURED[1]),
+    ),
+    "listing is interrupted": Case(listing_is_interrupted, "KeyboardInterrupt|listing"),
+    "interrupt": Case(
+        functools.partial(raises, KeyboardInterrupt()),
+        "KeyboardInterrupt|",
+        seconds=SHORT_SECONDS,
+    ),
+    "exit": Case(
+        functools.partial(raises, SystemExit(3)),
+        "SystemExit|3",
+        seconds=SHORT_SECONDS,
+    ),
+    "cannot be sent": Case(
+        cannot_be_sent,
+        "NeuroShardError|rank 0 planned, but the other ranks cannot be told",
+        seconds=SHORT_SECONDS,
+    ),
+    "nothing fits": Case(nothing_fits, f"{PlannerError.__name__}|"),
+    "planned on others": Case(planned_on_others),
+    "adopted by the first": Case(adopted_by_first),
+    "first lost its plan file": Case(
+        functools.partial(lost_plan_file, of_first=True), "PlanFileError|nowhere.json"
+    ),
+    "others lost their plan file": Case(
+        functools.partial(lost_plan_file, of_first=False)
+    ),
+    "after an error": Case(after_an_error),
+    "finalists of the first": Case(
+        functools.partial(finalists, of_first=True),
+        warned=("measuring finalists failed", UNMEASURED[1]),
+    ),
+    "finalists of others": Case(functools.partial(finalists, of_first=False)),
+    "leaves a first launch": Case(
+        functools.partial(leaves, **MEASURES),
+        LEFT,
+        warned=(UNMEASURED[0], ""),
+        seconds=SHORT_SECONDS,
+        grace=0.0,
+    ),
+    "leaves finalists": Case(
+        functools.partial(leaves, measure_finalists=2, calibrate=2.0, search=SEARCH),
+        LEFT,
+        seconds=SHORT_SECONDS,
+        grace=0.0,
+    ),
+}
+MIDWAY = Case(one_breaks_midway, warned=UNMEASURED)
+IN_HALVES = ("other arguments", "others calibrate", "nothing fits")
+"""Also planned by every other rank of four: the first of a group is another one."""
+
+
+def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"error": None, "plan": None}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        patch.setenv("NEUROSHARD_CACHE", str(folder / "cache"))
+        for name in ("first_launch", "finalists"):
+            patch.setattr(f"{PACKAGE}.planner.launch.{name}.GRACE_S", case.grace)
+        try:
+            plan, result = case.act(Rank(pg, folder, patch))
+            found["plan"] = repr((plan.plan, result))
+        except BaseException as error:
+            kinds = " ".join(kind.__name__ for kind in type(error).mro())
+            found["error"] = f"{kinds}|{error}"
+    texts = [str(w.message) for w in caught]
+    found["warned"] = "\n".join(t for t in texts if "measuring" in t)
+    return found
+
+
+def in_group(
+    case: Case, folder: Path, groups: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    made = [
+        dist.new_group(list(ranks), timedelta(seconds=case.seconds), backend="gloo")
+        for ranks in groups
+    ]
+    (mine,) = (n for n, ranks in enumerate(groups) if dist.get_rank() in ranks)
+    place = folder / str(mine)
+    place.mkdir(parents=True, exist_ok=True)
+    found = outcome(case, made[mine], place)
+    dist.barrier()
+    return found
+
+
+def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
+    every = range(num_nodes * NODE_SIZE)
+    jobs: Jobs = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        place = folder / f"agree-{number}"
+        jobs[name] = functools.partial(in_group, case, place, [every])
+        if num_nodes == TWO_NODES and name in IN_HALVES:
+            halves = [every[::2], every[1::2]]
+            place = folder / f"halves-{number}"
+            jobs[f"{name}, halves"] = functools.partial(in_group, case, place, halves)
+    if num_nodes == ONE_NODE:
+        place = folder / "midway"
+        jobs["midway"] = functools.partial(in_group, MIDWAY, place, [every])
+    return jobs
+
+
+def check(case: Case, found: Sequence[dict[str, Any]]) -> None:
+    """Hold all ranks to one plan, or to one error."""
+    kind, _, text = case.expected.partition("|")
+    staying = found
+    if case.expected == LEFT:
+        assert found[1]["error"].startswith("Interrupts ")
+        staying = [r for n, r in enumerate(found) if n != 1]
+    if case.expected == PLAN:
+        assert [r["error"] for r in found] == [None] * len(found)
+        assert len({r["plan"] for r in found}) == 1
+    else:
+        for rank in staying:
+            assert rank["plan"] is None
+            assert kind in rank["error"] and text in rank["error"]
+    for rank, word in zip(found, (case.warned[0], *[case.warned[1]] * 3), strict=False):
+        assert bool(word) == bool(rank["warned"]) and word in rank["warned"], rank
+
+
+@pytest.mark.parametrize("num_nodes", [ONE_NODE, TWO_NODES])
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_get_one_plan_or_one_error(
+    ranks: Results, name: str, num_nodes: int
+) -> None:
+    check(CASES[name], ranks(__name__, num_nodes, name))
+
+
+@pytest.mark.parametrize("name", IN_HALVES)
+def test_groups_whose_first_rank_is_another_one(ranks: Results, name: str) -> None:
+    found = ranks(__name__, TWO_NODES, f"{name}, halves")
+    for half in (found[::2], found[1::2]):
+        check(CASES[name], half)
+
+
+def test_what_breaks_a_measurement_midway_leaves_a_plan(ranks: Results) -> None:
+    check(MIDWAY, ranks(__name__, ONE_NODE, "midway"))
