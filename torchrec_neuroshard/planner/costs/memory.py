@@ -54,6 +54,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_dense,
     is_fused,
     is_lfu,
+    is_pooled,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.schedules import PREFETCHING
@@ -470,16 +471,16 @@ class MemoryModel:
         if self._is_pipelined and not is_dense(option):
             ahead = location if self._prefetches else 0
             saved += (_INDEX + weight + ahead) * n + _LENGTH * f
-        output = f * width if option.is_pooled else n * width
+        output = f * width if is_pooled(option) else n * width
         gradient = _FLOAT * output
-        sorting = (_SORTING if option.is_pooled else _SORTING_SEQUENCE) * n
+        sorting = (_SORTING if is_pooled(option) else _SORTING_SEQUENCE) * n
         if weight or location:
             sorting = (_SORTING + weight + location + _SORT_TEMPORARY) * n
         if is_dense(option):
             rows = num_rows * width * self._element_size(option)
             passing = [_OFFSET * f, 0, 0, 0, 0, sorting - 8 * n + rows]
             return [saved] * len(INSTANTS), passing
-        if not option.is_pooled:
+        if not is_pooled(option):
             # Lengths as they arrived and as they are sent back, until the step ends.
             before = saved + 2 * _LENGTH * f
             after = saved + (2 * _LENGTH * f + gradient)
@@ -505,7 +506,7 @@ class MemoryModel:
         repeats = self._reader.repeats(option)
         lookups = table.pooling_factor * repeats * local
         bags = self._reader.bags_per_sample(option) * local
-        outputs = bags if option.is_pooled else lookups
+        outputs = bags if is_pooled(option) else lookups
         size = _FLOAT * outputs * int(option.tensor.shape[1])
         batches = np.zeros(len(INSTANTS))
         if self._is_pipelined:
@@ -517,7 +518,7 @@ class MemoryModel:
         kept = 0 if self._is_pipelined else 1
         if is_dense(option):
             parts = [1, 1, 1 + kept, 1 + kept, 1 + kept, 1 + kept]
-        elif not option.is_pooled:
+        elif not is_pooled(option):
             parts = [1, 1, 2 + kept, 1 + 2 * kept, 2 * kept, 2 * kept]
         elif self._is_reduced_at_once(option):
             parts = [1, 1, 2, 1 + kept, 2 * kept, 2 * kept]
@@ -572,7 +573,7 @@ class MemoryModel:
         features are put in order together: while replicated tables look theirs up,
         those of the others are there, too.
         """
-        size = self._output_bytes(option) if option.is_pooled else 0.0
+        size = self._output_bytes(option) if is_pooled(option) else 0.0
         if is_dense(option):
             return size * np.array([0, 0, 0, 0, 0, 1])
         cut = self._is_reduced_at_once(option)

@@ -74,6 +74,7 @@ __all__ = [
     "is_fused",
     "is_lfu",
     "is_modelled_config",
+    "is_pooled",
     "is_quantised",
     "is_summed",
     "loads_ahead",
@@ -107,6 +108,11 @@ OFFLOADED_KERNELS: frozenset[str] = frozenset(
     {EmbeddingComputeKernel.FUSED_UVM.value, _CACHING}
 )
 """Fused kernels whose tables live in the host's memory."""
+
+_SEQUENCE_TABLES: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Module that a sharder takes -> its tables that are not pooled."""
 
 TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 """TorchRec's modules that hold tables."""
@@ -206,6 +212,23 @@ def is_fused(option: ShardingOption) -> bool:
     return option.compute_kernel == _FUSED or option.compute_kernel in OFFLOADED_KERNELS
 
 
+def is_pooled(option: ShardingOption) -> bool:
+    """Whether a table's rows are summed for each sample, or else sent one by one.
+
+    TorchRec takes sequences for pooled where another module, such as a tower, holds
+    their collection.
+    """
+    module = option.module[1]
+    if module not in _SEQUENCE_TABLES:
+        _SEQUENCE_TABLES[module] = {
+            config.name
+            for child in module.modules()
+            if isinstance(child, EmbeddingCollectionInterface)
+            for config in child.embedding_configs()
+        }
+    return bool(option.is_pooled) and option.name not in _SEQUENCE_TABLES[module]
+
+
 def is_quantised(option: ShardingOption) -> bool:
     """Whether the option runs a kernel of quantised tables, which are not trained."""
     return str(option.compute_kernel).startswith("quant")
@@ -233,7 +256,7 @@ def _codec_fault(option: ShardingOption) -> RunFault | None:
                     "rows together",
                 )
             # Of sequences any number of ids may be sent to a rank.
-            times = int(option.batch_size) if option.is_pooled else 1
+            times = int(option.batch_size) if is_pooled(option) else 1
             for width in sorted({int(s.size[1]) for s in sample_shards(option)}):
                 if width * times % codec.row_values:
                     return _unfilled(told, codec.row_values, width, times)
@@ -259,8 +282,8 @@ def _used_codecs(
     known = vars(option).get(_CODECS, {})
     if kind is None or kind.is_replicated or not known:
         return {}
-    name = kind.pooled if option.is_pooled else kind.sequences
-    ops = _COMM_OPS[name][0 if option.is_pooled else 1]
+    name = kind.pooled if is_pooled(option) else kind.sequences
+    ops = _COMM_OPS[name][0 if is_pooled(option) else 1]
     return {op: known.get(op, _PLAIN) for op in ops}
 
 
@@ -556,7 +579,7 @@ class TableReader:
             tuple(option.input_lengths),
             option.batch_size,
             self._is_weighted(option),
-            option.is_pooled,
+            is_pooled(option),
             self.looks_up_distinct(option),
             optimizer,
         )
@@ -568,7 +591,7 @@ class TableReader:
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
         """Whether repeated ids of a local batch are sent and looked up once."""
-        return not option.is_pooled and bool(vars(option).get(_DISTINCT))
+        return not is_pooled(option) and bool(vars(option).get(_DISTINCT))
 
     def repeats(self, option: ShardingOption) -> float:
         """Return how many times as many ids a table's samples have as are looked up.
@@ -613,7 +636,7 @@ class TableReader:
                 profile = profile.distinct_in_parts(self._world_size, rows)
             total = profile.pooling_factor
         num_features, outputs = len(features), None
-        if not option.is_pooled:
+        if not is_pooled(option):
             num_features = min(max(1, round(total)), MAX_FEATURES)
             is_other = distinct or total > MAX_FEATURES
             outputs = total if is_other and total > 0 else None
