@@ -55,6 +55,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_fused,
     is_lfu,
     is_pooled,
+    output_bytes,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.schedules import PREFETCHING
@@ -81,7 +82,7 @@ _PERMUTED = (
 )
 """Sharding types whose pooled outputs TorchRec puts back into whole tables."""
 
-_INDEX, _LENGTH, _OFFSET, _FLOAT, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4, 4
+_INDEX, _LENGTH, _OFFSET, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4
 """Bytes of an index, a bag's length, its offset; of an output, of a lookup's weight and
 of its place in the cache."""
 
@@ -472,7 +473,7 @@ class MemoryModel:
             ahead = location if self._prefetches else 0
             saved += (_INDEX + weight + ahead) * n + _LENGTH * f
         output = f * width if is_pooled(option) else n * width
-        gradient = _FLOAT * output
+        gradient = output_bytes(option) * output
         sorting = (_SORTING if is_pooled(option) else _SORTING_SEQUENCE) * n
         if weight or location:
             sorting = (_SORTING + weight + location + _SORT_TEMPORARY) * n
@@ -507,7 +508,7 @@ class MemoryModel:
         lookups = table.pooling_factor * repeats * local
         bags = self._reader.bags_per_sample(option) * local
         outputs = bags if is_pooled(option) else lookups
-        size = _FLOAT * outputs * int(option.tensor.shape[1])
+        size = output_bytes(option) * outputs * int(option.tensor.shape[1])
         batches = np.zeros(len(INSTANTS))
         if self._is_pipelined:
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
@@ -616,7 +617,7 @@ class MemoryModel:
 
     def _output_bytes(self, option: ShardingOption) -> float:
         bags = self._reader.bags_per_sample(option) * float(option.batch_size)
-        return _FLOAT * bags * int(option.tensor.shape[1])
+        return output_bytes(option) * bags * int(option.tensor.shape[1])
 
 
 def _slots(rows: int, option: ShardingOption) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -81,11 +81,11 @@ __all__ = [
     "max_columns",
     "note_sharders",
     "option_codecs",
+    "output_bytes",
     "table_configs",
     "table_name",
 ]
 
-_PLAIN = (WireCodec(), WireCodec())
 _SUMMABLE = ("", "fp32", "fp16", "bf16")
 """Codecs whose values can be added up; of "" nothing is known."""
 _A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
@@ -154,7 +154,7 @@ _SHARDERS_OPTIMIZER, _SHARDERS_COUNTERS, _CODECS, _DISTINCT = (
     "wire_codecs",
     "looks_up_distinct",
 )
-_SHARDERS_CACHE_LOAD = "sharders_cache_load"
+_SHARDERS_CACHE_LOAD, _OUTPUT_BYTES = "sharders_cache_load", "output_bytes"
 """Attributes of an option: see `note_sharders`."""
 
 
@@ -284,12 +284,25 @@ def _used_codecs(
         return {}
     name = kind.pooled if is_pooled(option) else kind.sequences
     ops = _COMM_OPS[name][0 if is_pooled(option) else 1]
-    return {op: known.get(op, _PLAIN) for op in ops}
+    return {op: known.get(op, _uncoded(option)) for op in ops}
+
+
+def _uncoded(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
+    return (WireCodec(wire_bytes=output_bytes(option)),) * 2
+
+
+def output_bytes(option: ShardingOption) -> float:
+    """Return the bytes of a value of a table's outputs, and of their gradients.
+
+    `output_dtype` of a constraint or of a sharder's fused_params sets it; where tables
+    of a module differ, TorchRec joins their outputs in the widest.
+    """
+    return float(vars(option).get(_OUTPUT_BYTES, 4.0))
 
 
 def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
     """Return how an option's output values travel, and its gradients."""
-    used = _used_codecs(option).values() or [_PLAIN]
+    used = _used_codecs(option).values() or [_uncoded(option)]
     # Of two collectives one after the other, the larger.
     forward, backward = (
         max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)
@@ -317,12 +330,13 @@ def has_own_optimizer(option: ShardingOption) -> bool:
 
 
 def note_sharders(
-    options: Iterable[ShardingOption], sharders: Mapping[str, Any]
+    options: Sequence[ShardingOption], sharders: Mapping[str, Any]
 ) -> None:
     """Leave on options what only their sharders know.
 
     That is the optimizer and the size of caches that fused parameters ask for, the
-    codecs of quantised collectives, and whether repeated ids are looked up once.
+    codecs of quantised collectives, whether repeated ids are looked up once, and the
+    width of a module's outputs.
     TorchRec shows sharders to enumerators and estimators alone; the other parts of a
     planner read it off the option, and copies keep it.
 
@@ -348,7 +362,14 @@ def note_sharders(
     codecs = {kind: found for kind, s in sharders.items() if (found := wire_codecs(s))}
     known = {kind for kind, s in sharders.items() if is_sharder(s)}
     distinct = {kind for kind in known if removes_repeats(sharders[kind])}
-    for option in options if asked or loads or codecs or distinct else ():
+    types = {kind: params.get("output_dtype") for kind, params in params_of.items()}
+    sizes: dict[str, set[int]] = {}
+    for option in options:
+        own = option.output_dtype or types.get(option.module_type_key)
+        size = 2 if own is not None and own.name in ("FP16", "BF16") else 4
+        sizes.setdefault(option.path, set()).add(size)
+    half = any(2 in found for found in sizes.values())
+    for option in options if asked or loads or codecs or distinct or half else ():
         kind, attributes = option.module_type_key, vars(option)
         if kind in asked:
             attributes[_SHARDERS_OPTIMIZER] = asked[kind][0]
@@ -359,6 +380,8 @@ def note_sharders(
             attributes[_CODECS] = codecs[kind]
         if kind in distinct:
             attributes[_DISTINCT] = True
+        if half:  # of one table alone no more is known than of all before
+            attributes.setdefault(_OUTPUT_BYTES, max(sizes[option.path]))
 
 
 def _num_counters(optimizer: str, settings: Mapping[str, Any]) -> int:
