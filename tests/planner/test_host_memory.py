@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import (
     CommType,
@@ -15,9 +16,10 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 )
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import CacheParams
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.builders import make_ebc
+from tests.builders import analytic, gpus, make_ebc
 from torchrec_neuroshard.cost_models import PhysicalCostModel, load_cost_model
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.planner import NeuroShardEnumerator, PlanCosts
@@ -124,6 +126,37 @@ def test_quantised_collectives_move_fewer_bytes(
     for way, size in enumerate(sizes, start=1):
         assert (quantised[way] < index[way]) == (size < 4)
         assert (quantised[way] == index[way]) == (size == 4)
+
+
+@pytest.mark.parametrize(
+    ("tables", "fused", "size"),
+    [
+        (("t0", "t1"), None, 2.0),
+        ((), {"output_dtype": SparseType.FP16}, 2.0),
+        (("t0",), None, 4.0),  # TorchRec joins a module's outputs in the widest type
+    ],
+)
+def test_half_outputs_take_half(tables: Any, fused: Any, size: float) -> None:
+    def outputs(tables: Any = (), fused: Any = None) -> tuple[Any, float]:
+        limits = {
+            f"t{i}": ParameterConstraints(
+                sharding_types=["table_wise"],
+                output_dtype=DataType.FP16 if f"t{i}" in tables else None,
+            )
+            for i in range(2)
+        }
+        enumerator = NeuroShardEnumerator(gpus(2), BATCH, limits, **analytic())
+        sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=fused)]
+        options = enumerator.enumerate(make_ebc([(1000, 64)] * 2), sharders)
+        for option in options:
+            option.shards[0].rank = 0
+        assert enumerator.memory is not None
+        return wire_bytes(options[0]), enumerator.memory.ranks(options)[0].activations
+
+    (wide, wide_bytes), (found, found_bytes) = outputs(), outputs(tables, fused)
+    assert wide == (4.0, 4.0) and found == (size, size)
+    values = 2 * 64 * BATCH * 2  # of all samples; those of the own lie beside them
+    assert wide_bytes - found_bytes >= (4 - size) * values
 
 
 def test_scales_of_rows_count() -> None:

@@ -27,8 +27,12 @@ from tests.builders import (
     META,
     bag_config,
     bags,
+    cost_of,
     fused_bags,
+    gpus,
     make_planner,
+    only,
+    sequences,
     stock_planner,
 )
 
@@ -128,6 +132,24 @@ def test_whatever_stock_plans(kind: str, compute_device: str) -> None:
     if plan.plan:
         assert result is not None and result.fallback is None
         assert result.predicted.critical_path_ms > 0
+
+
+def test_sequences_inside_other_modules_are_priced_as_sequences() -> None:
+    """TorchRec marks the options of such modules as pooled."""
+    sharders = [*get_default_sharders(), EmbeddingTowerSharder()]
+
+    def cost(module: Any, kind: str = "row_wise") -> float:
+        limits = only("s0", sharding_types=[kind], pooling_factors=[20.0])
+        planner = make_planner(topology=gpus(2), constraints=limits)
+        planner.plan(nn.ModuleDict({"part": module}), sharders)
+        return cost_of(planner)
+
+    alone = pytest.approx(cost(sequences(64)))
+    tower = EmbeddingTower(sequences(64), nn.Identity())
+    assert cost(tower, "table_row_wise") == alone
+    pec = pytest.importorskip("torchrec.distributed.pec_embedding")  # since 1.7
+    sharders.append(pec.PECEmbeddingCollectionSharder())
+    assert cost(pec.PECEmbeddingCollection(sequences(64))) == alone
 
 
 def test_feature_processed_tables_count_as_weighted() -> None:

@@ -153,7 +153,7 @@ def _priced(codec: WireCodec, device_type: str) -> WireCodec:
     known = _MEASURED_CODING.get((device_type, codec.name))
     if known is None:
         sent = codec.wire_bytes
-        if sent == _FLOAT:
+        if sent == _FLOAT or codec.name == WireCodec().name:  # not coded
             return codec
         # Clamping reads and writes a float, rows are read twice: once for their scale.
         first = 2 * _FLOAT if codec.name in _CLAMPED else 0.0

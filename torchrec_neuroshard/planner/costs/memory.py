@@ -53,6 +53,8 @@ from torchrec_neuroshard.planner.options.table_reader import (
     is_dense,
     is_fused,
     is_lfu,
+    is_pooled,
+    output_bytes,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
 from torchrec_neuroshard.schedules import PREFETCHING
@@ -72,9 +74,9 @@ _BY_COLUMNS = (
     ShardingType.TABLE_COLUMN_WISE.value,
 )
 
-_INDEX, _LENGTH, _OFFSET, _FLOAT, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4, 4
-"""Bytes of an index, a bag's length, its offset; of an output, of a lookup's weight and
-of its place in the cache."""
+_INDEX, _LENGTH, _OFFSET, _WEIGHT, _LOCATION = 8, 4, 8, 4, 4
+"""Bytes of an index, a bag's length, its offset; of a lookup's weight and of its place
+in the cache."""
 
 _SORTING, _SORTING_SEQUENCE = 40, 48
 """Bytes for each lookup while a kernel prepares its update: linear indices, sorted
@@ -460,16 +462,16 @@ class MemoryModel:
         if self._is_pipelined and not is_dense(option):
             ahead = location if self._prefetches else 0
             saved += (_INDEX + weight + ahead) * n + _LENGTH * f
-        output = f * width if option.is_pooled else n * width
-        gradient = _FLOAT * output
-        sorting = (_SORTING if option.is_pooled else _SORTING_SEQUENCE) * n
+        output = f * width if is_pooled(option) else n * width
+        gradient = output_bytes(option) * output
+        sorting = (_SORTING if is_pooled(option) else _SORTING_SEQUENCE) * n
         if weight or location:
             sorting = (_SORTING + weight + location + _SORT_TEMPORARY) * n
         if is_dense(option):
             rows = num_rows * width * self._element_size(option)
             passing = [_OFFSET * f, 0, 0, 0, 0, sorting - 8 * n + rows]
             return [saved] * len(INSTANTS), passing
-        if not option.is_pooled:
+        if not is_pooled(option):
             # Lengths as they arrived and as they are sent back, until the step ends.
             before = saved + 2 * _LENGTH * f
             after = saved + (2 * _LENGTH * f + gradient)
@@ -495,8 +497,8 @@ class MemoryModel:
         repeats = self._reader.repeats(option)
         lookups = table.pooling_factor * repeats * local
         bags = self._reader.bags_per_sample(option) * local
-        outputs = bags if option.is_pooled else lookups
-        size = _FLOAT * outputs * int(option.tensor.shape[1])
+        outputs = bags if is_pooled(option) else lookups
+        size = output_bytes(option) * outputs * int(option.tensor.shape[1])
         batches = np.zeros(len(INSTANTS))
         if self._is_pipelined:
             ids = (_INDEX + (_WEIGHT if table.weighted else 0)) * lookups
@@ -506,7 +508,7 @@ class MemoryModel:
             batches = _NUM_CAME * (ids + _LENGTH * bags) + num_sent * sent
         if is_dense(option):
             parts = [1, 1, 1, 1, 1, 1]
-        elif not option.is_pooled or self._is_reduced_at_once(option):
+        elif not is_pooled(option) or self._is_reduced_at_once(option):
             parts = [1, 1, 2, 1, 0, 0]
         else:  # gradients, cut by rank, lie beside what they are put together from
             parts = [1, 2, 3, 2, 0, 0]
@@ -554,7 +556,7 @@ class MemoryModel:
         features are put in order together: while replicated tables look theirs up,
         those of the others are there, too.
         """
-        size = self._output_bytes(option) if option.is_pooled else 0.0
+        size = self._output_bytes(option) if is_pooled(option) else 0.0
         if is_dense(option):
             return size * np.array([0, 0, 0, 0, 0, 1])
         cut = self._is_reduced_at_once(option)
@@ -574,7 +576,7 @@ class MemoryModel:
 
     def _output_bytes(self, option: ShardingOption) -> float:
         bags = self._reader.bags_per_sample(option) * float(option.batch_size)
-        return _FLOAT * bags * int(option.tensor.shape[1])
+        return output_bytes(option) * bags * int(option.tensor.shape[1])
 
 
 def _slots(rows: int, option: ShardingOption) -> int:

@@ -37,6 +37,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     has_cache,
     is_fused,
+    is_pooled,
     loads_ahead,
     table_name,
 )
@@ -162,7 +163,7 @@ def task_of(
         stage_names=fused.stage_names,
         alternatives=tuple(tuple(w) for w in ways.values()),
         sharding_types=tuple(o.sharding_type for o in options),
-        pooled=tuple(bool(o.is_pooled) for o in options),
+        pooled=tuple(is_pooled(o) for o in options),
         codecs=tuple(priced_codecs(o, topology) for o in options),
         repeats=tuple(reader.repeats(o) for o in options),
         kernels=tuple(kernels),

@@ -36,7 +36,11 @@ from torchrec_neuroshard.planner.compat import group_timeout_seconds
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.launch.from_first import LostRankError, from_first
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
-from torchrec_neuroshard.planner.options.table_reader import is_dense, table_name
+from torchrec_neuroshard.planner.options.table_reader import (
+    is_dense,
+    is_pooled,
+    table_name,
+)
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S, whole_nodes
 from torchrec_neuroshard.planner.options.ways import is_placeable, narrowest_shard
 from torchrec_neuroshard.records import CostRecord, utc_now
@@ -265,7 +269,7 @@ class FirstLaunch:
                 continue
             rows = int(sample_shards(option)[0].size[0])
             whole = rows >= table.num_embeddings
-            part = row_shard(table, rows, batch, pooled=bool(option.is_pooled))
+            part = row_shard(table, rows, batch, pooled=is_pooled(option))
             key = (option.path, whole, table.optimizer, table.data_type, table.weighted)
             place = (
                 kernels.setdefault(key, len(kernels)),

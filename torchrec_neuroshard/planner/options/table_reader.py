@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -74,17 +74,18 @@ __all__ = [
     "is_fused",
     "is_lfu",
     "is_modelled_config",
+    "is_pooled",
     "is_quantised",
     "is_summed",
     "loads_ahead",
     "max_columns",
     "note_sharders",
     "option_codecs",
+    "output_bytes",
     "table_configs",
     "table_name",
 ]
 
-_PLAIN = (WireCodec(), WireCodec())
 _SUMMABLE = ("", "fp32", "fp16", "bf16")
 """Codecs whose values can be added up; of "" nothing is known."""
 _A2A = CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name
@@ -107,6 +108,11 @@ OFFLOADED_KERNELS: frozenset[str] = frozenset(
     {EmbeddingComputeKernel.FUSED_UVM.value, _CACHING}
 )
 """Fused kernels whose tables live in the host's memory."""
+
+_SEQUENCE_TABLES: weakref.WeakKeyDictionary[nn.Module, set[str]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Module that a sharder takes -> its tables that are not pooled."""
 
 TABLE_MODULES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface)
 """TorchRec's modules that hold tables."""
@@ -148,7 +154,7 @@ _SHARDERS_OPTIMIZER, _SHARDERS_COUNTERS, _CODECS, _DISTINCT = (
     "wire_codecs",
     "looks_up_distinct",
 )
-_SHARDERS_CACHE_LOAD = "sharders_cache_load"
+_SHARDERS_CACHE_LOAD, _OUTPUT_BYTES = "sharders_cache_load", "output_bytes"
 """Attributes of an option: see `note_sharders`."""
 
 
@@ -206,6 +212,23 @@ def is_fused(option: ShardingOption) -> bool:
     return option.compute_kernel == _FUSED or option.compute_kernel in OFFLOADED_KERNELS
 
 
+def is_pooled(option: ShardingOption) -> bool:
+    """Whether a table's rows are summed for each sample, or else sent one by one.
+
+    TorchRec takes sequences for pooled where another module, such as a tower, holds
+    their collection.
+    """
+    module = option.module[1]
+    if module not in _SEQUENCE_TABLES:
+        _SEQUENCE_TABLES[module] = {
+            config.name
+            for child in module.modules()
+            if isinstance(child, EmbeddingCollectionInterface)
+            for config in child.embedding_configs()
+        }
+    return bool(option.is_pooled) and option.name not in _SEQUENCE_TABLES[module]
+
+
 def is_quantised(option: ShardingOption) -> bool:
     """Whether the option runs a kernel of quantised tables, which are not trained."""
     return str(option.compute_kernel).startswith("quant")
@@ -233,7 +256,7 @@ def _codec_fault(option: ShardingOption) -> RunFault | None:
                     "rows together",
                 )
             # Of sequences any number of ids may be sent to a rank.
-            times = int(option.batch_size) if option.is_pooled else 1
+            times = int(option.batch_size) if is_pooled(option) else 1
             for width in sorted({int(s.size[1]) for s in sample_shards(option)}):
                 if width * times % codec.row_values:
                     return _unfilled(told, codec.row_values, width, times)
@@ -259,14 +282,27 @@ def _used_codecs(
     known = vars(option).get(_CODECS, {})
     if kind is None or kind.is_replicated or not known:
         return {}
-    name = kind.pooled if option.is_pooled else kind.sequences
-    ops = _COMM_OPS[name][0 if option.is_pooled else 1]
-    return {op: known.get(op, _PLAIN) for op in ops}
+    name = kind.pooled if is_pooled(option) else kind.sequences
+    ops = _COMM_OPS[name][0 if is_pooled(option) else 1]
+    return {op: known.get(op, _uncoded(option)) for op in ops}
+
+
+def _uncoded(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
+    return (WireCodec(wire_bytes=output_bytes(option)),) * 2
+
+
+def output_bytes(option: ShardingOption) -> float:
+    """Return the bytes of a value of a table's outputs, and of their gradients.
+
+    `output_dtype` of a constraint or of a sharder's fused_params sets it; where tables
+    of a module differ, TorchRec joins their outputs in the widest.
+    """
+    return float(vars(option).get(_OUTPUT_BYTES, 4.0))
 
 
 def option_codecs(option: ShardingOption) -> tuple[WireCodec, WireCodec]:
     """Return how an option's output values travel, and its gradients."""
-    used = _used_codecs(option).values() or [_PLAIN]
+    used = _used_codecs(option).values() or [_uncoded(option)]
     # Of two collectives one after the other, the larger.
     forward, backward = (
         max((codecs[i] for codecs in used), key=lambda c: c.wire_bytes) for i in (0, 1)
@@ -294,12 +330,13 @@ def has_own_optimizer(option: ShardingOption) -> bool:
 
 
 def note_sharders(
-    options: Iterable[ShardingOption], sharders: Mapping[str, Any]
+    options: Sequence[ShardingOption], sharders: Mapping[str, Any]
 ) -> None:
     """Leave on options what only their sharders know.
 
     That is the optimizer and the size of caches that fused parameters ask for, the
-    codecs of quantised collectives, and whether repeated ids are looked up once.
+    codecs of quantised collectives, whether repeated ids are looked up once, and the
+    width of a module's outputs.
     TorchRec shows sharders to enumerators and estimators alone; the other parts of a
     planner read it off the option, and copies keep it.
 
@@ -325,7 +362,14 @@ def note_sharders(
     codecs = {kind: found for kind, s in sharders.items() if (found := wire_codecs(s))}
     known = {kind for kind, s in sharders.items() if is_sharder(s)}
     distinct = {kind for kind in known if removes_repeats(sharders[kind])}
-    for option in options if asked or loads or codecs or distinct else ():
+    types = {kind: params.get("output_dtype") for kind, params in params_of.items()}
+    sizes: dict[str, set[int]] = {}
+    for option in options:
+        own = option.output_dtype or types.get(option.module_type_key)
+        size = 2 if own is not None and own.name in ("FP16", "BF16") else 4
+        sizes.setdefault(option.path, set()).add(size)
+    half = any(2 in found for found in sizes.values())
+    for option in options if asked or loads or codecs or distinct or half else ():
         kind, attributes = option.module_type_key, vars(option)
         if kind in asked:
             attributes[_SHARDERS_OPTIMIZER] = asked[kind][0]
@@ -336,6 +380,8 @@ def note_sharders(
             attributes[_CODECS] = codecs[kind]
         if kind in distinct:
             attributes[_DISTINCT] = True
+        if half:  # of one table alone no more is known than of all before
+            attributes.setdefault(_OUTPUT_BYTES, max(sizes[option.path]))
 
 
 def _num_counters(optimizer: str, settings: Mapping[str, Any]) -> int:
@@ -556,7 +602,7 @@ class TableReader:
             tuple(option.input_lengths),
             option.batch_size,
             self._is_weighted(option),
-            option.is_pooled,
+            is_pooled(option),
             self.looks_up_distinct(option),
             optimizer,
         )
@@ -568,7 +614,7 @@ class TableReader:
 
     def looks_up_distinct(self, option: ShardingOption) -> bool:
         """Whether repeated ids of a local batch are sent and looked up once."""
-        return not option.is_pooled and bool(vars(option).get(_DISTINCT))
+        return not is_pooled(option) and bool(vars(option).get(_DISTINCT))
 
     def repeats(self, option: ShardingOption) -> float:
         """Return how many times as many ids a table's samples have as are looked up.
@@ -613,7 +659,7 @@ class TableReader:
                 profile = profile.distinct_in_parts(self._world_size, rows)
             total = profile.pooling_factor
         num_features, outputs = len(features), None
-        if not option.is_pooled:
+        if not is_pooled(option):
             num_features = min(max(1, round(total)), MAX_FEATURES)
             is_other = distinct or total > MAX_FEATURES
             outputs = total if is_other and total > 0 else None

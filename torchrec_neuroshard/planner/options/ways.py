@@ -17,6 +17,7 @@ from torchrec.distributed.planner.types import (
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
+    is_pooled,
     max_columns,
     option_codecs,
 )
@@ -164,7 +165,7 @@ def narrowest_shard(
     """
     if option.sharding_type not in COLUMN_SHARDED_TYPES:
         return int(sample_shards(option)[0].size[1])
-    if option.sharding_type != COLUMN_WISE or not option.is_pooled:
+    if option.sharding_type != COLUMN_WISE or not is_pooled(option):
         return int(option.tensor.shape[1])
     least = COLUMN_MULTIPLE * int(option.batch_size)
     if any(least % codec.row_values for codec in option_codecs(option)):

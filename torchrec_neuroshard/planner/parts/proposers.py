@@ -24,6 +24,7 @@ from torchrec_neuroshard.planner.options.constraints import (
 from torchrec_neuroshard.planner.options.spread_options import sample_shards
 from torchrec_neuroshard.planner.options.table_reader import (
     device_tier,
+    is_pooled,
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
@@ -198,7 +199,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             )
             size *= narrowest / max(int(s.size[1]) for s in sample_shards(option))
         first, second = (COLUMN_WISE, TABLE_WISE)
-        if not option.is_pooled:
+        if not is_pooled(option):
             first, second = second, first
         kind = option.sharding_type
         fused = option.compute_kernel == "fused"

@@ -45,6 +45,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     has_open_cache,
     has_own_optimizer,
     is_fused,
+    is_pooled,
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size
@@ -280,7 +281,7 @@ def _useful(
             error_type=PlannerErrorType.PARTITION, message=too_few_ranks(ways)
         )
     columns = {o.compute_kernel for o in kept if o.sharding_type == COLUMN_WISE}
-    if not ways[0].is_pooled:
+    if not is_pooled(ways[0]):
         # Sequences are not split: table-wise shards are the same.
         whole = {o.compute_kernel for o in kept if o.sharding_type == TABLE_WISE}
         kept = [

@@ -39,6 +39,7 @@ from torchrec_neuroshard.planner.compat import (
 from torchrec_neuroshard.planner.options.table_reader import (
     SPLITTING_TYPES,
     TableReader,
+    is_pooled,
     max_columns,
     table_configs,
     table_name,
@@ -623,7 +624,7 @@ def is_even(options: Sequence[ShardingOption]) -> bool:
     """Whether column shards of sequences are of one width in each module."""
     widths: dict[str, set[int]] = {}
     for option in options:
-        if not option.is_pooled and option.sharding_type == COLUMN_WISE:
+        if not is_pooled(option) and option.sharding_type == COLUMN_WISE:
             found = {int(s.size[1]) for s in option.shards}
             widths.setdefault(option.path, set()).update(found)
     return all(len(found) == 1 for found in widths.values())

@@ -65,6 +65,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     device_tier,
     has_cache,
+    is_pooled,
     loads_ahead,
     table_name,
 )
@@ -255,7 +256,7 @@ def _overflow(
     rows, width = (int(n) for n in shard.size)
     others = {"row_wise": "row-wise", "column_wise": "column-wise"}
     others.pop(option.sharding_type, None)
-    if on_cpu and option.is_pooled:  # of which TorchRec splits no rows there
+    if on_cpu and is_pooled(option):  # of which TorchRec splits no rows there
         others.pop("row_wise", None)
     ways_out = ["plan with this memory and batch_size"]
     if others:
