@@ -13,6 +13,9 @@ import pytest
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+)
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
 from torchrec.distributed.types import CacheAlgorithm, CacheParams, DataType
 
@@ -171,3 +174,14 @@ def test_what_fits_by_neither_count_is_told_how_many_ranks_are_enough() -> None:
                 planner.plan(ebc, bag_sharders())
         else:
             planner.plan(ebc, bag_sharders())
+
+
+def test_tables_that_no_memory_holds_are_refused_as_by_torchrec() -> None:
+    """However wide they are."""
+    planner = planner_of(
+        storage_reservation=FixedPercentageStorageReservation(0.15),
+        constraints=only("table_wise", "row_wise", count=2),
+    )
+    with pytest.raises(PlannerError) as caught:
+        planner.plan(make_ebc([(10**7, 10**7)] * 2), bag_sharders())
+    assert caught.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE

@@ -200,9 +200,11 @@ class NeuroShardEnumerator(HookedEnumerator):
         self._modelled = {name for name, modelled in known.items() if modelled}
         self._offloadable = self._short_of_memory(sizes) if self._on_gpus else set()
         options: list[ShardingOption] = super().enumerate(module, sharders)
-        found = self._that_run(options, known)
+        has = sum(d.storage.hbm + d.storage.ddr for d in self._topology.devices)
+        if sum(size for _, size in sizes) <= 4 * has:  # else memory is refused first
+            options = self._that_run(options, known)
         self.seconds = time.monotonic() - start
-        return found
+        return options
 
     def _short_of_memory(self, sizes: Sequence[tuple[str, int]]) -> set[str]:
         """Tables of these bytes, by name, for which device memory is scarce."""

@@ -14,7 +14,7 @@ __all__ = ["enough_ranks"]
 
 MOST_TIMES = 64
 """Ranks that are tried, relative to those there are."""
-SECONDS = 5.0
+SECONDS = 2.0
 """After so many no other number is tried."""
 
 
