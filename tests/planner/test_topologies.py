@@ -112,6 +112,7 @@ def test_values_of_the_caller_go_before_the_cards() -> None:
     assert not (devices.impossible or devices.left_out)
     assert {f.basis for f in devices.figures.values()} == {"given"}
     assert topology_for("v100").world_size == 8
+    assert topology_for("v100", host_memory_gb=0).devices[0].storage.ddr == 0
 
 
 @pytest.mark.parametrize(
