@@ -256,6 +256,13 @@ def test_a_given_topology_is_completed_not_changed(
     assert other.topology.devices[0].storage.hbm == 40 * 10**9
 
 
+@pytest.mark.usefixtures("group")
+def test_group_that_cannot_train_by_the_plan_is_told() -> None:
+    planner = planned(Topology(2, "cpu"), calibrate="never")
+    with pytest.warns(UserWarning, match="has 2 ranks, the process group 1, which"):
+        planner.collective_plan(make_ebc([(1000, 64)]), bag_sharders())
+
+
 def test_reports_say_what_costs_rest_on() -> None:
     table = ParameterConstraints(pooling_factors=[20.0])
     profile = zipf_profile(batch_size=64, pooling_factor=3.0, num_embeddings=100)
