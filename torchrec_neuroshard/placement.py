@@ -154,7 +154,8 @@ class ShardingTask:
     the number of. An empty inner tuple is any rank, an empty field any for all."""
     together: tuple[tuple[int, ...], ...] = ()
     """Sets of tables (indices) that lie whole, all of a set on one common rank: their
-    `max_shards` becomes 1. Sets that share a table are joined."""
+    `max_shards` becomes 1. Sets that share a table are joined. Of tables with
+    alternatives, each has one in every set: they are chosen as one."""
     apart: tuple[tuple[int, ...], ...] = ()
     """Sets of tables (indices) of which no rank holds shards of more than one."""
     alternatives: tuple[tuple[int, ...], ...] = ()
@@ -244,12 +245,15 @@ class ShardingTask:
         # What one table alone is asked needs no set.
         several = tuple(tables for tables in together if len(tables) > 1)
         object.__setattr__(self, "together", several)
-        chosen = {way for ways in self.alternatives for way in ways}
-        for table in chosen.intersection(t for tables in several for t in tables):
-            raise ConfigError(
-                f"table '{self.tables[table].name}' lies together with others and has "
-                "alternatives; give it one way to be sharded"
-            )
+        number = {t: n for n, tables in enumerate(several) for t in tables}
+        for ways in self.alternatives:
+            if len({number.get(way, -1 - way) for way in ways}) < len(ways) or (
+                not set(ways).isdisjoint(number) and not number.keys() >= set(ways)
+            ):
+                raise ConfigError(
+                    f"table '{self.tables[ways[0]].name}' lies together with others in "
+                    "some of its alternatives; put each of them into a set of its own"
+                )
         apart = sorted(t for t in self._checked_sets("apart") if len(t) > 1)
         object.__setattr__(self, "apart", tuple(apart))
 

@@ -9,6 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import ONE_NODE, TWO_NODES, Jobs, Results
 from tests.distributed.test_monitor import EAGER, shard
+from torchrec_neuroshard.monitor.assessment import Offer
 from torchrec_neuroshard.planner.plans.replan import ReplanResult, apply_moves
 
 pytestmark = pytest.mark.distributed
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.distributed
 PACKAGE = "torchrec_neuroshard"
 
 
-def watched(rank: int) -> dict[str, str]:
+def watched(rank: int, folder: Path) -> dict[str, str]:
     """What one rank does otherwise, as each rank sees it."""
     from torchrec_neuroshard import PlanMonitor
 
@@ -61,6 +63,14 @@ def watched(rank: int) -> dict[str, str]:
     with mock.patch(look, interrupted):
         told("interrupt", monitor.replan)
     monitor.close()
+    file = folder / "a-file"
+    file.touch()
+    monitor = PlanMonitor(sharded, planner, plan_file=file / "plan.json", **EAGER)
+    late: Any = SimpleNamespace(executable=False, plan=sharded.plan)
+    offer = Offer(result=late, saved_ms=1.0, iteration_ms=2.0, move_ms=0, search_ms=0)
+    with mock.patch(look, lambda *_, **__: offer):
+        told("plan file", lambda: getattr(monitor.replan(), "plan_file", "nothing"))
+    monitor.close()
     tables = {"sparse.ebc": sharded.plan.plan["sparse.ebc"]}
     result = mock.Mock(
         spec=ReplanResult, changed=tables, replaced=tables, executable=True
@@ -78,12 +88,13 @@ WATCHED = {
     "PhaseTimer": "ConfigError: OSError: injected",
     "budget": "ConfigError: budget_bytes must be at least 0, got -1",
     "interrupt": "KeyboardInterrupt: ",
+    "plan file": "None",
     "plan": "ConfigError: table 'sparse.ebc.t0' is no longer where replan saw it",
 }
 
 
-def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
-    return {"watched": functools.partial(watched, rank)}
+def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
+    return {"watched": functools.partial(watched, rank, folder)}
 
 
 @pytest.mark.parametrize("num_nodes", [ONE_NODE, TWO_NODES])

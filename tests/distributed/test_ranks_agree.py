@@ -193,9 +193,21 @@ def raises(error: BaseException, at: Rank) -> Any:
     return at.plan(at.planner(callbacks=[callback]))
 
 
-def cannot_be_sent(at: Rank) -> Any:
+def refuse_elsewhere() -> None:
+    if dist.get_rank():
+        raise ImportError("no such part here")
+
+
+class OfFirst:
+    """Can be read on rank 0 alone."""
+
+    def __reduce__(self) -> Any:
+        return refuse_elsewhere, ()
+
+
+def odd_plan(at: Rank, stats: Any) -> Any:
     def callback(options: Any) -> Any:
-        options[0].cache_params = CacheParams(stats=lambda: None)
+        options[0].cache_params = CacheParams(stats=stats)
         return options
 
     return at.plan(at.planner(callbacks=[callback]))
@@ -304,9 +316,13 @@ CASES = {
         seconds=SHORT_SECONDS,
     ),
     "cannot be sent": Case(
-        cannot_be_sent,
-        "NeuroShardError|rank 0 planned, but the other ranks cannot be told",
+        functools.partial(odd_plan, stats=lambda: None),
+        "NeuroShardError|rank 0 planned, but rank 0 cannot send what came of it",
         seconds=SHORT_SECONDS,
+    ),
+    "cannot be read": Case(
+        functools.partial(odd_plan, stats=OfFirst()),
+        "NeuroShardError|rank 0 planned, but rank 1 cannot read what came of it",
     ),
     "nothing fits": Case(nothing_fits, f"{PlannerError.__name__}|"),
     "planned on others": Case(planned_on_others),

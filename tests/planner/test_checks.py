@@ -39,9 +39,14 @@ def on_t0(**fields: Any) -> dict[str, ParameterConstraints]:
         ({"num_poolings": [math.nan]}, r"'t0': num_poolings\[0\] is nan"),
         ({"batch_sizes": [-1]}, r"'t0': batch_sizes\[0\] is -1"),
         ({"min_partition": -4}, "'t0': min_partition is -4; give the columns"),
+        (
+            {"pooling_factors": 20.0},
+            r"'t0': pooling_factors is 20\.0, not a list; give",
+        ),
+        ({"sharding_types": "row_wise"}, r"sharding_types is 'row_.*\['row_wise'\]"),
     ],
 )
-def test_numbers_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_values_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_planner(2, "cuda", constraints=on_t0(**fields))
 

@@ -26,6 +26,7 @@ from tests.builders import (
     bag_config,
     bag_sharders,
     bags,
+    cost_of,
     make_ebc,
     make_planner,
     types_of,
@@ -324,6 +325,28 @@ def test_node_wise_tables_stay_in_allowed_nodes() -> None:
     )
     with pytest.raises(ConfigError, match="'t0' may only be sharded table_row_wise"):
         planner.plan(make_ebc([(1000, 64)]), bag_sharders())
+
+
+def test_company_costs_what_pins_to_one_rank_do() -> None:
+    """Two of three tables of 31 GB fit a device of 80, the third is cached."""
+    names = ["t0", "t1", "t2"]
+    found = {}
+    for rules in (
+        PlacementConstraints(together=[names]),
+        PlacementConstraints(pin={name: [0] for name in names}),
+    ):
+        planner = make_planner(
+            topology=Topology(2, "cuda", hbm_cap=80 * 10**9),
+            placement_constraints=rules,
+            batch_size=8192,
+        )
+        plan = planner.plan(make_ebc([(60_500_000, 128)] * 3), bag_sharders())
+        assert keeps(plan, rules, 2)
+        kernels = [sharding.compute_kernel for sharding in plan.plan[""].values()]
+        found[rules] = cost_of(planner), sorted(kernels)
+    company, pins = found.values()
+    assert company[0] == pytest.approx(pins[0], rel=1e-3)
+    assert company[1] == ["fused", "fused", "fused_uvm_caching"]
 
 
 def test_a_table_too_large_for_its_ranks_is_named() -> None:

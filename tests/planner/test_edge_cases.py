@@ -76,6 +76,7 @@ from tests.builders import (
     only,
     sequences,
     shards_of,
+    stock_planner,
     types_of,
 )
 from torchrec_neuroshard import rehearse
@@ -743,6 +744,20 @@ def test_quantised_collection(device: str) -> None:
     for rank in planner.last_result.predicted.ranks:
         # Nothing trains them.
         assert rank.fwd_compute > 0 and rank.bwd_compute == rank.bwd_comms == 0
+
+
+def test_tables_that_no_search_places_share_the_ranks() -> None:
+    # Each alone is read fastest by rows, all together by tables.
+    model = QuantEmbeddingBagCollection(
+        tables=[bag_config(i, data_type=DataType.INT8) for i in range(12)],
+        is_weighted=False,
+        device=META,
+    )
+    sharders: list[Any] = [QuantEmbeddingBagCollectionSharder()]
+    _, planner = plan_of(model, 4, sharders=sharders, consider_stock=False)
+    theirs = stock_planner(planner.topology).plan(model, sharders)
+    cost = planner.evaluate(theirs, model, sharders).critical_path_ms
+    assert cost_of(planner) <= cost * (1 + 1e-9)
 
 
 def test_optimizer_of_a_fused_collection() -> None:

@@ -112,6 +112,7 @@ def test_values_of_the_caller_go_before_the_cards() -> None:
     assert not (devices.impossible or devices.left_out)
     assert {f.basis for f in devices.figures.values()} == {"given"}
     assert topology_for("v100").world_size == 8
+    assert topology_for("v100", host_memory_gb=0).devices[0].storage.ddr == 0
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,13 @@ def test_a_given_topology_is_completed_not_changed(
     # Another card is planned for than the one here.
     other = planned(topology_for("a100-40gb", ranks_per_node=2))
     assert other.topology.devices[0].storage.hbm == 40 * 10**9
+
+
+@pytest.mark.usefixtures("group")
+def test_group_that_cannot_train_by_the_plan_is_told() -> None:
+    planner = planned(Topology(2, "cpu"), calibrate="never")
+    with pytest.warns(UserWarning, match="has 2 ranks, the process group 1, which"):
+        planner.collective_plan(make_ebc([(1000, 64)]), bag_sharders())
 
 
 def test_reports_say_what_costs_rest_on() -> None:

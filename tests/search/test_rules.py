@@ -11,7 +11,7 @@ import pytest
 
 from tests.builders import draw_memory, draw_tables, make_tables, make_task, search
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement import HostRows, KernelFactors, ShardingTask
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.search.feasibility import pack
@@ -180,6 +180,36 @@ def test_rules_that_ask_for_nothing_change_nothing() -> None:
     same = wide_task(allowed_ranks=(every,) * 30, together=((3,),), apart=((4,), ()))
     same = dataclasses.replace(same, max_shards=task.max_shards)
     assert refined(same, effort=0.2).placement == refined(task, effort=0.2).placement
+
+
+@pytest.mark.parametrize(("memory", "in_host"), [(9600, 0), (9000, 1), (6000, 2)])
+def test_tables_that_lie_together_choose_their_ways_as_one(
+    memory: int, in_host: int
+) -> None:
+    """Three of 3200 bytes, of which none, the first or the first two are in the host.
+
+    Another one lies where it likes.
+    """
+    tables = make_tables([32] * 4, 100, (9.0, 5.0, 5.0, 1.0), data_type="int8")
+    ways = [*itertools.product(range(3), repeat=2), (3, 0)]
+    is_out = [table < number for table, number in ways]
+    slow = KernelFactors(forward=5.0, host=HostRows(gb_per_s=10.0))
+    task = make_task(
+        [tables[table] for table, _ in ways],
+        2,
+        memory_bytes=(memory, 3200),
+        column_bytes=tuple(0.0 if out else 100.0 for out in is_out),
+        kernels=tuple(slow if out else None for out in is_out),
+        alternatives=((0, 1, 2), (3, 4, 5), (6, 7, 8)),
+        together=((0, 3, 6), (1, 4, 7), (2, 5, 8)),
+        uneven=False,
+    )
+    for limit in (0, 10**6):
+        result = search(task, SearchConfig(exhaustive_limit=limit), COMPUTE, COMMS)
+        result.placement.check(task)
+        held = {s.table: s.rank for s in result.placement.shards}
+        assert {table % 3 for table in held if table < 9} == {in_host}
+        assert result.lower_bound_ms <= result.predicted.critical_path_ms
 
 
 @pytest.mark.parametrize("groups", [(0,), (0, 1), (0, 1, 2)])

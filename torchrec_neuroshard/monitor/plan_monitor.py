@@ -520,10 +520,11 @@ class PlanMonitor:
             assert offer is not None
             self._follow(offer, seconds)
         path = self._settings.plan_file
-        is_stored = offer is not None and reason is not None and path is not None
-        if is_stored and self._is_first:
-            assert offer is not None and path is not None
-            self._store(offer, Path(path))
+        is_stored = False
+        if offer is not None and reason is not None and path is not None:
+            if self._is_first:
+                is_stored = self._store(offer, Path(path))
+            is_stored = self._exchange.from_first(is_stored)
         return Replanned(
             offer=offer,
             applied=reason is None,
@@ -543,13 +544,15 @@ class PlanMonitor:
         if self._assessor is not None:
             self._assessor.follow(offer, seconds)
 
-    def _store(self, offer: Offer, path: Path) -> None:
+    def _store(self, offer: Offer, path: Path) -> bool:
         try:
             save_plan(
                 offer.result.plan, path, model=self._module, planner=self._planner
             )
         except Exception as error:
             self._fail(error)
+            return False
+        return True
 
     def _remove_hooks(self) -> None:
         for part in ("_timer", "_sampler"):

@@ -633,6 +633,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 )
             pg = dist.group.WORLD
             assert pg is not None, "there is one once it is initialised"
+        if pg.size() % self.topology.world_size:
+            warnings.warn(
+                f"the topology has {self.topology.world_size} ranks, the process group "
+                f"{pg.size()}, which cannot train by the plan. Give the topology as "
+                "many, or call plan() for the plan of another job",
+                stacklevel=2,
+            )
         if sharders is None:
             sharders = get_default_sharders()
         plan: ShardingPlan | None = None

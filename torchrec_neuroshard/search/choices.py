@@ -85,7 +85,7 @@ class Choices:
         self.bank = bank
         task = bank.task
         num_ranks = task.world_size
-        self.ways = [w for w in task.ways if len(w) > 1 or bank.leads_T[w[0]]]
+        self.ways = [w for w in task.ways if bank.leads_T[w[0]]]
         if blocks_only:
             blocks = [
                 tuple(w for w in ways if not bank.moves_T[w]) for ways in self.ways
@@ -643,9 +643,9 @@ def _no_room(bank: ShardBank, table: int, free_MW: Floats) -> str:
 
 def columns_of(bank: ShardBank, chosen_N: Ints) -> list[int]:
     """Return the chosen tables that lie in column shards, followers among them."""
-    taken = ~bank.leads_T
+    taken = np.zeros(len(bank.leader_T), dtype=bool)
     taken[chosen_N[bank.moves_T[chosen_N]]] = True
-    return [int(t) for t in np.flatnonzero(taken)]
+    return [int(t) for t in np.flatnonzero(taken[bank.leader_T])]
 
 
 def memory_left(bank: ShardBank, width_TW: Ints) -> Floats:

@@ -274,8 +274,11 @@ def _breaks_rules(
         crowd = (held_CNW & np.isin(way_CN, tables)[:, :, None]).sum(axis=1)
         broken |= (crowd > 1).any(axis=1)
     for tables in task.together:
-        columns = np.flatnonzero(np.isin(way_CN[0], tables))
-        broken |= (held_CNW[:, columns] != held_CNW[:, columns[:1]]).any(axis=(1, 2))
+        own_CN = np.isin(way_CN, tables)
+        broken |= own_CN.any(axis=1) & (own_CN.sum(axis=1) < len(tables))
+        first_CW = held_CNW[np.arange(len(own_CN)), own_CN.argmax(axis=1)]
+        alike_CN = (held_CNW == first_CW[:, None]).all(axis=2)
+        broken |= (own_CN & ~alike_CN).any(axis=1)
     return broken
 
 

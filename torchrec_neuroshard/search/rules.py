@@ -17,7 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
+from torchrec_neuroshard.placement import (
+    HOST,
+    ShardingTask,
+    capitalised,
+    format_bytes,
+)
 
 __all__ = [
     "Rules",
@@ -164,10 +169,9 @@ def merged(task: ShardingTask) -> ShardingTask:
 def follow(task: ShardingTask, width_TW: Ints) -> Ints:
     """Put followers beside their leaders, in place, and return the widths."""
     for tables in task.together:
-        rank = int(width_TW[tables[0]].argmax())
-        width_TW[list(tables)] = 0
+        held_W = width_TW[tables[0]] > 0
         for table in tables:
-            width_TW[table, rank] = task.tables[table].embedding_dim
+            width_TW[table] = held_W * task.tables[table].embedding_dim
     return width_TW
 
 
@@ -198,8 +202,9 @@ def check_constraints(task: ShardingTask) -> None:
     """
     if not task.is_constrained:
         return
-    for tables in task.together:
-        _check_set(task, tables)
+    sets = {tables[0]: tables for tables in task.together}
+    for ways in task.ways:
+        _check_sets(task, [sets[way] for way in ways if way in sets])
     leader_T = leaders(task).tolist()
     for tables in task.apart:
         seen: dict[int, int] = {}
@@ -237,6 +242,22 @@ def _named(task: ShardingTask, tables: Sequence[int]) -> str:
 def _numbered(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_MAX_NAMED]))
     return shown if len(ranks) <= _MAX_NAMED else f"{shown}, ..."
+
+
+def _check_sets(task: ShardingTask, sets: Sequence[Sequence[int]]) -> None:
+    """Check that tables that lie together have a rank to lie on, in some way."""
+    problems = list[str]()
+    for tables in sets:
+        try:
+            return _check_set(task, tables)
+        except InfeasibleError as problem:
+            problems.append(str(problem))
+    if problems:
+        # The first ways are the fastest; later ones may take the host's memory.
+        host = [capitalised(p) for p in problems if p.startswith(HOST)]
+        first, *_ = problems
+        known = first.startswith(HOST)
+        raise InfeasibleError(". ".join([first, *host[-1:][: not known]]))
 
 
 def _check_set(task: ShardingTask, tables: Sequence[int]) -> None:

@@ -175,6 +175,8 @@ class ShardBank:
         }
         """Table -> the other ways in which it may be sharded, if there are any."""
         self._splits: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self.leader_T: Ints = everything
+        """The table beside which each is placed; of most, itself."""
         self.leads_T: npt.NDArray[np.bool_] = np.ones(num_tables, dtype=bool)
         """False for followers, which are placed beside their leaders."""
         self._colocated_TQ: Ints = np.zeros((num_tables, 0), dtype=np.int64)
@@ -265,7 +267,7 @@ class ShardBank:
     def _merge(self, own: ShardingTask, whole: PricedShards) -> None:
         """Give the first table of each set and group what all of them have."""
         num_tables = len(own.tables)
-        leader_T = leaders(own)
+        self.leader_T = leader_T = leaders(own)
         self.leads_T = leader_T == np.arange(num_tables)
         first: dict[tuple[int, int], int] = {}
         keys = zip(leader_T.tolist(), self.groups_T.tolist(), strict=True)

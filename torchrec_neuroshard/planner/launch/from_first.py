@@ -39,16 +39,24 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
 
     Raises:
         LostRankError: A rank died, or was silent for as long as the group waits.
-        NeuroShardError: The value cannot be sent; on all ranks.
+        NeuroShardError: The value cannot be sent, or not be read by a rank; on all.
     """
     if pg.size() == 1:
         return value
-    root, is_first = dist.get_global_rank(pg, 0), pg.rank() == 0
-    sent: list[Any] = [_packed(value, root, doing) if is_first else None]
+    root = dist.get_global_rank(pg, 0)
+    sent: list[Any] = [None]
+    failure: Exception | None = None
+    if pg.rank() == 0:
+        sent[0], failure = _attempt(pickle.dumps, value)
+    told: list[str | None] = [None] * pg.size()
     try:
         missing = _missing(pg, root) if is_over_gloo(pg) else []
         if not missing:
             dist.broadcast_object_list(sent, root, group=pg)
+            if pg.rank() and sent[0] is not None:
+                value, failure = _attempt(pickle.loads, sent[0])
+            text = failure and f"{type(failure).__name__}: {failure}"
+            dist.all_gather_object(told, text, group=pg)
     except RuntimeError as error:
         raise LostRankError(
             f"rank {root}, which {doing}, or what leads to it died or fell silent: "
@@ -59,19 +67,21 @@ def from_first(value: T, pg: dist.ProcessGroup, doing: str) -> T:
             f"rank {missing[0]} died or fell silent while rank {root} {doing}; restart "
             "the job"
         )
-    if isinstance(sent[0], NeuroShardError):
-        raise sent[0]
-    return value if is_first else pickle.loads(sent[0])
+    for rank, said in enumerate(told):
+        if said is not None:
+            verb, where = "read" if rank else "send", dist.get_global_rank(pg, rank)
+            raise NeuroShardError(
+                f"rank {root} {doing}, but rank {where} cannot {verb} what came of it: "
+                f"{said}"
+            )
+    return value
 
 
-def _packed(value: Any, root: int, doing: str) -> bytes | NeuroShardError:
+def _attempt(function: Any, argument: Any) -> tuple[Any, Exception | None]:
     try:
-        return pickle.dumps(value)
+        return function(argument), None
     except Exception as error:
-        return NeuroShardError(
-            f"rank {root} {doing}, but the other ranks cannot be told: "
-            f"{type(error).__name__}: {error}"
-        )
+        return None, error
 
 
 def portable(error: E | None) -> E | NeuroShardError | RuntimeError | None:

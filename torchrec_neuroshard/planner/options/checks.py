@@ -115,13 +115,20 @@ def check_constraints(
         prefetches: Whether the pipeline loads caches ahead of lookups.
 
     Raises:
-        ConfigError: A number that is not finite or below 0, two lists of a table that
-            differ in length, a cache that FBGEMM cannot run, or no constraints at all.
+        ConfigError: A number that is not finite or below 0, something else where a
+            list should be, two lists of a table that differ in length, a cache that
+            FBGEMM cannot run, or no constraints at all.
     """
     for name, constraint in constraints.items():
         where = f"constraints of table '{name}'"
         way_out = "pass such as ParameterConstraints(pooling_factors=[20.0])"
         check_kind(where, constraint, ParameterConstraints, way_out)
+        for field in ("pooling_factors", "num_poolings", "batch_sizes", *KNOWN_VALUES):
+            values = getattr(constraint, field)
+            if values is not None and isinstance(values, str | float | int):
+                raise ConfigError(
+                    f"{where}: {field} is {values!r}, not a list; give [{values!r}]"
+                )
         count = len(constraint.pooling_factors or [1.0])
         for field in ("pooling_factors", "num_poolings", "batch_sizes"):
             values = getattr(constraint, field) or []

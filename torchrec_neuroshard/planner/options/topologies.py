@@ -181,7 +181,7 @@ def topology_for(
         intra_gb_per_s: Same to the other GPUs of its node, all together.
         inter_gb_per_s: Same to other nodes.
         host_memory_gb: Memory of a node's host, which its ranks share equally [GB];
-            None: what TorchRec takes a rank to have, 128 GiB.
+            0: no table may be there. None: what TorchRec takes a rank to have, 128 GiB.
 
     Raises:
         ConfigError: There is no such card, or a value is not above 0.
@@ -207,7 +207,7 @@ def topology_for(
         _check_positive(str(setting.card_field), value)
         arguments[name] = (figure.value if value is None else value) / setting.scale
     if host_memory_gb is not None:
-        _check_positive("host_memory_gb", host_memory_gb)
+        _check_positive("host_memory_gb", host_memory_gb or None)
         options["ddr_cap"] = host_memory_gb
         arguments["ddr_cap"] = round(host_memory_gb * GB / per_node)
     arguments["hbm_cap"] = round(arguments["hbm_cap"])

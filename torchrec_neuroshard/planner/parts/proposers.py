@@ -51,9 +51,10 @@ class NeuroShardProposer(CostedPart, Proposer):
 
     First, every table in all the ways that its constraints allow: an option that
     `NeuroShardPartitioner` takes for all of them and any other partitioner for one,
-    column-wise or table-wise where that fits a rank, else the cheapest that does. Where
-    that does not fit, the same with the kernels that the enumerator withheld; then
-    every table by its option of least memory.
+    column-wise or table-wise where that fits a rank, else the cheapest that does; of
+    tables that no search places, the one that is cheapest were all sharded like it.
+    Where that does not fit, the same with the kernels that the enumerator withheld;
+    then every table by its option of least memory.
 
     Options that placement constraints leave no ranks for are never proposed.
 
@@ -102,6 +103,7 @@ class NeuroShardProposer(CostedPart, Proposer):
         names = [table_name(options[0]) for options in self._by_table.values()]
         self._rules = self._placement.rules(names, int(self._topology.world_size))
         tables = list(map(self._permitted, self._by_table.values()))
+        self._num_others = sum(not self._ways(options) for options in tables)
         self.best_rating = None
         self._room: dict[tuple[int, ...], int] = {}
         self._queue = [[self._free(options) for options in tables]]
@@ -176,8 +178,7 @@ class NeuroShardProposer(CostedPart, Proposer):
             options: Its own.
             order: The first by it stands for them. None: see the class.
         """
-        reader = self.costs.reader
-        ways = [o for o in options if is_placeable(o, reader, self._topology)]
+        ways = self._ways(options)
         ranks = self._rules.ranks(self._rules.index[table_name(options[0])])
         if ranks not in self._room:
             self._room[ranks] = max(
@@ -185,24 +186,41 @@ class NeuroShardProposer(CostedPart, Proposer):
             )
         room = self._room[ranks]
         order = order or partial(self._cost_order, room, bool(ways))
-        least = _least(ways or options, order, _cost_ms)
+        is_alone = bool(ways) or options[0].dependency is not None
+        least = _least(ways or options, order, _cost_ms if is_alone else self._share_ms)
         return FreeOption(least, ways) if ways else least
+
+    def _ways(self, options: Sequence[ShardingOption]) -> list[ShardingOption]:
+        """Return the options whose shards a search can place."""
+        reader = self.costs.reader
+        return [o for o in options if is_placeable(o, reader, self._topology)]
+
+    def _share_ms(self, option: ShardingOption) -> float:
+        """Return what a rank takes for the option, or for all tables if they were so.
+
+        No search weighs those that it cannot place against each other.
+        """
+        total = float(sum(s.perf.total for s in option.shards))
+        share = self._num_others / int(self._topology.world_size)
+        return max(_cost_ms(option), total * share)
 
     def _cost_order(
         self, room: int, may_be_split: bool, option: ShardingOption
     ) -> tuple[Any, ...]:
         """Options that run and fit first; of these, those by columns."""
         size = max(float(getattr(s.storage, self._tier)) for s in sample_shards(option))
+        fused = option.compute_kernel == "fused"
         if may_be_split:
             narrowest = narrowest_shard(
                 option, self._constraints, self.costs.least_columns
             )
             size *= narrowest / max(int(s.size[1]) for s in sample_shards(option))
+        elif option.is_pooled:  # no search chooses another
+            return (self._is_faulty(option), size > room, not fused)
         first, second = (COLUMN_WISE, TABLE_WISE)
         if not is_pooled(option):
             first, second = second, first
         kind = option.sharding_type
-        fused = option.compute_kernel == "fused"
         return (
             self._is_faulty(option),
             size > room,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 __all__ = ["SearchSpace", "other_caches"]
 
 _TIERS = ("hbm", "ddr", "ssd")
+_JOINT_SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Parts of the freest rank that tables which lie together may fill, in other ways."""
 CACHED_BATCHES = tuple(2.0**n for n in range(9))
 MANY_TABLES, FEW_BATCHES = 4000, CACHED_BATCHES[::4]
 """Batches whose rows the caches that a search chooses from hold; of more tables than
@@ -162,9 +164,13 @@ class SearchSpace:
         """
         whole = _whole_modules(tables)
         tables = [_useful(ways, whole, rules, topology) for ways in tables]
-        options = [option for ways in tables for option in ways]
+        listed = [option for ways in tables for option in ways]
         tier = device_tier(topology)
-        storages = _storages(options, reader, enumerator, tier)
+        known = _storages(listed, reader, enumerator, tier)
+        tables = _joint_ways(tables, known, rules, memory, tier)
+        number = {id(option): n for n, option in enumerate(listed)}
+        options = [option for ways in tables for option in ways]
+        storages = [known[number[id(option)]] for option in options]
         kernels = [kernel_factors(o, topology, reader) for o in options]
         task = task_of(options, reader, topology, kernels)
         most = [1 if o.sharding_type == TABLE_WISE else len(memory) for o in options]
@@ -298,10 +304,73 @@ def _useful(
             or o.path in whole_modules
         ]
     if rules and len(rules.colocated_with(rules.index[table_name(ways[0])])) > 1:
-        # Those that lie together are moved as one: one way, the fastest.
+        # Those that lie together are moved as one.
         alone = [o for o in kept if o.sharding_type in COLUMN_SHARDED_TYPES]
-        kept = sorted(alone, key=is_estimated)[:1] or kept
+        kept = alone or kept[:1]
     return kept
+
+
+def _joint_ways(
+    tables: Sequence[Sequence[ShardingOption]],
+    storages: Sequence[_ShardStorage],
+    rules: PlacementRules,
+    memory: Sequence[Storage],
+    tier: str,
+) -> list[list[ShardingOption]]:
+    """Return the ways of each table; those that lie together have as many, in step.
+
+    From the fastest way of each on, one table after another takes a way of less memory,
+    first the one that loses least time for it. Of these steps the search is given the
+    first, the last, and the first that fits each of `_JOINT_SHARES`.
+    """
+    found, known = [list(ways) for ways in tables], iter(storages)
+    if not rules.together:
+        return found
+    size = {
+        id(o): float(getattr(next(known).at(int(o.tensor.shape[1])), tier))
+        for ways in tables
+        for o in ways
+    }
+    place = {rules.index[table_name(ways[0])]: n for n, ways in enumerate(tables)}
+    for members in rules.together:
+        own = [place[table] for table in members if table in place]
+        now = [
+            min(found[n], key=lambda o: (is_estimated(o), o.total_perf)) for n in own
+        ]
+        steps = [
+            (loss, n, option)
+            for n, first in enumerate(now)
+            for loss, option in _smaller_ways(first, found[own[n]], size)
+        ]
+        left = sum(size[id(option)] for option in now)
+        room = max(getattr(memory[r], tier) for r in rules.ranks(members[0]))
+        fitting = [room * share for share in _JOINT_SHARES if room * share < left]
+        joint = [list(now)]
+        for count, (_, n, option) in enumerate(sorted(steps, key=lambda s: s[:2]), 1):
+            left += size[id(option)] - size[id(now[n])]
+            now[n] = option
+            if count == len(steps) or (fitting and left <= fitting[0]):
+                joint.append(list(now))
+            fitting = [part for part in fitting if part < left]
+        for n, ways in zip(own, zip(*joint, strict=True), strict=True):
+            found[n] = list(ways)
+    return found
+
+
+def _smaller_ways(
+    option: ShardingOption, ways: Sequence[ShardingOption], size: Mapping[int, float]
+) -> Iterator[tuple[float, ShardingOption]]:
+    """Yield ways of less and less memory, and the time that each loses per byte."""
+    cost = {id(way): way.total_perf for way in ways}
+
+    def loss(way: ShardingOption) -> float:
+        freed = size[id(option)] - size[id(way)]
+        return float((cost[id(way)] - cost[id(option)]) / freed)
+
+    while smaller := [way for way in ways if size[id(way)] < size[id(option)]]:
+        way = min(smaller, key=loss)
+        yield loss(way), way
+        option = way
 
 
 def _whole_modules(tables: Sequence[Sequence[ShardingOption]]) -> set[str]:
@@ -438,9 +507,14 @@ def _placement_fields(
     ways: dict[int, list[int]] = {}
     for index, table in enumerate(tables):
         ways.setdefault(table, []).append(index)
-    together, apart = (
-        tuple(tuple(i for t in members if t in ways for i in ways[t]) for members in s)
-        for s in (rules.together, rules.apart)
+    together = tuple(
+        joint
+        for members in rules.together
+        for joint in zip(*(ways[t] for t in members if t in ways), strict=True)
+    )
+    apart = tuple(
+        tuple(i for t in members if t in ways for i in ways[t])
+        for members in rules.apart
     )
     return {
         "allowed_ranks": tuple(ranks or () for ranks in ranks_T),
