@@ -112,6 +112,16 @@ def _object_device(original: Callable[..., str]) -> Callable[..., str]:
     return device
 
 
+def _device_types(original: property) -> property:
+    def found(group: dist.ProcessGroup) -> list[torch.device]:
+        if _is_nccl(group):
+            return [torch.device("cuda")]
+        types: list[torch.device] = original.fget(group)  # type: ignore[misc]
+        return types
+
+    return property(found)
+
+
 def _strict(original: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse tensors of the CPU over NCCL, in c10d's words; note who may wait."""
 
@@ -167,6 +177,8 @@ def install() -> None:
     if not dist.is_available():
         return
     dist.Work.wait = _noted(dist.Work.wait)  # type: ignore[method-assign]
+    kind: Any = dist.ProcessGroup
+    kind._device_types = _device_types(kind._device_types)
     wrappers: dict[str, Callable[..., Any]] = {
         "init_process_group": _init_process_group,
         "new_group": _new_group,

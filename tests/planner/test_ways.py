@@ -353,7 +353,7 @@ def test_given_plan_beyond_a_ranks_memory() -> None:
     )
     kept = partitioner.partition(plan, roomy)
     assert [o.shards[0].rank for o in kept] == [2] * 4
-    with pytest.raises(PlannerError, match="rank 2 of a given plan holds more"):
+    with pytest.raises(PlannerError, match="rank 2 of a given plan holds 1 bytes more"):
         partitioner.partition(plan, tight)
 
 
