@@ -78,6 +78,7 @@ from torchrec_neuroshard.planner.options.constraints import (
     PlacementConstraints,
     ranks_by_table,
 )
+from torchrec_neuroshard.planner.options.more_ranks import enough_ranks
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.planner.options.topologies import default_topology
 from torchrec_neuroshard.planner.outline import outline_of
@@ -94,7 +95,6 @@ from torchrec_neuroshard.planner.parts.proposers import (
 from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.parts.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.planner.plan_run import PlanRun
-from torchrec_neuroshard.planner.plans.more_ranks import enough_ranks
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.report import PlanComparison, PlanReport, explain

@@ -26,6 +26,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -280,9 +281,8 @@ class MemoryModel:
         others = [0.0] * self._world_size
         for option in options:
             if not self.knows(option):
-                for shard in option.shards:
-                    taken = getattr(shard.storage, self._tier, 0)
-                    others[shard.rank] += taken
+                for shard in filter(attrgetter("storage"), option.shards):
+                    others[shard.rank] += getattr(shard.storage, self._tier)
                 continue
             key = fusion_key(option, self._reader, option.sharding_type)
             for shard in option.shards:

@@ -388,10 +388,10 @@ def _num_counters(optimizer: str, settings: Mapping[str, Any]) -> int:
     """Values that an optimizer with these settings counts for each row of a shard."""
     if _OPTIMIZERS.get(optimizer, _WORST)[0] == "adam":
         extra = settings.get("extra_optimizer_config")
-        return int(getattr(extra, "use_rowwise_bias_correction", False))
-    mode = getattr(settings.get("weight_decay_mode"), "name", "")
+        return int(extra is not None and extra.use_rowwise_bias_correction)
+    mode = settings.get("weight_decay_mode")
     is_counted = optimizer in ("RowWiseAdagrad", "EXACT_ROWWISE_ADAGRAD")
-    return _COUNTERS.get(mode, 0) if is_counted else 0
+    return _COUNTERS.get(mode.name, 0) if is_counted and mode is not None else 0
 
 
 def table_configs(module: nn.Module) -> Iterator[BaseEmbeddingConfig]:
