@@ -33,6 +33,7 @@ from tests.builders import (
     check_result,
     columns_only,
     cost_of,
+    gpus,
     make_ebc,
     make_planner,
     result_of,
@@ -178,6 +179,22 @@ def test_offloaded_columns_are_spread_over_the_hosts_memory(
         return
     plan = planner.plan(ebc, bag_sharders())
     assert sorted(rank for t in shards_of(plan).values() for *_, rank in t) == [0, 1]
+
+
+@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
+@pytest.mark.parametrize(("count", "ranks"), [(2, [0, 2]), (4, [0, 2, 1, 3])])
+def test_hosts_share_the_tables_in_their_memory(
+    kernel: str, count: int, ranks: list[int]
+) -> None:
+    """Of two hosts with two ranks each."""
+    limits = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=[kernel]
+    )
+    planner = make_planner(
+        topology=gpus(4, 2), constraints={f"t{i}": limits for i in range(count)}
+    )
+    plan = planner.plan(make_ebc([(100_000, 64)] * count), bag_sharders())
+    assert [rank for t in shards_of(plan).values() for *_, rank in t] == ranks
 
 
 def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:

@@ -223,7 +223,9 @@ def _place_unit(
     choices: list[Collection[int]] = [ranks]
     if len(rules.colocated_with(table)) > 1:
         load = [d.perf.total for d in topology.devices]
-        choices = [(r,) for r in sorted(ranks, key=lambda r: (load[r], r))]
+        # Ties are broken as by TorchRec: a rank of each host before the next ones.
+        size = int(topology.local_world_size)
+        choices = [(r,) for r in sorted(ranks, key=lambda r: (load[r], r % size, r))]
     for allowed in choices:
         try:
             GreedyPerfPartitioner().partition(unit, _only(topology, allowed))

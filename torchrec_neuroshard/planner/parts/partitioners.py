@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -60,6 +61,7 @@ from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher
+from torchrec_neuroshard.simulator import Simulator
 
 __all__ = ["NeuroShardPartitioner", "SearchLog", "SearchRecord"]
 
@@ -404,6 +406,16 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             raise type(error)(
                 f"search '{searcher.name}' returned what cannot be used: {error}"
             ) from error
+        spread = space.over_hosts(result.placement)
+        if spread != result.placement:
+            with contextlib.suppress(InfeasibleError, PlacementError):
+                spread.check(task)
+                same = Simulator(task, cost_model, comms_model).evaluate(spread)
+                now_ms = result.predicted.critical_path_ms
+                if same.critical_path_ms <= now_ms * (1 + 1e-9):
+                    result = dataclasses.replace(
+                        result, placement=spread, predicted=same
+                    )
         result = self.costs.predict(space.task, result, const_ms)
         log.records.append(SearchRecord(space.task, result))
         return space.placed(result.placement)

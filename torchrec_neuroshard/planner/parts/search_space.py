@@ -193,6 +193,35 @@ class SearchSpace:
             ),
         )
 
+    def over_hosts(self, placement: Placement) -> Placement:
+        """Return the placement with column shards on other ranks, host by host.
+
+        Those of the rank that reads most of its host's memory go to the first rank of
+        the first host, the next ones to the first of the second, and so on. Memory and
+        rules on ranks are not looked at.
+        """
+        task, size = self.task, self.task.local_world_size
+        reads_W = np.zeros(task.world_size)
+        in_columns = [
+            task.sharding_type(table).in_columns for table in range(len(task.tables))
+        ]
+        for shard in placement.shards:
+            factors = task.kernels[shard.table]
+            in_host = factors is not None and factors.host is not None
+            if in_host and in_columns[shard.table]:
+                pooling = task.tables[shard.table].pooling_factor
+                reads_W[shard.rank] += pooling * shard.width
+        if size == task.world_size or not reads_W.any():
+            return placement
+        by_host = sorted(range(task.world_size), key=lambda r: (r % size, r))
+        fullest = np.argsort(-reads_W, kind="stable").tolist()
+        renamed = dict(zip(fullest, by_host, strict=True))
+        triples = [
+            (s.table, s.width, renamed[s.rank] if in_columns[s.table] else s.rank)
+            for s in placement.shards
+        ]
+        return Placement.from_widths(task.world_size, triples, task)
+
     def placed(self, placement: Placement) -> list[ShardingOption]:
         """Return the chosen options, with shards and ranks, in the order of tables.
 
