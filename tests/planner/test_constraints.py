@@ -450,7 +450,9 @@ def test_a_stock_proposal_without_ranks_is_refused_by_name() -> None:
         if fits:
             assert keeps(planner.plan(model, bag_sharders()), pinned, 6)
         else:
-            with pytest.raises(PlannerError, match="'t0' may only be sharded row_wise"):
+            with pytest.raises(
+                PlannerError, match="'t0' is proposed row_wise, which needs"
+            ):
                 planner.plan(model, bag_sharders())
 
 

@@ -199,11 +199,13 @@ def permits(rules: PlacementRules, option: ShardingOption, node_size: int) -> bo
     return True
 
 
-def too_few_ranks(options: Sequence[ShardingOption]) -> str:
+def too_few_ranks(
+    options: Sequence[ShardingOption], how: str = "may only be sharded"
+) -> str:
     """Say that none of a table's options is permitted."""
     kinds = ", ".join(sorted({o.sharding_type for o in options}))
     return (
-        f"table '{table_name(options[0])}' may only be sharded {kinds}, which needs "
+        f"table '{table_name(options[0])}' {how} {kinds}, which needs "
         "more ranks than placement constraints leave it. Allow it more ranks or "
         "table-wise sharding"
     )

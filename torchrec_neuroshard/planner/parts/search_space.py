@@ -313,7 +313,8 @@ def _useful(
     kept = [o for o in ways if permits(rules, o, size)] if rules else list(ways)
     if not kept:
         raise PlannerError(
-            error_type=PlannerErrorType.PARTITION, message=too_few_ranks(ways)
+            error_type=PlannerErrorType.PARTITION,
+            message=too_few_ranks(ways, "is proposed"),
         )
     columns = {o.compute_kernel for o in kept if o.sharding_type == COLUMN_WISE}
     if not is_pooled(ways[0]):
