@@ -196,9 +196,9 @@ def _host_notes(selected: Sequence[ShardingOption]) -> list[str]:
     more = len(kernels) - len(shown)
     return [
         f"{len(kernels)} of {len(selected)} tables are in the host's memory: "
-        f"{', '.join(shown)}{f' and {more} more' if more else ''}. More memory on the "
-        "devices or more ranks would hold them there; compute_kernels=['fused'] in "
-        "their constraints forbids it"
+        f"{', '.join(shown)}{f' and {more} more' if more else ''}. "
+        "compute_kernels=['fused'] in their constraints keeps them on the devices, if "
+        "these have the memory"
     ]
 
 
