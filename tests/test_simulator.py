@@ -2,15 +2,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
+from torchrec_neuroshard.cost_models import PhysicalCostModel
 from torchrec_neuroshard.cost_models.base import CostModel
 from torchrec_neuroshard.cost_models.comms_published import published_comms_model
+from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.gpu_cards import card_named
-from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.simulator import Simulator, critical_path
+from torchrec_neuroshard.placement import (
+    KernelFactors,
+    Placement,
+    ShardingTask,
+    WireCodec,
+)
+from torchrec_neuroshard.simulator import RankCosts, Simulator, critical_path
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
 
@@ -139,6 +147,26 @@ def test_stages_wait_one_after_another() -> None:
         sum(s.critical_path_ms for s in apart.stages)
     )
     assert apart.critical_path_ms > together.critical_path_ms
+
+
+def test_passes_over_memory_in_order_take_its_bandwidth() -> None:
+    """Optimizers of replicas, and codecs; looked-up rows are slower."""
+    card = PhysicalConstants(memory_gb_per_s=2_000, efficiency=0.5)
+    model = PhysicalCostModel(card, name="test", hardware="a test")
+    tables = (TableConfig(name="t", num_embeddings=10**6, embedding_dim=64),)
+
+    def costs(**fields: Any) -> RankCosts:
+        task = ShardingTask(tables=tables, world_size=1, batch_size=512, **fields)
+        placement = Placement.from_widths(1, [(0, 64, 0)], task)
+        return Simulator(task, model, AnalyticCommsModel()).evaluate(placement).ranks[0]
+
+    plain, coded = WireCodec(), WireCodec(encode_bytes=3.0, decode_bytes=5.0)
+    before = costs(kernels=(KernelFactors(),), codecs=((plain, plain),))
+    after = costs(kernels=(KernelFactors(passes=9.0),), codecs=((coded, plain),))
+    # Of 1,000 GB/s.
+    update = after.bwd_compute - before.bwd_compute
+    assert update == pytest.approx(9 * 4 * 64e6 * 1e-9)
+    assert after.fwd_comms - before.fwd_comms == pytest.approx(8 * 64 * 512 * 1e-9)
 
 
 def test_a_stage_without_tables_has_no_collectives() -> None:

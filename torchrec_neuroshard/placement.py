@@ -63,8 +63,8 @@ class WireCodec:
     wire_bytes: float = 4.0
     """That are sent for each value, scales of rows included."""
     encode_bytes: float = 0.0
-    """Memory that coding a value reads and writes; as long as that would take at the
-    bandwidth at which the fused kernel reads rows."""
+    """Memory that coding a value reads and writes, in order: `ShardEncoder.stream_ms`
+    each."""
     decode_bytes: float = 0.0
     """The same of the way back."""
     launches: float = 0.0
@@ -94,8 +94,8 @@ class KernelFactors:
     """Times what the fused kernel takes above its launch."""
     backward: float = 1.0
     passes: float = 0.0
-    """Over all weights, at the bandwidth at which the fused kernel reads rows: to clear
-    and copy the gradient, and for the optimizer. Part of the backward."""
+    """Over all weights, in order (`ShardEncoder.stream_ms`): to clear and copy the
+    gradient, and for the optimizer. Part of the backward."""
     host: HostRows | None = None
     """Rows in the host's memory; None: on the device."""
 

@@ -127,7 +127,7 @@ class ShardEncoder:
             features_RF: Their features.
         """
         other = copy.copy(self)
-        for cached in ("launch_ms", "byte_ms"):
+        for cached in ("launch_ms", "byte_ms", "stream_ms"):
             other.__dict__.pop(cached, None)
         other.cost_model = cost_model
         other._encoding_RE = np.zeros((self._used, cost_model.encoding_dim))
@@ -179,3 +179,12 @@ class ShardEncoder:
         num_bytes += _PROBE_BATCH * row_bytes
         above_launch = forward - float(self.launch_ms[0])
         return above_launch / num_bytes if above_launch > 0 else 0.0
+
+    @functools.cached_property
+    def stream_ms(self) -> float:
+        """Time per byte of kernels that go over memory in order [ms].
+
+        Where the cost model does not know it, that of the fused kernel's random rows.
+        """
+        known = self.cost_model.stream_byte_ms
+        return self.byte_ms if known is None else known

@@ -438,7 +438,7 @@ class Simulator:
         rows_N = self._rows_T[table_N] * share_N
         weights = rows_N * width_N * self._value_bytes_T[table_N]
         if passes.any():
-            extra[:, 1] += weights * passes * self.encoder.byte_ms
+            extra[:, 1] += weights * passes * self.encoder.stream_ms
         return extra
 
     def _host_extra(self, table_N: Ints, part_N: Ints, width_N: Ints) -> Floats:
@@ -670,8 +670,9 @@ class Simulator:
         sent_C1 = own_C13[..., 1] * self.task.batch_size * OUTPUT_BYTES_PER_VALUE
         # A gather of rows, and the sum of their gradients.
         copied_C1 = sent_C1 * (1 + repeats)
-        num_bytes = np.stack([ids_C1 * _SORTED_ID_BYTES, copied_C1, copied_C1], axis=2)
-        ms: Floats = num_bytes * self.encoder.byte_ms
+        sorted_C1 = ids_C1 * _SORTED_ID_BYTES * self.encoder.stream_ms
+        copied_C1 *= self.encoder.byte_ms
+        ms: Floats = np.stack([sorted_C1, copied_C1, copied_C1], axis=2)
         return ms
 
     def _coding(self, collective: _Collective, columns_CW: Floats) -> Floats:
@@ -685,7 +686,7 @@ class Simulator:
         there, back = collective.forward, collective.backward
         forward = there.encode_bytes * shards_CW + there.decode_bytes * samples_C1
         backward = back.encode_bytes * samples_C1 + back.decode_bytes * shards_CW
-        coding = np.stack([forward, backward], axis=2) * self.encoder.byte_ms
+        coding = np.stack([forward, backward], axis=2) * self.encoder.stream_ms
         if collective.name == "all_to_all":
             # What is measured holds copies, which are made of values before they are
             # coded and after they are decoded: about those that put columns in order.

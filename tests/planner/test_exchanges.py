@@ -265,6 +265,18 @@ def test_each_of_two_collectives_must_carry_its_part() -> None:
     assert found.plan[""]["t0"].sharding_type == "table_row_wise"
 
 
+def test_torchrecs_own_plan_is_held_to_codecs_too() -> None:
+    kinds = {"t0": ParameterConstraints(sharding_types=["row_wise", "data_parallel"])}
+    _, found = planned(
+        make_ebc([(4_000_000, 64)]),
+        bag_sharder("int8", "int8"),
+        constraints=kinds,
+        topology=Topology(4, "cuda"),
+        search_only=False,
+    )
+    assert found.plan[""]["t0"].sharding_type == "data_parallel"
+
+
 def test_sequences_fill_rows_by_themselves() -> None:
     codecs = registry("int8", "int8")
     sharder = EmbeddingCollectionSharder(qcomm_codecs_registry=codecs)

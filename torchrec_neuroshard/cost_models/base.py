@@ -158,6 +158,11 @@ class CostModel(ABC):
         """
         return host_memory_ms(features_NF, PhysicalConstants(), gb_per_s_N, missed_N)
 
+    @property
+    def stream_byte_ms(self) -> float | None:
+        """A byte in a pass that reads or writes memory in order [ms]; None: unknown."""
+        return None
+
     def range_warnings(
         self, features_NF: npt.NDArray[np.float32]
     ) -> Sequence[RangeWarning]:

@@ -194,6 +194,11 @@ class PhysicalCostModel(CostModel):
         own_N = np.full(len(gb_per_s_N), self.constants.host_gb_per_s)
         return host_memory_ms(features_NF, self.constants, own_N, missed_N)
 
+    @property
+    def stream_byte_ms(self) -> float:
+        """See `CostModel.stream_byte_ms`."""
+        return 1e-6 / (self.constants.memory_gb_per_s * self.constants.efficiency)
+
     def under(self, factors: EstimateFactors) -> PhysicalCostModel:
         """Return this model as it would be were the device off by these factors."""
         return PhysicalCostModel(

@@ -78,6 +78,11 @@ class ScaledCostModel(CostModel):
         """See `CostModel.host_memory`; the factors are of kernels on the device."""
         return self.alone.host_memory(features_NF, gb_per_s_N, missed_N)
 
+    @property
+    def stream_byte_ms(self) -> float | None:
+        """See `CostModel.stream_byte_ms`."""
+        return self.alone.stream_byte_ms
+
     def relative_uncertainty(self, sums_SE: Floats) -> Floats:
         """See `CostModel.relative_uncertainty`."""
         return self.alone.relative_uncertainty(sums_SE)

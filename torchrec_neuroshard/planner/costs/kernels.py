@@ -8,8 +8,9 @@ the link (`cost_models.physical.host_memory_ms`). All others (Triton's, tables o
 virtual ones) take what the fused one takes above its launch, times what TorchRec's
 estimate takes them to be slower.
 
-Codecs of quantised collectives are kernels of their own: they take what the memory that
-they read and write takes at the fused kernel's bandwidth; on CPUs, what was measured.
+Codecs of quantised collectives are kernels of their own. They and the optimizer's pass
+go over memory in order: at a GPU's memory bandwidth, times the share of it that kernels
+reach. On CPUs they take what was measured, at the fused kernel's bandwidth.
 """
 
 from __future__ import annotations

@@ -35,12 +35,14 @@ from torchrec_neuroshard.planner.compat import (
     planner_part,
     replaced_parts,
     report_full,
+    sharders_by_type,
 )
 from torchrec_neuroshard.planner.options.table_reader import (
     SPLITTING_TYPES,
     TableReader,
     is_pooled,
     max_columns,
+    note_sharders,
     table_configs,
     table_name,
 )
@@ -343,6 +345,7 @@ class TorchRecPlan:
                 "which its all-to-all cannot run"
             )
         topology = self._arguments["topology"]
+        note_sharders(options, sharders_by_type(self._job[1]))
         for option in options:
             if fault := self._reader.run_fault(option, topology):
                 return (
