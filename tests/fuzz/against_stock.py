@@ -48,6 +48,7 @@ from torchrec_neuroshard.planner.parts.torchrec_plan import (
     is_even,
 )
 from torchrec_neuroshard.search import SearchConfig
+from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 SEARCH = SearchConfig(
     beam_width=1,
@@ -177,7 +178,8 @@ def _judge(
         _memory_of(planner).attribute(chosen)
     full = full_rank(planner.reserve(module, cases.sharders()), chosen)
     if full is not None:
-        return f"failure, over memory: rank {full}"
+        warned = any("out of memory ahead" in text for text in result.warnings)
+        return f"{'warned' if warned else 'failure'}, over memory: rank {full}"
     if theirs is None:
         return "ours alone plans"
     outcome = _compare(case, planner, module, theirs)
@@ -249,10 +251,11 @@ def _refused(
     except (NeuroShardError, RuntimeError) as unpriced:
         if any(map(_never_runs, case["constraints"].values())):
             return f"refused, TorchRec's cannot run: {text}"
-        # The same error keeps plans from being priced: tables that are too wide.
+        # The same error keeps plans from being priced: widths that kernels refuse.
         dims = [t["dim"] for m in case["modules"] for t in m["tables"]]
-        wide = max(dims) > max_columns(cases.topology_of(case))
-        obstacle = "cannot run" if wide and str(unpriced) == str(error) else None
+        most = max_columns(cases.topology_of(case))
+        odd = max(dims) > most or any(dim % COLUMN_MULTIPLE for dim in dims)
+        obstacle = "cannot run" if odd and str(unpriced) == str(error) else None
     if obstacle is not None:
         return f"refused, TorchRec's {obstacle}: {text}"
     return f"failure, refused: {text}"

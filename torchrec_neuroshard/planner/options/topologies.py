@@ -213,7 +213,7 @@ def topology_for(
     arguments["hbm_cap"] = round(arguments["hbm_cap"])
     # Its figures were looked up.
     arguments |= accepted_arguments(Topology, created_by_factory=True)
-    return CardTopology(
+    topology = CardTopology(
         found,
         frozenset(name for name, value in options.items() if value is not None),
         world_size=num_nodes * per_node,
@@ -221,6 +221,9 @@ def topology_for(
         compute_device=GPU,
         **arguments,
     )
+    for device in topology.devices if host_memory_gb == 0 else ():
+        device.storage.ddr = 0  # for which torchrec 1.6 takes its default
+    return topology
 
 
 def _check_positive(name: str, value: float | None) -> None:
