@@ -176,6 +176,14 @@ def test_what_fits_by_neither_count_is_told_how_many_ranks_are_enough() -> None:
             planner.plan(ebc, bag_sharders())
 
 
+def test_where_outputs_fill_ranks_enough_are_counted_as_torchrec_does() -> None:
+    crowded: dict[str, Any] = {"topology": gpus(hbm_cap=2 * MIB), "batch_size": 64}
+    kernels = only("table_wise", "row_wise", count=1, compute_kernels=["fused"])
+    ebc = make_ebc([(10**5, 64)])
+    with pytest.raises(PlannerError, match=r"\. \d+ ranks of this kind are enough"):
+        planner_of(constraints=kernels, **crowded).plan(ebc, bag_sharders())
+
+
 def test_tables_that_no_memory_holds_are_refused_as_by_torchrec() -> None:
     """However wide they are."""
     planner = planner_of(

@@ -226,7 +226,7 @@ def test_failures_are_those_of_the_sku_alone() -> None:
     provider = NeuroShardPlannerProvider(**ANALYTIC, strict_memory=True)
     results, _ = dry_run(provider, ["a"], hbm_gb=0.0001)
     assert not results["a"].success
-    assert "table 't0'" in results["a"].planner_failure_reason
+    assert "Lower batch_size (64)" in results["a"].planner_failure_reason
     assert results["a"].planner_error_type is not None
 
 

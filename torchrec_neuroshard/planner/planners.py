@@ -87,6 +87,7 @@ from torchrec_neuroshard.planner.parts.greedy import check_memory
 from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.parts.partitioners import (
     NeuroShardPartitioner,
+    SearchLog,
 )
 from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.parts.proposers import (
@@ -465,17 +466,19 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self,
         module: nn.Module,
         sharders: list[ModuleSharder[Any]],
-        infeasible: str | None = None,
+        failed: SearchLog | None = None,
     ) -> tuple[PlanRun, ShardingPlan]:
         """Plan by TorchRec's loop.
 
         Args:
             module: The model.
             sharders: Of its embedding modules.
-            infeasible: Why an earlier run found no plan.
+            failed: The searches of an earlier run that found no plan.
         """
         run, parts = self._start(module, sharders)
-        run.log.infeasible = infeasible
+        if failed is not None:
+            run.log.is_crowded = failed.is_crowded
+            run.log.infeasible = None if failed.is_crowded else failed.infeasible
         reservation = planner_part(self, "storage_reservation")
         limited = run.torchrec.guard.methods
         try:
@@ -497,11 +500,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         memory: MemoryModel,
         module: nn.Module,
         sharders: list[ModuleSharder[Any]],
-        infeasible: str | None,
+        failed: SearchLog,
     ) -> tuple[PlanRun, ShardingPlan]:
         """Plan again by the memory that TorchRec counts, and warn of what is over."""
         with memory.lenient():
-            run, plan = self._run(module, sharders, infeasible)
+            run, plan = self._run(module, sharders, failed)
         if run.selected is not None:
             # From here on, estimates are by what ranks allocate.
             self.enumerator.populate_estimates(run.selected)
@@ -1020,8 +1023,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             reasons = [f"{cut}, and there is no plan without it", *filter(None, [ours])]
             raise OutOfTimeError("; ".join(reasons)) from error
         if self._strict is not None:
-            reason = None if run.log.is_crowded else ours
-            return self._by_torchrecs_count(self._strict, module, sharders, reason)
+            return self._by_torchrecs_count(self._strict, module, sharders, run.log)
         run.fallback = ours or str(error)
         logger.warning(
             "the search found no plan (%s); asking TorchRec's planner", ours or error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable
@@ -46,7 +47,10 @@ def enough_ranks(fits: Callable[[Topology], bool], topology: Topology) -> int:
 def _more_ranks(topology: Topology, count: int) -> Topology:
     """Return a copy with so many ranks, each new one as the last one is."""
     given, node = topology.devices, int(topology.local_world_size)
-    more = [dataclasses.replace(given[-1], rank=r) for r in range(len(given), count)]
+    more = [
+        dataclasses.replace(copy.deepcopy(given[-1]), rank=r)
+        for r in range(len(given), count)
+    ]
     pod = topology.intra_group_size // node
     return with_ranks(
         topology,
