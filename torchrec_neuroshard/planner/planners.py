@@ -1063,18 +1063,18 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         if any(self._arguments[name] is not None for name in parts):
             return 0
         reservation = planner_part(self, "storage_reservation")
-        changes: dict[str, Any] = {
-            "search": SearchConfig(beam_width=1, refine=False, time_budget_seconds=1),
-            "consider_stock": False,
-            "stats": [],
-            "callbacks": [],
-            "debug": False,
-            "plan_loader": None,
-        }
 
         def fits(topology: Topology) -> bool:
-            changes["storage_reservation"] = copy.deepcopy(reservation)
-            other = self._again(topology=topology, **changes)
+            other = self._again(
+                topology=topology,
+                storage_reservation=copy.deepcopy(reservation),
+                search=SearchConfig(beam_width=1, refine=False, time_budget_seconds=1),
+                consider_stock=False,
+                stats=[],
+                callbacks=[],
+                debug=False,
+                plan_loader=None,
+            )
             memory = other._memory
             assert memory is not None, "no enumerator was given"
             try:

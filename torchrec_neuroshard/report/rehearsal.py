@@ -48,7 +48,7 @@ class RankRehearsal:
     activation_bytes: float
     """At the peak of a step, beside what is there at rest."""
     instant: str
-    """When the peak is; one of `planner.costs.memory.INSTANTS`."""
+    """When the peak is; one of `planner.costs.memory.INSTANTS`, "" on CPUs."""
     memory_bytes: int
     """What the device has."""
     faults: tuple[TableFault, ...]

@@ -129,7 +129,7 @@ class RankMemory:
     activations: float
     """At the peak of a step, beside what is there at rest."""
     instant: str
-    """When that is; one of `INSTANTS`."""
+    """When that is; one of `INSTANTS`, "" where there are none."""
     num_kernels: int
 
     @property
@@ -303,12 +303,11 @@ class MemoryModel:
             options: Placed and estimated, one of each table.
             room: The devices, with the memory that is left for shards.
         """
-        tier = device_tier(room)
         over = []
         for found, left, whole in zip(
             self.ranks(options), room.devices, self._devices, strict=True
         ):
-            has, of = getattr(left.storage, tier), getattr(whole.storage, tier)
+            has, of = (getattr(d.storage, self._tier) for d in (left, whole))
             if found.peak > has:
                 over.append((found.peak - has, found, left.rank, has, of))
         if not over:
