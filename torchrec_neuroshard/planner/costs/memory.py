@@ -13,7 +13,8 @@ A step of the embedding part has six instants at which memory may be at its peak
 What shards *hold* at an instant adds up over all of a rank's shards; what *passes*,
 such as the room for sorting, is one kernel's at a time; what is *common* every rank
 has, whatever its shards: the outputs of its own samples. A rank's peak is the largest
-of the instants' sums. `benchmarks/bench_memory.py` compares it with the allocator's.
+of the instants' sums. What torch's allocator counted stands beside it in
+`benchmarks/results/memory_202611.md`.
 
 Units: n lookups that a kernel gets, f its bags, o elements of its output, s elements of
 the outputs of a rank's own samples.
