@@ -24,11 +24,13 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
+from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import CacheParams, ShardingPlan
+from torchrec.distributed.types import CacheParams, ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.optim import Adam, RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -794,6 +796,60 @@ def epyc_collectives() -> CommsModel:
     return comms
 
 
+def drawn_estimates() -> dict[str, Record]:
+    """Plans chosen under draws of the estimate's error, TorchRec's among them."""
+    types = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
+    cases = {
+        "one node": (draw_specs(6, seed=20, types=types), gpus(4, 4)),
+        "two nodes": (draw_specs(6, seed=21), gpus(4, 2)),
+    }
+    planned = {}
+    for name, (specs, topology) in cases.items():
+        planner = make_planner(
+            topology, constraints_of(specs), cost_model="auto", batch_size=2048
+        )
+        plan = planner.plan(with_optimizer(bags(specs)), get_default_sharders())
+        robustness = planner.report().robustness
+        assert robustness is not None
+        planned[name] = {
+            **record_planned(planner, plan),
+            "robustness": dataclasses.asdict(robustness),
+        }
+    return planned
+
+
+def foreign_enumerators() -> dict[str, Record]:
+    """TorchRec's enumerator and a caller's own, with and without their constraints."""
+    specs = draw_specs(6, seed=22, types=[TABLE_WISE, COLUMN_WISE], min_partition=16)
+    topology, constraints = cpus(2), constraints_of(specs)
+    kinds: dict[str, type[EmbeddingEnumerator]] = {
+        "torchrec's": EmbeddingEnumerator,
+        "a caller's": WholeTables,
+    }
+    planned = {}
+    for name, kind in kinds.items():
+        model = with_optimizer(bags(specs))
+        planner = make_planner(
+            topology,
+            constraints,
+            cost_model=EPYC,
+            enumerator=kind(topology, batch_size=512, constraints=constraints),
+        )
+        plan = planner.plan(model, get_default_sharders())
+        planned[name] = record_planned(planner, plan)
+    return planned
+
+
+class WholeTables(EmbeddingEnumerator):
+    """Lists no option with more than one shard."""
+
+    def enumerate(
+        self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]
+    ) -> list[ShardingOption]:
+        listed: list[ShardingOption] = super().enumerate(module, sharders)
+        return [option for option in listed if option.num_shards == 1]
+
+
 def simulator() -> dict[str, Record]:
     """Placements drawn by chance, priced by every bundle and the physical estimate."""
     tables = mlperf_dlrm_v2()[:12] + generate_dlrm_tables(seed=4)[:12]
@@ -849,6 +905,8 @@ TASKS: dict[str, Task] = {
         kinds_of_tables,
         mlperf,
         library_searches,
+        drawn_estimates,
+        foreign_enumerators,
         simulator,
     )
 }
