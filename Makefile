@@ -1,6 +1,6 @@
 # make setup    build .venv (CPU); again only when the requirements change
 # make test     set up what is missing, run the tests      (PYTEST_ARGS=...)
-# make nightly  the tests that take minutes each
+# make test-all the same with those that take minutes
 # make test-versions    the planner's tests on every supported torchrec
 #                       (VERSIONS="1.8.0 1.9.2")
 # make support-table    train what docs/support.md lists, and write its table
@@ -21,6 +21,8 @@ PYTHON ?= python3
 # which on Linux is usually the (far larger) CUDA build; that works too.
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
+# Two processes; the tests of a file stay in one.
+PYTEST := -m pytest -n 2 --dist loadgroup
 DEMO_ARGS ?=
 GATE_ARGS ?=
 REPRODUCE_ARGS ?=
@@ -40,7 +42,7 @@ INSTALL := $(PIP) install --constraint requirements/constraints.txt
 # One thread per process: results repeat, and several ranks share a few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: setup test nightly test-versions support-table gate demo docs reproduce lint format check clean
+.PHONY: setup test test-all test-versions support-table gate demo docs reproduce lint format check clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -67,10 +69,10 @@ endif
 	@touch $@
 
 test: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
-nightly: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+test-all: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python $(PYTEST) -m "" $(PYTEST_ARGS)
 
 test-versions: $(STAMP)
 	$(ONE_THREAD) VERSIONS="$(VERSIONS)" PYTHON="$(BIN)/python" \
@@ -99,6 +101,7 @@ reproduce: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
 format: $(STAMP)

@@ -18,6 +18,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["NEUROSHARD_CACHE"] = nowhere
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a file's tests in one process, and all that share ranks in one, too."""
+    for item in items:
+        shares_ranks = hasattr(getattr(item, "module", None), "rank_jobs")
+        group = "ranks" if shares_ranks else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture
 def phases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What commands say that they do, in order."""
