@@ -64,7 +64,6 @@ def test_public_names_are_those_promised() -> None:
         "load_cost_model",
         "load_plan",
         "profile_inputs",
-        "recommend_group_size",
         "rehearse",
         "replan",
         "save_plan",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torchrec_neuroshard.planner.options.groups import group_topology
     from torchrec_neuroshard.planner.options.topologies import topology_for
     from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-    from torchrec_neuroshard.planner.plans.group_sizes import recommend_group_size
     from torchrec_neuroshard.planner.plans.plan_files import load_plan, save_plan
     from torchrec_neuroshard.planner.plans.rehearse import rehearse
     from torchrec_neuroshard.planner.plans.replan import apply_moves, replan
@@ -54,7 +53,6 @@ __all__ = [
     "load_cost_model",
     "load_plan",
     "profile_inputs",
-    "recommend_group_size",
     "rehearse",
     "replan",
     "save_plan",
@@ -80,7 +78,6 @@ _LOCATIONS = {
     "load_cost_model": "torchrec_neuroshard.cost_models",
     "load_plan": "torchrec_neuroshard.planner.plans.plan_files",
     "profile_inputs": "torchrec_neuroshard.profiles",
-    "recommend_group_size": "torchrec_neuroshard.planner.plans.group_sizes",
     "rehearse": "torchrec_neuroshard.planner.plans.rehearse",
     "replan": "torchrec_neuroshard.planner.plans.replan",
     "save_plan": "torchrec_neuroshard.planner.plans.plan_files",

@@ -16,16 +16,14 @@ from tests.builders import (
     ATTACHES_OPTIMIZERS,
     CPU,
     GIB,
-    QUICK,
     bag_config,
     bags,
     make_planner,
 )
-from torchrec_neuroshard import group_topology, recommend_group_size, topology_for
+from torchrec_neuroshard import group_topology, topology_for
 from torchrec_neuroshard.cost_models.rank_groups import RankGroups
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import (
-    PlacementConstraints,
     PlanMismatchError,
     StalePlanWarning,
     load_plan,
@@ -34,7 +32,6 @@ from torchrec_neuroshard.planner import (
 from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.plans.rehearse import rehearse
 from torchrec_neuroshard.report import html_report
-from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 SHARDERS: list[Any] = [EmbeddingBagCollectionSharder()]
 INTRA, INTER = 100e6, 10e6
@@ -182,79 +179,6 @@ def test_gradients_of_replicated_tables_go_to_all_ranks() -> None:
     assert comms.all_to_all(num_bytes, 1).shape == (1, 4, 2)
 
 
-def recommend(topology: Topology, **arguments: Any) -> Any:
-    model = bags(*(bag_config(i, 4000 * (i + 1), 64) for i in range(4)))
-    shared: dict[str, Any] = {
-        "cost_model": AnalyticCostModel(),
-        "search": QUICK,
-        "consider_stock": False,
-        "debug": False,
-        "constraints": {
-            f"t{i}": ParameterConstraints(compute_kernels=["fused"]) for i in range(4)
-        },
-    }
-    return recommend_group_size(
-        model, topology, SHARDERS, batch_size=64, **{**shared, **arguments}
-    )
-
-
-def test_every_size_is_planned_and_the_shortest_iteration_is_best() -> None:
-    comms = AnalyticCommsModel(1.0)
-    often = recommend(two_nodes(4), comms_model=comms)
-    seldom = recommend(two_nodes(4), comms_model=comms, sync_interval=1_000_000)
-    for found in (often, seldom):
-        assert [row.size for row in found.rows] == [1, 2, 4]
-        assert [row.num_replicas for row in found.rows] == [4, 2, 1]
-        assert found.best.iteration_ms == min(row.iteration_ms for row in found.rows)
-    for one, other in zip(often.rows[:-1], seldom.rows[:-1], strict=True):
-        assert one.critical_path_ms == pytest.approx(other.critical_path_ms)
-        assert one.weight_sync.sync_ms == pytest.approx(other.weight_sync.sync_ms)
-        assert one.iteration_ms >= other.iteration_ms
-    # One group needs no average; no group has nothing to exchange but that.
-    assert often.rows[-1].weight_sync is None
-    assert often.rows[-1].iteration_ms == often.rows[-1].critical_path_ms
-    assert (often.best.size, seldom.best.size) == (4, 1)
-    assert str(often).splitlines()[-1] == "all 4 ranks as one group: no replicas"
-    assert str(seldom).splitlines()[-1] == (
-        "sharding_group_size=1: 4 replicas, averaged every 1000000 iterations"
-    )
-    fullest = [row.memory_bytes for row in often.rows]
-    assert fullest[0] > fullest[1] > fullest[2] > 4000 * 10 * 64 * 4 / 4
-
-
-def test_sizes_that_do_not_fit_say_so() -> None:
-    tight = two_nodes(4, hbm_cap=GIB // 2)
-    model = bags(*(bag_config(i, 700_000, 64) for i in range(4)))
-    found = recommend_group_size(
-        model,
-        tight,
-        SHARDERS,
-        batch_size=64,
-        cost_model=AnalyticCostModel(),
-        search=QUICK,
-        constraints={
-            f"t{i}": ParameterConstraints(compute_kernels=["fused"]) for i in range(4)
-        },
-    )
-    assert [row.plan is None for row in found.rows] == [True, False, False]
-    assert "does not fit: " in str(found).splitlines()[1]
-    assert "GiB" in found.rows[0].obstacle
-
-
-def test_pins_to_ranks_that_a_group_lacks() -> None:
-    pins = PlacementConstraints(pin={"t0": [1]})
-    found = recommend(two_nodes(4), placement_constraints=pins)
-    assert [row.plan is None for row in found.rows] == [True, False, False]
-    assert "'t0'" in found.rows[0].obstacle
-
-
-def test_nothing_fits() -> None:
-    with pytest.raises(
-        ConfigError, match="no sharding group size fits; of all 4 ranks"
-    ):
-        _ = recommend(two_nodes(4, hbm_cap=2**20)).best
-
-
 def test_groups_are_rehearsed_as_they_are() -> None:
     model = bags()
     topology = group_topology(two_nodes(4), 2)
@@ -283,15 +207,3 @@ def test_plan_files_fit_any_number_of_replicas(tmp_path: Path) -> None:
     whole = make_planner(topology=two_nodes(4))
     with pytest.raises(PlanMismatchError, match=r"world_size.*4.*2"):
         load_plan(path, model=model, planner=whole)
-
-
-@pytest.mark.one_release
-@pytest.mark.filterwarnings("ignore:no cost model was measured")
-def test_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "groups.md").read_text("utf-8")
-    block = page.split("```python\n")[1].split("```")[0]
-    exec(block, {})
-    shown = capsys.readouterr().out
-    assert "sharding_group_size=" in shown
-    assert "replicas are averaged every 100 iterations" in shown
-    assert "ranks" in shown.splitlines()[0]
