@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import hashlib
 import html
-import io
 import json
 import math
 import re
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from harness.browser import find_browser, open_page
 from torchrec_neuroshard.report import (
@@ -29,7 +27,6 @@ from torchrec_neuroshard.report import (
     html_report,
     write_html,
 )
-from torchrec_neuroshard.report.terminal import print_report
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 VOID = {"meta", "br"}
@@ -383,24 +380,6 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert low["by the list"].startswith("Rank 127 alone: ")  # the slowest
 
     assert found["notebook"] == plan["tables"]
-
-
-def test_bars_are_as_long_as_phases_on_a_terminal() -> None:
-    console = Console(file=io.StringIO(), width=200)
-    print_report(REPORT, console)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    first, second = (line for line in lines if line.startswith("rank "))
-    # 40 cells for the 15 ms of rank 0; 14 ms of rank 1.
-    assert first.split()[2] == "i" * 3 + "F" * 5 + "f" * 8 + "b" * 11 + "B" * 13
-    assert len(second.split()[2]) == round(40 * 14 / 15)
-    assert first.endswith("15.000 ms     1.00 of 4.00 GiB, 25%")
-    assert "- rows < 10 & so on" in lines
-    colored = Console(
-        file=io.StringIO(), width=200, force_terminal=True, color_system="standard"
-    )
-    print_report(REPORT, colored)
-    shown = colored.file.getvalue()  # type: ignore[attr-defined]
-    assert "\x1b[36m█████\x1b[0m" in shown
 
 
 def test_file_is_written_whole(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from torchrec_neuroshard.report.rehearsal import (
     TableFault,
 )
 from torchrec_neuroshard.report.sweep import Sweep, SweepCell
-from torchrec_neuroshard.report.trace import chrome_trace, write_chrome_trace
 
 __all__ = [
     "Bottleneck",
@@ -45,9 +44,7 @@ __all__ = [
     "TableMove",
     "TableReport",
     "WeightSync",
-    "chrome_trace",
     "explain",
     "html_report",
-    "write_chrome_trace",
     "write_html",
 ]

@@ -23,14 +23,7 @@ from torchrec_neuroshard.report.plan_parts import (
 from torchrec_neuroshard.search.base import Finalist
 from torchrec_neuroshard.simulator import PHASES
 
-__all__ = [
-    "PlanReport",
-    "head_lines",
-    "plan_data",
-    "plan_page",
-    "shown_ranks",
-    "tail_lines",
-]
+__all__ = ["PlanReport", "plan_data", "plan_page"]
 
 MAX_RANKS = 32
 """Ranks shown one by one; of more, those that set a phase and the least loaded."""
@@ -122,8 +115,8 @@ class PlanReport(HtmlReport):
 
     def __str__(self) -> str:
         """Return the report as text."""
-        lines = [*head_lines(self), "", *_rank_lines(self.ranks)]
-        if tail := [*tail_lines(self)]:
+        lines = [*_head_lines(self), "", *_rank_lines(self.ranks)]
+        if tail := [*_tail_lines(self)]:
             lines += ["", *tail]
         return "\n".join(lines)
 
@@ -147,7 +140,7 @@ class PlanReport(HtmlReport):
         return data
 
 
-def head_lines(report: PlanReport) -> Iterator[str]:
+def _head_lines(report: PlanReport) -> Iterator[str]:
     """What the text says before it comes to the ranks."""
     searched = (
         f"; {report.num_evaluated:,} rank sets evaluated in "
@@ -184,7 +177,7 @@ def head_lines(report: PlanReport) -> Iterator[str]:
         yield from (f"    {plan}" for plan in report.finalists)
 
 
-def tail_lines(report: PlanReport) -> Iterator[str]:
+def _tail_lines(report: PlanReport) -> Iterator[str]:
     """What the text says after the ranks."""
     if report.tables:
         first = "the largest part of the critical path first [ms, GiB]"
@@ -250,7 +243,7 @@ def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
         + "".join(f"{p:>13}" for p in PHASES)
         + "   [ms]"
     )
-    for rank in shown_ranks(ranks):
+    for rank in _shown_ranks(ranks):
         cells = [
             f" {getattr(rank.costs, p):>11.3f}"
             + ("*" if 0 < worst[p] == getattr(rank.costs, p) else " ")
@@ -268,7 +261,7 @@ def _rank_lines(ranks: Sequence[RankReport]) -> Iterator[str]:
         yield f"  ... of {len(ranks)} ranks, those that are slowest and least loaded"
 
 
-def shown_ranks(ranks: Sequence[RankReport]) -> list[RankReport]:
+def _shown_ranks(ranks: Sequence[RankReport]) -> list[RankReport]:
     """Return the ranks to show one by one: see `MAX_RANKS`."""
     if len(ranks) <= MAX_RANKS:
         return list(ranks)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torchrec.distributed.planner.types import PlannerError
 
 from torchrec_neuroshard.errors import ConfigError
@@ -33,7 +32,6 @@ from torchrec_neuroshard.planner.plans.rehearse import rehearse
 from torchrec_neuroshard.profiles import load_profiles
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import PlanComparison, Rehearsal, write_html
-from torchrec_neuroshard.report.terminal import print_report
 from torchrec_neuroshard.schedules import SCHEDULES
 from torchrec_neuroshard.search import SEARCHES, SearchConfig
 
@@ -141,7 +139,6 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--batch-size is the samples per rank, at least 1; got 0")
     read = *files_read(args), args.placement
     outputs = check_outputs(args.out, args.html, args.json, read=read)
-    console = Console()
     with phase("reading the model"):
         given = read_model(args.model)
     search: str | SearchConfig = args.search
@@ -185,13 +182,8 @@ def run(args: argparse.Namespace) -> int:
                     profiles=planner.profiles,
                     pipeline_type=args.pipeline,
                 )
-    console.print(
-        f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s",
-        soft_wrap=True,
-        highlight=False,
-        markup=False,
-    )
-    print_report(report, console)
+    print(f"{args.model}: planned for {args.ranks} x {args.card} in {seconds:.1f} s")
+    print(report)
     found: dict[str, Any] = {"plan": report.to_json()}
     shown: Any = report
     if compared is not None:

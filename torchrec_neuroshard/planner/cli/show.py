@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
-
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.planner.cli.plan import write_json
 from torchrec_neuroshard.planner.plans.plan_files import read_plan
 from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.report import write_html
-from torchrec_neuroshard.report.terminal import print_report
 
 __all__ = ["add_arguments", "run"]
 
@@ -35,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         stored = read_plan(args.plan)
         report = stored.report()
     print(f"{args.plan}: {stored.made_for}")
-    print_report(report, Console())
+    print(report)
     with phase("writing"):
         if args.html:
             write_html(report, args.html, f"Plan {args.plan}")
