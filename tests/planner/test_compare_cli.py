@@ -38,7 +38,7 @@ def test_what_takes_time_has_a_name(phases: list[str], folder: Path) -> None:
         "rehearsing every rank",
         "writing",
     ]
-    sweep = "sweep t.json --cards cpu --ranks 1 --jobs 1 --seconds 0.1"
+    sweep = "sweep t.json --cards cpu --ranks 1 --seconds 0.1"
     for command, doing in (
         ("show a.json", ["reading the plan", "writing"]),
         ("diff a.json a.json", ["comparing the plans", "writing"]),

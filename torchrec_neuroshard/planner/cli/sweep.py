@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
-import multiprocessing
-import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import torch
 from torchrec.distributed.planner.types import PlannerError, Topology
 
 from torchrec_neuroshard.errors import ConfigError
@@ -39,8 +33,6 @@ __all__ = ["add_arguments", "run"]
 
 _SECONDS = 3.0
 """That the search of a cell may take: less than a plan's that is to run."""
-_MOST_JOBS = 8
-"""Processes at once, unless asked for: each holds torch and the model."""
 
 T = TypeVar("T")
 
@@ -90,11 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=_SECONDS, help=f"of a search ({_SECONDS:g})"
     )
-    parser.add_argument(
-        "--jobs", type=int, help="processes (as many as cores, at most 8)"
-    )
     parser.add_argument("--csv", type=Path, help="write all cells there")
-    parser.add_argument("--svg", type=Path, help="write a picture there")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,58 +91,23 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NeuroShardError: Something that is given cannot be used.
     """
-    outputs = check_outputs(args.csv, args.svg, read=files_read(args))
-    _model.cache_clear()  # the file may be another one by now
+    check_outputs(args.csv, read=files_read(args))
     with phase("reading the model"):
-        given = _model(args.model)
+        given = read_model(args.model)
     prices = dict(_price(text, args.cards) for text in args.price)
     cells = list(_cells(args))
     _check(args, cells)
-    planner_arguments(args, given)  # before any process starts: are the files good?
-    jobs = args.jobs or min(os.cpu_count() or 1, _MOST_JOBS)
-    work = functools.partial(_plan, args=args, prices=prices)
-    if min(jobs, len(cells)) == 1:
-        found = _counted(map(work, cells), len(cells))
-    else:
-        try:
-            with ProcessPoolExecutor(
-                min(jobs, len(cells)),
-                mp_context=multiprocessing.get_context("spawn"),
-                initializer=torch.set_num_threads,
-                initargs=(1,),
-            ) as pool:
-                found = _counted(pool.map(work, cells), len(cells))
-        except BrokenProcessPool as error:
-            raise ConfigError(
-                f"one of {jobs} processes died, most likely for want of memory: each "
-                "holds torch and the model. Use --jobs 1"
-            ) from error
+    found: list[SweepCell] = []
+    with phase("planning") as shown:
+        for cell in cells:
+            shown.text = f"planning: {len(found)} of {len(cells)} done"
+            found.append(_plan(cell, args, given, prices.get(cell.card)))
     swept = Sweep(cells=tuple(found))
     print(swept)
     if args.csv:
         write_whole(args.csv, swept.to_csv())
-    if args.svg:
-        write_whole(args.svg, swept.to_svg())
-    for path in outputs:
-        print(f"wrote {path}")
+        print(f"wrote {args.csv}")
     return 0 if any(cell.fits for cell in swept.cells) else 1
-
-
-def _counted(planned: Iterable[SweepCell], total: int) -> list[SweepCell]:
-    """Wait for all cells, and show how many are there."""
-    found: list[SweepCell] = []
-    with phase("planning") as shown:
-        shown.text = f"planning: 0 of {total} done"
-        for cell in planned:
-            found.append(cell)
-            shown.text = f"planning: {len(found)} of {total} done"
-    return found
-
-
-@functools.cache
-def _model(name: str) -> GivenModel:
-    """Read a model once in each process: it need not survive being sent."""
-    return read_model(name)
 
 
 def _cells(args: argparse.Namespace) -> Iterator[_Where]:
@@ -183,8 +136,6 @@ def _check(args: argparse.Namespace, cells: list[_Where]) -> None:
                 f"--group-sizes has {size}, which is no part of any of the --ranks "
                 f"{', '.join(map(str, args.ranks))}: take a divisor of one"
             )
-    if args.jobs is not None and args.jobs < 1:
-        raise ConfigError(f"--jobs must be above 0, got {args.jobs}")
 
 
 def _devices(cell: _Where, args: argparse.Namespace) -> Topology:
@@ -195,15 +146,16 @@ def _devices(cell: _Where, args: argparse.Namespace) -> Topology:
 
 
 def _plan(
-    cell: _Where, args: argparse.Namespace, prices: dict[str, float]
+    cell: _Where,
+    args: argparse.Namespace,
+    given: GivenModel,
+    usd_per_hour: float | None,
 ) -> SweepCell:
-    given = _model(args.model)
-    where = {**cell._asdict(), "usd_per_hour": prices.get(cell.card)}
+    where = {**cell._asdict(), "usd_per_hour": usd_per_hour}
     with planning(args.model):
         planner = NeuroShardPlanner(
             topology=_devices(cell, args),
             batch_size=cell.batch_size,
-            # Nothing is shown of single searches: several at once share the line.
             search=SearchConfig(
                 time_budget_seconds=args.seconds, progress=lambda search: None
             ),
