@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "torchrec_neuroshard"
 
-NAMES_DEVICES = ("devices.py", "doctor.py")
-"""What knows accelerators by name; the builds of packages are the doctor's."""
+NAMES_DEVICES = ("devices.py",)
+"""What knows accelerators by name."""
 
 COMPAT = "planner/compat.py"
 """The one module that asks what TorchRec has and which release it is."""

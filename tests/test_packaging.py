@@ -96,7 +96,8 @@ def test_installing_leaves_torch_and_fbgemm_alone(wheel: Path) -> None:
     plain = {w.partition(">=")[0] for w in wanted if "extra ==" not in w}
     assert "numpy" in plain and not plain & FRAMEWORKS
     arguments = ("install", "--dry-run", "--no-index", "--report", "-")
-    extra = f"{wheel}[{read_installed().fbgemm_build}]"
+    (build,) = (name for name, _ in read_installed().fbgemm)
+    extra = f"{wheel}[{'cpu' if build.endswith('-cpu') else 'cuda'}]"
     report = json.loads(call(sys.executable, *PIP, *arguments, extra, cwd=wheel.parent))
     names = {entry["metadata"]["name"] for entry in report["install"]}
     assert names <= {"torchrec-neuroshard"}

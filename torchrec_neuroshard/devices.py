@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import platform
-import shutil
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +33,6 @@ __all__ = [
     "free_cached_memory",
     "gpu_uuid",
     "is_accelerator",
-    "nvidia_smi_reader",
-    "nvml_reader",
     "plain_torch",
     "synchronize",
     "torch_threads",
@@ -56,10 +51,6 @@ _THROTTLING = {
 """Bits of NVML's clock event reasons that make a time useless. The software power cap
 (0x04) is left out: under load it is a GPU's usual state."""
 _NVML_SM, _NVML_MEMORY, _NVML_DIE = 1, 2, 0
-_SMI_INTERVAL_S = 1.0
-"""nvidia-smi takes tens of milliseconds: as long as a sample."""
-_SMI_TIMEOUT_S = 10.0
-
 
 GPU = "cuda"
 """What torch calls the type of the cards in `gpu_cards`."""
@@ -235,137 +226,50 @@ class GpuState:
 
 
 class GpuMonitor:
-    """Reads a GPU's state, not more often than the way of reading can bear."""
+    """Reads a GPU's state, and counts how often the driver did not answer.
 
-    def __init__(
-        self,
-        read: Callable[[], GpuState],
-        *,
-        source: str,
-        min_interval_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Take a way of reading.
+    Attributes:
+        num_failures: Reads that failed: a measurement does not end for that.
+    """
 
-        Args:
-            read: Asks the driver.
-            source: What `read` goes by, to be shown.
-            min_interval_s: An answer is given again until it is this old.
-            clock: Seconds; for tests.
-        """
-        self.source = source
-        self._read, self._clock = read, clock
-        self._min_interval_s = min_interval_s
-        self._last: tuple[float, GpuState | None] | None = None
+    def __init__(self, read: Callable[[], GpuState]) -> None:
+        """Take what asks the driver."""
+        self._read = read
         self.num_failures = 0
 
     def state(self) -> GpuState | None:
-        """The state now, or of at most `min_interval_s` ago.
-
-        Returns:
-            None where the driver did not answer, which `num_failures` counts: a
-            measurement does not end for that.
-        """
-        now = self._clock()
-        if self._last is None or now - self._last[0] >= self._min_interval_s:
-            found: GpuState | None = None
-            try:
-                found = self._read()
-            except Exception:  # whatever a driver library raises
-                self.num_failures += 1
-            self._last = (now, found)
-        return self._last[1]
-
-
-def nvml_reader(uuid: str) -> Callable[[], GpuState]:
-    """Return a reader by the `pynvml` module.
-
-    Args:
-        uuid: The GPU's, with its prefix `GPU-`.
-
-    Raises:
-        ImportError: There is no `pynvml`.
-        Exception: NVML does not start or has no such GPU.
-    """
-    nvml: Any = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-
-    def read() -> GpuState:
-        return GpuState(
-            sm_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, _NVML_SM)),
-            memory_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, _NVML_MEMORY)),
-            temperature_c=float(nvml.nvmlDeviceGetTemperature(handle, _NVML_DIE)),
-            throttle_reasons=int(
-                nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            ),
-        )
-
-    return read
-
-
-def nvidia_smi_reader(uuid: str, program: str) -> Callable[[], GpuState]:
-    """Return a reader by the `nvidia-smi` program.
-
-    Args:
-        uuid: The GPU's, with its prefix `GPU-`.
-        program: Path of `nvidia-smi`.
-    """
-
-    def read() -> GpuState:
-        answer = ""
-        # The reasons' field was renamed in driver 535; either name may be unknown.
-        for reasons in ("clocks_event_reasons", "clocks_throttle_reasons"):
-            done = subprocess.run(
-                [
-                    program,
-                    f"--id={uuid}",
-                    "--query-gpu=clocks.sm,clocks.mem,temperature.gpu,"
-                    f"{reasons}.active",
-                    "--format=csv,noheader,nounits",
-                ],
-                capture_output=True,
-                text=True,
-                timeout=_SMI_TIMEOUT_S,
-                check=False,
-            )
-            answer = done.stdout.strip()
-            if done.returncode == 0:
-                break
-        sm, memory, temperature, mask = answer.split(", ")
-        return GpuState(
-            sm_clock_mhz=float(sm),
-            memory_clock_mhz=float(memory),
-            temperature_c=float(temperature),
-            throttle_reasons=int(mask, 16),
-        )
-
-    return read
+        """Return the state now; None where the driver did not answer."""
+        try:
+            return self._read()
+        except Exception:  # whatever a driver library raises
+            self.num_failures += 1
+            return None
 
 
 def find_gpu_monitor(uuid: str) -> GpuMonitor | None:
-    """Find a way to read a GPU's clocks and temperature.
+    """Return a monitor of a GPU, by the `pynvml` module.
 
     Args:
         uuid: The GPU's, with its prefix `GPU-`.
 
     Returns:
-        By `pynvml`, else by `nvidia-smi`; None where neither answers.
+        None where `pynvml` is not installed or does not answer.
     """
-    ways: list[tuple[str, float, Callable[[], Callable[[], GpuState]]]] = [
-        ("pynvml", 0.0, partial(nvml_reader, uuid))
-    ]
-    program = shutil.which("nvidia-smi")
-    if program is not None:
-        smi = partial(nvidia_smi_reader, uuid, program)
-        ways.append(("nvidia-smi", _SMI_INTERVAL_S, smi))
-    for source, interval, make in ways:
-        try:
-            read = make()
-            read()
-        except Exception:
-            # Whatever a driver library raises: the next way, or none, which the
-            # caller tells.
-            continue
-        return GpuMonitor(read, source=source, min_interval_s=interval)
-    return None
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        read = partial(_read_nvml, nvml, handle)
+        read()
+    except Exception:  # whatever a driver library raises
+        return None
+    return GpuMonitor(read)
+
+
+def _read_nvml(nvml: Any, handle: Any) -> GpuState:
+    return GpuState(
+        sm_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, _NVML_SM)),
+        memory_clock_mhz=float(nvml.nvmlDeviceGetClockInfo(handle, _NVML_MEMORY)),
+        temperature_c=float(nvml.nvmlDeviceGetTemperature(handle, _NVML_DIE)),
+        throttle_reasons=int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+    )

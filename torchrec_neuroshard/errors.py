@@ -18,7 +18,7 @@ The tree, with the built-in class that each branch also derives from:
       waited for it
     - DeviceFailureError (RuntimeError): a GPU failed for good while it was measured
     - EnvironmentMismatchError (RuntimeError): installed packages are missing
-      or do not belong together; `neuroshard doctor` prints the repair
+      or do not belong together; `neuroshard doctor` prints the command that mends it
 
 A message says the rule, the value, where it was found and the way out. Inner
 code raises the bare fact; the entry point adds table, rank and plan. What it quotes may

@@ -346,7 +346,7 @@ def watched(
         monitor = None
         if reasons is not None:
             # Sets that other work disturbs are measured again at the end.
-            monitor = GpuMonitor(lambda: state(next(reasons, FINE)), source="a list")
+            monitor = GpuMonitor(lambda: state(next(reasons, FINE)))
         monkeypatch.setattr(
             "torchrec_neuroshard.collect.compute.gpu_uuid", lambda _: "GPU-0"
         )
@@ -368,7 +368,7 @@ def test_throttled_measurements_are_dropped_counted_and_repeated(
 ) -> None:
     records, printed = watched(iter([FINE, HOT, HOT, FINE, FINE]), 3)
     assert [r.num_throttled for r in records] == [0, 2, 0]
-    assert "clocks and temperature are read by a list" in printed
+    assert "clocks and temperature are read by pynvml" in printed
     for record in records:
         assert record.sm_clock_mhz == 1_980.0
         assert record.memory_clock_mhz == 3_201.0
@@ -570,4 +570,4 @@ def test_a_device_that_nothing_watches_is_measured(
 ) -> None:
     records, printed = watched(None, 1)
     assert [r.sm_clock_mhz for r in records] == [None]
-    assert "neither pynvml nor nvidia-smi answers" in printed
+    assert "pynvml does not answer" in printed

@@ -140,10 +140,9 @@ def _monitor(device: torch.device, console: Console) -> GpuMonitor | None:
         return None
     monitor = find_gpu_monitor(uuid)
     console.print(
-        "neither pynvml nor nvidia-smi answers: clocks, temperature and throttling "
-        "are not recorded"
+        "pynvml does not answer: clocks, temperature and throttling are not recorded"
         if monitor is None
-        else f"clocks and temperature are read by {monitor.source}"
+        else "clocks and temperature are read by pynvml"
     )
     return monitor
 
