@@ -685,7 +685,7 @@ def _scaled(data: Data) -> Iterable[str]:
             f"**Kernels count as {faster:g} times faster than they were timed**, for "
             "every planner's costs and for what its plans are judged by. Who cannot "
             "plan for that is left out: nets and policies trained on kernels as they "
-            "are, and measured finalists."
+            "are."
         )
 
 

@@ -92,9 +92,7 @@ from torchrec_neuroshard.workloads import (
 MIN_PARTITION = 32
 LABELLED, MEASURED, CALIBRATED = "labelled_", "measured_", "calibrated_100_sets"
 """Folders of what was trained for the comparison begin with these."""
-_FINALISTS, _FINALISTS_SECONDS = 4, 24.0
-"""Plans that are measured in a round, and seconds of all rounds."""
-_FEWER, _FEWEST = 2, 4
+_FEWER = 2
 """Of so many tasks one is planned by those that plan as long as many others."""
 _COMMS_SAMPLES = 4_000
 _WIDTHS = sorted({*power_of_two_widths(128), *PRODUCTION_WIDTHS})
@@ -214,21 +212,6 @@ def _ours() -> Iterator[Rival]:
         make=lambda task, costs, device: _neuroshard(
             task, costs, device, types=_COLUMN_AND_TABLE
         ),
-    )
-    yield Rival(
-        name="default, measured finalists",
-        about=f"this planner with measure_finalists={_FINALISTS} for "
-        f"{_FINALISTS_SECONDS:g} s, while the other core is at work, too; "
-        f"on one of {_FEWEST} tasks",
-        make=lambda task, costs, device: _neuroshard(
-            task,
-            costs,
-            device,
-            measure_finalists=_FINALISTS,
-            calibrate=_FINALISTS_SECONDS,
-        ),
-        every=_FEWEST,
-        as_measured=True,
     )
     yield Rival(
         name="default, nothing measured",

@@ -230,7 +230,7 @@ def test_costs_and_planners_go_by_faster_kernels(
 
     left = {r.name for r in rivals.make_rivals(None, NOTHING, 1.0, "unknown", 10)}
     left -= {r.name for r in rivals.make_rivals(None, NOTHING, 1.0, "unknown", 10, 2.0)}
-    assert left == {"default, measured finalists", "autoshard", "dreamshard"}
+    assert left == {"autoshard", "dreamshard"}
 
 
 def test_times_add_up_as_in_the_simulator(parts: Any, halved: Any) -> None:
@@ -857,7 +857,7 @@ def test_tasks_on_a_slow_machine_are_left_out_and_end_a_run(
 
 
 def test_what_takes_long_plans_a_part_of_the_tasks(parts: Any, tasks: Any) -> None:
-    planning, name = parts("planning"), "default, measured finalists"
+    planning, name = parts("planning"), "default, nothing measured"
     settings = planning.PlanningSettings(names=(name, "random"), cost_model="cpu")
     planners = planning.Planners(settings, 0)
     [rival, other] = settings.rivals()

@@ -29,7 +29,6 @@ from tests.builders import (
     make_planner,
 )
 from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, Results
-from tests.distributed.test_finalists import SEARCH, copies
 from tests.distributed.test_first_launch import COPIES
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import NeuroShardPlanLoader, NeuroShardPlanner
@@ -252,15 +251,9 @@ def after_an_error(at: Rank) -> Any:
     return at.plan(planner)
 
 
-def finalists(at: Rank, of_first: bool) -> Any:
-    at.run(FAILS)
-    count = 2 if at.is_first == of_first else 0
-    return at.plan(at.planner(measure_finalists=count, search=SEARCH), 6)
-
-
 def leaves(at: Rank, **arguments: Any) -> Any:
     """A rank is interrupted while it measures, and lives on."""
-    at.run(copies(at.folder, at.rank))
+    at.run(FAILS)
     if at.rank == 1:
         at.breaks(f"{PACKAGE}.training.first_launch.take_part", Interrupts())
     return at.plan(at.planner(**arguments), 6)
@@ -334,21 +327,10 @@ CASES = {
         functools.partial(lost_plan_file, of_first=False)
     ),
     "after an error": Case(after_an_error),
-    "finalists of the first": Case(
-        functools.partial(finalists, of_first=True),
-        warned=("measuring finalists failed", UNMEASURED[1]),
-    ),
-    "finalists of others": Case(functools.partial(finalists, of_first=False)),
     "leaves a first launch": Case(
         functools.partial(leaves, **MEASURES),
         LEFT,
         warned=(UNMEASURED[0], ""),
-        seconds=SHORT_SECONDS,
-        grace=0.0,
-    ),
-    "leaves finalists": Case(
-        functools.partial(leaves, measure_finalists=2, calibrate=2.0, search=SEARCH),
-        LEFT,
         seconds=SHORT_SECONDS,
         grace=0.0,
     ),
@@ -366,8 +348,7 @@ def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     ):
         warnings.simplefilter("always")
         patch.setenv("NEUROSHARD_CACHE", str(folder / "cache"))
-        for name in ("first_launch", "finalists"):
-            patch.setattr(f"{PACKAGE}.planner.launch.{name}.GRACE_S", case.grace)
+        patch.setattr(f"{FIRST_LAUNCH}.GRACE_S", case.grace)
         try:
             plan, result = case.act(Rank(pg, folder, patch))
             found["plan"] = repr((plan.plan, result))

@@ -55,7 +55,6 @@ from torchrec_neuroshard.planner.costs.given_plans import (
 from torchrec_neuroshard.planner.costs.hedging import is_uncertain
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import CostedPart, PlanCosts
-from torchrec_neuroshard.planner.launch.finalists import Finalists
 from torchrec_neuroshard.planner.launch.first_launch import (
     FirstLaunch,
     Offer,
@@ -194,10 +193,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             `collective_plan` measure the model's own tables for so many seconds, and
             the bundle that comes of it is kept for later launches. "auto": 60 s on
             GPUs; on CPUs only with cost_model="measure". "never", or seconds.
-        measure_finalists: So many good plans are measured where they are decided, in
-            each of up to three rounds, within the seconds of `calibrate` (60 unless
-            given); the cost model is corrected by that, and the best of them returned.
-            All ranks of `collective_plan` measure, in `plan` this one. 0: none.
+        measure_finalists: Ignored; measuring them made plans no quicker.
         pipeline_type: TorchRec's `PipelineType` of the training loop, or
             "train_semi_sync" or "train_fused_sparse_dist": what it runs beside
             something else costs nothing as long as that takes longer, and what it keeps
@@ -243,7 +239,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         max_switches: int | None = None,
         placement_constraints: PlacementConstraints | None = None,
         calibrate: str | float = "auto",
-        measure_finalists: int = 0,
+        measure_finalists: int | None = None,
         pipeline_type: Any = None,
         dense_ms: DenseMs | float | None = None,
         strict_memory: bool = False,
@@ -282,19 +278,19 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             pipeline_type=pipeline_type,
             dense_ms=dense_ms,
         )
-        self._first_launch = FirstLaunch(
-            self.costs,
-            cost_model,
-            calibrate,
-            constraints,
-            budget_is_shared=measure_finalists > 0,
-        )
-        self._finalists = Finalists(measure_finalists, calibrate, self.costs.topology)
+        self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
         topology = self.costs.topology
         if max_switches is not None:
             warnings.warn(
                 "max_switches is ignored and will go: the search chooses sharding "
                 "types as it chooses splits and ranks; limit them by constraints",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        if measure_finalists is not None:
+            warnings.warn(
+                "measure_finalists is ignored and will go: plans whose slowest ranks "
+                "were measured were no quicker",
                 DeprecationWarning,
                 stacklevel=2,
             )
@@ -365,16 +361,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 f"the {type(partitioner).__name__} given has other placement "
                 "constraints than the planner, or none: leave the partitioner out, or "
                 "pass the same to NeuroShardPartitioner(..., placement=...)"
-            )
-        if measure_finalists and not own:
-            raise ConfigError(
-                f"measure_finalists needs this package's partitioner, got "
-                f"{type(partitioner).__name__}; leave one of them out"
-            )
-        if measure_finalists and not self.costs.schedule.adds_up(self.costs.dense):
-            raise ConfigError(
-                "measure_finalists adds up what phases take one after another, but "
-                f"pipeline_type is '{self.costs.schedule.name}'; leave one of them out"
             )
         for part in (partitioner, performance_model):
             if isinstance(part, CostedPart):
@@ -586,9 +572,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             proposers = [*proposers, torchrec.proposer]
         return run, {
             "proposers": proposers,
-            "partitioner": partitioner.for_run(
-                run.log, sharders, self._finalists if self._finalists.count else None
-            )
+            "partitioner": partitioner.for_run(run.log, sharders)
             if own
             else guard.partitioner(partitioner),
             "perf_model": guard.perf_model(perf_model),
@@ -651,8 +635,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             options = partial(self._options, module, sharders)
             try:
                 self._first_launch.on_all_ranks(options, pg)
-                with self._finalists.among(pg):
-                    plan = self.plan(module, sharders)
+                plan = self.plan(module, sharders)
             except LostRankError:
                 raise
             except BaseException as caught:

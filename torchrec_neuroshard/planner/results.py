@@ -122,7 +122,6 @@ def describe_plan(
         num_evaluated=sum(r.result.num_evaluated for r in records),
         warnings=tuple(dict.fromkeys(texts)),
         fallback=fallback,
-        finalists=next((r.result.finalists for r in records), ()),
     )
     hosts = costs.host_tables(selected)
     devices, tier = room.devices, device_tier(costs.topology)

@@ -94,7 +94,6 @@ def explain(
         warnings=result.warnings,
         basis=basis,
         robustness=robustness,
-        finalists=result.finalists,
         weight_sync=weight_sync,
         schedule=ScheduleReport.of(predicted),
     )

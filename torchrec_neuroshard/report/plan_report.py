@@ -20,7 +20,6 @@ from torchrec_neuroshard.report.plan_parts import (
     TableReport,
     WeightSync,
 )
-from torchrec_neuroshard.search.base import Finalist
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["PlanReport", "plan_data", "plan_page"]
@@ -65,8 +64,6 @@ class PlanReport(HtmlReport):
     """None where only a search is reported."""
     robustness: Robustness | None = None
     """None where costs were measured, or the plan is not one of the planner's."""
-    finalists: tuple[Finalist, ...] = ()
-    """Plans that were measured where they are decided."""
     weight_sync: WeightSync | None = None
     """None where the plan is of all ranks, not of one of several sharding groups."""
     schedule: ScheduleReport | None = None
@@ -172,9 +169,6 @@ def _head_lines(report: PlanReport) -> Iterator[str]:
         yield str(report.robustness)
     if report.basis is not None:
         yield from _basis_lines(report.basis)
-    if report.finalists:
-        yield f"{len(report.finalists)} plans were measured where they are decided:"
-        yield from (f"    {plan}" for plan in report.finalists)
 
 
 def _tail_lines(report: PlanReport) -> Iterator[str]:

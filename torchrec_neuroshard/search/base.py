@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -19,7 +19,6 @@ from torchrec_neuroshard.simulator import PredictedCosts
 __all__ = [
     "BudgetedSearcher",
     "Config",
-    "Finalist",
     "SearchConfig",
     "SearchResult",
     "Searcher",
@@ -70,35 +69,6 @@ class SearchConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finalist:
-    """A plan of which the rank sets that decide it were measured.
-
-    Critical paths [ms].
-    """
-
-    round: int
-    """In which it was found, from 1."""
-    predicted_ms: float
-    """By the model that found it."""
-    measured_ms: float
-    """With measured kernels as measured, all else as corrected."""
-    corrected_ms: float
-    """Expected by the model as all measurements corrected it: the mean over what they
-    leave open."""
-    num_measured: int
-    """Rank sets measured."""
-    chosen: bool = False
-
-    def __str__(self) -> str:
-        """Return it as a line of text."""
-        return (
-            f"round {self.round}: predicted {self.predicted_ms:.3f} ms, measured "
-            f"{self.measured_ms:.3f} ms ({self.num_measured} rank sets), corrected "
-            f"{self.corrected_ms:.3f} ms{', chosen' if self.chosen else ''}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SearchResult:
     """A placement with its predicted costs and a bound on them."""
 
@@ -118,8 +88,6 @@ class SearchResult:
     warnings: tuple[str, ...] = ()
     fallback: str | None = None
     """Why another planner's plan was taken, if it was."""
-    finalists: tuple[Finalist, ...] = ()
-    """The plans that this one was chosen from, where such were measured."""
 
 
 class _Budgeted(Protocol):
@@ -174,37 +142,6 @@ class Searcher(ABC):
                 what would make it fit.
             ConfigError: The task has rules on ranks that the search does not know.
         """
-
-    def finalists(
-        self,
-        task: ShardingTask,
-        cost_model: CostModel,
-        comms_model: CommsModel,
-        count: int,
-        starts: Sequence[Placement] = (),
-    ) -> list[SearchResult]:
-        """Find several good placements that differ in the rank sets that decide them.
-
-        Args:
-            task: As for `search`.
-            cost_model: As for `search`.
-            comms_model: As for `search`.
-            count: Most placements.
-            starts: Placements to go on from. Empty: a search from the start.
-
-        Returns:
-            Results, the best first; fewer where no more were found.
-
-        Raises:
-            InfeasibleError: As for `search`.
-            ConfigError: As for `search`; by default, that this search hands over one
-                placement alone.
-        """
-        del task, cost_model, comms_model, count, starts
-        raise ConfigError(
-            f"search '{self.name}' hands over one plan, measure_finalists needs "
-            "several: use search='default' or leave measure_finalists out"
-        )
 
 
 class BudgetedSearcher(Searcher, Generic[Config]):

@@ -40,7 +40,6 @@ from torchrec_neuroshard.search.feasibility import (
 from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.rules import check_constraints, follow, merged
-from torchrec_neuroshard.search.runners_up import RunnersUp
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator, placed_arrays
 
@@ -118,43 +117,19 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
                 them; names the table or the total, and what would make it fit.
             ConfigError: Rules on ranks contradict each other.
         """
-        return self._search(Simulator(task, cost_model, comms_model))[0]
-
-    def finalists(
-        self,
-        task: ShardingTask,
-        cost_model: CostModel,
-        comms_model: CommsModel,
-        count: int,
-        starts: Sequence[Placement] = (),
-    ) -> list[SearchResult]:
-        """See `Searcher.finalists`; of small tasks only the best plan is known."""
-        return self._search(Simulator(task, cost_model, comms_model), count, starts)
-
-    def _search(
-        self,
-        simulator: Simulator,
-        count: int = 1,
-        starts: Sequence[Placement] = (),
-    ) -> list[SearchResult]:
-        start = time.monotonic()
+        simulator, start = Simulator(task, cost_model, comms_model), time.monotonic()
         deadline = start + self.config.time_budget_seconds
         reporter = ProgressReporter(self.config.progress, start, deadline)
         try:
-            results = self._results(simulator, deadline, reporter, count, starts)
-            seconds = time.monotonic() - start
-            return [dataclasses.replace(r, search_seconds=seconds) for r in results]
+            result = self._search(simulator, deadline, reporter)
         finally:
             reporter.report("done")
+        seconds = time.monotonic() - start
+        return dataclasses.replace(result, search_seconds=seconds)
 
-    def _results(
-        self,
-        simulator: Simulator,
-        deadline: float,
-        reporter: ProgressReporter,
-        count: int,
-        starts: Sequence[Placement],
-    ) -> list[SearchResult]:
+    def _search(
+        self, simulator: Simulator, deadline: float, reporter: ProgressReporter
+    ) -> SearchResult:
         task, start = simulator.task, time.monotonic()
         check_constraints(task)
         limit = self.config.exhaustive_limit
@@ -168,32 +143,20 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
                 task, simulator.cost_model, simulator.comms_model
             )
             warnings = range_messages(simulator, result.placement)
-            return [dataclasses.replace(result, warnings=warnings)]
+            return dataclasses.replace(result, warnings=warnings)
         bank = ShardBank(simulator, merge=True)
-        seen = RunnersUp() if count > 1 else None
-        first = [_merged_widths(task, placement) for placement in starts]
-        best, bound = self._plan(bank, deadline, reporter, first, seen)
-        plans = [best]
-        if seen is not None:
-            plans = seen.different(Plan(bank, best), count)
-        return [finish_result(bank, plan, bound, start) for plan in plans]
+        best, bound = self._plan(bank, deadline, reporter)
+        return finish_result(bank, best, bound, start)
 
     def _plan(
-        self,
-        bank: ShardBank,
-        deadline: float,
-        reporter: ProgressReporter,
-        starts: Sequence[Ints] = (),
-        seen: RunnersUp | None = None,
+        self, bank: ShardBank, deadline: float, reporter: ProgressReporter
     ) -> tuple[Ints, Bound]:
         """Find the widths of a placement and a lower bound."""
         config = self.config
         # The bound is part of the search: some of the time is kept for it.
         refining = deadline - BOUND_SHARE * config.time_budget_seconds
         choices = Choices(bank) if bank.task.has_choices else None
-        if starts:
-            plans = sorted(starts, key=lambda p: Plan(bank, p).critical_ms)
-        elif choices is not None:
+        if choices is not None:
             plans = self._choose(bank, choices, refining, reporter)
         else:
             plans = self._split(bank, config, refining, reporter)
@@ -204,13 +167,10 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             reporter.bound(self._bound(bank, plans, first_ms, deadline, rounds=0).ms)
         best = plans[0]
         if config.refine:
-            keep = None if seen is None else seen.keep
-            best, _ = refine(bank, plans, config, refining, reporter, choices, keep)
+            best, _ = refine(bank, plans, config, refining, reporter, choices)
         best_ms = Plan(bank, best).critical_ms
         reporter.report("bounding", best_ms=best_ms)
-        # Of a search that others follow, a rough bound will do.
-        rounds = 0 if seen is not None and starts else NUM_ROUNDS
-        return best, self._bound(bank, [best, *plans], best_ms, deadline, rounds)
+        return best, self._bound(bank, [best, *plans], best_ms, deadline, NUM_ROUNDS)
 
     @staticmethod
     def _split(
@@ -409,16 +369,6 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         if each is not bank:
             bank.num_evaluated += each.num_evaluated
         return bound
-
-
-def _merged_widths(task: ShardingTask, placement: Placement) -> Ints:
-    """Return the widths that a placement stands for, followers (see `rules`) aside."""
-    width_TW: Ints = np.zeros((len(task.tables), task.world_size), dtype=np.int64)
-    for shard in placement.shards:
-        width_TW[shard.table, shard.rank] += shard.width
-    for tables in task.together:
-        width_TW[list(tables[1:])] = 0
-    return width_TW
 
 
 def finish_result(

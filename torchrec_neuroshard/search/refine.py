@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -1117,12 +1117,10 @@ class _Effort:
         num_steps: int,
         deadline: float,
         reporter: ProgressReporter = NO_REPORTS,
-        keep: Callable[[Plan], None] | None = None,
     ) -> None:
         self.num_steps = num_steps
         self.deadline = deadline
         self.reporter = reporter
-        self.keep = keep
 
     def spend(self) -> bool:
         """Take one step off; False where none, or no time, is left."""
@@ -1136,8 +1134,6 @@ def _descend(plan: Plan, effort: _Effort) -> None:
         if not (_step(plan) or _lay_out(plan, _splits_anew(plan)) or _retype(plan)):
             break
         effort.reporter.report("refining", best_ms=plan.critical_ms)
-    if effort.keep is not None:
-        effort.keep(plan)
 
 
 def _step(plan: Plan) -> bool:
@@ -1368,7 +1364,6 @@ def refine(
     deadline: float,
     reporter: ProgressReporter = NO_REPORTS,
     choices: Choices | None = None,
-    keep: Callable[[Plan], None] | None = None,
 ) -> tuple[Ints, float]:
     """Improve placements by steepest descent, restarted from disturbed optima.
 
@@ -1379,7 +1374,6 @@ def refine(
         deadline: `time.monotonic()` after which the best so far is returned.
         reporter: Told of the best plan as the descents go.
         choices: Where tables may be sharded in several ways.
-        keep: Is shown the plan that each descent ends at.
 
     Returns:
         The widths, never worse than those given, and their critical path [ms].
@@ -1391,7 +1385,7 @@ def refine(
     num_tables = len(bank.task.ways)
     starts = starts[: max(1, MAX_START_TABLES // num_tables)]
     steps = _num_steps(num_tables, config, choices is not None)
-    effort = _Effort(steps, deadline, reporter, keep)
+    effort = _Effort(steps, deadline, reporter)
     pool = {_ways(base): base}
     for width_TW in starts:
         trial = Plan(bank, width_TW)
@@ -1444,7 +1438,7 @@ def refine(
             bases[place] = perturbed
     # What is left to gain on the critical path alone.
     last = Plan(bank, best, spread=0.0)
-    final = _Effort(NUM_LAST_STEPS, deadline, reporter, keep)
+    final = _Effort(NUM_LAST_STEPS, deadline, reporter)
     _descend(last, final)
     while choices is not None and final.spend() and _retype(last, MAX_RETYPED):
         _descend(last, final)

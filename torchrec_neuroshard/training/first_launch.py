@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -99,7 +99,6 @@ __all__ = [
     "measure_and_fit",
     "measure_mine",
     "measure_set",
-    "measure_sets",
     "take_part",
 ]
 
@@ -127,8 +126,6 @@ _STEPS, _COMMS_STEPS = 300, 400
 _STEPS_PER_S = 10
 """Fewer steps, at least a fifth, where there is little time."""
 _MIN_COLLECTIVES = 40
-_MOST_VISITS = 3
-"""Times that a set which was asked for is measured, each on other inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,11 +151,6 @@ class LaunchRequest:
     hbm_gb_per_s: float | None = None
     """Memory bandwidth of the physical estimate."""
     seed: int = 0
-    sets: tuple[tuple[TableConfig, ...], ...] = ()
-    """Sets to measure, the most telling first, in place of any of `shards`. Nothing is
-    fitted to them."""
-    reference_ms: float | None = None
-    """Nominal time of the reference in the milliseconds asked for; None: measured."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary; `from_json` reads it back."""
@@ -192,8 +184,7 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
         folder: An empty folder; on rank 0 it gets the bundle.
 
     Returns:
-        The bundle's folder on rank 0, with records alone where sets were asked for;
-        None elsewhere.
+        The bundle's folder on rank 0; None elsewhere.
 
     Raises:
         RankFailureError: The process failed, or was too late.
@@ -225,7 +216,7 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
         raise RankFailureError(reason)
     if member.rank:
         return None
-    if not request.sets and not COMPUTE_BUNDLE.is_in(folder / _BUNDLE):
+    if not COMPUTE_BUNDLE.is_in(folder / _BUNDLE):
         raise RankFailureError("its process left no bundle")
     return folder / _BUNDLE
 
@@ -301,27 +292,6 @@ def judge(bundle: Path, estimate: CostModel) -> LaunchVerdict | None:
     )
 
 
-def measure_sets(request: LaunchRequest, member: Member) -> list[CostRecord]:
-    """Measure the sets of a request as one rank of the group; see `take_part`.
-
-    Returns:
-        On rank 0, what all ranks measured: `index`, modulo the number of sets, says of
-        which; tables have fewer rows where there was no memory for all. Nothing
-        elsewhere.
-
-    Raises:
-        RankFailureError: The process failed, was too late, or left no records.
-        OSError: It could not be started.
-    """
-    with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
-        found = take_part(request, member, Path(scratch))
-        if found is None:
-            return []
-        if not (found / KERNELS_NAME).exists():
-            raise RankFailureError("its process left no records")
-        return read_records([found / KERNELS_NAME])[1]
-
-
 def _environment(request: LaunchRequest, member: Member) -> dict[str, str]:
     """What torch.distributed reads in the process that measures."""
     environment = {
@@ -378,21 +348,6 @@ def draw_launch_set(
     return tuple(drawn)
 
 
-def _fitted(
-    tables: Sequence[TableConfig], batch_size: int, max_bytes: int
-) -> tuple[TableConfig, ...]:
-    """Take rows from the tables of a set that is too large, from each its part."""
-    size = sum(
-        t.num_embeddings * t.embedding_dim * (DATA_TYPE_BYTES[t.data_type] + 8)
-        for t in tables
-    )
-    share = min(1.0, max_bytes / size)
-    return tuple(
-        _with_rows(t, max(1, int(t.num_embeddings * share)), batch_size, place)
-        for place, t in enumerate(tables)
-    )
-
-
 def _with_rows(
     shard: TableConfig, rows: int, batch_size: int, place: int
 ) -> TableConfig:
@@ -412,7 +367,7 @@ def measure_and_fit(
 
     Args:
         request: What to measure.
-        folder: Gets the bundle on rank 0; of sets asked for, their records alone.
+        folder: Gets the bundle on rank 0.
         console: Where rank 0 shows progress.
         begin: `time.monotonic()` when the budget began to count.
 
@@ -429,8 +384,7 @@ def measure_and_fit(
     device = torch.device("cpu") if ranks is None else ranks.device
     if ranks is None and is_accelerator(request.device_type):
         device = torch.device(request.device_type, 0)
-    share = 1.0 if request.sets else _KERNEL_SHARE
-    until = begin + share * request.seconds
+    until = begin + _KERNEL_SHARE * request.seconds
     with torch_threads(1):
         found, reference_ms = _measure_kernels(request, ranks, device, until, console)
     bundle = folder / _BUNDLE
@@ -448,8 +402,6 @@ def measure_and_fit(
         with RecordStore(bundle / KERNELS_NAME, header) as store:
             for record in found:
                 store.append(record)
-    if request.sets:
-        return
     if ranks is not None:
         left = begin + _COMMS_SHARE * request.seconds - time.monotonic()
         collect_comms(
@@ -552,41 +504,28 @@ def measure_mine(
     """
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     max_bytes = _free_bytes(device, request.local_world_size)
-    least, usual = -(-2 * MIN_SETS // size), _USUAL_SETS
-    visits: Iterable[int] = itertools.count(rank, size)
-    if request.sets:
-        count = len(request.sets)
-        least, usual = min(1, max(0, count - rank)), 2 * count
-        visits = [
-            index + visit * count
-            for visit in range(_MOST_VISITS)
-            for index in range(rank, count, size)
-        ]
+    least = -(-2 * MIN_SETS // size)
     each = None
     if device.type == "cpu":
         time_left = max(0.0, until - time.monotonic())
-        each = min(_MOST_SET_SECONDS, time_left * size / usual)
-    timer = SetTimer(
-        device, max_bytes, reference_ms=request.reference_ms, budget_seconds=each
-    )
+        each = min(_MOST_SET_SECONDS, time_left * size / _USUAL_SETS)
+    timer = SetTimer(device, max_bytes, budget_seconds=each)
     kept: dict[int, CostRecord] = {}
     tries: Counter[int] = Counter()
     with RateProgress(console, "sets") as progress:
         bar = progress.add_time_bar(
             "measuring your tables", max(0.0, until - time.monotonic())
         )
-        fresh, is_new = iter(visits), True
+        fresh, is_new = itertools.count(rank, size), True
         usual_ms = timer.reference_ms or 1.0
         while len(kept) < least or time.monotonic() < until:
-            if len(tries) >= least and not kept and not request.sets:
+            if len(tries) >= least and not kept:
                 raise RecordError("no set of the tables could be measured")
             worst = None
             if is_new and len(kept) >= least:
                 worst = _most_disturbed(kept, tries, usual_ms)
             is_new = worst is None
-            index = next(fresh, None) if worst is None else worst
-            if index is None:
-                break
+            index = next(fresh) if worst is None else worst
             tries[index] += 1
             record = measure_set(request, index, tries[index], timer, device, max_bytes)
             known = kept.get(index)
@@ -621,11 +560,7 @@ def measure_set(
     max_bytes: int,
 ) -> CostRecord | None:
     """Measure one set; None: there was no memory."""
-    if request.sets:
-        tables = request.sets[index % len(request.sets)]
-        tables = _fitted(tables, request.batch_size, max_bytes)
-    else:
-        tables = draw_launch_set(request, index, max_bytes)
+    tables = draw_launch_set(request, index, max_bytes)
     try:
         measured = timer.measure(
             tables, None, request.batch_size, (request.seed, index, attempt)
@@ -786,7 +721,7 @@ def _main(folder: Path, limit: float) -> int:
     warnings.simplefilter("ignore")
     shown = os.environ["RANK"] == "0"
     console = Console(stderr=True, quiet=not shown)
-    if shown and not request.sets:
+    if shown:
         console.print(
             f"neuroshard: first launch on this device: measuring for about "
             f"{request.seconds:.0f} s; later launches take it from the cache",

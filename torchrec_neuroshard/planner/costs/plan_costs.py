@@ -176,11 +176,6 @@ class PlanCosts:
         estimated = on_gpu and self.cost_model.error is not None
         return ESTIMATED_COLUMNS if estimated else COLUMN_MULTIPLE
 
-    def correct(self, cost_model: CostModel) -> None:
-        """Go on with another model of the same kernels."""
-        if cost_model is not self.cost_model:
-            self.cost_model, self.encoder = cost_model, ShardEncoder(cost_model)
-
     def use(self, cost_model: str | Path | CostModel) -> None:
         """Go on with another model, such as a bundle that was measured since.
 

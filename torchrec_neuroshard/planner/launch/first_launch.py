@@ -43,7 +43,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
 )
 from torchrec_neuroshard.planner.options.topologies import GB_PER_S, whole_nodes
 from torchrec_neuroshard.planner.options.ways import is_placeable, narrowest_shard
-from torchrec_neuroshard.records import CostRecord, utc_now
+from torchrec_neuroshard.records import utc_now
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig, row_shard
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ __all__ = [
     "has_device",
     "help_measure",
     "is_measurable",
-    "measured",
 ]
 
 USUAL_SECONDS = 60.0
@@ -101,7 +100,6 @@ class FirstLaunch:
         cost_model: str | Path | CostModel,
         calibrate: str | float,
         constraints: Mapping[str, ParameterConstraints] | None,
-        budget_is_shared: bool = False,
     ) -> None:
         """Take the planner's settings.
 
@@ -110,7 +108,6 @@ class FirstLaunch:
             cost_model: The planner's.
             calibrate: "auto", "never" or seconds.
             constraints: Table name -> TorchRec's constraints on it.
-            budget_is_shared: Whether seconds are those of finalists, too.
 
         Raises:
             ConfigError: `calibrate` is none of these, or contradicts `cost_model`.
@@ -121,7 +118,7 @@ class FirstLaunch:
             isinstance(cost_model, str | Path) and str(cost_model) == "auto"
         )
         self.seconds = self._budget(calibrate)
-        if not (isinstance(calibrate, str) or applies or budget_is_shared):
+        if not (isinstance(calibrate, str) or applies):
             raise ConfigError(
                 f"calibrate={calibrate:g} measures for cost_model 'auto' or 'measure', "
                 f"got another one ({cost_model!r}); leave one of them out"
@@ -385,19 +382,15 @@ def check_patience(request: LaunchRequest, pg: dist.ProcessGroup) -> float:
 
 def help_measure(offer: Offer, rank: int) -> None:
     """Measure with the first rank, on another one; it hears of a failure itself."""
+    from torchrec_neuroshard.training.first_launch import Member, take_part
+
+    member = Member(rank=rank, address=offer.address, port=offer.port)
     try:
-        measured(offer, rank)
+        with tempfile.TemporaryDirectory(prefix="neuroshard-") as scratch:
+            take_part(offer.request, member, Path(scratch))
     except Exception as error:
         text = f"measuring failed on rank {rank} ({error_text(error)})"
         warnings.warn(text, stacklevel=3)
-
-
-def measured(offer: Offer, rank: int) -> list[CostRecord]:
-    """Measure what the first rank asks for: all records on it, none elsewhere."""
-    from torchrec_neuroshard.training.first_launch import Member, measure_sets
-
-    member = Member(rank=rank, address=offer.address, port=offer.port)
-    return measure_sets(offer.request, member)
 
 
 def error_text(error: Exception) -> str:

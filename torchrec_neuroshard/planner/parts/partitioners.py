@@ -32,7 +32,6 @@ from torchrec_neuroshard.planner.costs.caches import size_caches
 from torchrec_neuroshard.planner.costs.kernels import is_estimated
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 from torchrec_neuroshard.planner.costs.plan_costs import CostedPart
-from torchrec_neuroshard.planner.launch.finalists import Finalists
 from torchrec_neuroshard.planner.options.constraints import (
     PlacementConstraints,
     ranks_by_table,
@@ -171,25 +170,19 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         self.searcher = make_searcher(search)
         self._enumerator = enumerator
         self.log = SearchLog()
-        self._finalists: Finalists | None = None
         self._sharders: Mapping[str, ModuleSharder[Any]] = {}
 
     def for_run(
-        self,
-        log: SearchLog,
-        sharders: Iterable[ModuleSharder[Any]] = (),
-        finalists: Finalists | None = None,
+        self, log: SearchLog, sharders: Iterable[ModuleSharder[Any]] = ()
     ) -> NeuroShardPartitioner:
         """Return the same partitioner for one planning run.
 
         Args:
             log: Of the run.
             sharders: Of the run, for options whose estimators did not read them.
-            finalists: Has plans of the first search measured. None: nothing is.
         """
         other = copy.copy(self)
         other.log, other._sharders = log, sharders_by_type(sharders)
-        other._finalists = finalists
         return other
 
     def partition(
@@ -381,12 +374,9 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
             searcher = ChoosingSearcher(searcher)
         try:
             cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
-            if self._finalists is not None and not log.records:
-                result = self._finalists.choose(searcher, space.task, self.costs)
-            else:
-                result = call_within(
-                    seconds, searcher.search, space.task, cost_model, comms_model
-                )
+            result = call_within(
+                seconds, searcher.search, space.task, cost_model, comms_model
+            )
         except TimeIsUpError:
             log.infeasible = (
                 f"search '{searcher.name}' did not return within {seconds:.1f} s"
