@@ -34,6 +34,7 @@ class PlanRun:
         log: The searches made.
         torchrec: TorchRec's own plan.
         fallback: Why that one was taken, if it was.
+        notes: Warnings for the plan's result.
         selected: The options of the plan returned; None until there is one.
         robustness: How the plan does if its costs are off; None where they were
             measured.
@@ -59,6 +60,7 @@ class PlanRun:
         self.log = SearchLog()
         self.torchrec = torchrec
         self.fallback: str | None = None
+        self.notes: list[str] = []
         self.selected: list[ShardingOption] | None = None
         self._searches = [p for p in proposers if isinstance(p, NeuroShardProposer)]
         self._violation = violation

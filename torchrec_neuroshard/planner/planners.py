@@ -83,7 +83,6 @@ from torchrec_neuroshard.planner.options.topologies import default_topology
 from torchrec_neuroshard.planner.outline import outline_of
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
 from torchrec_neuroshard.planner.parts.greedy import check_memory
-from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.parts.partitioners import (
     NeuroShardPartitioner,
     SearchLog,
@@ -92,7 +91,6 @@ from torchrec_neuroshard.planner.parts.perf_models import NeuroShardPerfModel
 from torchrec_neuroshard.planner.parts.proposers import (
     NeuroShardProposer,
 )
-from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.planner.parts.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.planner.plan_run import PlanRun
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
@@ -110,7 +108,6 @@ logger = logging.getLogger(__name__)
 
 _Constraints = dict[str, ParameterConstraints] | None
 
-_ENUMERATING = ("enumerate", "populate_estimates")
 _PLANNED = "planned"
 _LENIENT = (
     "No plan was found that fits by what ranks allocate, so this one fits by "
@@ -172,10 +169,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             estimate.
         debug: As in TorchRec.
         callbacks: As in TorchRec; they may change the plan.
-        timeout_seconds: Also limits the search, and cuts off proposers, partitioners,
-            performance models, callbacks and statistics of others that do not return
-            (without it: two seconds after the search's budget). Without such a callback
-            or partitioner there is no plan, without statistics there is one.
+        timeout_seconds: As in TorchRec; also limits the search.
         cost_model: "auto", the name of a shipped bundle, a bundle's folder, a model, or
             "measure": what first launches measured on this device, or measure now.
         profiles: Feature name -> its profile, from `profile_inputs`. Features without
@@ -353,7 +347,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 costs=self.costs,
             )
         own = isinstance(partitioner, NeuroShardPartitioner)
-        self._budget_seconds = _searcher(search, timeout_seconds).time_budget_seconds
         if self.placement_constraints != (
             partitioner.placement if own else PlacementConstraints()
         ):
@@ -410,7 +403,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
         Raises:
             PlannerError: No plan fits, neither by the search nor by TorchRec's own
-                planner, or a part that was given does not return in time.
+                planner.
             ProfileError: A profile is none, or of a feature that no table reads.
             ConfigError: The cost model predicts something that is not a time; placement
                 constraints contradict each other or the model, or a callback or a
@@ -427,8 +420,9 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         if run.selected is not None:
             self._selected = run.selected
             chosen = time.monotonic()
-            skipped = filter(None, [run.torchrec.skipped, *run.torchrec.guard.notes])
-            notes = [*self._notes, *unmatched, *skipped]
+            notes = [*self._notes, *unmatched, *run.notes]
+            if run.torchrec.skipped is not None:
+                notes.append(run.torchrec.skipped)
             records = run.log.records
             known = describe_plan(
                 run.selected,
@@ -466,15 +460,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             run.log.is_crowded = failed.is_crowded
             run.log.infeasible = None if failed.is_crowded else failed.infeasible
         reservation = planner_part(self, "storage_reservation")
-        limited = run.torchrec.guard.methods
         try:
-            with (
-                replaced_parts(self, **parts),
-                report_full(reservation),
-                limited("storage reservation", reservation, "reserve"),
-                limited("enumerator", self.enumerator, *_ENUMERATING),
-                limited("plan loader", self.plan_loader, "load", "plan_context_hash"),
-            ):
+            with replaced_parts(self, **parts), report_full(reservation):
                 return run, super().plan(module, sharders)
         except PlannerError as error:
             if error.error_type not in _NO_PLAN:
@@ -498,7 +485,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             memory.attribute(run.selected)
             room = self._reserved(module, sharders)
             if text := memory.overflow(run.selected, room):
-                run.torchrec.guard.notes.append(_LENIENT)
+                run.notes.append(_LENIENT)
                 warnings.warn(f"{text}. {_LENIENT}", stacklevel=2)
         return run, plan
 
@@ -520,20 +507,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> list[ShardingOption]:
         """List the options of every table."""
-        with self._guard().methods("enumerator", self.enumerator, *_ENUMERATING):
-            return list(self.enumerator.enumerate(module, sharders))
-
-    def _guard(self) -> Guard:
-        """Return what limits the calls of foreign parts in one run."""
-        timeout = self._arguments["timeout_seconds"]
-        return Guard(timeout or self._run_seconds() + GRACE_SECONDS)
-
-    def _run_seconds(self) -> float:
-        """Return what the searches of one run may take."""
-        partitioner = planner_part(self, "partitioner")
-        own = isinstance(partitioner, NeuroShardPartitioner)
-        budget = partitioner.searcher.time_budget_seconds if own else math.inf
-        return min(budget, self._budget_seconds)
+        return list(self.enumerator.enumerate(module, sharders))
 
     def _start(
         self, module: nn.Module, sharders: list[ModuleSharder[Any]]
@@ -544,8 +518,11 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         proposers = planner_part(self, "proposers")
         partitioner = planner_part(self, "partitioner")
         own = isinstance(partitioner, NeuroShardPartitioner)
-        perf_model = planner_part(self, "perf_model")
-        budget, guard = self._run_seconds(), self._guard()
+        perf_model, stats = (
+            planner_part(self, "perf_model"),
+            planner_part(self, "stats"),
+        )
+        budget = partitioner.searcher.time_budget_seconds if own else math.inf
         torchrec = TorchRecPlan(
             self._torchrec_arguments,
             module=module,
@@ -556,7 +533,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             violation=self._violation,
             pipeline_type=self._pipeline_type,
             time_budget_seconds=min(budget, SearchConfig().time_budget_seconds),
-            guard=guard,
             is_lenient=self._memory is not None and self._memory.is_lenient,
         )
         # A caller's rating of plans is not overruled.
@@ -567,21 +543,16 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             self._violation,
             self.costs if hedged and is_uncertain(self.costs) else None,
         )
-        proposers = guard.proposers(proposers)
         if self._considers_torchrec:
             proposers = [*proposers, torchrec.proposer]
         return run, {
             "proposers": proposers,
             "partitioner": partitioner.for_run(run.log, sharders)
             if own
-            else guard.partitioner(partitioner),
-            "perf_model": guard.perf_model(perf_model),
-            "callbacks": run.callbacks(
-                guard.callbacks(planner_part(self, "callbacks"))
-            ),
-            "stats": guard.stats(
-                planner_part(self, "stats"), of_failures=self._strict is None
-            ),
+            else partitioner,
+            "callbacks": run.callbacks(planner_part(self, "callbacks")),
+            # A run that another one follows is logged only where it has a plan.
+            "stats": stats if self._strict is None else list(map(_StatsOfPlans, stats)),
         }
 
     def collective_plan(
@@ -1001,10 +972,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         sharders: list[ModuleSharder[Any]],
     ) -> tuple[PlanRun, ShardingPlan]:
         """Count memory as TorchRec does; then let TorchRec's own planner try."""
-        ours, cut = run.log.infeasible, run.torchrec.guard.cut
-        if cut is not None:  # nor would it return to TorchRec's own planner
-            reasons = [f"{cut}, and there is no plan without it", *filter(None, [ours])]
-            raise OutOfTimeError("; ".join(reasons)) from error
+        ours = run.log.infeasible
         if self._strict is not None:
             return self._by_torchrecs_count(self._strict, module, sharders, run.log)
         run.fallback = ours or str(error)
@@ -1072,6 +1040,17 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         except Exception as failure:  # the plan failed before, and that is told
             logger.debug("more ranks could not be tried: %r", failure)
             return 0
+
+
+class _StatsOfPlans(Stats):
+    """Logs a run that has a plan as another does, and no other run."""
+
+    def __init__(self, inner: Stats) -> None:
+        self._inner = inner
+
+    def log(self, **kwargs: Any) -> None:
+        if kwargs["sharding_plan"].plan:
+            self._inner.log(**kwargs)
 
 
 def _own_constraints(

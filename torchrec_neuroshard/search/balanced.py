@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, sparse
 
-from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.search.shards import Floats, Ints, ShardBank
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
@@ -84,22 +83,13 @@ def balanced_bound(bank: ShardBank, *, seconds: float, nodes: int) -> float:
         return 0.0
     options = _options(bank, additive[1:])
     program = _Program(bank, options, additive[0])
-    try:
-        found = call_within(
-            seconds + 1.0,
-            optimize.milp,
-            np.array(program.cost),
-            integrality=np.array(program.whole, dtype=np.int64),
-            bounds=optimize.Bounds(0.0, np.array(program.most)),
-            constraints=program.rules(),
-            options={
-                "mip_rel_gap": MIP_GAP,
-                "node_limit": nodes,
-                "time_limit": seconds,
-            },
-        )
-    except TimeIsUpError:
-        return 0.0
+    found = optimize.milp(
+        np.array(program.cost),
+        integrality=np.array(program.whole, dtype=np.int64),
+        bounds=optimize.Bounds(0.0, np.array(program.most)),
+        constraints=program.rules(),
+        options={"mip_rel_gap": MIP_GAP, "node_limit": nodes, "time_limit": seconds},
+    )
     bound = found.mip_dual_bound
     if bound is None or not math.isfinite(bound):
         return 0.0

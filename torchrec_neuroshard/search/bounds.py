@@ -68,7 +68,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
-from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.placement_rules import joined_sets
 from torchrec_neuroshard.search.balanced import balanced_bound
 from torchrec_neuroshard.search.greedy_grid import place_lanes
@@ -1245,9 +1244,8 @@ class _Case:
             if time.monotonic() > deadline or best_ms >= self.cutoff_ms * (1 - MIN_GAP):
                 break
             left = deadline - time.monotonic()
-            try:
-                solved = self._solve(best_ms, target_ms, reach, left)
-            except TimeIsUpError:
+            solved = self._solve(best_ms, target_ms, reach, left)
+            if solved is None:
                 break
             trial_V, worth, target_ms = solved
             self._search(trial_V, target_ms * worth, best_ms, NUM_STEPS)
@@ -1280,17 +1278,15 @@ class _Case:
 
     def _solve(
         self, bound_ms: float, target_ms: float, reach: float, seconds: float
-    ) -> tuple[Floats, float, float]:
+    ) -> tuple[Floats, float, float] | None:
         """Find the prices near the best ones at which everything is worth most.
 
         No set of the pool may be worth more than 1, or than its cost over the target.
 
         Returns:
             The prices, what everything is worth per rank, and the target used [ms].
-
-        Raises:
-            TimeIsUpError: That takes longer than `seconds`, or HiGHS sees no such
-                prices for its rounding: those known by now hold all the same.
+            None where that takes longer than `seconds`, or HiGHS sees no such prices
+            for its rounding: those known by now hold all the same.
         """
         prices, limit = self.prices, self._next_limit(bound_ms)
         target_ms = min(max(target_ms, bound_ms), limit.ms)
@@ -1337,10 +1333,7 @@ class _Case:
         ends = np.full((len(gain_V), 2), [0.0, np.inf])
         ends[: prices.num_prices, 0] = np.maximum(price_V - step, 0.0) / scale
         ends[: prices.num_prices, 1] = price_V + step
-        # HiGHS looks at its clock now and then only.
-        solved = call_within(
-            seconds + 1.0,
-            optimize.linprog,
+        solved = optimize.linprog(
             gain_V,
             A_ub=rules_AV,
             b_ub=most_A,
@@ -1349,7 +1342,7 @@ class _Case:
             options={"time_limit": max(seconds, 0.0)},
         )
         if solved.status == _OUT_OF_TIME or solved.x is None:
-            raise TimeIsUpError
+            return None
         worth = -float(solved.fun) / prices.num_ranks
         weight = -solved.ineqlin.marginals[: len(use)]
         self._used = (use[weight > 0], weight[weight > 0])

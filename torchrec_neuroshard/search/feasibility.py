@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, sparse
 
-from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import (
     HOST,
@@ -501,10 +500,7 @@ def pack_exactly(task: ShardingTask, seconds: float) -> tuple[Ints | None, bool]
     # much, a slightly smaller limit is tried.
     for shrink in (0.0, 1e-6):
         program, left = _mixed_integer_program(task, shrink), end - time.monotonic()
-        try:
-            outcome = program.solve(max(left, 0.1))
-        except TimeIsUpError:
-            break
+        outcome = program.solve(max(left, 0.1))
         if outcome is None:
             break
         if isinstance(outcome, str):
@@ -611,15 +607,8 @@ class _Program:
     shape: tuple[int, int]
 
     def solve(self, seconds: float) -> Ints | str | None:
-        """Return widths, "infeasible", or None when time ran out.
-
-        Raises:
-            TimeIsUpError: It did, and the solver did not say so.
-        """
-        # HiGHS looks at its clock now and then only.
-        found = call_within(
-            seconds + 1.0,
-            optimize.milp,
+        """Return widths, "infeasible", or None when time ran out."""
+        found = optimize.milp(
             c=np.zeros(self.matrix.shape[1]),
             constraints=optimize.LinearConstraint(self.matrix, self.low, self.high),
             bounds=optimize.Bounds(0, self.upper),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder
 
-from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.errors import InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules
@@ -54,9 +52,7 @@ from torchrec_neuroshard.planner.parts.greedy import (
     place_greedily,
     without,
 )
-from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, is_own
 from torchrec_neuroshard.planner.parts.search_space import SearchSpace
-from torchrec_neuroshard.planner.parts.shard_estimators import OutOfTimeError
 from torchrec_neuroshard.search import SearchConfig, make_searcher
 from torchrec_neuroshard.search.base import Searcher, SearchResult
 from torchrec_neuroshard.search.choosing import ChoosingSearcher
@@ -366,22 +362,12 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         )
         log, start = self.log, time.monotonic()
         searcher = log.next(self.searcher)
-        # Searches of this package keep to their budget by themselves.
-        budget = math.inf if is_own(searcher) else searcher.time_budget_seconds
-        seconds = budget + GRACE_SECONDS
         task = space.task
         if not searcher.takes_choices and (task.has_choices or task.host_memory_bytes):
             searcher = ChoosingSearcher(searcher)
         try:
             cost_model, comms_model, const_ms = self.costs.searched_models(space.task)
-            result = call_within(
-                seconds, searcher.search, space.task, cost_model, comms_model
-            )
-        except TimeIsUpError:
-            log.infeasible = (
-                f"search '{searcher.name}' did not return within {seconds:.1f} s"
-            )
-            raise OutOfTimeError(log.infeasible) from None
+            result = searcher.search(task, cost_model, comms_model)
         except InfeasibleError as error:
             odd = self.costs.optimizer_warnings(space.options)
             raise PlannerError(

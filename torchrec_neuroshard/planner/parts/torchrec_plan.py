@@ -30,7 +30,6 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_neuroshard.cut_off import TimeIsUpError, call_within
 from torchrec_neuroshard.planner.compat import (
     planner_part,
     replaced_parts,
@@ -46,7 +45,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     table_configs,
     table_name,
 )
-from torchrec_neuroshard.planner.parts.guards import GRACE_SECONDS, Guard
 from torchrec_neuroshard.planner.parts.shard_estimators import (
     OutOfTimeError,
     SizesEstimator,
@@ -77,6 +75,8 @@ MANY_OPTIONS, PATIENCE = 500, 300
 """Of more options than that, TorchRec's proposers take turns, and so many proposals
 without a better plan end it: most of them change one table of a hundred."""
 
+FIRST_PLAN_SECONDS = 2.0
+"""Beyond a deadline, for a first plan."""
 FIRST_ROUND_SECONDS = 1.0
 """Beyond a deadline, for every proposer to make its first proposal: the last one's is
 often the best of all."""
@@ -136,16 +136,8 @@ def stock_plan(
     turns = _InTurn(
         planner_part(planner, "proposers"), patience=math.inf, deadline=deadline
     )
-    try:
-        with replaced_parts(planner, proposers=[turns]):
-            plan: ShardingPlan = call_within(
-                seconds + GRACE_SECONDS, planner.plan, module, sharders
-            )
-    except TimeIsUpError:
-        how_far = enumerator.how_far
-        if turns.num_proposals:
-            how_far = f"it was at proposal {turns.num_proposals}"
-        raise OutOfTimeError(how_far) from None
+    with replaced_parts(planner, proposers=[turns]):
+        plan = planner.plan(module, sharders)
     return StockPlan(plan=plan, num_proposals=turns.num_proposals, is_cut=turns.is_cut)
 
 
@@ -163,7 +155,6 @@ class TorchRecPlan:
         proposer: Proposes it in TorchRec's loop, after all others.
         seconds: What it took.
         skipped: Why there is none, where time was short or it failed.
-        guard: See below.
 
     Args:
         arguments: Of TorchRec's planner; proposers are copied before use.
@@ -175,8 +166,6 @@ class TorchRecPlan:
         violation: Says how a plan breaks the caller's constraints on placement.
         pipeline_type: TorchRec's, of the training loop; None: no pipeline.
         time_budget_seconds: Of planning as a whole, which starts now.
-        guard: Of the run; after a part of the caller's did not return, TorchRec's
-            planner is not started with it.
         is_lenient: Whether memory is what TorchRec counts, not what ranks allocate.
     """
 
@@ -192,12 +181,10 @@ class TorchRecPlan:
         violation: Callable[[Sequence[ShardingOption]], str | None],
         pipeline_type: Any,
         time_budget_seconds: float,
-        guard: Guard,
         is_lenient: bool = False,
     ) -> None:
         self.proposer = PlacedPlanProposer(self._candidates)
         self.seconds = 0.0
-        self.guard = guard
         self.skipped: str | None = None
         self._arguments = arguments
         self._job = module, sharders
@@ -252,20 +239,14 @@ class TorchRecPlan:
             "proposer": copy.deepcopy(arguments["proposer"]),
         }
         planner = EmbeddingShardingPlanner(**{**arguments, **own})
-        seconds = arguments["timeout_seconds"] + GRACE_SECONDS
         proposers = planner_part(planner, "proposers")
         if in_turn:
             proposers = [_InTurn(proposers, patience=PATIENCE)]
-        try:
-            with (
-                replaced_parts(planner, proposers=proposers),
-                report_full(self._storage_reservation),
-            ):
-                return call_within(seconds, planner.plan, module, sharders), options
-        except TimeIsUpError:
-            raise OutOfTimeError(
-                f"TorchRec's own planner did not return within {seconds:.1f} s"
-            ) from None
+        with (
+            replaced_parts(planner, proposers=proposers),
+            report_full(self._storage_reservation),
+        ):
+            return planner.plan(module, sharders), options
 
     def _candidates(self) -> Iterator[list[ShardingOption]]:
         """Plans to compare with the search's, within the time there is.
@@ -273,9 +254,6 @@ class TorchRecPlan:
         The one that TorchRec makes by itself: its proposers go by the memory that it
         counts. Where that cannot be used, one by the memory that ranks allocate.
         """
-        if self.guard.cut is not None:
-            self.skipped = f"TorchRec's own plan was no candidate: {self.guard.cut}"
-            return
         start = time.monotonic()
         allowed = self._allowed(start)
         is_given = self._arguments["enumerator"] is not None
@@ -547,6 +525,8 @@ class _InTurn(Proposer):
                 self.is_cut = next_end > deadline and self._best < math.inf
                 if self.is_cut:
                     return None
+                if now > deadline + FIRST_PLAN_SECONDS and self._best == math.inf:
+                    raise OutOfTimeError(f"it was at proposal {self.num_proposals}")
                 self.num_proposals += 1
                 return list(proposal)
             self._left.popleft()
