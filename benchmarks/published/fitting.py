@@ -18,7 +18,6 @@ from torchrec_neuroshard.cost_models.physical import (
     host_memory_ms,
     shard_times,
 )
-from torchrec_neuroshard.planner.costs.hardware_config import softened
 
 __all__ = [
     "FORWARD_GAP_US",
@@ -29,10 +28,13 @@ __all__ = [
     "left_out",
     "predict",
     "shared_of",
+    "softened",
 ]
 
 Floats = npt.NDArray[np.float64]
 
+_EDGE = 0.3
+"""Relative errors beyond count by their size, no longer by their square."""
 FORWARD_GAP_US = 15.0
 """Of the forward launch: bounds check and gaps, which traces of kernels leave out."""
 SORT_LAUNCH_US = 61.0
@@ -107,6 +109,12 @@ def _predict_card(rows: Sequence[KernelRow], c: PhysicalConstants) -> Floats:
 def group(row: KernelRow) -> tuple[str, str, str, str]:
     """Timings that count as much as any other such: one source, card and quantity."""
     return row.source, row.card, row.phase, row.location
+
+
+def softened(off: Floats) -> Floats:
+    """Residuals whose squares grow with the error where it is large, not its square."""
+    soft: Floats = np.sqrt(2 * _EDGE**2 * (np.sqrt(1 + (off / _EDGE) ** 2) - 1))
+    return soft
 
 
 def fit(rows: Sequence[KernelRow]) -> dict[str, float]:

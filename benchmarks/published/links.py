@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize
 
+from published.fitting import softened
 from torchrec_neuroshard.cost_models.comms_published import (
     CollectiveConstants,
     PublishedCommsModel,
     card_collectives,
 )
 from torchrec_neuroshard.gpu_cards import card_named
-from torchrec_neuroshard.planner.costs.hardware_config import softened
 
 __all__ = ["CollectiveRow", "fit_links", "line_rate", "predict_links", "read_links"]
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy import optimize
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -33,10 +34,9 @@ from torchrec.distributed.types import CacheParams, CacheStatistics
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from published.fitting import group
+from published.fitting import group, softened
 from published.kernels import KernelRow, device_constants
 from torchrec_neuroshard.features import FEATURE_NAMES
-from torchrec_neuroshard.planner.costs.hardware_config import fit_coefficients
 
 __all__ = ["FittedStock", "earlier_estimate", "stock_estimate"]
 
@@ -241,7 +241,15 @@ class FittedStock:
         terms = np.array([_terms(r) for r in rows])
         counts = Counter(map(group, rows))
         weight = np.array([4.0 / np.sqrt(counts[group(r)]) for r in rows])
-        return fit_coefficients(terms, np.array([r.time_ms for r in rows]), weight)
+        measured = np.log([r.time_ms for r in rows])
+
+        def residuals(logs: Floats) -> Floats:
+            off = np.log(terms @ np.exp(logs)) - measured
+            # Without a launch and with few cards, some coefficient may be anything.
+            return np.concatenate([weight * softened(off), logs[:3] / 3, logs[3:] / 9])
+
+        start = np.log([1.0, 1.0, 1.0, *[0.1] * (terms.shape[1] - 3)])
+        return tuple(np.exp(optimize.least_squares(residuals, start).x).tolist())
 
     def predict(self, row: KernelRow) -> float:
         """Predict one timing [ms]; NaN for kernels that none was fitted to."""

@@ -9,7 +9,6 @@ Beside it only `phase_timer` imports torchrec.
 """
 
 from torchrec_neuroshard.planner.costs.given_plans import PlanFileError
-from torchrec_neuroshard.planner.costs.hardware_config import hardware_perf_config
 from torchrec_neuroshard.planner.costs.plan_conversion import (
     PlanPlacement,
     placement_from_plan,
@@ -62,7 +61,6 @@ __all__ = [
     "StalePlanWarning",
     "StoredPlan",
     "apply_moves",
-    "hardware_perf_config",
     "load_plan",
     "placement_from_plan",
     "read_plan",
