@@ -108,11 +108,9 @@ _COMMS_SCHEMA = pa.schema(
         ("world_size", pa.int32()),
         ("local_world_size", pa.int32()),
         ("bytes_per_peer", pa.list_(pa.int64())),
-        ("delay_ms", pa.list_(pa.float32())),
         ("num_passes", pa.int32()),
         ("spread", pa.float32()),
         ("reference_ms", pa.float32()),
-        ("wait_ms", pa.list_(pa.float64())),
         ("transfer_ms", pa.list_(pa.float64())),
     ]
 )
@@ -374,9 +372,8 @@ def _read_all(
         if header is not None:
             header.check_same_run(journal_header, str(journal))
         header = header or journal_header
-        for line in lines:
-            record = record_format.record_type.from_json(_parse(line, journal))
-            records[record.index] = record
+        rows = (_parse(line, journal) for line in lines)
+        records.update((r.index, r) for r in _records(rows, record_format))
     return header, [records[i] for i in sorted(records)]
 
 
@@ -461,7 +458,21 @@ def _read_parquet(
         rows = pq.read_table(path).to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _not_records(path, error) from error
-    return header, [record_format.record_type.from_json(row) for row in rows]
+    return header, list(_records(rows, record_format))
+
+
+def _records(
+    rows: Iterable[dict[str, Any]], record_format: RecordFormat[_HeaderT, _RecordT]
+) -> Iterator[_RecordT]:
+    """Records of rows, but for collectives whose ranks were told to start late.
+
+    Files of older versions hold some.
+    """
+    for row in rows:
+        delay_ms = row.pop("delay_ms", None)
+        row.pop("wait_ms", None)
+        if not (isinstance(delay_ms, list) and any(delay_ms)):
+            yield record_format.record_type.from_json(row)
 
 
 def _not_records(path: Path, error: Exception) -> RecordError:

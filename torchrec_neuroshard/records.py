@@ -286,16 +286,12 @@ class CommsRecord:
     bytes_per_peer: tuple[int, ...]
     """What each rank sends to every rank [bytes]; for `pooled_backward` and `index`
     what it is sent by every rank. The others pass the same between all pairs."""
-    delay_ms: tuple[float, ...]
-    """How much later than the common start each rank was told to begin."""
     num_passes: int
     """Timed passes."""
     spread: float
     """Median absolute deviation of the slowest rank's time, over its median."""
     reference_ms: float
     """Median of the reference collective, timed every few passes."""
-    wait_ms: tuple[float, ...]
-    """Median time from each rank's arrival to the last one's."""
     transfer_ms: tuple[float, ...]
     """Median time of each rank from the last arrival until it was through, relative
     to the reference's speed in this and the samples before."""
@@ -317,11 +313,11 @@ class CommsRecord:
                 f"least 0, got num_passes {self.num_passes}, spread {self.spread:g}, "
                 f"reference_ms {self.reference_ms:g}"
             )
-        rows = (self.bytes_per_peer, self.delay_ms, self.wait_ms, self.transfer_ms)
+        rows = (self.bytes_per_peer, self.transfer_ms)
         if any(len(row) != self.world_size for row in rows):
             raise RecordError(
                 f"record {self.index} needs one value per rank ({self.world_size}) "
-                "of bytes, delay, wait and transfer"
+                "of bytes_per_peer and transfer_ms"
             )
 
     @property

@@ -132,14 +132,12 @@ def test_too_few_records_are_named(measured: list[CostRecord]) -> None:
 def collective(
     index: int,
     columns: Sequence[float],
-    wait: Sequence[float],
     transfer: Sequence[float],
     name: str = "pooled_forward",
     repeat_of: int | None = None,
 ) -> CommsRecord:
     """All ranks send to each other what `columns` of 65,536 samples are."""
     world_size = len(columns)
-    arrival = tuple(max(wait) - w for w in wait)
     return CommsRecord(
         index=index,
         repeat_of=repeat_of,
@@ -147,45 +145,38 @@ def collective(
         world_size=world_size,
         local_world_size=world_size,
         bytes_per_peer=tuple(int(c * 4 * 65_536 / world_size) for c in columns),
-        delay_ms=arrival,
         num_passes=2,
         spread=0.25,
         reference_ms=1.0,
-        wait_ms=tuple(wait),
         transfer_ms=tuple(transfer),
     )
 
 
-def test_forward_samples_run_from_a_rank_s_own_start() -> None:
+def test_measured_samples_are_of_one_world_size_and_collective() -> None:
     records = [
-        collective(0, [16, 48], [3.0, 0.0], [5.0, 6.0]),
-        collective(1, [16, 48], [0.0, 0.0], [5.0, 6.0], repeat_of=0),
-        collective(2, [16, 48, 8], [0.0] * 3, [1.0] * 3),
-        collective(3, [32, 8], [0.0, 0.0], [7.0, 8.0], "pooled_backward"),
-        collective(4, [32, 8], [2.0, 0.0], [7.0, 8.0], "pooled_backward"),
+        collective(0, [16, 48], [5.0, 6.0]),
+        collective(1, [16, 48], [5.0, 6.0], repeat_of=0),
+        collective(2, [16, 48, 8], [1.0] * 3),
+        collective(3, [32, 8], [7.0, 8.0], "pooled_backward"),
     ]
     forward = measured_samples(records, 2, "pooled_forward")
-    # Columns, then when each rank starts after the first: rank 0 waits 3 ms for 1.
-    np.testing.assert_allclose(forward.inputs_SI, [[16, 48, 0, 3]])
-    np.testing.assert_allclose(forward.target_SW, [[8, 6]])
+    # Columns, then when each rank starts after the first.
+    np.testing.assert_allclose(forward.inputs_SI, [[16, 48, 0, 0]])
+    np.testing.assert_allclose(forward.target_SW, [[5, 6]])
     backward = measured_samples(records, 2, "pooled_backward")
     np.testing.assert_allclose(backward.inputs_SI, [[32, 8]])
     np.testing.assert_allclose(backward.target_SW, [[7, 8]])
 
 
 def comms_records(world_size: int, count: int, seed: int = 0) -> list[CommsRecord]:
-    """Times that grow with a rank's columns and with the wait."""
+    """Times that grow with a rank's columns."""
     rng = np.random.default_rng(seed)
     records = []
     for index in range(count):
         columns = rng.integers(1, 200, world_size)
-        wait = rng.uniform(0, 10, world_size) * (index % 2)
-        wait[rng.integers(world_size)] = 0.0
         transfer = (1 + 0.1 * columns).tolist()
         name = ("pooled_backward", "pooled_forward")[index % 2]
-        records.append(
-            collective(index, columns.tolist(), wait.tolist(), transfer, name)
-        )
+        records.append(collective(index, columns.tolist(), transfer, name))
     return records
 
 

@@ -109,7 +109,7 @@ def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     for r in records:
         if r.world_size == world_size and r.repeat_of is None:
             sent = np.array([r.bytes_per_peer], dtype=np.float64)
-            predicted = model.predict(r.collective, sent, np.array([r.wait_ms]))
+            predicted = model.predict(r.collective, sent)
             errors.append(abs(predicted.max() / max(r.transfer_ms) - 1))
     row = next(
         line

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from torchrec_neuroshard.record_store import journal_path, read_comms_records
@@ -102,7 +101,7 @@ def read(path: Path) -> tuple[CommsHeader, list[CommsRecord]]:
 
 def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
     path = tmp_path / "c.parquet"
-    options = ["--seed", "11", "--max-delay-ms", "400", "--num-samples"]
+    options = ["--seed", "11", "--num-samples"]
     assert ends(launch.collect(path, 2, *options, "12")) == [(0, "")] * 2
     header, first = read(path)
     assert (header.backend, header.world_size, header.local_world_size) == (
@@ -123,13 +122,6 @@ def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
     assert again == header
     assert both[:12] == first
     assert [r.index for r in both] == list(range(24))
-
-    # Start skews far above the noise of a busy machine are there as asked for.
-    skewed = [r for r in both if max(r.delay_ms) - min(r.delay_ms) > 150]
-    assert skewed
-    for record in skewed:
-        assert np.argmin(record.wait_ms) == np.argmax(record.delay_ms)
-        assert max(record.wait_ms) > 30
 
     # Another group of ranks must not add to it: one rank says so, all of them end.
     others = ends(launch.collect(path, 3, *options, "30"))

@@ -180,11 +180,9 @@ def _comms_records(folder: Path) -> None:
             world_size=2,
             local_world_size=2,
             bytes_per_peer=(64, 128),
-            delay_ms=(0.0, 0.0),
             num_passes=2,
             spread=0.25,
             reference_ms=1.0,
-            wait_ms=pair,
             transfer_ms=pair,
         )
         for index in range(4)

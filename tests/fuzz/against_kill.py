@@ -274,7 +274,7 @@ class CollectCommsCommand(CollectCommand):
 
     text = (
         "collect comms --num-samples 4 --seed 5 --sample-seconds 0.01 --backend gloo "
-        "--max-bytes 65536 --max-delay-ms 1"
+        "--max-bytes 65536"
     )
     num_records = 4
 

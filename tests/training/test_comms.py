@@ -80,7 +80,7 @@ def law(collective: str, bytes_per_peer: Sequence[int]) -> np.ndarray:
 
 def measure(world: int, count: int, seed: int) -> list[CommsRecord]:
     rng = np.random.default_rng(seed)
-    config = CommsSamplingConfig(bytes_per_rank=(1024, 2**24), delayed_share=0.0)
+    config = CommsSamplingConfig(bytes_per_rank=(1024, 2**24))
     records = []
     for index in range(count):
         sample = sample_collective(index, seed, config, {"world": world})
@@ -94,11 +94,9 @@ def measure(world: int, count: int, seed: int) -> list[CommsRecord]:
                 world_size=world,
                 local_world_size=world,
                 bytes_per_peer=sample.bytes_per_peer,
-                delay_ms=sample.delay_ms,
                 num_passes=2,
                 spread=0.25,
                 reference_ms=1.0,
-                wait_ms=(0.0,) * world,
                 transfer_ms=tuple(map(float, ms)),
             )
         )

@@ -395,10 +395,8 @@ def measured_samples(
 ) -> CommsSamples:
     """Samples of a pooled all-to-all over all ranks of one node.
 
-    Forward times run from a rank's own start, so they hold what it waits for the last
-    one; backward samples are those whose ranks start together.
+    Ranks start together: the offsets that forward samples have are 0.
     """
-    forward = collective == "pooled_forward"
     chosen = [
         r
         for r in records
@@ -406,15 +404,13 @@ def measured_samples(
         and r.world_size == world_size
         and is_pooled(r)
         and r.repeat_of is None
-        and (forward or not any(r.delay_ms))
     ]
     sent = np.array([r.bytes_per_peer for r in chosen], dtype=np.float64)
     columns = sent.reshape(-1, world_size) * (world_size / (4 * PAPER_BATCH_SIZE))
     transfer = np.array([r.transfer_ms for r in chosen]).reshape(-1, world_size)
-    if not forward:
+    if collective == "pooled_backward":
         return CommsSamples(columns, transfer)
-    wait = np.array([r.wait_ms for r in chosen]).reshape(-1, world_size)
-    return _with_offsets(columns, wait, transfer)
+    return _with_offsets(columns, np.zeros_like(transfer), transfer)
 
 
 def _with_offsets(columns: Floats, wait: Floats, transfer: Floats) -> CommsSamples:

@@ -171,9 +171,9 @@ class _CollectiveMeter:
         )
 
     def _pass(
-        self, runner: CollectiveRunner | None, delay_ms: float, stop: bool = False
+        self, runner: CollectiveRunner | None, stop: bool = False
     ) -> tuple[float, float, bool]:
-        """Start together, but for the delay.
+        """Start together.
 
         Returns:
             When this rank entered and left the collective [s], and whether some rank
@@ -182,7 +182,7 @@ class _CollectiveMeter:
         now, stopped = self._ranks.agree([self._ranks.clock(), float(stop)])
         if runner is None:
             return 0.0, 0.0, bool(stopped)
-        begin = now + _START_MARGIN_S + delay_ms * 1e-3
+        begin = now + _START_MARGIN_S
         time.sleep(max(0.0, begin - self._ranks.clock()))
         arrival = self._ranks.clock()
         runner.run()
@@ -191,7 +191,7 @@ class _CollectiveMeter:
 
     def nominal_ms(self, num_passes: int = 60) -> float:
         """Time of the reference, of many passes [ms]."""
-        passes = [self._pass(self._reference, 0.0)[:2] for _ in range(num_passes + 5)]
+        passes = [self._pass(self._reference)[:2] for _ in range(num_passes + 5)]
         return float(np.quantile(self._taken_ms(passes[5:]), _REFERENCE_QUANTILE))
 
     def _taken_ms(
@@ -213,9 +213,7 @@ class _CollectiveMeter:
             sampled.batch_size,
             sampled.lengths_share,
         )
-        delay = 0.0
         if runner is not None:
-            delay = sampled.delay_ms[self._ranks.group_rank(sampled.group)]
             runner.run()  # connections, buffers and caches
         passes: list[tuple[float, float]] = []
         references: list[tuple[float, float]] = []
@@ -225,20 +223,16 @@ class _CollectiveMeter:
             late = enough and time.perf_counter() > deadline
             last = late or len(passes) + 1 >= self._config.max_passes
             if len(passes) % _REFERENCE_EVERY == 0:
-                references.append(self._pass(self._reference, 0.0)[:2])
-            arrival, done, stop = self._pass(runner, delay, stop=last)
+                references.append(self._pass(self._reference)[:2])
+            arrival, done, stop = self._pass(runner, stop=last)
             passes.append((arrival, done))
             if stop:
                 break
         reference_P = self._taken_ms(references)
         gathered = self._ranks.gather(np.array(passes))  # P x 2 x all ranks
         members = list(group.ranks)
-        arrival_PW = gathered[:, 0, members] * 1e3
-        done_PW = gathered[:, 1, members] * 1e3
-        first_P1 = arrival_PW.min(axis=1, keepdims=True)
-        arrival_PW, done_PW = arrival_PW - first_P1, done_PW - first_P1
-        last_P1 = arrival_PW.max(axis=1, keepdims=True)
-        transfer_PW = np.maximum(done_PW - last_P1, 0.0)
+        last_P1 = gathered[:, 0, members].max(axis=1, keepdims=True)
+        transfer_PW = np.maximum(gathered[:, 1, members] - last_P1, 0.0) * 1e3
         self._recent_ms.append(list(map(float, reference_P)))
         recent_ms = [ms for passes_ms in self._recent_ms for ms in passes_ms]
         speed = reference_ms / float(np.quantile(recent_ms, _REFERENCE_QUANTILE))
@@ -250,11 +244,9 @@ class _CollectiveMeter:
             world_size=len(members),
             local_world_size=group.local_world_size,
             bytes_per_peer=sampled.bytes_per_peer,
-            delay_ms=sampled.delay_ms,
             num_passes=len(passes),
             spread=relative_spread(transfer_PW.max(axis=1).tolist()),
             reference_ms=float(np.median(reference_P)),
-            wait_ms=tuple(map(float, np.median(last_P1 - arrival_PW, axis=0))),
             transfer_ms=tuple(map(float, np.median(transfer_PW, axis=0) * speed)),
         )
 
@@ -525,12 +517,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-bytes", type=int, default=high, help="per rank; capped by free memory"
     )
     parser.add_argument(
-        "--max-delay-ms",
-        type=float,
-        default=sampling.max_delay_ms,
-        help="longest delay of a rank's start",
-    )
-    parser.add_argument(
         "--timeout", type=float, default=20.0, help="a silent rank's [s]"
     )
     parser.add_argument(
@@ -566,8 +552,7 @@ def run(args: argparse.Namespace) -> int:
                 timeout_seconds=args.timeout,
                 time_limit_seconds=args.time_limit,
                 sampling=CommsSamplingConfig(
-                    bytes_per_rank=(args.min_bytes, args.max_bytes),
-                    max_delay_ms=args.max_delay_ms,
+                    bytes_per_rank=(args.min_bytes, args.max_bytes)
                 ),
             )
         )

@@ -37,10 +37,6 @@ class CommsSamplingConfig:
 
     bytes_per_rank: tuple[int, int] = (1024, 2**30)
     """Least and most bytes that a rank sends on average, itself included."""
-    max_delay_ms: float = 20.0
-    """Longest delay of a rank's start."""
-    delayed_share: float = 0.3
-    """Share of the samples whose ranks start at different times."""
     repeat_every: int = 20
     """Every so many records one earlier sample is measured again."""
     repeat_lag: int = 60
@@ -52,11 +48,6 @@ class CommsSamplingConfig:
             raise ConfigError(
                 f"bytes_per_rank needs 0 < low <= high, got ({low}, {high}); the high "
                 "end is capped by the memory at hand"
-            )
-        if not 0 <= self.delayed_share <= 1 or self.max_delay_ms < 0:
-            raise ConfigError(
-                "delayed_share must lie in 0 to 1 and max_delay_ms be at least 0, got "
-                f"{self.delayed_share} and {self.max_delay_ms}"
             )
         if self.repeat_every < 2:
             raise ConfigError(
@@ -74,7 +65,6 @@ class SampledCollective:
     group: str
     bytes_per_peer: tuple[int, ...]
     """See `CommsRecord.bytes_per_peer`."""
-    delay_ms: tuple[float, ...]
     batch_size: int
     """Of the pooled collectives: samples of a rank, which the bytes are rows of."""
     lengths_share: float
@@ -117,18 +107,12 @@ def sample_collective(
     units = np.round(per_peer / multiple).astype(np.int64) * multiple
     if not units.any():
         units[int(per_peer.argmax())] = multiple
-    delay = np.zeros(world_size)
-    if rng.random() < config.delayed_share and config.max_delay_ms > 0:
-        longest = math.exp(rng.uniform(math.log(0.1), math.log(config.max_delay_ms)))
-        delay = longest * rng.random(world_size)
-        delay[rng.integers(world_size)] = longest
     return SampledCollective(
         index=index,
         repeat_of=repeat_of,
         collective=collective,
         group=group,
         bytes_per_peer=tuple(map(int, units)),
-        delay_ms=tuple(float(d) for d in delay),
         batch_size=batch_size,
         lengths_share=float(1 / (1 + math.exp(rng.uniform(0, math.log(50))))),
     )

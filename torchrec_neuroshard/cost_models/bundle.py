@@ -151,6 +151,8 @@ class BundleFormat(Generic[_Info, _Network]):
             )
         try:
             tensors = load_tensors(weights)
+            # Older models of collectives have it; it was for ranks that start late.
+            tensors.pop("overlap_logit_L", None)
             with torch.device("meta"):  # sizes may be anything until they are compared
                 network = self.make_network(info)
             for name, wanted in network.state_dict().items():

@@ -13,8 +13,6 @@ from torchrec_neuroshard.cost_models.base import CommsModel
 from torchrec_neuroshard.cost_models.comms_network import (
     CommsNetwork,
     FixedCollective,
-    lateness_overlap,
-    traffic_shares,
 )
 from torchrec_neuroshard.cost_models.comms_published import check_nodes
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
@@ -180,7 +178,6 @@ class LearnedCommsModel(CommsModel):
         with plain_torch(), torch.no_grad():
             group = torch.tensor([[float(world_size), float(local_world_size)]])
             coefficients_LK = network.coefficients(group)[0].double().numpy()
-            self._gain_L = network.overlap_gain().double().numpy()
         self._collectives = {
             name: FixedCollective(
                 name,
@@ -194,17 +191,13 @@ class LearnedCommsModel(CommsModel):
         }
 
     def predict(
-        self,
-        collective: str,
-        bytes_per_peer_CW: npt.NDArray[np.float64],
-        wait_ms_CW: npt.NDArray[np.float64] | None = None,
+        self, collective: str, bytes_per_peer_CW: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
         """Predict each rank's time from the last rank's arrival until it is through.
 
         Args:
             collective: One of `COLLECTIVES`.
             bytes_per_peer_CW: As in `CommsRecord`.
-            wait_ms_CW: How long before the last rank each one arrives; None: together.
 
         Returns:
             `C x W` milliseconds; 0 where nobody has anything to send.
@@ -221,37 +214,17 @@ class LearnedCommsModel(CommsModel):
             return np.zeros(bytes_per_peer_CW.shape)
         bytes_CW = np.asarray(bytes_per_peer_CW, dtype=np.float64)
         ms = self._collectives[collective](bytes_CW)
-        if wait_ms_CW is not None:
-            overlap = lateness_overlap(
-                torch.from_numpy(np.asarray(wait_ms_CW, dtype=np.float64)),
-                torch.from_numpy(traffic_shares(bytes_CW)),
-                torch.from_numpy(ms),
-            )
-            gain = self._gain_L[COLLECTIVES.index(collective)]
-            ms = ms * (1.0 - gain * overlap.numpy())
         ms[bytes_CW.sum(axis=1) == 0] = 0.0
         return ms * self._time_scale
 
     def all_to_all(
-        self,
-        columns_CW: npt.NDArray[np.float64],
-        batch_size: int,
-        wait_ms_CW2: npt.NDArray[np.float64] | None = None,
+        self, columns_CW: npt.NDArray[np.float64], batch_size: int
     ) -> npt.NDArray[np.float64]:
-        """Predict each rank's pooled-output all-to-all; see `CommsModel.all_to_all`.
-
-        Args:
-            columns_CW: As there.
-            batch_size: As there.
-            wait_ms_CW2: How long before the last rank each one arrives, forward and
-                backward; None: all together.
-        """
+        """Predict each rank's pooled-output all-to-all; see `CommsModel.all_to_all`."""
         bytes_CW = columns_CW * (OUTPUT_BYTES_PER_VALUE * batch_size / self._world_size)
         both = [
-            self.predict(
-                name, bytes_CW, None if wait_ms_CW2 is None else wait_ms_CW2[..., i]
-            )
-            for i, name in enumerate(("pooled_forward", "pooled_backward"))
+            self.predict(name, bytes_CW)
+            for name in ("pooled_forward", "pooled_backward")
         ]
         return np.stack(both, axis=2)
 

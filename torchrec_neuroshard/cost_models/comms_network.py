@@ -26,9 +26,7 @@ __all__ = [
     "TERM_NAMES",
     "CommsNetwork",
     "FixedCollective",
-    "lateness_overlap",
     "physical_terms",
-    "traffic_shares",
 ]
 
 SEGMENT_BYTES: tuple[float, ...] = (2.0**14, 2.0**18, 2.0**22)
@@ -197,40 +195,6 @@ class FixedCollective:
         return ms
 
 
-def traffic_shares(
-    bytes_per_peer_CW: npt.NDArray[np.float64],
-) -> npt.NDArray[np.float64]:
-    """Share of each rank's traffic that it has with each other one, `C x W x W`."""
-    bytes_CW = np.asarray(bytes_per_peer_CW, dtype=np.float64)
-    pairs = bytes_CW[:, :, None] + bytes_CW[:, None, :] + 1.0
-    pairs *= 1.0 - np.eye(bytes_CW.shape[1])
-    shares: npt.NDArray[np.float64] = pairs / np.maximum(
-        pairs.sum(axis=2, keepdims=True), 1e-30
-    )
-    return shares
-
-
-def lateness_overlap(
-    wait_CW: torch.Tensor, shares_CWW: torch.Tensor, transfer_CW: torch.Tensor
-) -> torch.Tensor:
-    """Share of each rank's traffic that can be over before the last rank arrives.
-
-    Two ranks can begin when the later of them is there; how far they get follows from
-    how long the collective takes.
-
-    Args:
-        wait_CW: Time from each rank's arrival to the last one's [ms].
-        shares_CWW: `traffic_shares`.
-        transfer_CW: Time without skew [ms]; 0 where padded.
-
-    Returns:
-        `C x W`, in 0 to 1; 0 for the last rank.
-    """
-    both = torch.minimum(wait_CW[:, :, None], wait_CW[:, None, :])
-    scale = transfer_CW.amax(dim=1).clamp_min(1e-6)[:, None, None]
-    return (shares_CWW * (1.0 - torch.exp(-both / scale))).sum(dim=2)
-
-
 class CommsNetwork(nn.Module):
     """Coefficients of the terms, a row per collective, and the net that bends them."""
 
@@ -240,7 +204,6 @@ class CommsNetwork(nn.Module):
         self.hidden = hidden
         num_terms, num_collectives = len(TERM_NAMES), len(COLLECTIVES)
         self.log_coefficients_LK = nn.Parameter(torch.zeros(num_collectives, num_terms))
-        self.overlap_logit_L = nn.Parameter(torch.zeros(num_collectives))
         self.bend = nn.Sequential(
             nn.Linear(2, hidden),
             nn.Tanh(),
@@ -262,7 +225,3 @@ class CommsNetwork(nn.Module):
     def coefficients(self, groups_S2: torch.Tensor) -> torch.Tensor:
         """Coefficients above 0 for world and local sizes, `S x L x K`."""
         return torch.exp(self.log_coefficients_LK + self.bends(groups_S2))
-
-    def overlap_gain(self) -> torch.Tensor:
-        """How much of the overlap each collective makes use of, `L` in 0 to 1."""
-        return torch.sigmoid(self.overlap_logit_L)

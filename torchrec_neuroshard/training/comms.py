@@ -22,9 +22,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
     FROM_OWNER,
     TERM_NAMES,
     CommsNetwork,
-    lateness_overlap,
     physical_terms,
-    traffic_shares,
 )
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
@@ -46,8 +44,6 @@ __all__ = [
     "train_comms",
 ]
 
-_GAINS = (0.02, 0.25, 0.5, 0.75, 0.98)
-"""Of these a candidate that is not trained takes the best overlap gain."""
 _LEAST_SHARE = 0.05
 """A rank that is through sooner than this share of the slowest one's time counts as
 needing that share: such times are noise, and nobody waits for them."""
@@ -84,8 +80,6 @@ class CommsData:
     """Measured collectives as arrays, padded to the largest world."""
 
     terms_NWK: npt.NDArray[np.float32]
-    shares_NWW: npt.NDArray[np.float32]
-    wait_NW: npt.NDArray[np.float32]
     present_NW: npt.NDArray[np.bool_]
     collective_N: npt.NDArray[np.int64]
     groups_N2: npt.NDArray[np.float32]
@@ -128,8 +122,6 @@ def build_comms(
     count, width = len(records), max(r.world_size for r in records)
     data = CommsData(
         np.zeros((count, width, len(TERM_NAMES)), dtype=np.float32),
-        np.zeros((count, width, width), dtype=np.float32),
-        np.zeros((count, width), dtype=np.float32),
         np.zeros((count, width), dtype=np.bool_),
         np.array([COLLECTIVES.index(r.collective) for r in records]),
         np.array([[r.world_size, r.local_world_size] for r in records], np.float32),
@@ -141,8 +133,6 @@ def build_comms(
         data.terms_NWK[i, :w] = physical_terms(
             r.collective, units, r.local_world_size, intra_gb_per_s, inter_gb_per_s
         )[0]
-        data.shares_NWW[i, :w, :w] = traffic_shares(units)[0]
-        data.wait_NW[i, :w] = r.wait_ms
         data.present_NW[i, :w] = True
         data.transfer_NW[i, :w] = r.transfer_ms
     return data
@@ -168,14 +158,11 @@ def fit_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
     """
     fitted = np.zeros((len(COLLECTIVES), len(TERM_NAMES)))
     measured_NW = _least_time(data)
-    together = data.wait_NW.max(axis=1) <= 0.1 * data.slowest_ms()
     known = np.zeros(len(COLLECTIVES), dtype=bool)
     for number in range(len(COLLECTIVES)):
         rows = data.collective_N == number
         if not rows.any():
             continue
-        if (rows & together).sum() >= 10:
-            rows &= together
         present = data.present_NW[rows]
         matrix = data.terms_NWK[rows][present].astype(np.float64)
         fitted[number] = fit_relative(matrix, measured_NW[rows][present])
@@ -215,8 +202,6 @@ class _Tensors:
 
     def __init__(self, data: CommsData) -> None:
         self.terms = torch.from_numpy(data.terms_NWK)
-        self.shares = torch.from_numpy(data.shares_NWW)
-        self.wait = torch.from_numpy(data.wait_NW)
         self.present = torch.from_numpy(data.present_NW)
         self.collective = torch.from_numpy(data.collective_N)
         groups, which = np.unique(data.groups_N2, axis=0, return_inverse=True)
@@ -230,10 +215,7 @@ def _forward(network: CommsNetwork, data: _Tensors) -> torch.Tensor:
     """Times of every rank, `N x W` [ms]; 0 where padded."""
     table = network.coefficients(data.groups)  # S x L x K
     rows = table[data.which, data.collective]
-    ms = torch.einsum("nwk,nk->nw", data.terms, rows) * data.present
-    overlap = lateness_overlap(data.wait, data.shares, ms.detach())
-    gain = network.overlap_gain()[data.collective]
-    return ms * (1.0 - gain[:, None] * overlap)
+    return torch.einsum("nwk,nk->nw", data.terms, rows) * data.present
 
 
 def predict_comms(network: CommsNetwork, data: CommsData) -> npt.NDArray[np.float64]:
@@ -334,18 +316,6 @@ def _network_of(coefficients_LK: npt.NDArray[np.float64], hidden: int) -> CommsN
     return network
 
 
-def _with_best_gain(network: CommsNetwork, data: CommsData) -> CommsNetwork:
-    """Set how much of the overlap collectives make use of, one value for all."""
-
-    def error(gain: float) -> float:
-        with torch.no_grad():
-            network.overlap_logit_L.fill_(float(np.log(gain / (1 - gain))))
-        return float(np.median(_slowest_error(network, data)))
-
-    error(min(_GAINS, key=error))
-    return network.eval()
-
-
 def _bandwidth_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
     """One latency and one bandwidth per collective, as coefficients `L x K`.
 
@@ -444,7 +414,6 @@ def make_candidates(
     with seeded(config.seed):
         for name, coefficients_LK in plain.items():
             network = _network_of(coefficients_LK, config.hidden)
-            network = _with_best_gain(network, training)
             # Relative least squares lean low where records are noisy.
             networks[name] = _rescaled(network, training).eval()
     errors = {

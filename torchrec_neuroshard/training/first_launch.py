@@ -448,7 +448,6 @@ def _collectives_of(request: LaunchRequest) -> CommsSamplingConfig:
             max(1024, int(total / request.world_size / 64)),
             max(65_536, int(2 * total)),
         ),
-        max_delay_ms=2.0,
     )
 
 
