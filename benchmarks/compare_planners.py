@@ -3,20 +3,18 @@
     python benchmarks/compare_planners.py --tables real_tables.json \
         --out reproduced/planners
 
-For each task (tables, ranks, batch, memory) and each cluster that it is judged on,
-every planner makes a plan. The kernels of each rank of all plans are timed one rank
-after another on this machine; the plans' collectives are what others measured on the
-cluster. After each task are written: `<out>.json` (the run and its tasks),
-`<out>_plans.parquet` (a row a plan), `<out>_passes.parquet` (every timed pass), `.md`
-(what the tables say together) and `.html` (each task and figures, too). The same
-command goes on where a run was cut off, or where it ended because the machine was too
-slow.
-Nets of NeuroShard's own, policies and a calibrated bundle come from the folder
-`--trained`. Without it planners that need them are left out, but AutoShard and
-DreamShard plan by the policies that ship.
-`--every 10` takes a tenth of the tasks, `--quick` is a dry run of a few minutes;
-`--device cuda` times kernels on a GPU. Without --tables the DLRM dataset's tables come
-from the package's generator and EMBark is left out.
+Every planner makes a plan for each task (tables, ranks, batch, memory) and each cluster
+that the task is judged on. The kernels of each rank of all plans are timed one rank
+after another on this machine. The plans' collectives are what others measured on the
+cluster. Three files are written after each task: `<out>.json` (the run and its tasks),
+`<out>_plans.parquet` (a row a plan) and `<out>.md` (what the tasks say together).
+
+NeuroShard's own nets and policies come from the folder `--trained`. Planners that need
+nets are left out without it; AutoShard and DreamShard then plan by the policies that
+ship. `--every 10` takes a tenth of the tasks, `--quick` is a dry run of a few minutes,
+`--device cuda` times kernels on a GPU. Without `--tables` the DLRM dataset's tables
+come from the package's generator and EMBark is left out. `--readme README.md` runs
+nothing and renews the table in that file from the results of `--out`.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python benchmarks/gpu/plans.py judge plans.pkl passes.pkl --bundle B --out race
 
 `make` plans tasks with every planner. `time` runs the kernels of all plans; it needs
-neither planners nor cost models. `judge` writes `race.json` and `race.md`: what each
-planner's plans take, beside what the bundle predicted.
+neither planners nor cost models. `judge` writes what `compare_planners.py` writes, its
+page `race.md` among it: what each planner's plans take, beside what was predicted.
 
 Files are written after each task: `make` may be stopped once there are enough. `time`
 ends when its seconds are over; given again, it goes on with the tasks that are left.
@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import os
 import pickle
-import statistics
 import sys
 import time
 import warnings
@@ -30,32 +28,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner_comparison.planning import Outcome, PlanningSettings
-    from planner_comparison.plans import Kernel, RunPlan
+    from planner_comparison.planning import PlanningSettings
+    from planner_comparison.plans import RunPlan
     from planner_comparison.tasks import Task
 
 # Each command imports what it needs, so that `time` loads no planner.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 ESTIMATE = "default, estimate"
-"""Our plan by the estimate for a card that nobody has measured."""
 PLANNERS = ("default", "neuroshard", "torchrec", "torchrec, best practice")
-
-Made = dict[str, Any]
-"""What `make` writes: `run`, and `tasks`, pairs of a task and planner -> entry."""
+PLAN_SECONDS = 120.0
+ROUNDS, PASSES = 2, 2
+"""In which kernels are timed, and passes of a kernel in each."""
 
 
 def make(args: argparse.Namespace) -> None:
     """Plan the tasks with every planner."""
-    from harness.provenance import describe_run
     from planner_comparison.planning import Planners, PlanningSettings
+    from planner_comparison.run import describe_rivals, with_again
 
     planning = PlanningSettings(
         names=tuple(args.planners),
-        max_rows=args.max_rows,
         cost_model=args.bundle,
         device=args.device,
-        plan_seconds=args.plan_seconds,
+        plan_seconds=PLAN_SECONDS,
     )
     unmeasured = dataclasses.replace(
         planning, names=("default",), cost_model=estimate_for(planning)
@@ -63,14 +59,22 @@ def make(args: argparse.Namespace) -> None:
     planners, estimating = (
         Planners(settings, args.processes) for settings in (planning, unmeasured)
     )
-    made: Made = {"run": {**describe_run(), "estimate": unmeasured.cost_model}}
-    made["tasks"] = []
+    about = f"our planner with the estimate `{unmeasured.cost_model}`"
+    rivals = describe_rivals(planning)
+    rivals.append({"name": ESTIMATE, "about": about, "training": ""})
+    options = {k: v for k, v in vars(args).items() if k != "run"}
+    made: dict[str, Any] = {"rivals": rivals, "options": options, "tasks": []}
     tasks = choose_tasks(args)
     try:
         for task in tasks:
-            found = planners.plan(task)
+            found = with_again(planners.plan(task))
             found[ESTIMATE] = estimating.plan(task)["default"]
-            made["tasks"].append((task, entries_of(found)))
+            # Not the outcomes themselves: `time` cannot load their class.
+            entries = {
+                name: {f.name: getattr(o, f.name) for f in dataclasses.fields(o)}
+                for name, o in found.items()
+            }
+            made["tasks"].append((task, entries))
             write(args.out, made)
             ended = {n: f"{o.status}, {o.seconds:.1f} s" for n, o in found.items()}
             print(f"{len(made['tasks'])}/{len(tasks)} {task.name}: {ended}", flush=True)
@@ -105,27 +109,13 @@ def choose_tasks(args: argparse.Namespace) -> list[Task]:
     wanted = [t for t in tasks if t.world_size in args.worlds]
     return [
         dataclasses.replace(t, cluster=clusters_of(t.world_size)[0].name)
-        for t in wanted[:: args.every][: args.num_tasks]
+        for t in wanted[: args.num_tasks]
     ]
 
 
-def entries_of(found: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
-    """Return planner -> plan, if there is one, and how planning ended."""
-    from planner_comparison.paired import AGAIN, OURS
-
-    entries = {
-        name: {k: getattr(o, k) for k in ("status", "seconds", "reason", "plan")}
-        for name, o in found.items()
-    }
-    ours = entries.get(OURS)
-    if ours is not None and ours["plan"] is not None:
-        entries[AGAIN] = {**ours, "plan": ours["plan"].again()}
-    return entries
-
-
-def plans_of(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, RunPlan]:
-    """Return planner -> plan, of those that have one."""
-    return {name: e["plan"] for name, e in entries.items() if e["plan"] is not None}
+def plans_of(entries: Mapping[str, Mapping[str, Any]]) -> list[RunPlan]:
+    """Return the plans of all planners that have one."""
+    return [e["plan"] for e in entries.values() if e["plan"] is not None]
 
 
 def time_plans(args: argparse.Namespace) -> None:
@@ -143,9 +133,9 @@ def time_plans(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     timer = KernelTimer(
         device,
-        most_bytes(tasks),
+        max(max(p.rank_bytes) for _, entries in tasks for p in plans_of(entries)),
         timed.get("reference_ms", 0.0),
-        KernelSettings(rounds=args.rounds, passes=args.passes),
+        KernelSettings(rounds=ROUNDS, passes=PASSES),
     )
     timed["reference_ms"] = timer.reference_ms
     timed["hardware"] = dataclasses.asdict(device_fingerprint(device, 1))
@@ -159,7 +149,7 @@ def time_plans(args: argparse.Namespace) -> None:
             print("time is over", flush=True)
             break
         try:
-            raw = timer.measure(list(plans_of(entries).values()))
+            raw = timer.measure(plans_of(entries))
         except torch.OutOfMemoryError as error:
             print(f"{task.name} does not fit: {str(error).splitlines()[0]}", flush=True)
             raw = {}
@@ -172,173 +162,36 @@ def time_plans(args: argparse.Namespace) -> None:
         print(f"{task.name}: {len(raw)} kernels in {taken[-1]:.1f} s", flush=True)
 
 
-def most_bytes(tasks: Sequence[tuple[Task, Mapping[str, Any]]]) -> int:
-    """Return the bytes of the fullest rank of all plans."""
-    return max(
-        max(plan.rank_bytes)
-        for _, entries in tasks
-        for plan in plans_of(entries).values()
-    )
-
-
 def judge(args: argparse.Namespace) -> None:
     """Put times together, with published collectives, beside what was predicted."""
-    from harness.provenance import describe_run
-    from planner_comparison.planning import PlanningSettings
+    from planner_comparison import run
+    from planner_comparison.kernels import kernels_of, median_times
+    from planner_comparison.page import write_page
+    from planner_comparison.planning import Outcome, PlanningSettings
+    from planner_comparison.results import write_results
 
     made, timed = read(args.plans), read(args.timed)
     hardware = timed["hardware"]
     planning = PlanningSettings(cost_model=args.bundle, device=hardware["device_type"])
-    data = {
-        "hardware": hardware,
-        "planned": made["run"],
-        "judged": describe_run(),
-        "num_planned": len(made["tasks"]),
-        "tasks": [
-            judge_task(task, entries, timed, planning)
-            for task, entries in made["tasks"]
-            if task.name in timed["passes"]
-        ],
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    page = report(data)
-    args.out.with_suffix(".md").write_text(page)
-    print(page)
-
-
-def judge_task(
-    task: Task,
-    entries: Mapping[str, Mapping[str, Any]],
-    timed: Mapping[str, Any],
-    planning: PlanningSettings,
-) -> dict[str, Any]:
-    """Return a task with each planner's figures, as `planner_comparison` has them.
-
-    Args:
-        task: Planned and timed.
-        entries: Of each planner.
-        timed: What `time` wrote.
-        planning: Says the bundle that predicts.
-    """
-    from planner_comparison.clusters import CLUSTERS
-    from planner_comparison.kernels import kernels_of, median_times
-    from planner_comparison.plans import add_up, predict_collective, predict_kernels
-
-    plans = plans_of(entries)
-    kernels: list[Kernel] = kernels_of(plans.values())
-    passes = dict(zip(kernels, timed["passes"][task.name], strict=True))
-    times = median_times(passes, timed["reference_ms"])
-    costs, cluster = planning.costs(task), CLUSTERS[task.cluster]
-    predicted = predict_kernels(kernels, costs.compute, costs.comms, task.world_size)
-    collectives = dict.fromkeys(c for p in plans.values() for c in p.collectives)
-    taken = {c: cluster.collective_ms(c) for c in collectives}
-    expected = {
-        c: predict_collective(c, costs.comms, task.world_size) for c in collectives
-    }
-    planners = {
-        name: {k: v for k, v in entry.items() if k != "plan"}
-        for name, entry in entries.items()
-    }
-    for name, plan in plans.items():
-        planners[name]["measured"] = add_up(plan, times, taken)
-        planners[name]["predicted"] = add_up(plan, predicted, expected)
-    errors = [round(sum(predicted[k]) / sum(times[k]) - 1, 4) for k in kernels]
-    return {**task.to_json(), "planners": planners, "kernel_errors": errors}
-
-
-def report(data: Mapping[str, Any]) -> str:
-    """Return the page: one table, and what it takes to read it."""
-    from planner_comparison import paired
-    from planner_comparison.page import Table
-
-    tasks, hardware = data["tasks"], data["hardware"]
-    table = Table(
-        title=f"Plans' times over those of `{paired.BEST_PRACTICE}`",
-        head=(
-            "planner",
-            "plans",
-            "measured",
-            "predicted",
-            "won/lost",
-            "kernels alone",
-            "predicted",
-            "kernels, predicted over measured",
-        ),
-        rows=[row_of(tasks, name) for name in paired.planners(tasks)],
+    data = run.describe(
+        planning,
+        rivals=made["rivals"],
+        hardware=hardware,
+        options=made["options"],
+        num_tasks=len(made["tasks"]),
     )
-    return "\n\n".join(
-        (
-            f"# Planners on {hardware['device']}",
-            f"{len(tasks)} of {data['num_planned']} tasks were timed. Kernels are "
-            f"measured on {hardware['device']} (torch {hardware['torch']}, fbgemm "
-            f"{hardware['fbgemm']}), one rank after another. Collectives are published "
-            f"figures of {', '.join(sorted({t['cluster'] for t in tasks}))}.",
-            "Ratios are geometric means over tasks, measured ones with a 95 % "
-            "interval; below 1 the planner's plans are faster. Won and lost leave out "
-            f"ratios within {paired.SAME:.0%} of 1. `{ESTIMATE}` is our planner with "
-            f"the estimate `{data['planned']['estimate']}`, as on a card that nobody "
-            "has measured.",
-            table.markdown().rstrip(),
-            *notes_of(data),
-        )
-    )
-
-
-def notes_of(data: Mapping[str, Any]) -> list[str]:
-    """Return what stands below the table: noise, errors, tasks without a plan."""
-    from planner_comparison import paired
-
-    tasks = data["tasks"]
-    deviation, repeats = paired.noise(tasks)
-    noise = f"{deviation:.1%} over {repeats} tasks" if repeats > 1 else "unknown"
-    errors = [abs(e) for t in tasks for e in t["kernel_errors"]]
-    off = f"{statistics.median(errors):.1%}" if errors else "unknown"
-    return [
-        f"`{paired.AGAIN}` is `{paired.OURS}`'s plan timed a second time: the ratio of "
-        f"both is noise (standard deviation: {noise}).",
-        f"A kernel's predicted time is off by {off} (median of {len(errors)}).",
-        *(
-            f"`{name}` has no plan for {t['name']}: {e['status']}. {e['reason']}"
-            for t in tasks
-            for name, e in t["planners"].items()
-            if "measured" not in e
-        ),
-        *(
-            f"{what} with `{run['command']}` at {run['commit']}, {run['date']}."
-            for what, run in (("Planned", data["planned"]), ("Judged", data["judged"]))
-        ),
-        "",
-    ]
-
-
-def row_of(tasks: Sequence[dict[str, Any]], name: str) -> list[str]:
-    """Return a planner's cells of the table."""
-    from planner_comparison import paired
-
-    forecasts = [{**t, "planners": as_predicted(t["planners"])} for t in tasks]
-    path, kernels = (
-        [paired.compare(some, name, paired.BEST_PRACTICE, metric) for some in both]
-        for both in [(tasks, forecasts)]
-        for metric in (paired.PATH, paired.KERNELS)
-    )
-    off = paired.prediction_ratios(tasks, name, paired.KERNELS)
-    plans = paired.outcomes(tasks, name)["plan"]
-    return [
-        f"`{name}`",
-        f"{plans} of {len(paired.asked(tasks, name))}",
-        path[0].text() if path[0] else "-",
-        f"{path[1].mean:.3f}" if path[1] else "-",
-        f"{path[0].wins}/{path[0].losses}" if path[0] else "-",
-        kernels[0].text() if kernels[0] else "-",
-        f"{kernels[1].mean:.3f}" if kernels[1] else "-",
-        f"{statistics.median(off):.3f}" if off else "-",
-    ]
-
-
-def as_predicted(planners: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the planners with what was predicted in the place of what was measured."""
-    return {n: {**e, "measured": e.get("predicted")} for n, e in planners.items()}
+    for task, entries in made["tasks"]:
+        if task.name in timed["passes"]:
+            kernels = kernels_of(plans_of(entries))
+            passes = dict(zip(kernels, timed["passes"][task.name], strict=True))
+            times = median_times(passes, timed["reference_ms"])
+            outcomes = {name: Outcome(**entry) for name, entry in entries.items()}
+            judged = run.judge(task, outcomes, times, planning)
+            # Nobody knows a GPU's usual speed.
+            speed = {"machine_speed": 1.0}
+            data["tasks"].append({**task.to_json(), **speed, "planners": judged})
+    write_results(data, args.out)
+    write_page(data, args.out)
 
 
 def write(path: Path, data: Any) -> None:
@@ -365,10 +218,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     own.add_argument("--batch-size", type=int, default=65_536, help="over all ranks")
     own.add_argument("--max-rows", type=int, default=10_000_000, help="of a table")
     own.add_argument("--worlds", type=int, nargs="+", default=[8, 16], help="ranks")
-    own.add_argument("--every", type=int, default=1, help="take every so many task")
     own.add_argument("--num-tasks", type=int, help="only the first; all families mix")
     own.add_argument("--seed", type=int, default=0)
-    own.add_argument("--plan-seconds", type=float, default=120.0)
     own.add_argument("--processes", type=int, default=2, help="0: this one")
     own.add_argument("--quick", action="store_true", help="a rehearsal: small tasks")
     own.set_defaults(run=make)
@@ -376,15 +227,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     own.add_argument("plans", type=Path)
     own.add_argument("--device", default="cuda")
     own.add_argument("--seconds", type=float, default=100.0, help="start no task after")
-    own.add_argument("--rounds", type=int, default=2)
-    own.add_argument("--passes", type=int, default=2, help="of a kernel in a round")
     own.set_defaults(run=time_plans)
     own = commands.add_parser("judge", help="compare the plans, on a CPU")
     own.add_argument("plans", type=Path)
     own.add_argument("timed", type=Path, help="what `time` wrote")
-    own.add_argument(
-        "--bundle", required=True, help="the one that plans were made with"
-    )
+    own.add_argument("--bundle", required=True, help="that plans were made with")
     own.set_defaults(run=judge)
     for own in commands.choices.values():
         own.add_argument("--out", type=Path, required=True)

@@ -26,10 +26,8 @@ from planner_comparison.plans import Collective
 from published.links import read_links
 from torchrec_neuroshard.gpu_cards import GPU_CARDS
 
-__all__ = ["CLUSTERS", "GLOO", "Cluster", "clusters_of"]
+__all__ = ["CLUSTERS", "Cluster", "clusters_of"]
 
-GLOO = "gloo"
-"""This machine's own two ranks, whose collectives are measured beside the kernels."""
 _TABLE = "nccl-tests B200 HGX"
 _TABLE_RANKS = 8
 _H100, _A100 = GPU_CARDS["h100"], GPU_CARDS["a100"]
@@ -133,12 +131,6 @@ CLUSTERS = {
             f"{_A100.intra_gb_per_s.value:g} GB/s (NVIDIA/nccl-tests issue 149)",
             intra_gb_per_s=_A100.intra_gb_per_s.value,
             every=6,
-        ),
-        Cluster(
-            name=GLOO,
-            about="two processes of this machine, collectives measured; a check",
-            intra_gb_per_s=2.0,
-            worlds=(2,),
         ),
     )
 }

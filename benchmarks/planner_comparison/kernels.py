@@ -138,18 +138,6 @@ class KernelTimer:
         """
         return statistics.median(self._speeds)
 
-    def scatter(self, raw: Mapping[Kernel, Sequence[Pass]]) -> float:
-        """Return by how much a kernel's passes differ, relative to their mean; median.
-
-        Each counts in units of the reference around it. 0 with fewer than three passes.
-        """
-        found = []
-        for passes in _in_references(raw).values():
-            times = [forward + backward for forward, backward in passes]
-            if len(times) > 2:
-                found.append(statistics.stdev(times) / statistics.fmean(times))
-        return statistics.median(found) if found else 0.0
-
     def _contenders(self, plans: Sequence[RunPlan], known: Times) -> Iterable[Kernel]:
         share = self._settings.contends
         for plan in plans:

@@ -72,36 +72,23 @@ class PlanningSettings:
     trained: Path = TRAINED
     """Folder of what was trained for the comparison; planners that it lacks nets for
     are left out."""
-    max_rows: int = 1_000_000
-    """Of the tasks' tables."""
     cost_model: str = "auto"
     device: str = "cpu"
     plan_seconds: float = 60.0
     """After this a planner has timed out."""
     solver_seconds: float = 4.0
-    faster: float = 1.0
-    """How many times faster than on this device kernels are planned to be."""
 
     def rivals(self) -> list[Rival]:
         """Return the planners."""
         model = load_cost_model(self.cost_model, device_type=self.device)
         return make_rivals(
-            self.names,
-            self.trained,
-            self.solver_seconds,
-            model.hardware,
-            self.max_rows,
-            self.faster,
+            self.names, self.trained, self.solver_seconds, model.hardware
         )
 
     def costs(self, task: Task) -> Costs:
         """Return the costs of a task's ranks on its cluster."""
         return load_costs(
-            self.cost_model,
-            self.device,
-            CLUSTERS[task.cluster],
-            task.world_size,
-            self.faster,
+            self.cost_model, self.device, CLUSTERS[task.cluster], task.world_size
         )
 
 
@@ -116,8 +103,7 @@ class Planners:
             num_processes: How many; 0 plans in this process.
         """
         self._settings, self._num_processes = settings, num_processes
-        self._rivals = settings.rivals()
-        self._seconds = {r.name: 0.0 for r in self._rivals}
+        self._seconds = {r.name: 0.0 for r in settings.rivals()}
         self._pool: ProcessPoolExecutor | None = None
         self._begun: dict[tuple[str, str], dict[str, Future[Outcome]]] = {}
 
@@ -131,11 +117,11 @@ class Planners:
         """Let every planner plan a task."""
         if not self._num_processes:
             _prepare(self._settings)
-            return {name: _plan(name, task) for name in self._names(task)}
+            return {name: _plan(name, task) for name in self._seconds}
         begun = self._begun.pop((task.name, task.cluster), None)
         pending = begun or self._submit(task)
         outcomes = {}
-        for name in self._names(task):
+        for name in self._seconds:
             try:
                 outcomes[name] = pending[name].result()
             except BrokenProcessPool:
@@ -146,9 +132,6 @@ class Planners:
             self._seconds[name] = outcomes[name].seconds
         return outcomes
 
-    def _names(self, task: Task) -> list[str]:
-        return [r.name for r in self._rivals if r.plans(task)]
-
     def _submit(self, task: Task) -> dict[str, Future[Outcome]]:
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
@@ -158,7 +141,7 @@ class Planners:
                 initargs=(self._settings,),
             )
         # The slowest first, so that the processes end together.
-        order = sorted(self._names(task), key=lambda name: -self._seconds[name])
+        order = sorted(self._seconds, key=lambda name: -self._seconds[name])
         return {name: self._pool.submit(_plan, name, task) for name in order}
 
     def close(self) -> None:

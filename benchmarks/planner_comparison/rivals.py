@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import zlib
@@ -27,7 +26,7 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 
 from harness.models import build_collection
-from planner_comparison.clusters import CLUSTERS, GLOO, Cluster
+from planner_comparison.clusters import CLUSTERS, Cluster
 from planner_comparison.embark import HottestSplitSearcher
 from planner_comparison.paired import (
     BEST_PRACTICE,
@@ -58,12 +57,9 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
 )
 from torchrec_neuroshard.baselines.neuroshard_training import (
     PaperTrainConfig,
-    comparable_records,
     fit_comms_to_model,
-    predict_records,
 )
 from torchrec_neuroshard.baselines.policies import PolicySearcher
-from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.cost_models import (
     CommsModel,
     CostModel,
@@ -76,12 +72,9 @@ from torchrec_neuroshard.cost_models.comms_published import (
     PublishedCommsModel,
 )
 from torchrec_neuroshard.cost_models.loading import physical_estimate
-from torchrec_neuroshard.cost_models.scaled import ScaledCommsModel, ScaledCostModel
 from torchrec_neuroshard.features import table_features
 from torchrec_neuroshard.gpu_cards import find_card
 from torchrec_neuroshard.planner import NeuroShardPlanner
-from torchrec_neuroshard.record_store import read_header, read_records
-from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.search import Searcher, make_searcher
 from torchrec_neuroshard.workloads import (
     PRODUCTION_WIDTHS,
@@ -90,10 +83,8 @@ from torchrec_neuroshard.workloads import (
 )
 
 MIN_PARTITION = 32
-LABELLED, MEASURED, CALIBRATED = "labelled_", "measured_", "calibrated_100_sets"
+LABELLED, MEASURED = "labelled_", "measured_"
 """Folders of what was trained for the comparison begin with these."""
-_FEWER = 2
-"""Of so many tasks one is planned by those that plan as long as many others."""
 _COMMS_SAMPLES = 4_000
 _WIDTHS = sorted({*power_of_two_widths(128), *PRODUCTION_WIDTHS})
 """Of the tables that nets of collectives are trained on."""
@@ -133,8 +124,6 @@ class Costs:
     compute: CostModel
     comms: CommsModel
     """Of the task's ranks and cluster."""
-    faster: float = 1.0
-    """How many times faster than on this device kernels are planned to be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,16 +134,8 @@ class Rival:
     about: str
     make: Callable[[Task, Costs, str], EmbeddingShardingPlanner]
     """Takes the task, the costs, and the device's type."""
-    training: Callable[[], dict[str, Any]] = dict
-    """What is known of its training; empty where there was none."""
-    every: int = 1
-    """It plans one of so many tasks, drawn by their names."""
-    as_measured: bool = False
-    """It can only plan for kernels as they are on this device."""
-
-    def plans(self, task: Task) -> bool:
-        """Whether it plans a task."""
-        return zlib.crc32(task.name.encode()) % self.every == 0
+    training: Callable[[], str] = str
+    """Says how it was trained; nothing where it was not."""
 
 
 def make_rivals(
@@ -162,35 +143,27 @@ def make_rivals(
     trained: Path,
     solver_seconds: float,
     hardware: str,
-    max_rows: int,
-    faster: float = 1.0,
 ) -> list[Rival]:
     """Return the planners that can run here.
 
     Args:
         names: Only these; None is all.
-        trained: Folder of what was trained for the comparison, a bundle or NeuroShard's
-            nets in each; what is there of other hardware is left out, and a folder that
-            is not there is empty.
+        trained: Folder of what was trained for the comparison, NeuroShard's nets or a
+            policy in each; what is there of other hardware is left out, and a folder
+            that is not there is empty.
         solver_seconds: For those that search for as long as they may.
         hardware: Device that the cost model is of.
-        max_rows: Of the tasks' tables.
-        faster: How many times faster than on this device kernels are taken to be; not
-            1 leaves out who cannot plan for that.
 
     Raises:
         ValueError: A name is unknown.
     """
     rivals = [
         *_ours(),
-        *_calibrated(trained, hardware),
-        *_learned(trained, hardware, max_rows),
+        *_learned(trained, hardware),
         *_greedies(),
         *_solvers(solver_seconds),
         *_stock(),
     ]
-    if faster != 1:
-        rivals = [r for r in rivals if not r.as_measured]
     if names is None:
         return rivals
     known = {r.name: r for r in rivals}
@@ -215,53 +188,19 @@ def _ours() -> Iterator[Rival]:
     )
     yield Rival(
         name="default, nothing measured",
-        about="this planner on the physical estimate of kernels, all sharding types; "
-        f"on one of {_FEWER} tasks",
-        make=lambda task, costs, device: _neuroshard(
-            task, _on(costs, estimate_of(costs.compute.hardware, device)), device
-        ),
-        every=_FEWER,
+        about="this planner on the physical estimate of kernels, all sharding types",
+        make=_unmeasured,
     )
 
 
-def estimate_of(hardware: str, device: str) -> CostModel:
-    """Return the estimate for the device that a cost model was measured on.
-
-    Args:
-        hardware: The measured device's name; this machine may have another one.
-        device: Its type, `cpu` or `cuda`.
-    """
-    return physical_estimate(device, card=find_card(hardware))
+def _unmeasured(task: Task, costs: Costs, device: str) -> NeuroShardPlanner:
+    """Make our planner with the estimate for the device that the costs are of."""
+    card = find_card(costs.compute.hardware)
+    estimate = physical_estimate(device, card=card)
+    return _neuroshard(task, dataclasses.replace(costs, compute=estimate), device)
 
 
-def _on(costs: Costs, kernels: CostModel) -> Costs:
-    """Return costs with other estimates of this device's kernels."""
-    return dataclasses.replace(costs, compute=_sped_up(kernels, costs.faster))
-
-
-def _sped_up(kernels: CostModel, faster: float) -> CostModel:
-    if faster == 1:
-        return kernels
-    return ScaledCostModel(kernels, (1 / faster, 1 / faster))
-
-
-def _calibrated(trained: Path, hardware: str) -> Iterator[Rival]:
-    """Yield what a user gets of another machine's bundle and few measured sets."""
-    folders = sorted(trained.glob(f"{CALIBRATED}*"))
-    models = [load_cost_model(f, device_type="cpu") for f in folders]
-    for model in [m for m in models if m.hardware == hardware]:
-        yield Rival(
-            name="default, 100 sets",
-            about="this planner on another CPU's bundle, calibrated here on 100 sets; "
-            f"on one of {_FEWER} tasks",
-            make=lambda task, costs, device, own=model: _neuroshard(
-                task, _on(costs, own), device
-            ),
-            every=_FEWER,
-        )
-
-
-def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
+def _learned(trained: Path, hardware: str) -> Iterator[Rival]:
     yield search_rival(
         PAPER,
         "NeuroShard's loops as published, table- and column-wise, on the cost model "
@@ -288,17 +227,15 @@ def _learned(trained: Path, hardware: str, max_rows: int) -> Iterator[Rival]:
                 name=name,
                 about=about,
                 make=functools.partial(_on_own_nets, nets),
-                training=functools.partial(_cards, nets, trained.parent, max_rows),
-                as_measured=True,
+                training=functools.partial(_cards, nets),
             )
     for kind in (AutoShardSearcher, DreamShardSearcher):
         own = _policies(trained, kind, hardware)
         yield Rival(
             name=kind.method,
-            about=f"trained policy, tables whole{_strange(own, hardware)}",
+            about="trained policy, tables whole",
             make=functools.partial(_on_policy, own),
             training=functools.partial(_training, own),
-            as_measured=True,
         )
 
 
@@ -351,55 +288,18 @@ def _imitated(comms: CommsModel, world_size: int) -> CommsNets:
     return nets
 
 
-def _cards(
-    nets: Sequence[NeuroShardModels], data: Path, max_rows: int
-) -> dict[str, Any]:
-    """Return how nets were trained, and how they do on measured sets like the tasks'.
-
-    Args:
-        nets: Of one device.
-        data: Folder of what was measured.
-        max_rows: Of the tasks' tables: what a net has not seen it cannot tell.
-    """
-    like_tasks = [
-        r
-        for r in _measured(data, nets[0].fingerprint.device)
-        if r.held_out
-        and r.batch_size >= min(BATCH_SIZES)
-        and max(t.num_embeddings for t in r.tables) <= max_rows
-    ]
+def _cards(nets: Sequence[NeuroShardModels]) -> str:
+    """Say how nets were trained, and how far they are off their labels."""
     cards = []
     for own in nets:
         recipe = _recipe(own)
-        judged = comparable_records(like_tasks, recipe["optimizer"])
-        found = predict_records(own.compute, judged) if judged else np.array([])
-        real = np.array([r.total_ms for r in judged])
         report = own.trained_on["judgements"][0]["report"]
+        error = report["test_mse"] ** 0.5
         cards.append(
-            {
-                "optimizer": recipe["optimizer"],
-                "seed": recipe["seed"],
-                "epochs": recipe["epochs"],
-                "sets": report["num_training"],
-                "test_rms_ms": report["test_mse"] ** 0.5,
-                "judged_sets": len(judged),
-                "judged_error": [float(e) for e in np.abs(found / real - 1)],
-            }
+            f"{recipe['optimizer']}, seed {recipe['seed']}: {recipe['epochs']:,} epochs"
+            f" on {report['num_training']:,} sets, off by {error:.2f} ms (rms)"
         )
-    return {"training_seconds": None, "nets": cards}
-
-
-@functools.cache
-def _measured(data: Path, hardware: str) -> list[CostRecord]:
-    """Read the committed measurements of a device, made as kernels are timed here."""
-    headers = {p: read_header(p) for p in sorted(data.glob("compute_*.parquet"))}
-    return read_records(
-        path
-        for path, header in headers.items()
-        if header is not None
-        and header.fingerprint.device == hardware
-        and header.bounds_check == BOUNDS_CHECK
-    )[1]
+    return "; ".join(cards)
 
 
 def _policies(
@@ -416,28 +316,19 @@ def _policies(
     return found
 
 
-def _strange(policies: Mapping[str, PolicySearcher], hardware: str) -> str:
-    """Say for which optimizers a policy is not of this device."""
-    named = [o for o, p in policies.items() if p.policy.info.hardware != hardware]
-    return f"; trained on another device's costs for {', '.join(named)}" * bool(named)
-
-
 def _on_policy(
     policies: Mapping[str, PolicySearcher], task: Task, costs: Costs, device: str
 ) -> NeuroShardPlanner:
     return _neuroshard(task, costs, device, policies[task.optimizer], _COLUMN_AND_TABLE)
 
 
-def _training(policies: Mapping[str, PolicySearcher]) -> dict[str, Any]:
-    """Return what policies' descriptions say of their training."""
+def _training(policies: Mapping[str, PolicySearcher]) -> str:
+    """Say how long policies were trained, and on which device's costs."""
     infos = {p.policy.info.name: p.policy.info for p in policies.values()}
-    return {
-        "names": list(infos),
-        "hardware": [i.hardware for i in infos.values()],
-        "training_seconds": sum(
-            i.trained_on["training_seconds"] for i in infos.values()
-        ),
-    }
+    return "; ".join(
+        f"{name}: {info.trained_on['training_seconds']:.0f} s on {info.hardware}"
+        for name, info in infos.items()
+    )
 
 
 def _greedies() -> Iterator[Rival]:
@@ -475,69 +366,60 @@ def _solvers(seconds: float) -> Iterator[Rival]:
 
 
 def _stock() -> Iterator[Rival]:
-    def make(**arguments: Any) -> Callable[[Task, Costs, str], Any]:
-        def planner(task: Task, costs: Costs, device: str) -> EmbeddingShardingPlanner:
-            parts = {
-                name: part() if callable(part) else part
-                for name, part in arguments.items()
-            }
-            best = parts.pop("best_practice", False)
-            in_hbm = parts.pop("in_hbm", False)
-            fitted = parts.pop("fitted", False)
-            return EmbeddingShardingPlanner(
-                topology=_topology(
-                    task,
-                    "cuda" if in_hbm else device,
-                    device,
-                    fitted_gb_per_s(costs.compute, device) * _BYTES_PER_MS
-                    if fitted
-                    else _stock_bandwidth(costs, device),
-                ),
-                batch_size=task.batch_size // task.world_size,
-                storage_reservation=FixedPercentageStorageReservation(0.0),
-                constraints=_constraints(
-                    task,
-                    _COLUMN_AND_TABLE if best else (),
-                    MIN_PARTITION if best else None,
-                ),
-                debug=False,
-                **parts,
-            )
-
-        return planner
-
-    yield Rival(
-        name="torchrec",
-        about="TorchRec's planner, pooling factors, all sharding types",
-        make=make(),
-    )
-    yield Rival(
-        name=BEST_PRACTICE,
-        about=f"the same, table- and column-wise, min_partition={MIN_PARTITION}",
-        make=make(best_practice=True),
+    yield _torchrec("torchrec", "TorchRec's planner, pooling factors, all types")
+    best = {"types": _COLUMN_AND_TABLE, "min_partition": MIN_PARTITION}
+    yield _torchrec(
+        BEST_PRACTICE,
+        f"the same, table- and column-wise, min_partition={MIN_PARTITION}",
+        **best,
     )
     fitted = "its memory bandwidth fitted to our cost model"
-    yield Rival(
-        name=FITTED,
-        about=f"best practice, {fitted}",
-        make=make(best_practice=True, fitted=True),
-    )
-    yield Rival(
-        name="torchrec, all types, fitted",
-        about=f"all sharding types, {fitted}",
-        make=make(fitted=True),
+    yield _torchrec(FITTED, f"best practice, {fitted}", fitted=True, **best)
+    yield _torchrec(
+        "torchrec, all types, fitted", f"all sharding types, {fitted}", fitted=True
     )
     counted = "memory counted as HBM, which alone it looks at"
-    yield Rival(
-        name="torchrec, dynamic programming",
-        about=f"TorchRec's DynamicProgrammingProposer; {counted}",
-        make=make(proposer=DynamicProgrammingProposer, in_hbm=True),
+    yield _torchrec(
+        "torchrec, dynamic programming",
+        f"TorchRec's DynamicProgrammingProposer; {counted}",
+        in_hbm=True,
+        proposer=DynamicProgrammingProposer,
     )
-    yield Rival(
-        name="torchrec, memory-balanced",
-        about=f"TorchRec's MemoryBalancedPartitioner; {counted}",
-        make=make(partitioner=MemoryBalancedPartitioner, in_hbm=True),
+    yield _torchrec(
+        "torchrec, memory-balanced",
+        f"TorchRec's MemoryBalancedPartitioner; {counted}",
+        in_hbm=True,
+        partitioner=MemoryBalancedPartitioner,
     )
+
+
+def _torchrec(
+    name: str,
+    about: str,
+    *,
+    types: Types = (),
+    min_partition: int | None = None,
+    fitted: bool = False,
+    in_hbm: bool = False,
+    **parts: Callable[[], Any],
+) -> Rival:
+    """Return TorchRec's planner with some of its parts."""
+
+    def make(task: Task, costs: Costs, device: str) -> EmbeddingShardingPlanner:
+        bandwidth = _stock_bandwidth(device)
+        if fitted:
+            bandwidth = fitted_gb_per_s(costs.compute, device) * _BYTES_PER_MS
+        planned_for = "cuda" if in_hbm else device
+        return EmbeddingShardingPlanner(
+            topology=_topology(task, planned_for, device, bandwidth),
+            batch_size=task.batch_size // task.world_size,
+            storage_reservation=FixedPercentageStorageReservation(0.0),
+            constraints=_constraints(task, types, min_partition),
+            debug=False,
+            **{part: made() for part, made in parts.items()},
+        )
+
+    return Rival(name=name, about=about, make=make)
 
 
 def search_rival(
@@ -596,7 +478,7 @@ def _neuroshard(
     if searcher is not None:
         given |= {"search": searcher, "consider_stock": False}
     return NeuroShardPlanner(
-        topology=_topology(task, device, device, _stock_bandwidth(costs, device)),
+        topology=_topology(task, device, device, _stock_bandwidth(device)),
         batch_size=task.batch_size // task.world_size,
         storage_reservation=FixedPercentageStorageReservation(0.0),
         constraints=_constraints(task, types, None),
@@ -636,9 +518,9 @@ def _topology(task: Task, planned_for: str, device: str, bandwidth: float) -> To
     )
 
 
-def _stock_bandwidth(costs: Costs, device: str) -> float:
-    """Return TorchRec's default of a device's memory, as much faster [bytes/ms]."""
-    return costs.faster * float(HBM_MEM_BW if device == "cuda" else DDR_MEM_BW)
+def _stock_bandwidth(device: str) -> float:
+    """Return TorchRec's default of a device's memory [bytes/ms]."""
+    return float(HBM_MEM_BW if device == "cuda" else DDR_MEM_BW)
 
 
 @functools.cache
@@ -683,12 +565,6 @@ def _constraints(
     }
 
 
-@functools.cache
-def _kernels(cost_model: str, device: str, faster: float) -> CostModel:
-    """Load a bundle once: what is fitted to it is kept by the object."""
-    return _sped_up(load_cost_model(cost_model, device_type=device), faster)
-
-
 class _ClusterComms(PublishedCommsModel):
     """Our estimate of a cluster's collectives, with this device's own column order."""
 
@@ -716,11 +592,7 @@ class _ClusterComms(PublishedCommsModel):
 
 @functools.cache
 def load_costs(
-    cost_model: str,
-    device: str,
-    cluster: Cluster,
-    world_size: int,
-    faster: float = 1.0,
+    cost_model: str, device: str, cluster: Cluster, world_size: int
 ) -> Costs:
     """Return the costs that planners are given, and that plans are predicted by.
 
@@ -732,26 +604,22 @@ def load_costs(
         device: `cpu` or `cuda`.
         cluster: Whose links count.
         world_size: Ranks.
-        faster: How many times faster kernels are taken to be than on this device.
     """
-    # Of a cluster the order of columns alone; each rank has a node of its own, where no
-    # other rank's copies slow it down.
-    alone = cluster.name != GLOO
-    measured = load_comms_model(
+    # The device's order of columns alone, on a node of its own for each rank: no other
+    # rank's copies slow it down. Where nothing was measured, it costs nothing.
+    order = load_comms_model(
         cost_model,
         device_type=device,
         world_size=world_size,
-        local_world_size=1 if alone else world_size,
-        inter_gb_per_s=cluster.inter_gb_per_s or cluster.intra_gb_per_s,
+        local_world_size=1,
+        inter_gb_per_s=cluster.inter_gb_per_s,
     )
-    comms = copy.copy(measured)
-    if alone or comms is None:
-        # Where nothing was measured, the order of columns costs nothing.
-        order = measured and ScaledCommsModel(
-            measured, index=1.0, forward=1 / faster, backward=1 / faster
-        )
-        comms = _ClusterComms(cluster, world_size, order)
+    comms = _ClusterComms(cluster, world_size, order)
     comms.compute_slowdown = (1.0, 1.0)
-    return Costs(
-        compute=_kernels(cost_model, device, faster), comms=comms, faster=faster
-    )
+    return Costs(compute=_kernels(cost_model, device), comms=comms)
+
+
+@functools.cache
+def _kernels(cost_model: str, device: str) -> CostModel:
+    """Load a bundle once: what is fitted to it is kept by the object."""
+    return load_cost_model(cost_model, device_type=device)

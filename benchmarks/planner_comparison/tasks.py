@@ -34,8 +34,6 @@ FAMILIES: dict[str, str] = {
     "embark": "EMBark T180 and T200, 30 tables of either",
     "production": "DLRM dataset, widths of published production configurations",
 }
-SEED_FAMILY = "dlrm"
-"""What the learned methods' papers drew their tasks from."""
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd")
 BATCH_SIZES = (2_048, 4_096, 2_048, 8_192, 2_048, 4_096, 2_048, 16_384)
@@ -44,8 +42,6 @@ MOST_LOOKUPS, MOST_GPU_LOOKUPS = 12_500_000, 200_000_000
 """A batch that reads more is halved until it does not: all planners' kernels are timed
 on one core, or on one GPU."""
 WORLDS = (8, 4, 16)
-CHECKS = 4
-"""Tasks of two ranks, whose collectives are measured here."""
 TIGHT, ROOMY = 1.08, 1.6
 """Memory of a rank over an even share of all tables: every third task is tight."""
 ROOM_BYTES, ROOM_SHARES, GPU_ROOM_SHARES = 2**23, 2, 6
@@ -123,8 +119,6 @@ class TaskSettings:
     """One small task of each family."""
     device_type: str = "cpu"
     """Where kernels are timed."""
-    most_lookups: int | None = None
-    """A batch that reads more is halved; None takes the device's limit."""
 
     def fitting_batch(self, batch_size: int, pooling_factor: float) -> int:
         """Return the batch size, halved until it reads no more than it may.
@@ -133,9 +127,7 @@ class TaskSettings:
             batch_size: Samples over all ranks.
             pooling_factor: Lookups of a sample in all tables.
         """
-        limit = self.most_lookups
-        if limit is None:
-            limit = MOST_LOOKUPS if self.device_type == "cpu" else MOST_GPU_LOOKUPS
+        limit = MOST_LOOKUPS if self.device_type == "cpu" else MOST_GPU_LOOKUPS
         while pooling_factor * batch_size > limit and batch_size > 1:
             batch_size //= 2
         return batch_size
@@ -177,11 +169,11 @@ def _unseen(tables: Sequence[TableConfig]) -> list[TableConfig]:
 def _dlrm_tasks(
     tables: Sequence[TableConfig], settings: TaskSettings
 ) -> Iterator[Task]:
-    """Twelve tasks each of 4, 8 and 16 ranks, over all widths of the papers; checks."""
+    """Twelve tasks each of 4, 8 and 16 ranks, over all widths of the papers."""
     rng = np.random.default_rng([settings.seed, 1])
-    worlds = [WORLDS[i % 3] for i in range(36)] + [2] * CHECKS
     widest = (128, 32, 64, 16, 8, 4)
-    for number, world_size in enumerate(worlds):
+    for number in range(36):
+        world_size = WORLDS[number % 3]
         low, high = SEED_TABLES
         # At 16 ranks, as in the papers, tasks of few tables make no sense.
         count = int(rng.integers(max(low, 2 * world_size), high + 1))

@@ -1,0 +1,13 @@
+"""Tables of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["table"]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first column is left-aligned, numbers to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
