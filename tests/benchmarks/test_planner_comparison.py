@@ -219,7 +219,8 @@ def test_a_rival_may_have_our_types(
 
 
 def test_plans_for_gpus_need_none(small: Any) -> None:
-    outcome = ask(*named("torchrec, best practice"), small, "cuda")
+    [rival] = named("torchrec, best practice")
+    outcome = ask(rival, small, "cuda")
     assert outcome.status == "plan"
     assert max(outcome.plan.rank_bytes) <= small.memory_bytes
 
@@ -255,7 +256,8 @@ def test_rows_may_be_split_although_kernels_run_on_cpus(small: Any) -> None:
     task = dataclasses.replace(
         small, tables=(hot, *small.tables[1:]), memory_bytes=10**9, batch_size=2_048
     )
-    outcome = ask(*named("torchrec"), task)
+    [rival] = named("torchrec")
+    outcome = ask(rival, task)
     split = {s.sharding_type for s in outcome.plan.stages}
     assert split & set(plans.ROW_TYPES)
 

@@ -1,0 +1,66 @@
+"""The comparison of planners by predicted costs, on a task of three tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bench_search
+from tests.builders import ATTACHES_OPTIMIZERS
+
+pytestmark = ATTACHES_OPTIMIZERS
+
+TASK = bench_search.Task(
+    family="tiny",
+    label="0",
+    tables=bench_search.tables_of([(2_000, 32, 5), (50_000, 64, 1), (300, 16, 20)]),
+    ranks=2,
+    batch_size=64,
+)
+
+
+@pytest.mark.parametrize("method", ["ours, rows", "torchrec, min 32, dp", "neuroshard"])
+def test_every_method_places_every_table(method: str) -> None:
+    found = bench_search.measure(TASK, method, 60.0)
+    assert sum(found["types"].values()) == len(TASK.tables)
+    assert found["ms"] > 0
+    if method in bench_search.OURS:
+        assert {kind.split("/")[0] for kind in found["types"]} == {"row_wise"}
+        assert found["bound_ms"] <= found["ms"]
+
+
+def row(method: str, **known: Any) -> dict[str, Any]:
+    size = {"task": "t", "method": method, "family": "f", "size": 9}
+    return {**size, "types": {}, "seconds": 1.0, "peak_mib": 9, "base_mib": 2, **known}
+
+
+def test_a_worse_plan_is_named() -> None:
+    rows = [row("ours", ms=2.0), row("torchrec", ms=1.9), row("ours, columns", ms=2.1)]
+    (loss,) = bench_search.losses(rows)
+    assert loss == "- `t` ours: 2 ms, torchrec: 1.9 ms"
+    (loss,) = bench_search.losses([row("ours, free", failed="x"), row("ours", ms=1.0)])
+    assert "ours, free: inf ms" in loss
+    failed = row("torchrec", failed="not done in 3 s")
+    larger = dataclasses.replace(TASK, family="f", ranks=4)
+    assert bench_search.too_slow(larger, "torchrec", [failed])
+
+
+def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(bench_search, "make_tasks", lambda path: [TASK])
+    command = ["--out", str(tmp_path / "first"), "--methods", "ours"]
+    bench_search.main(command)
+    data = json.loads((tmp_path / "first.json").read_text())
+    assert {"command", "commit", "date", "hardware", "versions"} <= set(
+        data["settings"]
+    )
+    [found] = data["rows"]
+    before = ["--before", str(tmp_path / "first.json")]
+    monkeypatch.setattr(bench_search, "execute", lambda *_: found)
+    bench_search.main([*command, *before])
+    page = (tmp_path / "first.md").read_text()
+    assert f"| tiny-0/cpu | ours | {found['ms']:.4g} | 1.0000 |" in page
+    assert "geometric mean of 1: 1.0000" in page
