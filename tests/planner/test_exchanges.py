@@ -171,12 +171,6 @@ def test_a_codec_changes_the_plan(
     ("sharder", "device", "message"),
     [
         (
-            bag_sharder("fp8", "fp8"),
-            "cpu",
-            r"\['POOLED_EMBEDDINGS_ALL_TO_ALL'\].forward: codec 'fp8' does not run on "
-            r"CPUs .*CommType.FP16",
-        ),
-        (
             bag_sharder(
                 qcomm_codecs_registry={CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name: "fp16"}
             ),

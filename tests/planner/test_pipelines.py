@@ -28,7 +28,6 @@ from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.monitor.assessment import Measured
 from torchrec_neuroshard.placement import Placement
 from torchrec_neuroshard.planner import (
-    NeuroShardPartitioner,
     ReplanResult,
     load_plan,
     replan,
@@ -245,13 +244,6 @@ def test_what_cannot_be_is_refused() -> None:
         )
     with pytest.raises(ConfigError, match="dense_ms must be finite and at least 0"):
         planner_for("train_sparse_dist", -3.0)
-    other = NeuroShardPartitioner(gpus(), cost_model=AnalyticCostModel())
-    with pytest.raises(
-        ConfigError,
-        match=r"the NeuroShardPartitioner given prices plans under pipeline_type 'none'"
-        r" and 0 ms of other layers, the planner under 'train_semi_sync' and 30: leave",
-    ):
-        planner_for("train_semi_sync", partitioner=other)
 
 
 @pytest.mark.filterwarnings("ignore:pipeline_type")

@@ -16,18 +16,14 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 
 from tests.builders import (
     ATTACHES_OPTIMIZERS,
-    bag_sharders,
     gpus,
     make_ebc,
-    stock_planner,
 )
-from torchrec_neuroshard.errors import PlacementError
 from torchrec_neuroshard.placement import ColumnShard
 from torchrec_neuroshard.planner.compat import sharders_by_type
 from torchrec_neuroshard.planner.costs.plan_conversion import (
     fusion_key,
     lower_plan,
-    placement_from_plan,
 )
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
@@ -192,68 +188,3 @@ def test_table_configs_ignores_modules_of_other_kinds() -> None:
 
     model = nn.ModuleDict({"a": Lookalike(), "b": make_ebc([(10, 8), (20, 8)])})
     assert [c.name for c in table_configs(model)] == ["t0", "t1"]
-
-
-def stock_plan(ebc: nn.Module, constraints: Constraints) -> Any:
-    planner = stock_planner(gpus(), batch_size=32, constraints=constraints)
-    return planner.plan(ebc, bag_sharders())
-
-
-def test_placement_from_a_stock_plan() -> None:
-    model = nn.ModuleDict({"e": make_ebc([(100, 32)] * 4)})
-    kinds = ["row_wise", "table_wise", "column_wise", "data_parallel"]
-    constraints = {
-        f"t{i}": ParameterConstraints(sharding_types=[kind], min_partition=16)
-        for i, kind in enumerate(kinds)
-    }
-    plan = stock_plan(model, constraints)
-    read = placement_from_plan(plan, 2)
-    assert read.not_column_sharded == {"e.t0": "row_wise", "e.t3": "data_parallel"}
-    assert sorted(read.table_names) == ["e.t1", "e.t2"]
-    first, split = (read.table_names.index(f"e.t{i}") for i in (1, 2))
-    assert [s.width for s in read.placement.table_shards(first)] == [32]
-    assert [
-        (s.offset, s.width, s.rank) for s in read.placement.table_shards(split)
-    ] == [
-        (m.shard_offsets[1], m.shard_sizes[1], r)
-        for m, r in zip(
-            plan.plan["e"]["t2"].sharding_spec.shards,
-            plan.plan["e"]["t2"].ranks,
-            strict=True,
-        )
-    ]
-
-
-def test_placement_from_plan_in_a_given_order() -> None:
-    model = nn.ModuleDict({"e": make_ebc([(100, 32)] * 3)})
-    constraints = {
-        "t0": ParameterConstraints(sharding_types=["row_wise"]),
-        "t1": ParameterConstraints(sharding_types=["table_wise"]),
-        "t2": ParameterConstraints(sharding_types=["table_wise"]),
-    }
-    plan = stock_plan(model, constraints)
-    read = placement_from_plan(plan, 2, ["t2", "t0", "e.t1"])
-    # Indices count the names given, also those without column shards.
-    assert read.table_names == ("t2", "t0", "e.t1")
-    assert [s.table for s in read.placement.shards] == [0, 2]
-    assert read.not_column_sharded == {"t0": "row_wise"}
-
-
-def test_placement_from_plan_needs_unambiguous_names() -> None:
-    model = nn.ModuleDict({"a": make_ebc([(9, 8)]), "b": make_ebc([(9, 8)])})
-    plan = stock_plan(
-        model, {"t0": ParameterConstraints(sharding_types=["table_wise"])}
-    )
-    with pytest.raises(PlacementError, match=r"'t0' must mean one .* found .*a\.t0"):
-        placement_from_plan(plan, 2, ["t0"])
-    with pytest.raises(PlacementError, match=r"'x' must mean one .* found none"):
-        placement_from_plan(plan, 2, ["x"])
-    assert placement_from_plan(plan, 2, ["b.t0"]).table_names == ("b.t0",)
-
-
-def test_offloaded_tables_are_not_column_sharded() -> None:
-    constraint = ParameterConstraints(
-        sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
-    )
-    plan = stock_plan(make_ebc([(9, 8)]), {"t0": constraint})
-    assert placement_from_plan(plan, 2).not_column_sharded == {"t0": "fused_uvm"}

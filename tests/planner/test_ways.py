@@ -332,9 +332,6 @@ def test_stock_parts_of_the_caller_are_kept() -> None:
     assert len(planner._proposers) == 1
     model = nn.ModuleDict({"a": make_ebc([(100, 16)])})
     assert planner.plan(model, [EmbeddingBagCollectionSharder()]).plan["a"]
-    known = planner.last_result
-    assert known is not None
-    assert [w for w in known.warnings if "no candidate: the partitioner given" in w]
 
 
 def test_given_plan_beyond_a_ranks_memory() -> None:

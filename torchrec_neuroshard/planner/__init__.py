@@ -9,10 +9,6 @@ Beside it only `phase_timer` imports torchrec.
 """
 
 from torchrec_neuroshard.planner.costs.given_plans import PlanFileError
-from torchrec_neuroshard.planner.costs.plan_conversion import (
-    PlanPlacement,
-    placement_from_plan,
-)
 from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.parts.enumerators import NeuroShardEnumerator
@@ -55,14 +51,12 @@ __all__ = [
     "PlanFingerprint",
     "PlanMismatch",
     "PlanMismatchError",
-    "PlanPlacement",
     "ReplanConfig",
     "ReplanResult",
     "StalePlanWarning",
     "StoredPlan",
     "apply_moves",
     "load_plan",
-    "placement_from_plan",
     "read_plan",
     "replan",
     "save_plan",

@@ -116,12 +116,12 @@ class PlanRun:
         """Check the plan that is returned against the caller's constraints.
 
         Raises:
-            ConfigError: A callback or a plan loader broke them.
+            ConfigError: A part that the caller gave broke them.
         """
         if self.selected is not None and (violation := self._violation(self.selected)):
             raise ConfigError(
-                f"the plan breaks placement_constraints: {violation}. A callback or a "
-                "plan loader made it so"
+                f"the plan breaks placement_constraints: {violation}. A partitioner, "
+                "callback or plan loader that was given made it so"
             )
 
     def seconds(self, options: float, chosen: float) -> Mapping[str, float]:

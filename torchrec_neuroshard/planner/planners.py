@@ -54,7 +54,7 @@ from torchrec_neuroshard.planner.costs.given_plans import (
 )
 from torchrec_neuroshard.planner.costs.hedging import is_uncertain
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
-from torchrec_neuroshard.planner.costs.plan_costs import CostedPart, PlanCosts
+from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.launch.first_launch import (
     FirstLaunch,
     Offer,
@@ -66,10 +66,10 @@ from torchrec_neuroshard.planner.launch.from_first import (
     portable,
 )
 from torchrec_neuroshard.planner.options.checks import (
+    check_batch_size,
     check_kind,
     check_profiles,
-    odd_batch_size,
-    odd_constraints,
+    unknown_values,
     unmatched_constraints,
     unsharded_notes,
 )
@@ -105,8 +105,6 @@ from torchrec_neuroshard.simulator import PHASES
 __all__ = ["NeuroShardPlanner"]
 
 logger = logging.getLogger(__name__)
-
-_Constraints = dict[str, ParameterConstraints] | None
 
 _PLANNED = "planned"
 _LENIENT = (
@@ -156,9 +154,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             What it leaves at TorchRec's defaults is taken from the card that is planned
             for, where it is known.
         batch_size: Samples per rank.
-        enumerator: None: `NeuroShardEnumerator`. The constraints of TorchRec's or this
-            package's stand in for those left out here; where both differ, tables are
-            sharded by the enumerator's, and a warning says so.
+        enumerator: None: `NeuroShardEnumerator`. Its constraints stand in for those
+            left out here.
         storage_reservation: None: TorchRec's default.
         proposer: None: `NeuroShardProposer`.
         partitioner: None: `NeuroShardPartitioner`.
@@ -202,9 +199,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     Raises:
         ConfigError: There is no such cost model, search, pipeline or `calibrate`, the
-            batch size, `dense_ms` or a number of the constraints cannot be, or a part
-            that is given cannot keep placement constraints or prices plans under
-            another pipeline.
+            batch size, `dense_ms` or a number of the constraints cannot be.
         BundleError: The cost model's bundle cannot be used.
     """
 
@@ -258,36 +253,34 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         ):
             if value is not None:
                 check_kind(name, value, kind, way_out)
-        constraints, offered, notes = _own_constraints(constraints, enumerator)
-        odd = (*odd_batch_size(batch_size), *odd_constraints(constraints or {}))
-        for text in odd:
-            warnings.warn(text, stacklevel=2)
-        self._notes = (*notes, *odd)
+        check_batch_size(batch_size)
+        if not constraints and isinstance(enumerator, EmbeddingEnumerator):
+            constraints = enumerator_constraints(enumerator)
+        constraints = dict(constraints) if constraints else None
         self.costs = PlanCosts(
             topology,
-            offered,
+            constraints,
             cost_model=cost_model,
             comms_model=comms_model,
             profiles=profiles,
             pipeline_type=pipeline_type,
             dense_ms=dense_ms,
         )
+        self._notes = unknown_values(constraints or {})
+        for text in self._notes:
+            warnings.warn(text, stacklevel=2)
         self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
         topology = self.costs.topology
-        if max_switches is not None:
-            warnings.warn(
-                "max_switches is ignored and will go: the search chooses sharding "
-                "types as it chooses splits and ranks; limit them by constraints",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-        if measure_finalists is not None:
-            warnings.warn(
-                "measure_finalists is ignored and will go: plans whose slowest ranks "
-                "were measured were no quicker",
-                DeprecationWarning,
-                stacklevel=2,
-            )
+        for name, given in (
+            ("max_switches", max_switches),
+            ("measure_finalists", measure_finalists),
+        ):
+            if given is not None:
+                warnings.warn(
+                    f"{name} is ignored and will go",
+                    DeprecationWarning,
+                    stacklevel=2,
+                )
         shared: dict[str, Any] = {
             "topology": topology,
             "batch_size": batch_size,
@@ -332,7 +325,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             enumerator = NeuroShardEnumerator(
                 topology,
                 batch_size or BATCH_SIZE,
-                offered,
+                constraints,
                 costs=self.costs,
                 placement=self.placement_constraints,
                 pipeline_type=pipeline_type,
@@ -340,44 +333,28 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         if partitioner is None:
             partitioner = NeuroShardPartitioner(
                 topology,
-                offered,
+                constraints,
                 search=_searcher(search, timeout_seconds),
                 enumerator=enumerator,
                 placement=self.placement_constraints,
                 costs=self.costs,
             )
         own = isinstance(partitioner, NeuroShardPartitioner)
-        if self.placement_constraints != (
-            partitioner.placement if own else PlacementConstraints()
-        ):
-            raise ConfigError(
-                f"the {type(partitioner).__name__} given has other placement "
-                "constraints than the planner, or none: leave the partitioner out, or "
-                "pass the same to NeuroShardPartitioner(..., placement=...)"
-            )
-        for part in (partitioner, performance_model):
-            if isinstance(part, CostedPart):
-                self._check_schedule(part)
         # Only this package's partitioner takes plans that have ranks.
         self._considers_torchrec = consider_stock and own
-        if consider_stock and not own:
-            self._notes += (
-                "TorchRec's own plan was no candidate: the partitioner given, "
-                f"{type(partitioner).__name__}, does not price plans that have ranks",
-            )
         super().__init__(
             **shared,
             enumerator=enumerator,
             proposer=proposer
             or NeuroShardProposer(
                 topology,
-                offered,
+                constraints,
                 placement=self.placement_constraints,
                 costs=self.costs,
             ),
             partitioner=partitioner,
             performance_model=performance_model
-            or NeuroShardPerfModel(topology, offered, costs=self.costs),
+            or NeuroShardPerfModel(topology, constraints, costs=self.costs),
         )
         # Proposers of TorchRec forget nothing in `load`: each plan starts from here.
         self._unused = [
@@ -941,22 +918,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             bottleneck=known.bottleneck,
         )
 
-    def _check_schedule(self, part: CostedPart) -> None:
-        """Refuse a part that prices plans under another schedule.
-
-        Raises:
-            ConfigError: It does.
-        """
-        theirs, ours = part.costs, self.costs
-        if (theirs.schedule, theirs.dense) != (ours.schedule, ours.dense):
-            raise ConfigError(
-                f"the {type(part).__name__} given prices plans under pipeline_type "
-                f"'{theirs.schedule.name}' and {theirs.dense.total_ms:g} ms of other "
-                f"layers, the planner under '{ours.schedule.name}' and "
-                f"{ours.dense.total_ms:g}: leave the part out, or pass pipeline_type "
-                f"and dense_ms to {type(part).__name__}, too"
-            )
-
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""
         rules = self.placement_constraints.rules(
@@ -1051,37 +1012,6 @@ class _StatsOfPlans(Stats):
     def log(self, **kwargs: Any) -> None:
         if kwargs["sharding_plan"].plan:
             self._inner.log(**kwargs)
-
-
-def _own_constraints(
-    constraints: Mapping[str, ParameterConstraints] | None,
-    enumerator: Enumerator | None,
-) -> tuple[_Constraints, _Constraints, tuple[str, ...]]:
-    """Constraints of the planner, and those that its enumerator lists options by.
-
-    Returns:
-        Both, and what to know where they differ.
-    """
-    wanted = dict(constraints) if constraints else None
-    stock = type(enumerator) in (EmbeddingEnumerator, NeuroShardEnumerator)
-    if enumerator is None or not stock:
-        return wanted, wanted, ()
-    offered = dict(enumerator_constraints(enumerator)) or None
-    if wanted is None:
-        return offered, offered, ()
-    known = offered or {}
-    differ = [n for n in sorted({*wanted, *known}) if wanted.get(n) != known.get(n)]
-    if not differ:
-        return wanted, offered, ()
-    name, more = differ[0], len(differ) - 1
-    text = (
-        f"constraints of table '{name}'{f' and {more} more' if more else ''} differ: "
-        f"the planner has {wanted.get(name)}, its enumerator {known.get(name)}. As in "
-        "TorchRec, tables are sharded by the enumerator's; pass the same to "
-        f"{type(enumerator).__name__}(..., constraints=constraints)"
-    )
-    warnings.warn(text, stacklevel=3)
-    return wanted, offered, (text,)
 
 
 def _searcher(

@@ -1,11 +1,11 @@
-"""TorchRec's placed options and plans as placements of column shards, and back.
+"""TorchRec's placed options as placements of column shards.
 
 Which options these are, and what tables they have, is for `table_reader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,8 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from torchrec_neuroshard.errors import PlacementError
 from torchrec_neuroshard.placement import (
     ColumnShard,
     KernelFactors,
@@ -42,16 +40,13 @@ from torchrec_neuroshard.planner.options.table_reader import (
     table_name,
 )
 from torchrec_neuroshard.planner.options.topologies import node_size, whole_nodes
-from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
 
 __all__ = [
     "FusionGroups",
     "LoweredPlan",
     "OptionShards",
-    "PlanPlacement",
     "fusion_key",
     "lower_plan",
-    "placement_from_plan",
     "task_of",
 ]
 
@@ -273,93 +268,3 @@ def lower_plan(
     )
     placement = Placement(topology.world_size, tuple(sorted(shards)))
     return LoweredPlan(task, placement, tuple(column_sharded), tuple(others))
-
-
-@dataclass(frozen=True, slots=True)
-class PlanPlacement:
-    """Where a TorchRec `ShardingPlan` puts each table."""
-
-    table_names: tuple[str, ...]
-    """The tables that the placement's indices mean."""
-    placement: Placement
-    """Column shards, as TorchRec runs them: several of a table may share a rank."""
-    not_column_sharded: Mapping[str, str]
-    """Tables of the plan that column shards cannot express -> their sharding type."""
-
-
-def placement_from_plan(
-    plan: ShardingPlan,
-    world_size: int,
-    table_names: Sequence[str] | None = None,
-) -> PlanPlacement:
-    """Read the column shards and ranks out of a finished `ShardingPlan`.
-
-    Args:
-        plan: What a planner returned.
-        world_size: Ranks that it is for.
-        table_names: Tables in the order that the placement should count them, as
-            "path.table" or, where that is unambiguous, as the bare table name. None:
-            all column-sharded tables of the plan, as "path.table", in its order.
-
-    Returns:
-        The placement; row-wise, grid and data-parallel tables, and those outside the
-        device's memory, are named in `not_column_sharded`.
-
-    Raises:
-        PlacementError: A name of `table_names` is not in the plan, or means several
-            tables.
-    """
-    entries: dict[str, Any] = {}
-    by_bare_name: dict[str, list[str]] = {}
-    for path, module_plan in plan.plan.items():
-        for name, sharding in module_plan.items():
-            full = f"{path}.{name}" if path else str(name)
-            entries[full] = sharding
-            by_bare_name.setdefault(name, []).append(full)
-    if table_names is None:
-        names = {full: full for full in entries}
-    else:
-        names = {_resolve(n, entries, by_bare_name): n for n in table_names}
-    not_column_sharded: dict[str, str] = {}
-    kept: list[str] = []
-    shards: list[ColumnShard] = []
-    for full, shown in names.items():
-        sharding = entries[full]
-        kind = sharding.sharding_type
-        if kind not in COLUMN_SHARDED_TYPES or sharding.compute_kernel != _FUSED:
-            kernel = sharding.compute_kernel
-            not_column_sharded[shown] = (
-                kind if kind not in COLUMN_SHARDED_TYPES else kernel
-            )
-            if table_names is None:
-                continue
-        else:
-            shards += [
-                ColumnShard(
-                    len(kept),
-                    int(meta.shard_offsets[1]),
-                    int(meta.shard_sizes[1]),
-                    int(rank),
-                )
-                for meta, rank in zip(
-                    sharding.sharding_spec.shards, sharding.ranks, strict=True
-                )
-            ]
-        kept.append(shown)
-    return PlanPlacement(
-        tuple(kept), Placement(world_size, tuple(sorted(shards))), not_column_sharded
-    )
-
-
-def _resolve(
-    name: str, entries: Mapping[str, Any], by_bare_name: Mapping[str, Sequence[str]]
-) -> str:
-    if name in entries:
-        return name
-    full = by_bare_name.get(name, [])
-    if len(full) != 1:
-        found = ", ".join(full) if full else f"none; it has {', '.join(entries)}"
-        raise PlacementError(
-            f"table '{name}' must mean one table of the plan, found {found}"
-        )
-    return full[0]

@@ -1,7 +1,7 @@
-"""What a caller says of tables and inputs, held against what can be meant.
+"""Checks of what a caller says about tables and inputs.
 
-What TorchRec's planner cannot use either is an error. What it takes without a word
-though it can hardly be meant is a note: planning goes on as TorchRec's would.
+What cannot be planned with is an error. A name that nothing has is a note: planning
+goes on as TorchRec's would.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.types import CommOp, ModuleSharder, ShardingType
@@ -28,7 +26,6 @@ from torchrec_neuroshard.planner.compat import (
     removes_repeats,
     sharder_params,
     sharders_by_type,
-    wire_codec,
 )
 from torchrec_neuroshard.planner.options.table_reader import (
     OFFLOADED_KERNELS,
@@ -40,12 +37,12 @@ from torchrec_neuroshard.schedules import PREFETCHING
 
 __all__ = [
     "KNOWN_VALUES",
+    "check_batch_size",
     "check_constraints",
     "check_kind",
     "check_profiles",
     "check_sharders",
-    "odd_batch_size",
-    "odd_constraints",
+    "unknown_values",
     "unmatched_constraints",
     "unsharded_notes",
     "unsharded_tables",
@@ -58,8 +55,6 @@ KNOWN_VALUES: Mapping[str, Collection[str]] = {
 """Field of TorchRec's constraints -> the values that it may list."""
 
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
-_TRIED_VALUES = 2**9
-"""Of a codec; whole rows of any."""
 
 
 def check_kind(name: str, given: Any, kind: type, way_out: str) -> None:
@@ -75,34 +70,20 @@ def check_kind(name: str, given: Any, kind: type, way_out: str) -> None:
         )
 
 
-def odd_batch_size(batch_size: Any) -> tuple[str, ...]:
-    """Return notes on a batch size that can hardly be meant.
-
-    Args:
-        batch_size: Samples per rank; None: TorchRec's default.
+def check_batch_size(batch_size: Any) -> None:
+    """Check that a batch size is a number of samples; None is TorchRec's default.
 
     Raises:
-        ConfigError: It is no number, or negative.
+        ConfigError: It is not.
     """
     if batch_size is None:
-        return ()
+        return
     number = isinstance(batch_size, numbers.Real) and not isinstance(batch_size, bool)
     if not number or not 0 <= batch_size < math.inf:
         raise ConfigError(
             "batch_size is the number of samples per rank, such as 512; got "
             f"{batch_size!r}"
         )
-    if batch_size == 0:
-        return (
-            "batch_size=0 counts as not given: costs are those of TorchRec's default, "
-            f"{BATCH_SIZE} samples per rank. Pass the local batch of the training loop",
-        )
-    if batch_size != int(batch_size):
-        return (
-            f"batch_size={batch_size} is no whole number of samples; costs are "
-            "interpolated. Pass the local batch of the training loop",
-        )
-    return ()
 
 
 def check_constraints(
@@ -188,37 +169,18 @@ def _check_cache(
         )
 
 
-def odd_constraints(
+def unknown_values(
     constraints: Mapping[str, ParameterConstraints],
 ) -> tuple[str, ...]:
-    """Return notes on constraints that say nothing, or name what is not there.
-
-    Raises:
-        ConfigError: See `check_constraints`.
-    """
-    check_constraints(constraints)
-    notes = []
-    for name, constraint in constraints.items():
-        where = f"constraints of table '{name}'"
-        if constraint.min_partition == 0:
-            notes.append(
-                f"{where}: min_partition=0 counts as not given; give the columns of "
-                "the narrowest shard, or leave it out"
-            )
-        for field, known in KNOWN_VALUES.items():
-            values = getattr(constraint, field)
-            if values is not None and not values:
-                notes.append(
-                    f"{where}: {field} is empty, which counts as not given: all of "
-                    "them are allowed. List those that you want, or leave it out"
-                )
-            notes += [
-                f"{where}: {field} lists '{v}', which TorchRec does not have; "
-                + suggestion(str(v), known, field.replace("_", " "))
-                for v in values or ()
-                if v not in known
-            ]
-    return tuple(notes)
+    """Return notes on sharding types and kernels that TorchRec does not have."""
+    return tuple(
+        f"constraints of table '{name}': {field} lists '{value}', which TorchRec does "
+        "not have; " + suggestion(str(value), known, field.replace("_", " "))
+        for name, constraint in constraints.items()
+        for field, known in KNOWN_VALUES.items()
+        for value in getattr(constraint, field) or ()
+        if value not in known
+    )
 
 
 def unmatched_constraints(
@@ -291,11 +253,11 @@ def check_sharders(sharders: Iterable[ModuleSharder[Any]], compute_device: str) 
 
     Args:
         sharders: Of the model's modules.
-        compute_device: Of the topology; on CPUs every codec is tried.
+        compute_device: Of the topology.
 
     Raises:
         ConfigError: Repeated ids are to be removed where TorchRec does not, a codec is
-            none, of no collective, or does not run, or something is no sharder.
+            none or of no collective, or something is no sharder.
     """
     for sharder in sharders_by_type(sharders).values():
         where, module = type(sharder).__name__, sharder.module_type.__name__
@@ -322,29 +284,12 @@ def check_sharders(sharders: Iterable[ModuleSharder[Any]], compute_device: str) 
                     + suggestion(str(name), CommOp.__members__, "collectives")
                 )
             for way, codec in zip(("forward", "backward"), codecs, strict=True):
-                at = f"{where}: qcomm_codecs_registry['{name}'].{way}"
-                _check_codec(codec, at, compute_device)
-
-
-def _check_codec(codec: Any, where: str, compute_device: str) -> None:
-    if not is_codec(codec):
-        raise ConfigError(
-            f"{where} is {codec!r}, which codes nothing; get_qcomm_codecs_registry("
-            "QCommsConfig(...)) makes codecs"
-        )
-    if compute_device != "cpu":
-        return
-    precision = wire_codec(codec).name
-    try:
-        context = codec.create_context()
-        values = torch.zeros(_TRIED_VALUES)
-        codec.decode(codec.encode(values, context), context)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ConfigError(
-            f"{where}: codec '{precision}' does not run on CPUs ({reason}). Choose "
-            "CommType.FP16 or INT8, or plan for GPUs"
-        ) from error
+                if not is_codec(codec):
+                    raise ConfigError(
+                        f"{where}: qcomm_codecs_registry['{name}'].{way} is {codec!r}, "
+                        "which codes nothing; get_qcomm_codecs_registry("
+                        "QCommsConfig(...)) makes codecs"
+                    )
 
 
 def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:
