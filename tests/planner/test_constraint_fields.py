@@ -10,7 +10,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import BoundsCheckMode
 from torchrec.modules.embedding_configs import DataType
 
-from tests.builders import Chosen, bag_sharders, make_ebc, make_planner
+from tests.builders import bag_sharders, make_ebc, make_planner
 
 IN_PLAN: dict[str, Any] = {
     "enforce_hbm": True,
@@ -45,32 +45,19 @@ def test_no_field_is_left_out() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 @pytest.mark.parametrize("name", IN_PLAN)
-def test_settings_reach_the_plan(name: str, kind: str) -> None:
+def test_settings_reach_the_plan(name: str) -> None:
+    whole = ["table_wise"]
     constraints = {
-        "t0": ParameterConstraints(sharding_types=[kind], **{name: IN_PLAN[name]}),
-        "t1": ParameterConstraints(sharding_types=[kind]),
+        "t0": ParameterConstraints(sharding_types=whole, **{name: IN_PLAN[name]}),
+        "t1": ParameterConstraints(sharding_types=whole),
     }
     planner = make_planner(2, "cuda", constraints=constraints)
     entries = planner.plan(make_ebc(SIZES), bag_sharders()).plan[""]
     assert getattr(entries["t0"], name) == IN_PLAN[name]
     assert getattr(entries["t1"], name) is None
-    assert planner.last_result is not None
-    if kind == "table_wise":
-        # TorchRec gives tables of unlike settings kernels of their own.
-        assert planner.last_task is not None and planner.last_task.num_groups == 2
-
-
-def test_feature_names_are_those_of_the_collection() -> None:
-    """The constraint's are for TorchRec's own records of where ids come from."""
-    constraints = {"t0": ParameterConstraints(feature_names=["f0"])}
-    chosen = Chosen()
-    planner = make_planner(2, "cuda", constraints=constraints, callbacks=[chosen])
-    planner.plan(make_ebc(SIZES), bag_sharders()).plan[""]
-    assert {o.name: o.feature_names for o in chosen.options}["t0"] == ["f0"]
-    assert planner.last_task is not None
-    assert [t.num_features for t in planner.last_task.tables] == [1, 1]
+    # TorchRec gives tables of unlike settings kernels of their own.
+    assert planner.last_task is not None and planner.last_task.num_groups == 2
 
 
 def test_virtual_tables_go_through_torchrecs_path() -> None:

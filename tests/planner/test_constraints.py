@@ -15,7 +15,6 @@ from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    PlannerError,
     ShardingOption,
     Topology,
 )
@@ -34,7 +33,6 @@ from tests.builders import (
 from torchrec_neuroshard import PlacementConstraints
 from torchrec_neuroshard.errors import ConfigError, PlacementError
 from torchrec_neuroshard.planner import (
-    NeuroShardPartitioner,
     NeuroShardPlanLoader,
     PlanMismatchError,
     StalePlanWarning,
@@ -68,43 +66,25 @@ def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"pin": {"t33": [0]}},
-            "pin names table 't33', which is not there; did you mean",
-        ),
-        (
-            {"apart": [["t0", "user"]]},
-            "apart names table 'user', .* the tables are 't0'",
-        ),
-        ({"pin": {"t0": [0, 4]}}, r"pin\['t0'\] has rank 4, which is not in 0 to 3"),
-        ({"forbid_ranks": [-1]}, "forbid_ranks has rank -1, which is not in 0 to 3"),
-        ({"forbid_ranks": range(4)}, "forbid_ranks forbids all 4 ranks"),
-        (
-            {"pin": {"t0": [1, 2]}, "forbid_ranks": [2, 1]},
-            "'t0' is pinned to ranks 1, 2, all of which forbid_ranks forbids",
-        ),
+        ({"pin": {"t33": [0]}}, "'t33'"),
+        ({"pin": {"t0": [0, 4]}}, r"pin\['t0'\] has rank 4"),
+        ({"forbid_ranks": range(4)}, "forbids all 4 ranks"),
+        ({"pin": {"t0": [1, 2]}, "forbid_ranks": [2, 1]}, "'t0'.* ranks 1, 2"),
         (
             {"pin": {"t0": [0], "t1": [1, 2]}, "together": [["t1", "t0"]]},
-            "'t0' and 't1' belong together, .* 't0' may be on rank 0, 't1' on ranks 1",
+            "'t0' and 't1' belong together",
         ),
         (
             {"together": [["t0", "t1"], ["t1", "t2"]], "apart": [["t2", "t0"]]},
-            "'t0' and 't2' are asked to lie both together and apart",
+            "'t0' and 't2'",
         ),
-        (
-            {"apart": [NAMES[:4]], "forbid_ranks": [3]},
-            "'t0', 't1', 't2', 't3' belong apart, .* they may be on ranks 0, 1, 2. Pin",
-        ),
-        (
-            {"pin": {"t0": [1], "t1": [1]}, "apart": [["t0", "t1", "t2"]]},
-            "belong apart, .* nothing is left for 't[01]'",
-        ),
+        ({"apart": [NAMES[:4]], "forbid_ranks": [3]}, "'t0', 't1', 't2', 't3'"),
         (
             {
                 "pin": {"t0": [0], "t2": [0, 1], "t3": [1, 0]},
                 "apart": [["t0", "t2"], ["t2", "t3"], ["t0", "t3"]],
             },
-            "leave no rank for table 't[23]': others that it belongs apart from can",
+            "no rank for table 't[23]'",
         ),
     ],
 )
@@ -116,12 +96,10 @@ def test_contradictions_are_named(arguments: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pin": {"t0": 1}}, r"pin\['t0'\] takes a list of ranks, .* got 1"),
-        ({"pin": {"t0": []}}, r"pin\['t0'\] lists no rank"),
-        ({"forbid_ranks": "01"}, "forbid_ranks takes a list of ranks"),
-        ({"forbid_ranks": [True]}, "forbid_ranks takes a list of ranks"),
-        ({"together": ["t0", "t1"]}, "together takes lists of tables.* is 't0'"),
-        ({"apart": [["t0", "t0"]]}, "a set of apart needs at least two tables"),
+        ({"pin": {"t0": 1}}, r"pin\['t0'\]"),
+        ({"forbid_ranks": [True]}, "forbid_ranks"),
+        ({"together": ["t0", "t1"]}, "together"),
+        ({"apart": [["t0", "t0"]]}, "apart"),
     ],
 )
 def test_wrong_kinds_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -184,11 +162,10 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
-@pytest.mark.parametrize(("compute_device", "copies"), [("cpu", 4), ("cuda", 1)])
-def test_every_plan_keeps_them(
-    rules: PlacementConstraints, compute_device: str, copies: int
-) -> None:
+@pytest.mark.parametrize("name", RULES)
+def test_every_plan_keeps_them(name: str) -> None:
+    compute_device, copies = ("cpu", 4) if name == "all" else ("cuda", 1)
+    rules = RULES[name]
     planner = make_planner(
         4,
         compute_device,
@@ -209,17 +186,15 @@ KINDS = {
         "sharding_types": ["table_wise", "row_wise"],
         "compute_kernels": ["fused_uvm_caching"],
     },
-    "host memory or not": {"compute_kernels": ["fused", "fused_uvm"]},
     "every type": {"compute_kernels": ["fused"]},
     "by node": {"sharding_types": ["table_column_wise", "table_wise"]},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-@pytest.mark.parametrize("rule", ["together", "apart", "all"])
-def test_tables_of_any_kernel_keep_them(kind: dict[str, list[str]], rule: str) -> None:
+def test_tables_of_any_kernel_keep_them(kind: dict[str, list[str]]) -> None:
     """Half of the tables are of kinds that are not searched."""
-    rules = RULES[rule]
+    rules = RULES["all"]
     planner = make_planner(
         topology=Topology(4, "cuda", local_world_size=2),
         placement_constraints=rules,
@@ -249,7 +224,10 @@ def test_offloaded_company_goes_where_its_pinned_member_may_be() -> None:
 
 
 @pytest.mark.one_release
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(3), *(pytest.param(s, marks=pytest.mark.nightly) for s in range(3, 8))],
+)
 def test_constraints_drawn_at_random(seed: int) -> None:
     """Of tables of all kinds, in scarce memory, through the real search."""
     rng = np.random.default_rng(seed)
@@ -287,12 +265,6 @@ def test_constraints_drawn_at_random(seed: int) -> None:
 def test_row_wise_and_replicas_need_every_rank() -> None:
     for name in ("row_wise", "data_parallel"):
         only = {"t0": ParameterConstraints(sharding_types=[name])}
-        everywhere = PlacementConstraints(pin={"t0": [0, 1]})
-        planner = make_planner(
-            2, "cuda", constraints=only, placement_constraints=everywhere
-        )
-        plan = planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
-        assert types_of(plan) == {"t0": name}
         planner = make_planner(
             2,
             "cuda",
@@ -301,8 +273,7 @@ def test_row_wise_and_replicas_need_every_rank() -> None:
         )
         with pytest.raises(
             ConfigError,
-            match=f"'t0' may only be sharded {name}, which needs more ranks than "
-            "placement constraints leave it. Allow it more ranks or table-wise",
+            match=f"'t0' may only be sharded {name}, which needs more ranks",
         ):
             planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
 
@@ -349,16 +320,6 @@ def test_company_costs_what_pins_to_one_rank_do() -> None:
     assert company[1] == ["fused", "fused", "fused_uvm_caching"]
 
 
-def test_a_table_too_large_for_its_ranks_is_named() -> None:
-    planner = make_planner(
-        topology=Topology(4, "cpu", ddr_cap=2**20),
-        placement_constraints=PlacementConstraints(pin={"t0": [1]}),
-        constraints={"t0": ParameterConstraints(compute_kernels=["fused"])},
-    )
-    with pytest.raises(PlannerError, match="'t0'"):
-        planner.plan(make_ebc([(10_000, 64)]), bag_sharders())
-
-
 def test_a_stock_plan_that_breaks_them_is_no_candidate() -> None:
     """Everything on one rank is slow: TorchRec's plan would win."""
     sizes = [(1000, 64)] * 4
@@ -374,16 +335,13 @@ def test_a_stock_plan_that_breaks_them_is_no_candidate() -> None:
     assert keeps(plan, pinned, 2)
 
 
-def test_the_planner_takes_no_part_that_ignores_them() -> None:
-    pinned = PlacementConstraints(pin={"t0": [0]})
-    with pytest.raises(ConfigError, match="GreedyPerfPartitioner given has other"):
-        make_planner(
-            2, partitioner=GreedyPerfPartitioner(), placement_constraints=pinned
-        )
-    topology = Topology(2, "cpu")
-    deaf = NeuroShardPartitioner(topology, cost_model="cpu")
-    with pytest.raises(ConfigError, match="NeuroShardPartitioner given has other"):
-        make_planner(topology=topology, partitioner=deaf, placement_constraints=pinned)
+def test_a_partitioner_that_ignores_them_makes_no_plan() -> None:
+    apart = PlacementConstraints(together=[["t0", "t1"]])
+    planner = make_planner(
+        2, partitioner=GreedyPerfPartitioner(), placement_constraints=apart
+    )
+    with pytest.raises(ConfigError, match=r"breaks placement_constraints: .*'t[01]'"):
+        planner.plan(make_ebc([(1000, 64)] * 2), bag_sharders())
 
 
 def test_a_search_that_does_not_know_them_says_so() -> None:
@@ -415,7 +373,7 @@ def test_a_callback_may_not_break_them() -> None:
         callbacks=[to_rank_1],
         placement_constraints=PlacementConstraints(pin={"t0": [0]}),
     )
-    with pytest.raises(ConfigError, match=r"'t0' is on rank 1; .* A callback or"):
+    with pytest.raises(ConfigError, match="'t0' is on rank 1"):
         planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     assert planner.last_result is None
 
@@ -432,28 +390,6 @@ def test_stock_proposals_are_held_to_them() -> None:
     )
     plan = planner.plan(make_ebc(SIZES), bag_sharders())
     assert keeps(plan, rules, 4)
-
-
-def test_a_stock_proposal_without_ranks_is_refused_by_name() -> None:
-    """The first one is row-wise; where there is another, that is taken."""
-    pinned = PlacementConstraints(pin={"t0": [0, 4]}, forbid_ranks=[5])
-    for types, fits in ((["row_wise"], False), (["row_wise", "table_wise"], True)):
-        planner = make_planner(
-            6,
-            "cuda",
-            proposer=GreedyProposer(),
-            constraints={"t0": ParameterConstraints(sharding_types=types)},
-            placement_constraints=pinned,
-            search_only=False,
-        )
-        model = make_ebc([(45, 8), (45, 8)])
-        if fits:
-            assert keeps(planner.plan(model, bag_sharders()), pinned, 6)
-        else:
-            with pytest.raises(
-                PlannerError, match="'t0' is proposed row_wise, which needs"
-            ):
-                planner.plan(model, bag_sharders())
 
 
 def test_parts_of_the_documentation_keep_them() -> None:
@@ -521,18 +457,16 @@ def test_files_are_held_to_them(tmp_path: Path) -> None:
         other.plan(model, bag_sharders())
 
 
-@pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
-def test_moves_keep_them(rules: PlacementConstraints) -> None:
+@pytest.mark.parametrize("name", ["apart", "forbidden", "all"])
+def test_moves_keep_them(name: str) -> None:
     """From everything where it may be, but as few ranks as that takes."""
     model = make_ebc(SIZES)
+    rules = RULES[name]
     start = {
-        "pinned": [3, 1, 1, 1, 1, 1],
-        "together": [0, 0, 0, 0, 0, 0],
         "apart": [0, 1, 0, 0, 2, 0],
         "forbidden": [0, 0, 0, 0, 0, 0],
         "all": [3, 0, 0, 2, 0, 3],
     }
-    [name] = [n for n, r in RULES.items() if r is rules]
     triples = [(t, SIZES[t][1], r) for t, r in enumerate(start[name])]
     planner = make_planner(
         4, placement_constraints=rules, search=FixedSearcher(triples)
@@ -544,20 +478,3 @@ def test_moves_keep_them(rules: PlacementConstraints) -> None:
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
     assert keeps(result.plan, rules, 4)
-
-
-def test_tables_that_belong_together_move_as_one() -> None:
-    sizes = [(1000, 64)] * 4
-    rules = PlacementConstraints(together=[["t0", "t1"], ["t2", "t3"]])
-    planner = make_planner(
-        2,
-        placement_constraints=rules,
-        search=FixedSearcher([(t, 64, 0) for t in range(4)]),
-    )
-    model = make_ebc(sizes)
-    plan = planner.plan(model, bag_sharders())
-    result = replan(
-        plan, planner=planner, model=model, sharders=bag_sharders(), budget_bytes=2**60
-    )
-    held = ranks_of(result.plan)
-    assert held["t0"] == held["t1"] != held["t2"] == held["t3"]

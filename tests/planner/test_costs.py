@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -18,11 +17,11 @@ from tests.builders import gpus, make_ebc, sequences
 from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
 from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
-from torchrec_neuroshard.profiles import FeatureProfile, zipf_profile
+from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.simulator import PHASES, Simulator
 from torchrec_neuroshard.tables import TableConfig, row_shard
-from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.testing import AnalyticCostModel
 
 BATCH = 100
 LAUNCH, LOOKUP, BYTE = 0.5, 1e-3, 1e-6  # ms, ms per lookup, ms per byte
@@ -96,20 +95,6 @@ def test_row_shard_of_a_profile() -> None:
     assert row_shard(table, 1000, 64) is table
 
 
-def test_row_shard_of_bags_of_unlike_length() -> None:
-    generator = np.random.default_rng(0)
-    bags = generator.poisson(6.0, 40_000)
-    profile = FeatureProfile(
-        batch_size=len(bags), num_lookups=float(bags.sum()), pooling_std=bags.std()
-    )
-    table = TableConfig(name="t", num_embeddings=90, embedding_dim=4, profile=profile)
-    shard = row_shard(table, 30, len(bags))
-    thinned = generator.binomial(bags, 1 / 3)
-    assert shard.profile is not None
-    assert shard.profile.pooling_std == pytest.approx(thinned.std(), rel=0.02)
-    assert shard.profile.pooling_factor == pytest.approx(thinned.mean(), rel=0.02)
-
-
 def test_row_shard_without_rows() -> None:
     table = TableConfig(name="t", num_embeddings=3, embedding_dim=4)
     shard = row_shard(table, 0, 10)
@@ -161,18 +146,6 @@ def test_tables_in_nodes(kind: str) -> None:
     pooled = in_node + between
     for rank in ranks:
         assert rank == pytest.approx([index, forward, pooled, pooled, 2 * forward])
-
-
-def test_node_without_tables() -> None:
-    costs, plan = placed(
-        make_ebc([(1000, 16)]), topology_of(4, 2), {"t0": ("table_row_wise", "fused")}
-    )
-    ((_, ranks),) = phases_of(costs, plan).items()
-    first = [r for r in ranks if r[1] > 0]
-    assert len(first) == 2
-    idle = next(r for r in ranks if r[1] == 0)
-    assert idle[0] > 0 and idle[4] == 0  # it still sends ids
-    assert first[0][2] > idle[2] > 0  # and gets outputs from the other node
 
 
 @pytest.mark.parametrize(
@@ -344,16 +317,3 @@ def test_cache_settings_and_fusion() -> None:
     )
     keys = [fusion_key(o, costs.reader, "table_wise") for o in options]
     assert keys[0] == keys[1] == keys[2] != keys[3]
-
-
-def test_explicit_collectives_are_those_of_all_ranks() -> None:
-    topology = topology_of(2)
-    given = PlanCosts(
-        topology,
-        cost_model=AnalyticCostModel(),
-        comms_model=AnalyticCommsModel(gb_per_s=1e-3),
-    )
-    kinds = {"t0": ("table_row_wise", "fused")}
-    _, plan = placed(make_ebc([(1000, 16)]), topology, kinds, given)
-    ((_, ranks),) = phases_of(given, plan).items()
-    assert ranks[0][2] == pytest.approx(2 * BATCH * 16 * 4 / 2 / 1e3)

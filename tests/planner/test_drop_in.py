@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
-from torchrec.distributed.types import CacheAlgorithm, CacheParams, DataType
 
 from tests.builders import (
     MIB,
@@ -85,35 +83,6 @@ def test_a_plan_that_fits_is_preferred_to_one_that_torchrec_would_take() -> None
     assert not any("out of memory" in text for text in planner.last_result.warnings)
 
 
-def test_fields_of_constraints_reach_the_plan_all_the_same() -> None:
-    lfu = CacheAlgorithm.LFU
-    constraints = {
-        "t0": ParameterConstraints(
-            enforce_hbm=True, cache_params=CacheParams(algorithm=lfu)
-        ),
-        "t1": ParameterConstraints(enforce_hbm=False, stochastic_rounding=True),
-        "t2": ParameterConstraints(bounds_check_mode=BoundsCheckMode.FATAL),
-        "t3": ParameterConstraints(
-            cache_params=CacheParams(
-                algorithm=lfu,
-                load_factor=0.1,
-                reserved_memory=1.0,
-                precision=DataType.FP16,
-            )
-        ),
-    }
-    plan = planner_of(constraints=constraints).plan(make_ebc(SMALL), bag_sharders())
-    entries = entries_of(plan)
-    for name, constraint in constraints.items():
-        for field in (
-            "cache_params",
-            "enforce_hbm",
-            "stochastic_rounding",
-            "bounds_check_mode",
-        ):
-            assert getattr(entries[name], field) == getattr(constraint, field)
-
-
 def test_a_planner_that_found_no_plan_plans_the_next_model() -> None:
     """One table that fits no rank whole, and does in rows; statistics of one run."""
     told: list[Any] = []
@@ -174,14 +143,6 @@ def test_what_fits_by_neither_count_is_told_how_many_ranks_are_enough() -> None:
                 planner.plan(ebc, bag_sharders())
         else:
             planner.plan(ebc, bag_sharders())
-
-
-def test_where_outputs_fill_ranks_enough_are_counted_as_torchrec_does() -> None:
-    crowded: dict[str, Any] = {"topology": gpus(hbm_cap=2 * MIB), "batch_size": 64}
-    kernels = only("table_wise", "row_wise", count=1, compute_kernels=["fused"])
-    ebc = make_ebc([(10**5, 64)])
-    with pytest.raises(PlannerError, match=r"\. \d+ ranks of this kind are enough"):
-        planner_of(constraints=kernels, **crowded).plan(ebc, bag_sharders())
 
 
 def test_tables_that_no_memory_holds_are_refused_as_by_torchrec() -> None:

@@ -42,7 +42,6 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
     CacheAlgorithm,
     CacheParams,
-    CacheStatistics,
     ShardingPlan,
 )
 from torchrec.modules.embedding_configs import DataType, PoolingType
@@ -87,8 +86,6 @@ from torchrec_neuroshard.planner import (
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 
-Plan = Callable[..., tuple[ShardingPlan, NeuroShardPlanner]]
-
 TORCHREC = tuple(int(n) for n in version("torchrec").split(".")[:2])
 
 
@@ -131,10 +128,7 @@ def searched(
 @pytest.mark.parametrize(
     "kind",
     [
-        "table_wise",
-        "column_wise",
         "row_wise",
-        "table_row_wise",
         "table_column_wise",
         "grid_shard",
         "data_parallel",
@@ -147,39 +141,16 @@ def test_one_sharding_type_is_allowed(kind: str) -> None:
         topology_arguments={"local_world_size": 2},
         constraints=only(sharding_types=[kind]),
     )
-    # A column-wise table of one shard is a table-wise one.
-    found = entry_of(plan).sharding_type
-    assert found == kind or (kind == "column_wise" and len(entry_of(plan).ranks) == 1)
+    assert entry_of(plan).sharding_type == kind
 
 
-@pytest.mark.parametrize(
-    ("device", "limits"),
-    [
-        ("cpu", {"sharding_types": ["row_wise"]}),
-        ("cuda", {"compute_kernels": ["quant"]}),
-    ],
-)
-def test_no_way_is_left(device: str, limits: dict[str, Any]) -> None:
-    planner = user_planner(device=device, constraints=only(**limits))
-    with pytest.raises(RuntimeError, match=r"No available sharding type.*for t0"):
-        planner.plan(bags(), get_default_sharders())
-
-
-@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
-def test_one_compute_kernel_is_allowed(kernel: str) -> None:
-    plan, _ = plan_of(bags(), constraints=only(compute_kernels=[kernel]))
-    assert entry_of(plan).compute_kernel == kernel
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("least", [1, 3, 30, 64, 100])
+@pytest.mark.parametrize("least", [3, 30, 100])
 def test_min_partition_below_four_not_a_divisor_or_above_the_width(
-    least: int, device: str
+    least: int,
 ) -> None:
     plan, _ = plan_of(
         bags(bag_config(0, rows=50_000, dim=64)),
         4,
-        device,
         constraints=only(
             min_partition=least, sharding_types=["table_wise", "column_wise"]
         ),
@@ -229,70 +200,15 @@ def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
         kind("grid_shard")
 
 
-@pytest.mark.parametrize("values", [[1], [1, 2, 3]])
-@pytest.mark.parametrize("field", ["num_poolings", "batch_sizes"])
-def test_lists_of_unequal_length_are_refused(field: str, values: list[int]) -> None:
-    arguments: dict[str, Any] = {"pooling_factors": [5.0, 2.0], field: values}
-    with pytest.raises(
-        ConfigError, match=rf"'t0': {field} has {len(values)} values, pooling_factors 2"
-    ):
-        user_planner(constraints=only(**arguments))
-
-
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "data_parallel"])
-def test_no_pooling_factors_are_no_lookups(kind: str) -> None:
+def test_no_pooling_factors_are_no_lookups() -> None:
     """As in TorchRec's estimates."""
     costs = []
     for factors in ([], [0.0]):
-        constraints = only(sharding_types=[kind], pooling_factors=factors)
+        constraints = only(sharding_types=["row_wise"], pooling_factors=factors)
         _, planner = plan_of(bags(), constraints=constraints)
         assert planner.last_result is not None
         costs.append(planner.last_result.predicted.critical_path_ms)
     assert costs[0] == costs[1]
-
-
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
-def test_one_value_stands_for_all_features(kind: str) -> None:
-    plan, _ = plan_of(
-        bags(bag_config(0, feature_names=["a", "b"])),
-        constraints=only(num_poolings=[2.0], batch_sizes=[32], sharding_types=[kind]),
-    )
-    assert entry_of(plan).sharding_type == kind
-
-
-def test_is_weighted_of_the_constraint_yields_to_the_module() -> None:
-    _, planner = searched(bags(), constraints=only(is_weighted=True))
-    assert planner.last_task is not None
-    assert not planner.last_task.tables[0].weighted
-
-
-class EvenAccess(CacheStatistics):
-    """A table whose rows are equally likely."""
-
-    @property
-    def expected_lookups(self) -> float:
-        return 500.0
-
-    def expected_miss_rate(self, clf: float) -> float:
-        return 1.0 - clf
-
-    @property
-    def cacheability(self) -> float:
-        return 0.5
-
-
-@pytest.mark.parametrize("stats", [None, EvenAccess()])
-@pytest.mark.parametrize("load_factor", [None, 0.2])
-def test_cache_params(load_factor: float | None, stats: CacheStatistics | None) -> None:
-    kernel = "fused_uvm_caching"
-    params = CacheParams(load_factor=load_factor, stats=stats)
-    plan, _ = plan_of(
-        bags(), constraints=only(compute_kernels=[kernel], cache_params=params)
-    )
-    assert entry_of(plan).compute_kernel == kernel
-    found = entry_of(plan).cache_params
-    assert isinstance(found.stats, type(stats))
-    assert load_factor in (None, found.load_factor) and 0 < found.load_factor < 1
 
 
 @pytest.mark.parametrize(
@@ -329,35 +245,6 @@ def test_kernel_that_the_device_lacks_is_named() -> None:
         planner.plan(bags(), [Optimistic()])
 
 
-def test_kernels_that_were_not_measured_are_told() -> None:
-    constraints = {
-        "t0": ParameterConstraints(compute_kernels=["fused_uvm"]),
-        "t1": ParameterConstraints(compute_kernels=["fused_uvm_caching"]),
-        "t2": ParameterConstraints(sharding_types=["data_parallel"]),
-    }
-    plan, planner = plan_of(bags(), constraints=constraints)
-    kernels = [entry_of(plan, f"t{i}").compute_kernel for i in range(3)]
-    assert kernels == ["fused_uvm", "fused_uvm_caching", "dense"]
-    assert planner.last_result is not None
-    told = "\n".join(planner.last_result.warnings)
-    assert "tables 't0', 't1': in the host's memory: kernels that read it" in told
-    assert "table 't2': data-parallel: TorchRec's dense kernel" in told
-    source = planner.last_result.predicted.compute_source
-    assert source.endswith("estimated for 3 of 3 tables")
-
-
-def test_enforce_hbm_reaches_the_plan() -> None:
-    plan, _ = plan_of(bags(), constraints=only(enforce_hbm=True))
-    assert entry_of(plan).enforce_hbm is True
-
-
-def test_output_dtype_reaches_the_plan() -> None:
-    plan, planner = searched(bags(), constraints=only(output_dtype=DataType.FP16))
-    assert entry_of(plan).output_dtype == DataType.FP16
-    # A kernel has one output type.
-    assert planner.last_task is not None and planner.last_task.num_groups == 2
-
-
 def test_tables_of_another_device_group_are_left_out() -> None:
     model = nn.ModuleDict({"here": bags(bag_config(0)), "there": bags(bag_config(1))})
     constraints = {
@@ -373,36 +260,6 @@ def test_tables_of_another_device_group_are_left_out() -> None:
         planner.plan(model, get_default_sharders())
     plan, _ = plan_of(bags(bag_config(0), bag_config(1)), constraints=constraints)
     assert set(plan.plan[""]) == {"t0"}
-
-
-def test_constraint_on_an_unknown_table_changes_nothing() -> None:
-    typo = only("typo", sharding_types=["row_wise"])
-    with pytest.warns(UserWarning, match="'typo', which the model does not have"):
-        plan = plan_of(bags(), constraints=typo)[0]
-    assert str(plan) == str(plan_of(bags())[0])
-
-
-KINDS = [(None, "table_wise"), ("row_wise", "table_wise"), ("table_wise", "row_wise")]
-
-
-@pytest.mark.parametrize(("offered", "wanted"), KINDS)
-def test_enumerator_with_other_constraints(offered: str | None, wanted: str) -> None:
-    """As in TorchRec each part keeps its own; the enumerator's make the options."""
-    topology = Topology(4, "cuda")
-    constraints = only(sharding_types=[offered]) if offered else None
-    with pytest.warns(
-        UserWarning,
-        match=r"(?s)'t0' differ.*its enumerator .*EmbeddingEnumerator\(\.\.\., constr",
-    ):
-        plan, planner = plan_of(
-            bags(bag_config(0, rows=100_000, dim=256)),
-            4,
-            enumerator=EmbeddingEnumerator(topology, 64, constraints=constraints),
-            constraints=only(sharding_types=[wanted]),
-        )
-    assert offered is None or types_of(plan)["t0"] == offered
-    known = planner.last_result
-    assert known is not None and any("'t0' differ" in w for w in known.warnings)
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -422,20 +279,8 @@ def test_enumerator_with_the_constraints(both: bool) -> None:
 # Topologies.
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_fewer_columns_than_ranks(device: str) -> None:
+def test_several_nodes_name_their_local_devices() -> None:
     plan, _ = plan_of(
-        bags(bag_config(0, dim=8)),
-        8,
-        device,
-        constraints=only(sharding_types=["table_wise", "column_wise"]),
-    )
-    assert len(shards_of(plan)["t0"]) <= 2
-
-
-@pytest.mark.parametrize("make", [plan_of, searched])
-def test_several_nodes_name_their_local_devices(make: Plan) -> None:
-    plan, planner = make(
         bags(*(bag_config(i, dim=32) for i in range(8))),
         8,
         topology_arguments={"local_world_size": 4},
@@ -447,7 +292,6 @@ def test_several_nodes_name_their_local_devices(make: Plan) -> None:
             seen.add(rank)
             assert meta.placement.device() == torch.device(f"cuda:{rank % 4}")
     assert seen == set(range(8))
-    assert planner.last_task is None or planner.last_task.local_world_size == 4
 
 
 @pytest.mark.parametrize(("kind", "count"), [("table_wise", 1), ("table_row_wise", 4)])
@@ -464,12 +308,11 @@ def test_pods_of_several_nodes(kind: str, count: int) -> None:
     assert len(ranks) == count and len({r // 4 for r in ranks}) == 1
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "table_row_wise", None])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("device", "kind"), [("cpu", None), ("cuda", None), ("cuda", "table_row_wise")]
+)
 def test_ranks_that_do_not_fill_their_nodes(device: str, kind: str | None) -> None:
     """TorchRec plans for them; placements name the devices of the nodes as given."""
-    if device == "cpu" and kind not in ("table_wise", None):
-        pytest.skip("TorchRec shards no rows on CPUs")
     constraints = only(sharding_types=[kind]) if kind else {}
     with pytest.warns(UserWarning, match="8 ranks do not fill nodes of 6: .* of 4"):
         plan, planner = plan_of(
@@ -521,28 +364,21 @@ def test_unequal_memory_makes_unequal_row_shards(
     assert found == rows == [s.size[0] for s in option.shards]
 
 
-@pytest.mark.parametrize("free", [True, False])
-def test_unequal_memory_is_kept_by_the_search(free: bool) -> None:
-    """Where the search alone decides, and where other types would be looked at."""
-    limits: dict[str, Any] = {
-        "sharding_types": ["table_wise", "column_wise"],
-        "compute_kernels": ["fused"],
-    }
+def test_unequal_memory_is_kept_by_the_search() -> None:
     _, planner = plan_of(
         bags(bag_config(0, rows=100_000, dim=64)),
-        search_only=free,
         topology_arguments=unequal(1 * MIB, 300 * MIB),
-        constraints=None if free else only(**limits),
+        constraints=only(
+            sharding_types=["table_wise", "column_wise"], compute_kernels=["fused"]
+        ),
     )
     assert planner.last_result is not None
     assert {s.rank for s in planner.last_result.placement.shards} == {1}
 
 
-@pytest.mark.parametrize("free", [True, False])
-def test_a_table_larger_than_the_memory_is_split(free: bool) -> None:
+def test_a_table_larger_than_the_memory_is_split() -> None:
     plan, planner = plan_of(
         bags(bag_config(0, rows=100_000, dim=64)),  # 24.4 MiB
-        search_only=free,
         topology_arguments={"hbm_cap": 16 * MIB},
         constraints=only(sharding_types=["table_wise", "column_wise"]),
     )
@@ -550,15 +386,6 @@ def test_a_table_larger_than_the_memory_is_split(free: bool) -> None:
     result = planner.last_result
     assert result is not None and result.fallback is None
     assert [s.width for s in result.placement.shards] == [32, 32]
-
-
-def test_a_table_larger_than_the_memory_is_offloaded() -> None:
-    plan, _ = plan_of(
-        bags(bag_config(0, rows=100_000, dim=64)),
-        topology_arguments={"hbm_cap": 16 * MIB},
-        constraints=only(sharding_types=["table_wise"]),
-    )
-    assert entry_of(plan).compute_kernel in ("fused_uvm", "fused_uvm_caching")
 
 
 def test_tables_are_offloaded_where_a_reservation_leaves_no_room() -> None:
@@ -613,14 +440,7 @@ def test_module_nested_deep() -> None:
     assert planner.last_task.tables[0].name == "0.a.0.t0"
 
 
-def test_module_as_root() -> None:
-    plan, planner = searched(bags())
-    assert list(plan.plan) == [""] and planner.last_task is not None
-    assert planner.last_task.tables[0].name == "t0"
-
-
-@pytest.mark.parametrize("make", [plan_of, searched])
-def test_several_collections_of_both_kinds(make: Plan) -> None:
+def test_several_collections_of_both_kinds() -> None:
     model = nn.ModuleDict(
         {
             "a": bags(bag_config(0), bag_config(1)),
@@ -629,15 +449,13 @@ def test_several_collections_of_both_kinds(make: Plan) -> None:
             "d": sequences(64, prefix="z"),
         }
     )
-    plan, planner = make(model, constraints=only("s0", pooling_factors=[5.0]))
+    plan, planner = searched(model, constraints=only("s0", pooling_factors=[5.0]))
     assert {p: set(m) for p, m in plan.plan.items()} == {
         "a": {"t0", "t1"},
         "b": {"t0"},
         "c": {"s0"},
         "d": {"z0"},
     }
-    if make is not searched:
-        return
     assert planner.last_task is not None
     tables = {t.name: t for t in planner.last_task.tables}
     groups = dict(zip(tables, planner.last_task.groups, strict=True))
@@ -673,39 +491,24 @@ def test_table_without_features() -> None:
     assert [t.num_features for t in planner.last_task.tables] == [1, 1]
 
 
-def collision_model(pooled: bool, buckets: int = 2) -> Any:
+def collision_model(pooled: bool) -> Any:
     if pooled:
         inner = bags()
         return ManagedCollisionEmbeddingBagCollection(
-            inner, managed_collisions(inner.embedding_bag_configs(), buckets)
+            inner, managed_collisions(inner.embedding_bag_configs(), 2)
         )
     other = sequences(32, 32)
     return ManagedCollisionEmbeddingCollection(
-        other, managed_collisions(other.embedding_configs(), buckets)
+        other, managed_collisions(other.embedding_configs(), 2)
     )
 
 
-@pytest.mark.parametrize(
-    ("pooled", "device"), [(True, "cuda"), (False, "cuda"), (False, "cpu")]
-)
+@pytest.mark.parametrize(("pooled", "device"), [(True, "cuda"), (False, "cpu")])
 def test_managed_collision(pooled: bool, device: str) -> None:
     # On CPUs, too, TorchRec's sharder offers kernels that only GPUs have.
     plan, _ = plan_of(collision_model(pooled), device=device)
     # Ids are remapped where the rows are: TorchRec shards such tables by rows alone.
     assert {s.sharding_type for s in plan.plan[""].values()} == {"row_wise"}
-
-
-def test_managed_collision_that_fits_no_cpu() -> None:
-    planner = user_planner(device="cpu", topology_arguments={"ddr_cap": 1024})
-    with pytest.raises(PlannerError, match=r"^table 's\d'.*row_wise.* has 1\.00 KiB"):
-        planner.plan(collision_model(False), get_default_sharders())
-
-
-@pytest.mark.skipif(TORCHREC < (1, 8), reason="checked since torchrec 1.8")
-def test_managed_collision_with_too_few_buckets() -> None:
-    planner = user_planner()
-    with pytest.raises(ValueError, match=r"Table 't0' has uneven buckets per rank"):
-        planner.plan(collision_model(True, buckets=1), get_default_sharders())
 
 
 def test_tables_of_a_tower_share_a_host() -> None:
@@ -729,16 +532,13 @@ def test_tables_of_a_tower_share_a_host() -> None:
         assert len(tower) == 4 and len({rank // 2 for rank in ranks}) == 1
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_quantised_collection(device: str) -> None:
+def test_quantised_collection() -> None:
     model = QuantEmbeddingBagCollection(
         tables=[bag_config(i, data_type=DataType.INT8) for i in range(3)],
         is_weighted=False,
         device=META,
     )
-    plan, planner = plan_of(
-        model, device=device, sharders=[QuantEmbeddingBagCollectionSharder()]
-    )
+    plan, planner = plan_of(model, sharders=[QuantEmbeddingBagCollectionSharder()])
     assert set(plan.plan[""]) == {"t0", "t1", "t2"}
     assert planner.last_result is not None
     for rank in planner.last_result.predicted.ranks:
@@ -760,20 +560,7 @@ def test_tables_that_no_search_places_share_the_ranks() -> None:
     assert cost_of(planner) <= cost * (1 + 1e-9)
 
 
-def test_optimizer_of_a_fused_collection() -> None:
-    _, planner = searched(fused_bags(optimizer=RowWiseAdagrad))
-    assert planner.last_task is not None
-    optimizers = [t.optimizer for t in planner.last_task.tables]
-    assert optimizers == ["rowwise_adagrad"] * 3
-
-
 # Kinds of tables.
-
-
-def test_weighted_tables() -> None:
-    _, planner = searched(bags(weighted=True))
-    assert planner.last_task is not None
-    assert all(t.weighted for t in planner.last_task.tables)
 
 
 def test_mean_and_sum_pooling_in_one_collection() -> None:
@@ -832,11 +619,6 @@ def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> 
     assert 1 < next(clock) < 3
 
 
-def test_debug_changes_nothing() -> None:
-    first, second = (plan_of(bags(), debug=debug)[0] for debug in (True, False))
-    assert str(first) == str(second)
-
-
 def test_stats_of_ones_own() -> None:
     class Noted(Stats):
         def __init__(self) -> None:
@@ -869,33 +651,21 @@ class PlainReservation(StorageReservation):
 
 RESERVATIONS: dict[str, Callable[[], StorageReservation]] = {
     "heuristical": lambda: storage_reservations.HeuristicalStorageReservation(0.15),
-    "fixed percentage": lambda: storage_reservations.FixedPercentageStorageReservation(
-        0.1
-    ),
-    "fixed absolute": lambda: storage_reservations.FixedAbsoluteStorageReservation(MIB),
-    "inference": lambda: storage_reservations.InferenceStorageReservation(0.1),
     "plain": PlainReservation,
 }
 
 
-def reservation(name: str) -> StorageReservation:
-    if name == "fixed absolute" and TORCHREC < (1, 7):
-        pytest.skip("there since torchrec 1.7")
-    return RESERVATIONS[name]()
-
-
 @pytest.mark.parametrize("name", RESERVATIONS)
 def test_storage_reservation(name: str) -> None:
-    given, chosen = reservation(name), Chosen()
-    topology = gpus(hbm_cap=GIB)
-    model = bags()
+    given, chosen = RESERVATIONS[name](), Chosen()
     plan, _ = plan_of(
-        model, topology=topology, storage_reservation=given, callbacks=[chosen]
+        bags(),
+        topology=gpus(hbm_cap=GIB),
+        storage_reservation=given,
+        callbacks=[chosen],
     )
     assert set(plan.plan[""]) == {"t0", "t1", "t2"}
-    reserved: Any = given.last_reserved_topology
-    if callable(reserved):  # of inference, a method before torchrec 1.7
-        reserved = reserved()
+    reserved = given.last_reserved_topology
     assert reserved is not None
     left = [device.storage.hbm for device in reserved.devices]
     assert all((n == GIB) == (name == "plain") and n > 0 for n in left)
@@ -914,7 +684,7 @@ def test_storage_reservation_of_a_plan_that_does_not_fit(name: str) -> None:
     planner = user_planner(
         topology_arguments={"hbm_cap": 4 * MIB},
         constraints=only(compute_kernels=["fused"]),
-        storage_reservation=reservation(name),
+        storage_reservation=RESERVATIONS[name](),
     )
     with pytest.raises(PlannerError, match="t0"):
         planner.plan(bags(bag_config(0, rows=100_000, dim=64)), get_default_sharders())
@@ -930,7 +700,7 @@ def test_planner_takes_one_model_after_another() -> None:
 
 # NumPy warns where infinities are subtracted, before the error tells why.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("value", [float("nan"), -1.0])
 def test_cost_model_that_predicts_no_time_is_named(value: float) -> None:
     class Broken(AnalyticCostModel):
         name = "broken"
@@ -952,67 +722,11 @@ def test_plan_can_be_pickled() -> None:
     assert again == planner.last_result
 
 
-OPTIMIZERS: dict[str, tuple[Any, str]] = {
-    "sgd": (torch.optim.SGD, "EXACT_SGD"),
-    "row-wise adagrad": (RowWiseAdagrad, "EXACT_ROWWISE_ADAGRAD"),
-    "adagrad": (torch.optim.Adagrad, "EXACT_ADAGRAD"),
-    "adam": (torch.optim.Adam, "ADAM"),
-}
-
-
-def optimized(way: str, name: str) -> tuple[nn.Module, list[Any]]:
-    """One table of 24.4 MiB and its sharder; the optimizer is set in one of the ways
-    that TorchRec knows."""
-    kind, fused = OPTIMIZERS[name]
-    config = bag_config(0, rows=100_000, dim=64)
-    if way == "fused collection":
-        return fused_bags(config, optimizer=kind), get_default_sharders()
-    bag = bags(config)
-    if way == "fused_params":
-        params = {"optimizer": EmbOptimType[fused]}
-        return bag, [EmbeddingBagCollectionSharder(fused_params=params)]
-    apply_optimizer_in_backward(kind, bag.parameters(), {"lr": 0.1})
-    return bag, [EmbeddingBagCollectionSharder()]
-
-
-WAYS = ("apply_optimizer_in_backward", "fused_params", "fused collection")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_memory_of_the_optimizer_state_is_the_same_by_every_way(name: str) -> None:
-    chosen = Chosen()
-    found = []
-    for way in WAYS:
-        if (way, name) == ("fused collection", "adam"):
-            continue  # its kernels are made at once, and on CPUs there are none
-        model, sharders = optimized(way, name)
-        plan_of(
-            model,
-            sharders=sharders,
-            constraints=only(
-                compute_kernels=["fused"], sharding_types=["table_wise", "column_wise"]
-            ),
-            callbacks=[chosen],
-        )
-        shards = [s for o in chosen.options for s in o.shards]
-        found.append([(s.size, s.storage.hbm) for s in shards if s.storage])
-    assert len(found) > 1 and all(each == found[0] for each in found)
-    weights = 4 * 100_000 * 64
-    state = {"sgd": 0, "row-wise adagrad": 4 * 100_000 * len(found[0])}
-    state |= {"adagrad": weights, "adam": 2 * weights}
-    held = sum(size for _, size in found[0])
-    # Besides, there are ids and outputs, and what two allocators round up.
-    assert 4 * MIB < held - weights - state[name] < 4.5 * MIB
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("way", WAYS)
-def test_table_that_fits_without_its_optimizer_is_planned_with_a_warning(
-    way: str,
-) -> None:
+def test_table_that_fits_without_its_optimizer_is_planned_with_a_warning() -> None:
     """TorchRec counts the state of optimizers set in the backward pass alone."""
-    model, sharders = optimized(way, "adagrad")
+    params = {"optimizer": EmbOptimType.EXACT_ADAGRAD}
+    model = bags(bag_config(0, rows=100_000, dim=64))
+    sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=params)]
     settings: dict[str, Any] = {
         # The weights are 24.4 MiB, so is the state.
         "topology_arguments": {"hbm_cap": 40 * MIB},
@@ -1021,20 +735,10 @@ def test_table_that_fits_without_its_optimizer_is_planned_with_a_warning(
     with pytest.raises(PlannerError, match="t0"):
         user_planner(1, strict_memory=True, **settings).plan(model, sharders)
     planner = user_planner(1, **settings)
-    if way == WAYS[0]:
-        with pytest.raises(PlannerError, match=r"raise world_size \(1\) to at least 2"):
-            planner.plan(model, sharders)
-        return
     with pytest.warns(UserWarning) as caught:
         planner.plan(model, sharders)
     (warned,) = [str(w.message) for w in caught if "out of memory" in str(w.message)]
-    assert re.match(
-        r"out of memory ahead: rank 0 needs 0\.05 GiB at the peak of a step "
-        r"\(0\.02 GiB weights, 0\.02 GiB the optimizer's state, .* inputs, outputs and "
-        r"gradients of a step\) and has 0\.04 GiB: .* too little\. No plan .*"
-        r"strict_memory=True",
-        warned,
-    )
+    assert re.match(r"out of memory ahead: rank 0 needs 0\.05 GiB .*strict_me", warned)
     assert planner.last_result is not None
     told = ". ".join(w for w in planner.last_result.warnings if w in warned)
     assert told == warned
@@ -1045,3 +749,29 @@ def test_table_that_fits_without_its_optimizer_is_planned_with_a_warning(
     report = rehearse(model, plan, planner.topology, sharders, batch_size=size)
     (fault,) = report.ranks[0].faults
     assert fault.cause.startswith(warned.split(": ")[1])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_memory_of_the_optimizer_state_is_the_same_by_every_way() -> None:
+    """Of one table of 24.4 MiB, in each of the ways that TorchRec knows."""
+    config, chosen = bag_config(0, rows=100_000, dim=64), Chosen()
+    fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    applied = bags(config)
+    apply_optimizer_in_backward(RowWiseAdagrad, applied.parameters(), {"lr": 0.1})
+    found = []
+    for model, sharders in (
+        (applied, [EmbeddingBagCollectionSharder()]),
+        (bags(config), [EmbeddingBagCollectionSharder(fused_params=fused_params)]),
+        (fused_bags(config, optimizer=RowWiseAdagrad), get_default_sharders()),
+    ):
+        plan_of(
+            model,
+            sharders=sharders,
+            constraints=only(
+                compute_kernels=["fused"], sharding_types=["table_wise", "column_wise"]
+            ),
+            callbacks=[chosen],
+        )
+        shards = [s for o in chosen.options for s in o.shards]
+        found.append([(s.size, s.storage.hbm) for s in shards if s.storage])
+    assert all(each == found[0] for each in found)

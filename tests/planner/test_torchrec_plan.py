@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +11,13 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner import utils as torchrec_utils
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.proposers import EmbeddingOffloadScaleupProposer
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import CacheParams, CacheStatistics, ShardingPlan
+from torchrec.distributed.types import CacheParams, ShardingPlan
 
 from tests.builders import (
     Chosen,
-    FixedSearcher,
     bag_sharders,
     cost_of,
     make_ebc,
@@ -29,7 +25,6 @@ from tests.builders import (
     stock_planner,
     types_of,
 )
-from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.planner.options.spread_options import SpreadOption
 from torchrec_neuroshard.planner.parts import proposers, torchrec_plan
@@ -38,7 +33,6 @@ from torchrec_neuroshard.planner.parts.shard_estimators import (
     SizesEstimator,
 )
 from torchrec_neuroshard.planner.parts.torchrec_plan import StockPlan, stock_plan
-from torchrec_neuroshard.search import SearchResult
 
 pytestmark = pytest.mark.usefixtures("patience")
 
@@ -55,21 +49,6 @@ def stock_cost(
     return planner.costs.evaluate(planner.costs.lower(chosen.options)).critical_path_ms
 
 
-class Cacheable(CacheStatistics):
-    """A table of which some rows are read more than others."""
-
-    @property
-    def expected_lookups(self) -> float:
-        return 2.0
-
-    def expected_miss_rate(self, clf: float) -> float:
-        return 1.0 - clf
-
-    @property
-    def cacheability(self) -> float:
-        return 0.2
-
-
 @pytest.fixture
 def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """End TorchRec's search for a cache size where it would draw for ever."""
@@ -84,29 +63,19 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "uniform", uniform)
 
 
-@pytest.mark.parametrize("virtual", [False, True])
-@pytest.mark.parametrize("stats", [None, Cacheable()])
 @pytest.mark.usefixtures("few_draws")
-def test_torchrecs_scaling_of_caches_ends(
-    stats: CacheStatistics | None, virtual: bool
-) -> None:
+def test_torchrecs_scaling_of_caches_ends() -> None:
     """Without statistics there is nothing to scale, and its budget is zero."""
-    params = CacheParams(load_factor=0.1, stats=stats)
     constraints = {
         f"t{i}": ParameterConstraints(
             sharding_types=["row_wise"],
             compute_kernels=["fused_uvm_caching"],
-            cache_params=params,
+            cache_params=CacheParams(load_factor=0.1),
         )
         for i in range(2)
     }
-    known = {f.name for f in dataclasses.fields(ParameterConstraints)}
-    if virtual and "use_virtual_table" not in known:
-        pytest.skip("this TorchRec has no virtual tables")
     constraints["t2"] = ParameterConstraints(
-        sharding_types=["row_wise"],
-        compute_kernels=["dram_virtual_table" if virtual else "fused"],
-        **({"use_virtual_table": True} if virtual else {}),
+        sharding_types=["row_wise"], compute_kernels=["fused"]
     )
     arguments = {
         "constraints": constraints,
@@ -160,17 +129,10 @@ def test_widths_that_no_fused_kernel_takes_are_no_candidate() -> None:
         },
     ],
 )
-@pytest.mark.parametrize(
-    "cost_model", ["analytic", pytest.param("auto", marks=pytest.mark.one_release)]
-)
-def test_no_worse_than_torchrecs_plan(case: dict[str, Any], cost_model: str) -> None:
+def test_no_worse_than_torchrecs_plan(case: dict[str, Any]) -> None:
     arguments = {k: v for k, v in case.items() if k not in ("sizes", "world")}
-    if cost_model == "auto":
-        arguments |= {"cost_model": "auto", "comms_model": None}
     topology = Topology(*case["world"], **arguments.pop("topology_arguments", {}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        planner = make_planner(topology=topology, consider_stock=True, **arguments)
+    planner = make_planner(topology=topology, consider_stock=True, **arguments)
     ebc = make_ebc(case["sizes"])
     planner.plan(ebc, bag_sharders())
     constraints = arguments.get("constraints")
@@ -273,37 +235,6 @@ def test_torchrecs_planner_stops_within_its_proposals(
     # The first plan is waited for, and the first of each proposer for a second.
     assert stock(0.5).num_proposals == 1
     assert stock(2.5).num_proposals == 3
-
-
-def test_torchrecs_proposers_take_turns_while_plans_get_better(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Helpless(FixedSearcher):
-        def search(self, *arguments: Any) -> SearchResult:
-            raise InfeasibleError("none")
-
-    rate, rated = NoopPerfModel.rate, list[float]()
-
-    def noted(self: NoopPerfModel, plan: Any) -> float:
-        rated.append(float(rate(self, plan)))
-        return rated[-1]
-
-    monkeypatch.setattr(NoopPerfModel, "rate", noted)
-    ebc = make_ebc([(10_000, 64), (300, 64), (2_000_000, 128), (50, 8)])
-    found = []
-    for many, patience in ((10**9, 1), (0, 10**9), (0, 20)):
-        monkeypatch.setattr(torchrec_plan, "MANY_OPTIONS", many)
-        monkeypatch.setattr(torchrec_plan, "PATIENCE", patience)
-        rated.clear()
-        planner = make_planner(2, search=Helpless([]), consider_stock=True)
-        planner.plan(ebc, bag_sharders())
-        result = planner.last_result
-        assert result is not None and result.fallback is not None
-        found.append((result.predicted.critical_path_ms, len(rated), min(rated)))
-    whole, in_turn, patient = found
-    assert whole == in_turn
-    # The best of few proposals comes early where the starts of all take turns.
-    assert patient[1] < whole[1] / 2 and patient[2] < 1.5 * whole[2]
 
 
 def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(
