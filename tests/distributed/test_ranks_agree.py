@@ -253,7 +253,7 @@ def after_an_error(at: Rank) -> Any:
 
 def leaves(at: Rank, **arguments: Any) -> Any:
     """A rank is interrupted while it measures, and lives on."""
-    at.run(FAILS)
+    at.run("pass")
     if at.rank == 1:
         at.breaks(f"{PACKAGE}.training.first_launch.take_part", Interrupts())
     return at.plan(at.planner(**arguments), 6)
