@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.phase_timer import (
+    PhaseTimer,
     PhaseTimes,
     critical_times,
     embedding_ms,
@@ -66,3 +69,8 @@ def test_phases_that_no_rank_has_take_no_time() -> None:
     (found,) = critical_times([idle, idle])
     assert found["fwd_compute"] == found["bwd_comms"] == found["bwd_compute"] == 0
     assert embedding_ms([idle, idle]) == pytest.approx(2)
+
+
+def test_nothing_sharded_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no sharded EmbeddingBagCollection"):
+        PhaseTimer(torch.nn.Linear(2, 2), torch.device("cpu"))

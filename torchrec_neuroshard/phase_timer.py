@@ -29,7 +29,6 @@ from torchrec_neuroshard.planner.compat import (
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = [
-    "KernelShard",
     "PhaseTimer",
     "PhaseTimes",
     "critical_times",
@@ -52,23 +51,10 @@ class PhaseTimes:
     """Path of the sharded module."""
     spans: Mapping[str, Sequence[tuple[float, float]]]
     """By the names of `PHASES`."""
-    kernels: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """For each span of the two compute phases: the number of its fused kernel, as in
-    `PhaseTimer.kernels`."""
 
     def duration_ms(self, phase: str) -> float:
         """Time that this rank spent in a phase, waiting for others included [ms]."""
         return sum(end - start for start, end in self.spans[phase]) * 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class KernelShard:
-    """A table's part in a fused kernel."""
-
-    table: str
-    rows: int
-    width: int
-    """Columns."""
 
 
 @dataclass(slots=True)
@@ -78,9 +64,6 @@ class _Marks:
     starts: dict[str, Any] = field(default_factory=dict)
     spans: dict[str, list[tuple[Any, Any]]] = field(
         default_factory=lambda: {name: [] for name in PHASES}
-    )
-    kernels: dict[str, list[int]] = field(
-        default_factory=lambda: {"fwd_compute": [], "bwd_compute": []}
     )
 
 
@@ -103,7 +86,6 @@ class PhaseTimer:
         enabled: Whether iterations are timed; change it between two of them.
         num_kernels: Fused kernels on this rank.
         num_collectives: Pooled-output all-to-alls of one forward pass.
-        kernels: Module -> the shards in each of its fused kernels on this rank.
     """
 
     def __init__(
@@ -135,7 +117,6 @@ class PhaseTimer:
         self.enabled = True
         self.num_kernels = 0
         self.num_collectives = 0
-        self.kernels: dict[str, list[tuple[KernelShard, ...]]] = {}
         for path, module in model.named_modules():
             if isinstance(module, ShardedEmbeddingBagCollection):
                 self._marks[path] = _Marks()
@@ -156,11 +137,6 @@ class PhaseTimer:
         self._held.append(self._marks)
         self._marks = {path: _Marks() for path in self._marks}
 
-    def forget(self) -> None:
-        """Drop what was timed."""
-        self.end_iteration()
-        self._held.clear()
-
     def take_all(self) -> list[list[PhaseTimes]]:
         """Return the iterations that were ended, each a list over sharded modules.
 
@@ -169,7 +145,7 @@ class PhaseTimer:
         held, self._held = self._held, []
         return [
             [
-                PhaseTimes(path, self._seconds(marks.spans), marks.kernels)
+                PhaseTimes(path, self._seconds(marks.spans))
                 for path, marks in iteration.items()
             ]
             for iteration in held
@@ -211,23 +187,19 @@ class PhaseTimer:
     def _start(self, path: str, phase: str) -> None:
         self._marks[path].starts[phase] = self._now()
 
-    def _end(self, path: str, phase: str, kernel: int | None = None) -> None:
+    def _end(self, path: str, phase: str) -> None:
         marks = self._marks[path]
         start = marks.starts.pop(phase, None)
-        if start is None:  # its start lies in an iteration that was not timed
-            return
-        marks.spans[phase].append((start, self._now()))
-        if kernel is not None:
-            marks.kernels[phase].append(kernel)
+        if start is not None:  # else it lies in an iteration that was not timed
+            marks.spans[phase].append((start, self._now()))
 
     def _safely(self, action: Callable[..., None], *arguments: Any) -> None:
         """Let no mistake of ours end the model's own work, if so asked."""
-        if self._on_error is None:
-            action(*arguments)
-            return
         try:
             action(*arguments)
         except Exception as error:
+            if self._on_error is None:
+                raise
             self.enabled = False
             self._on_error(error)
 
@@ -250,11 +222,9 @@ class PhaseTimer:
         self._replace(module, "input_dist", timed_input_dist)
         self._replace(module, "compute_and_output_dist", timed_compute)
         self.num_collectives += num_output_collectives(module)
-        self.kernels[path] = []
-        for number, (kernel, shards) in enumerate(_fused_kernels(module)):
+        for kernel in _fused_kernels(module):
             self.num_kernels += 1
-            self.kernels[path].append(shards)
-            self._hook_kernel(kernel, path, number)
+            self._hook_kernel(kernel, path)
 
     def _replace(self, module: Any, name: str, function: Any) -> None:
         before = vars(module).get(name)
@@ -271,14 +241,14 @@ class PhaseTimer:
         # The last to come is the first to go.
         self._removers.insert(0, restore)
 
-    def _hook_kernel(self, kernel: nn.Module, path: str, number: int) -> None:
+    def _hook_kernel(self, kernel: nn.Module, path: str) -> None:
         def before(*_: Any) -> None:
             if self.enabled:
                 self._safely(self._start, path, "fwd_compute")
 
         def after(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
             if self.enabled:
-                self._safely(self._after_lookup, path, number, output)
+                self._safely(self._after_lookup, path, output)
 
         for handle in (
             kernel.register_forward_pre_hook(before),
@@ -286,8 +256,8 @@ class PhaseTimer:
         ):
             self._removers.append(handle.remove)
 
-    def _after_lookup(self, path: str, kernel: int, output: torch.Tensor) -> None:
-        self._end(path, "fwd_compute", kernel)
+    def _after_lookup(self, path: str, output: torch.Tensor) -> None:
+        self._end(path, "fwd_compute")
         node = _kernel_node(output)
         if node is None:  # no gradients are taken
             return
@@ -297,9 +267,7 @@ class PhaseTimer:
             self._start(path, "bwd_compute")
 
         node.register_prehook(lambda _grads: self._safely(begin))
-        node.register_hook(
-            lambda *_: self._safely(self._end, path, "bwd_compute", kernel)
-        )
+        node.register_hook(lambda *_: self._safely(self._end, path, "bwd_compute"))
 
     def _time_output(self, awaitable: Any, path: str) -> None:
         marks = self._marks[path]
@@ -327,22 +295,11 @@ def _is_pipelined(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
-def _fused_kernels(
-    module: Any,
-) -> Iterator[tuple[nn.Module, tuple[KernelShard, ...]]]:
+def _fused_kernels(module: Any) -> Iterator[nn.Module]:
     for lookup in lookups(module):
-        for group in lookup.modules():
-            for part in group.children():
-                if type(part).__name__ == _KERNEL:
-                    config: Any = group.config
-                    tables = config.embedding_tables
-                    yield (
-                        part,
-                        tuple(
-                            KernelShard(t.name, int(t.local_rows), int(t.local_cols))
-                            for t in tables
-                        ),
-                    )
+        for part in lookup.modules():
+            if type(part).__name__ == _KERNEL:
+                yield part
 
 
 def _kernel_node(output: torch.Tensor) -> Any:
@@ -364,8 +321,9 @@ def critical_times(
 
     Args:
         by_rank: What `PhaseTimer.take` returned on each rank.
-        one_clock: Whether all ranks are on one machine. Else a collective is taken to
-            be as long as on the rank that spends least in it, which arrived last.
+        one_clock: Whether all ranks read one clock: they are on one machine, and marks
+            are not a GPU's events (`wait=False`). Else a collective is taken to be as
+            long as on the rank that spends least in it, which arrived last.
 
     Returns:
         Phase -> milliseconds, for each sharded module.
@@ -374,16 +332,16 @@ def critical_times(
     for ranks in zip(*by_rank, strict=True):
         phases = {}
         for phase in PHASES:
+            taken_ms = [r.duration_ms(phase) for r in ranks]
             if phase.endswith("compute"):
-                phases[phase] = max(r.duration_ms(phase) for r in ranks)
-                continue
-            if not one_clock:
-                phases[phase] = min(r.duration_ms(phase) for r in ranks)
-                continue
-            spans = [s for r in ranks for s in r.spans[phase]]
-            start = max((s[0] for s in spans), default=0.0)
-            end = max((s[1] for s in spans), default=0.0)
-            phases[phase] = (end - start) * 1e3
+                phases[phase] = max(taken_ms)
+            elif not one_clock:
+                phases[phase] = min(taken_ms)
+            else:
+                spans = [s for r in ranks for s in r.spans[phase]]
+                start = max((s[0] for s in spans), default=0.0)
+                end = max((s[1] for s in spans), default=0.0)
+                phases[phase] = (end - start) * 1e3
         totals.append(phases)
     return totals
 

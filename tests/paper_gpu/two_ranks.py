@@ -244,7 +244,7 @@ def learn(ranks: Ranks, cache: Path) -> dict[str, Any]:
     planner = learning_planner(ranks)
     plan = planner.collective_plan(Scored(), bag_sharders(), dist.group.WORLD)
     found["still"] = drift(ranks, planner, plan, None)
-    monitor: dict[str, Any] = {"timed": 2, "max_overhead": 1.0, "min_gain": 0.0}
+    monitor: dict[str, Any] = {"timed": 2, "max_overhead": 1.0}
     found["watched"] = drift(ranks, planner, plan, {"every": EVERY, **monitor})
     return found
 
@@ -290,7 +290,7 @@ def drift(
             done = monitor.replan()
             assert done is not None
             found["applied"], found["reason"] = done.applied, done.reason
-            found["moved_bytes"] = done.offer and done.offer.result.moved_bytes
+            found["moved_bytes"] = done.result.moved_bytes
     if monitor is not None:
         report = monitor.last_report
         found["is_on"] = monitor.is_on

@@ -25,7 +25,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.monitor.assessment import Measured
+from torchrec_neuroshard.monitor.report import Measured
 from torchrec_neuroshard.placement import Placement
 from torchrec_neuroshard.planner import (
     ReplanResult,

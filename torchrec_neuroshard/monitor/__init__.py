@@ -1,6 +1,6 @@
-"""Watching a training job: predicted beside measured, fresh inputs, better plans."""
+"""Watching a training job: predicted beside measured, and moves on request."""
 
-from torchrec_neuroshard.monitor.assessment import MonitorReport, Offer
 from torchrec_neuroshard.monitor.plan_monitor import PlanMonitor, Replanned
+from torchrec_neuroshard.monitor.report import MonitorReport
 
-__all__ = ["MonitorReport", "Offer", "PlanMonitor", "Replanned"]
+__all__ = ["MonitorReport", "PlanMonitor", "Replanned"]

@@ -45,8 +45,8 @@ class InputSampler:
                 taken.
         """
         self._rank, self._world_size, self._on_error = rank, world_size, on_error
-        self._taps = [_Tap(self, m) for m in _outermost(model)]
         self._wanted = 0
+        self._taps = [_Tap(self, m) for m in _outermost(model)]
         self._batches: dict[str, list[tuple[Any, Any, bool]]] = {}
         self._full: deque[str] = deque()
         self._profiles: dict[str, FeatureProfile] = {}
@@ -67,10 +67,10 @@ class InputSampler:
             for tap in self._taps:
                 tap.num_taken = 0
 
-    def count_one(self) -> bool:
-        """Profile one feature whose ids are complete; False where there is none."""
+    def count_one(self) -> None:
+        """Profile one feature whose ids are complete, if there is one."""
         if not self._full:
-            return False
+            return
         feature = self._full.popleft()
         ids, lengths, weighted = zip(*self._batches.pop(feature), strict=True)
         joined = np.concatenate([_array(t) for t in lengths])
@@ -78,7 +78,6 @@ class InputSampler:
             self._profiles[feature] = profile_ids(
                 np.concatenate([_array(t) for t in ids]), joined, any(weighted)
             )
-        return True
 
     def take(self) -> dict[str, FeatureProfile]:
         """Return what was profiled since the last call."""
@@ -104,7 +103,9 @@ class InputSampler:
                     continue  # another module reads the same ids
                 held = self._batches.setdefault(key, [])
                 if len(held) < self._wanted and key not in self._full:
-                    held.append(_copies(features, key))
+                    jagged, weights = features[key], features.weights_or_none()
+                    copies = _copy(jagged.values()), _copy(jagged.lengths())
+                    held.append((*copies, weights is not None))
                     if len(held) == self._wanted:
                         self._full.append(key)
         except Exception as error:
@@ -159,13 +160,6 @@ def _is_ragged(features: Any) -> bool:
     if not hasattr(features, "weights_or_none"):
         return True
     return bool(features.variable_stride_per_key())
-
-
-def _copies(features: Any, key: str) -> tuple[Any, Any, bool]:
-    """Ids and lengths of one feature, on their way to the host's memory."""
-    jagged = features[key]
-    weighted = features.weights_or_none() is not None
-    return _copy(jagged.values()), _copy(jagged.lengths()), weighted
 
 
 def _copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
