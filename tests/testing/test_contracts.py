@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,242 +78,128 @@ from torchrec_neuroshard.testing import (
 Features = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
-# What the package ships.
+# What the package ships: name -> how it is made, and what of the contract is set.
+
+COST_MODELS: dict[str, Callable[[], CostModel]] = {
+    "analytic": AnalyticCostModel,
+    "scaled": lambda: ScaledCostModel(AnalyticCostModel(), (0.5, 3.0)),
+    "physical": lambda: PhysicalCostModel(
+        PhysicalConstants(memory_gb_per_s=2000.0), name="physical", hardware="a GPU"
+    ),
+    "stock": StockCostModel,
+}
+
+COMMS_MODELS: dict[str, Callable[[int, int], CommsModel]] = {
+    "analytic": lambda world_size, local: AnalyticCommsModel(),
+    "scaled": lambda world_size, local: ScaledCommsModel(
+        AnalyticCommsModel(), index=2.0, forward=0.5, backward=3.0
+    ),
+    "bandwidth": lambda world_size, local: BandwidthCommsModel(
+        world_size=world_size,
+        local_world_size=local,
+        intra_gb_per_s=300.0,
+        inter_gb_per_s=25.0,
+        latency_us=12.0,
+    ),
+    "published": lambda world_size, local: published_comms_model(
+        GPU_CARDS["h100"], world_size=world_size, local_world_size=local
+    ),
+    "untrained": lambda world_size, local: LearnedCommsModel(
+        CommsNetwork(hidden=4),
+        backend="gloo",
+        world_size=world_size,
+        local_world_size=local,
+        measured_gb_per_s=(2.0, 0.5),
+    ),
+}
 
 
-class TestAnalyticCostModel(CostModelContract):
-    def make_cost_model(self) -> CostModel:
-        return AnalyticCostModel()
+def bundle_comms(name: str, world_size: int, local: int) -> CommsModel:
+    folder = PRETRAINED / name
+    info = COMMS_BUNDLE.read_info(folder)
+    return load_comms_bundle(
+        folder,
+        compute=COMPUTE_BUNDLE.find_info(folder),
+        backend=info.backend,
+        world_size=world_size,
+        local_world_size=local,
+        # Where one node was measured, what lies between nodes must be given.
+        inter_gb_per_s=info.inter_gb_per_s or 1.0,
+    )
 
 
-class TestScaledCostModel(CostModelContract):
-    def make_cost_model(self) -> CostModel:
-        return ScaledCostModel(AnalyticCostModel(), (0.5, 3.0))
-
-
-class TestPhysicalCostModel(CostModelContract):
-    def make_cost_model(self) -> CostModel:
-        constants = PhysicalConstants(memory_gb_per_s=2000.0)
-        return PhysicalCostModel(constants, name="physical", hardware="a GPU")
-
-
-class TestStockCostModel(CostModelContract):
-    def make_cost_model(self) -> CostModel:
-        return StockCostModel()
-
-
-class BundleContract(CostModelContract):
-    bundle: str
-    # Encodings are computed in single precision.
-    tolerance = 1e-4
-    has_ranges = True
-
-    def make_cost_model(self) -> CostModel:
-        return load_cost_model(self.bundle)
-
-
-def add_test_classes(base: type, attributes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Derive a test class per name, for what is only known when the tests start."""
-    for name, values in attributes.items():
-        kind = f"Test{base.__name__}_{name}"
-        globals()[kind] = type(kind, (base,), dict(values))
-
-
-add_test_classes(BundleContract, {n: {"bundle": n} for n in pretrained_names()})
-
-
-class TestAnalyticCommsModel(CommsModelContract):
-    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
-        return AnalyticCommsModel()
-
-
-class TestScaledCommsModel(CommsModelContract):
-    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
-        base = AnalyticCommsModel()
-        return ScaledCommsModel(base, index=2.0, forward=0.5, backward=3.0)
-
-
-class TestBandwidthCommsModel(CommsModelContract):
-    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
-        return BandwidthCommsModel(
-            world_size=world_size,
-            local_world_size=local_world_size,
-            intra_gb_per_s=300.0,
-            inter_gb_per_s=25.0,
-            latency_us=12.0,
-        )
-
-
-class TestPublishedCommsModel(CommsModelContract):
-    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
-        return published_comms_model(
-            GPU_CARDS["h100"], world_size=world_size, local_world_size=local_world_size
-        )
-
-
-class TestLearnedCommsModel(CommsModelContract):
-    # As before training: every coefficient is 1 ms, or 1 over a bandwidth.
-    idle_ms = 1000.0
-
-    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
-        return LearnedCommsModel(
-            CommsNetwork(hidden=4),
-            backend="gloo",
-            world_size=world_size,
-            local_world_size=local_world_size,
-            measured_gb_per_s=(2.0, 0.5),
-        )
-
-
-class BundleCommsContract(CommsModelContract):
-    bundle: str
-
-    def make_comms_model(self, world_size: int, local_world_size: int) -> CommsModel:
-        info = COMMS_BUNDLE.read_info(PRETRAINED / self.bundle)
-        return load_comms_bundle(
-            PRETRAINED / self.bundle,
-            compute=COMPUTE_BUNDLE.find_info(PRETRAINED / self.bundle),
-            backend=info.backend,
-            world_size=world_size,
-            local_world_size=local_world_size,
-            # Where one node was measured, what lies between nodes must be given.
-            inter_gb_per_s=info.inter_gb_per_s or 1.0,
-        )
-
-
-add_test_classes(
-    BundleCommsContract,
-    {
-        folder.name: {"bundle": folder.name}
-        for folder in sorted(PRETRAINED.iterdir())
-        if COMMS_BUNDLE.is_in(folder)
-    },
-)
-
-
-class TestDefaultSearcher(SearcherContract):
-    def make_searcher(self, seed: int) -> Searcher:
-        return NeuroShardSearcher(
-            SearchConfig(seed=seed, effort=0.1, time_budget_seconds=600.0)
-        )
-
-
-class TestDefaultSearcherWithoutExactSolution(SearcherContract):
-    def make_searcher(self, seed: int) -> Searcher:
-        return NeuroShardSearcher(
-            SearchConfig(
-                seed=seed,
-                exhaustive_limit=0,
-                effort=0.1,
-                restarts=1,
-                time_budget_seconds=600.0,
-            )
-        )
-
-
-class TestExhaustiveSearcher(SearcherContract):
-    num_tables = 4
-
-    def make_searcher(self, seed: int) -> Searcher:
-        return ExhaustiveSearcher()
-
-
-class TestRandomSearcher(SearcherContract):
-    splits_tables = False
-
-    def make_searcher(self, seed: int) -> Searcher:
-        return RandomSearcher(seed)
-
-
-class GreedyContract(SearcherContract):
-    splits_tables = False
-    key: str
-
-    def make_searcher(self, seed: int) -> Searcher:
-        return GreedySearcher(self.key)
-
-
-class TestGreedySize(GreedyContract):
-    key = "size"
-
-
-class TestGreedyDim(GreedyContract):
-    key = "dim"
-
-
-class TestGreedyLookup(GreedyContract):
-    key = "lookup"
-
-
-class TestGreedySizeLookup(GreedyContract):
-    key = "size-lookup"
-
-
-class TestCostGreedySearcher(SearcherContract):
-    splits_tables = False
-
-    def make_searcher(self, seed: int) -> Searcher:
-        return CostGreedySearcher()
-
-
-class TestMilpSearcher(SearcherContract):
-    def make_searcher(self, seed: int) -> Searcher:
-        # By its gap, so that it ends the same way every time.
-        return MilpSearcher(MilpConfig(relative_gap=0.2))
-
-
-class TestAnnealingSearcher(SearcherContract):
-    def make_searcher(self, seed: int) -> Searcher:
-        return AnnealingSearcher(AnnealingConfig(chains=4, steps=100, seed=seed))
-
-
-class TestPaperSearcher(SearcherContract):
-    def make_searcher(self, seed: int) -> Searcher:
-        # Faithful, it gives up where its caps on columns rule every plan out.
-        return PaperSearcher(NeuroShardConfig(seed=seed, faithful=False))
-
-
-class PolicyContract(SearcherContract):
+def untrained(method: type[PolicySearcher]) -> Searcher:
     """Policies before training place badly, and keep every promise."""
-
-    splits_tables = False
-    method: type[PolicySearcher]
-
-    def make_searcher(self, seed: int) -> Searcher:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            net = self.method.make_net()
-        info = PolicyInfo(
-            method=self.method.method,
-            name="untrained",
-            hardware="none",
-            ranges={},
-            trained_on={},
-        )
-        return self.method(Policy(net, info))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = method.make_net()
+    kind, name = method.method, "untrained"
+    info = PolicyInfo(method=kind, name=name, hardware="none", ranges={}, trained_on={})
+    return method(Policy(net, info))
 
 
-class TestAutoShardSearcher(PolicyContract):
-    method = AutoShardSearcher
+def default(seed: int, **settings: Any) -> Searcher:
+    return NeuroShardSearcher(
+        SearchConfig(seed=seed, effort=0.1, time_budget_seconds=600.0, **settings)
+    )
 
 
-class TestDreamShardSearcher(PolicyContract):
-    method = DreamShardSearcher
+def greedy(key: str, seed: int) -> Searcher:
+    return GreedySearcher(key)
+
+
+WHOLE = {"splits_tables": False}
+SEARCHERS: dict[str, tuple[Callable[[int], Searcher], dict[str, Any]]] = {
+    "default": (default, {}),
+    "inexact": (lambda seed: default(seed, exhaustive_limit=0, restarts=1), {}),
+    "exhaustive": (lambda seed: ExhaustiveSearcher(), {"num_tables": 4}),
+    "random": (RandomSearcher, WHOLE),
+    **{f"greedy-{k}": (functools.partial(greedy, k), WHOLE) for k in GREEDY_KEYS},
+    "cost-greedy": (lambda seed: CostGreedySearcher(), WHOLE),
+    # By its gap, so that it ends the same way every time.
+    "milp": (lambda seed: MilpSearcher(MilpConfig(relative_gap=0.2)), {}),
+    "annealing": (
+        lambda seed: AnnealingSearcher(AnnealingConfig(chains=4, steps=100, seed=seed)),
+        {},
+    ),
+    # Faithful, it gives up where its caps on columns rule every plan out.
+    "paper": (
+        lambda seed: PaperSearcher(NeuroShardConfig(seed=seed, faithful=False)),
+        {},
+    ),
+    "autoshard": (lambda seed: untrained(AutoShardSearcher), WHOLE),
+    "dreamshard": (lambda seed: untrained(DreamShardSearcher), WHOLE),
+}
+
+
+def hold(contract: type, name: str, maker: str, make: Any, **attributes: Any) -> None:
+    """Derive a test class, for what is only known when the tests start."""
+    kind = f"Test{contract.__name__}_{name}"
+    method = {maker: lambda self, *arguments: make(*arguments)}
+    globals()[kind] = type(kind, (contract,), {**method, **attributes})
+
+
+for name, made in COST_MODELS.items():
+    hold(CostModelContract, name, "make_cost_model", made)
+for name in pretrained_names():
+    # Encodings are computed in single precision.
+    settings = {"tolerance": 1e-4, "has_ranges": True}
+    bundle = functools.partial(load_cost_model, name)
+    hold(CostModelContract, name, "make_cost_model", bundle, **settings)
+for name, comms in COMMS_MODELS.items():
+    # Before training every coefficient is 1 ms, or 1 over a bandwidth.
+    idle_ms = 1000.0 if name == "untrained" else 10.0
+    hold(CommsModelContract, name, "make_comms_model", comms, idle_ms=idle_ms)
+for folder in filter(COMMS_BUNDLE.is_in, sorted(PRETRAINED.iterdir())):
+    shipped = functools.partial(bundle_comms, folder.name)
+    hold(CommsModelContract, folder.name, "make_comms_model", shipped)
+for name, (search, attributes) in SEARCHERS.items():
+    hold(SearcherContract, name, "make_searcher", search, **attributes)
 
 
 def test_every_registered_search_is_held_to_the_contract() -> None:
-    held = {
-        type(case().make_searcher(0)).__name__
-        for case in globals().values()
-        if inspect.isclass(case)
-        and issubclass(case, SearcherContract)
-        and case.__name__.startswith("Test")
-    }
+    held = {type(make(0)).__name__ for make, _ in SEARCHERS.values()}
     assert {class_name for _, class_name, *_ in SEARCHES.values()} <= held
-
-
-def test_every_greedy_key_is_held_to_the_contract() -> None:
-    assert {c.key for c in GreedyContract.__subclasses__()} == set(GREEDY_KEYS)
 
 
 # What is broken on purpose: contract case -> an implementation that it must catch.
@@ -435,7 +322,7 @@ BROKEN_COST_MODELS: dict[str, tuple[type[CostModel], str]] = {
     "test_uncertainty_is_a_share": (NegativeUncertainty, "uncertainties of"),
     "test_range_warnings_name_shard_and_feature": (
         WarnsOfAnotherShard,
-        r"a warning gives \(0, 'log2_rows'\) as",
+        r"a warning calls \(0, 'log2_rows'\)",
     ),
     "test_no_shards_at_all": (NeedsShards, "zero-size array"),
     "test_says_what_it_rests_on": (Nameless, "source is ''"),
@@ -455,8 +342,11 @@ def test_cost_model_contract_catches(case: str) -> None:
 
 
 def test_silence_about_ranges_is_caught() -> None:
-    class Contract(TestAnalyticCostModel):
+    class Contract(CostModelContract):
         has_ranges = True
+
+        def make_cost_model(self) -> CostModel:
+            return AnalyticCostModel()
 
     with pytest.raises(AssertionError, match="there is no warning"):
         Contract().test_range_warnings_name_shard_and_feature()
