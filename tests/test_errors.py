@@ -42,35 +42,6 @@ def test_class_has_the_bases_drawn(name: str) -> None:
     assert bases == [base for base in (parent or "Exception", builtin) if base]
 
 
-@pytest.mark.parametrize(
-    ("raised", "caught"),
-    [
-        (errors.TableError, errors.ConfigError),
-        (errors.ProfileError, errors.ConfigError),
-        (errors.ConfigError, ValueError),
-        (errors.FeatureSchemaError, ValueError),
-        (errors.BundleCorruptError, errors.BundleError),
-        (errors.BundleMismatchError, errors.BundleError),
-        (errors.BundleError, ValueError),
-        (errors.RecordMismatchError, errors.RecordError),
-        (errors.RecordError, ValueError),
-        (errors.InfeasibleError, errors.PlacementError),
-        (errors.PlacementError, ValueError),
-        (errors.EnvironmentMismatchError, RuntimeError),
-        *[(value, errors.NeuroShardError) for value in CLASSES.values()],
-    ],
-)
-def test_error_is_caught_as(
-    raised: type[Exception], caught: type[BaseException]
-) -> None:
-    with pytest.raises(caught, match=r"^the rule$"):
-        raise raised("the rule")
-
-
-def test_environment_error_is_no_bad_input() -> None:
-    assert not issubclass(errors.EnvironmentMismatchError, ValueError)
-
-
 def test_of_a_long_text_the_middle_is_left_out() -> None:
     text = f"table 't': {'x' * 10**6} is none; the way out"
     short = text[:1000]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -49,7 +50,9 @@ on_a_terminal = pytest.mark.parametrize("stream", [True], indirect=True)
 def test_files_get_a_line_now_and_then(stream: Stream) -> None:
     with shown(), phase("reading"):
         written = stream.until(lambda text: text.count("\n") > 2)
-    assert set(written.splitlines()) == {"neuroshard: reading, 0 s"}
+    assert {re.sub(r"\d+ s$", "s", line) for line in written.splitlines()} == {
+        "neuroshard: reading, s"
+    }
 
 
 @on_a_terminal
@@ -59,9 +62,7 @@ def test_a_terminal_gets_one_line_that_goes(
     monkeypatch.setenv("COLUMNS", "30")
     with shown():
         with phase("planning") as current:
-            stream.until(
-                lambda text: text.endswith("\r\x1b[Kneuroshard: planning, 0 s")
-            )
+            stream.until(lambda text: "\r\x1b[Kneuroshard: planning, " in text)
             current.text = "planning for a very long time"
             stream.until(lambda text: text.endswith("neuroshard: planning for a ve"))
             clear()
@@ -75,7 +76,7 @@ def test_the_innermost_phase_is_shown(stream: Stream) -> None:
         with phase("comparing"):
             stream.until(lambda text: "comparing" in text)
         assert "planning" not in stream.getvalue().partition("comparing")[2]
-        stream.until(lambda text: text.endswith("planning, 0 s\n"))
+        stream.until(lambda text: "planning" in text.rpartition("comparing")[2])
         with phase(""):  # a bar of progress takes over
             before = stream.getvalue()
             time.sleep(0.05)
@@ -89,7 +90,7 @@ def test_a_phase_left_behind_by_a_thread_goes_with_the_one_around_it(
         left_behind = phase("comparing")
         with phase("planning"):
             left_behind.__enter__()
-        stream.until(lambda text: text.endswith("all, 0 s\n"))
+        stream.until(lambda text: ": all, " in text)
         left_behind.__exit__(None, None, None)
         stream.until(lambda text: text.count("all") > 2)
 
@@ -101,18 +102,6 @@ def test_short_phases_show_nothing(
     with shown(), phase("reading"):
         time.sleep(0.05)
     assert not stream.getvalue()
-
-
-def test_many_short_phases_are_no_silence(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.2)
-    end = time.monotonic() + 30
-    with shown():
-        while not stream.getvalue():
-            assert time.monotonic() < end
-            with phase("reading"):
-                time.sleep(0.02)
 
 
 def test_nothing_is_shown_where_no_command_runs(stream: Stream) -> None:

@@ -8,8 +8,8 @@ figure says where it is from and what kind of figure it is. Bandwidths of links 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torchrec_neuroshard.errors import ConfigError
@@ -26,10 +26,6 @@ class Figure:
     value: float
     basis: Basis
     source: str
-
-    def __post_init__(self) -> None:
-        if not self.value >= 0:
-            raise ConfigError(f"a figure is at least 0, got {self.value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +61,6 @@ class GpuCard:
     """Effective one-way bandwidth to other nodes, of one GPU's share of the NICs
     [GB/s]."""
     gpus_per_node: int = 8
-
-    def figures(self) -> Mapping[str, Figure]:
-        """Return field -> figure, in the order of the fields."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: v for k, v in values.items() if isinstance(v, Figure)}
 
 
 def _sheet(value: float, source: str) -> Figure:
@@ -271,15 +262,6 @@ GPU_CARDS: Mapping[str, GpuCard] = {card.name: card for card in _CARDS}
 _MAKERS = re.compile(r"^((nvidia|tesla|amd|instinct)\s+)+", re.IGNORECASE)
 
 
-def _matching(device_name: str) -> Iterator[GpuCard]:
-    bare = _MAKERS.sub("", device_name.strip())
-    for card in _CARDS:
-        if device_name == card.title or any(
-            re.fullmatch(p, bare, re.IGNORECASE) for p in card.device_names
-        ):
-            yield card
-
-
 def find_card(device_name: str | None) -> GpuCard | None:
     """Find the card that torch shows under a name.
 
@@ -289,7 +271,13 @@ def find_card(device_name: str | None) -> GpuCard | None:
     Returns:
         None for a card that the table lacks, and for a part of one (MIG).
     """
-    return next(_matching(device_name), None) if device_name else None
+    name = device_name or ""
+    bare = _MAKERS.sub("", name.strip())
+    for card in _CARDS:
+        patterns = card.device_names
+        if name == card.title or any(re.fullmatch(p, bare, re.I) for p in patterns):
+            return card
+    return None
 
 
 def card_named(name: str) -> GpuCard:
