@@ -62,7 +62,7 @@ COMMANDS = (
     ),
     Command(
         "cache",
-        "list, show or clear what first launches have measured",
+        "list or delete what first launches have measured",
         "torchrec_neuroshard.cost_models.cache_cli",
     ),
     Command(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import importlib.metadata
 import multiprocessing
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -51,26 +50,14 @@ def store(bundle: Path, key: CacheKey, seconds: float = 9.0) -> Path:
 
 
 def test_what_was_stored_is_found_and_loads(bundle: Path, root: Path) -> None:
-    assert cache.find(make_key(), collectives=True) is None
+    assert cache.find(make_key()) is None
     folder = store(bundle, make_key())
     assert folder.parent == root and folder.name.startswith("a-cpu-1-2-2x-")
-    found = cache.find(make_key(), collectives=True)
+    found = cache.find(make_key())
     assert found is not None and found.folder == folder
     assert (found.created, found.seconds, found.key) == (CREATED, 9.0, make_key())
     assert load_bundle(folder).hardware == load_bundle(bundle).hardware
     assert [p.name for p in root.iterdir()] == [folder.name]
-
-
-def test_a_bundle_of_other_features_is_not_found(bundle: Path) -> None:
-    key = make_key()
-    store(bundle, dataclasses.replace(key, feature_version=key.feature_version - 1))
-    assert cache.find(key, collectives=True) is None
-    # As files were before keys named the version.
-    path = store(bundle, key) / "key.json"
-    data = json.loads(path.read_text())
-    del data["key"]["feature_version"]
-    path.write_text(json.dumps(data))
-    assert cache.find(key, collectives=True) is None
 
 
 @pytest.mark.parametrize(
@@ -88,37 +75,44 @@ def test_a_bundle_serves_what_it_was_measured_for(
     bundle: Path, changes: dict[str, Any], serves: bool
 ) -> None:
     store(bundle, make_key())
-    assert (cache.find(make_key(**changes), collectives=True) is not None) == serves
+    assert (cache.find(make_key(**changes)) is not None) == serves
 
 
-def test_releases_and_feature_gates_are_part_of_the_key(
+def test_releases_gates_and_features_are_part_of_the_key(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = make_key()
-    store(bundle, key)
     assert "unknown" not in (key.torch, key.fbgemm, key.torchrec)
-    assert not dataclasses.replace(key, torchrec="0.1").covers(key)
+    for changes in ({"torchrec": "0.1"}, {"feature_version": key.feature_version - 1}):
+        store(bundle, dataclasses.replace(key, **changes))
+    assert cache.find(key) is None
+    store(bundle, key)
+    assert cache.find(key) is not None
     monkeypatch.setenv("FBGEMM_TBE_V2", "1")
-    assert cache.find(make_key(), collectives=True) is None
+    assert cache.find(make_key()) is None
 
 
-def test_kernels_alone_do_not_serve_a_group(bundle: Path, tmp_path: Path) -> None:
-    alone = tmp_path / "alone"
-    shutil.copytree(bundle, alone, ignore=shutil.ignore_patterns("comms.json"))
-    store(alone, make_key())
-    assert cache.find(make_key(), collectives=False) is not None
-    assert cache.find(make_key(), collectives=True) is None
-    # What has more takes its place; what has less does not.
-    store(bundle, make_key())
-    assert cache.find(make_key(), collectives=True) is not None
-    store(alone, make_key())
-    assert cache.find(make_key(), collectives=True) is not None
+@pytest.mark.parametrize("package", ["torchrec", "fbgemm"])
+def test_nightly_releases_are_told_apart(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name in (f"{package}-nightly", "fbgemm-gpu-nightly"):
+            return today
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    today = "2026.11.1"
+    key = make_key()
+    today = "2026.11.2"
+    assert not key.covers(make_key())
 
 
-def test_damage_is_not_found(bundle: Path) -> None:
+@pytest.mark.parametrize("name", ["key.json", "bundle.json"])
+def test_damage_is_not_found_and_gives_way(bundle: Path, name: str) -> None:
     folder = store(bundle, make_key())
-    (folder / "key.json").write_text("{")
-    assert cache.entries() == [] and cache.find(make_key(), collectives=False) is None
+    (folder / name).unlink()
+    assert cache.entries() == [] and cache.find(make_key()) is None
     assert store(bundle, make_key()) == folder
     assert len(cache.entries()) == 1
 
@@ -171,15 +165,7 @@ def test_a_cache_that_cannot_be_written(
         store(bundle, make_key())
 
 
-def test_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NEUROSHARD_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache.cache_folder() == Path("/x/torchrec-neuroshard")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache.cache_folder() == Path.home() / ".cache" / "torchrec-neuroshard"
-
-
-def test_command_lists_shows_and_clears(
+def test_command_lists_and_clears(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache"]) == 0
@@ -188,10 +174,9 @@ def test_command_lists_shows_and_clears(
     store(bundle, make_key(world_size=4))
     assert main(["cache", "list"]) == 0
     printed = capsys.readouterr().out
-    assert f"{folder.name}: kernels and collectives of 2 x A CPU (1/2)" in printed
-    assert main(["cache", "show", folder.name]) == 0
-    assert "Compute cost model" in capsys.readouterr().out
-    assert main(["cache", "show", "nothing"]) == 2
+    assert f"{folder.name}: 2 x A CPU (1/2)" in printed
+    assert f"cost_model='{folder}'" in printed
+    assert main(["cache", "clear", "nothing"]) == 2
     error = capsys.readouterr().err
     assert "has no bundle 'nothing'; it has " in error and folder.name in error
     assert main(["cache", "clear", folder.name]) == 0

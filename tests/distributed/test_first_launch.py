@@ -18,6 +18,7 @@ from tests.builders import CPU, bag_config, bags, make_planner
 from tests.distributed.ranks import TWO_NODES, Jobs, OfJob
 from tests.distributed.unsharded import draw_batch
 from torchrec_neuroshard.cost_models import cache
+from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE
 from torchrec_neuroshard.cost_models.loading import bundle_folder
 
 pytestmark = pytest.mark.distributed
@@ -133,7 +134,7 @@ def run_twice(folder: Path) -> dict[str, Any]:
         "first": first,
         "second": second,
         "entries": [e.folder.name for e in entries],
-        "collectives": [e.has_collectives for e in entries],
+        "collectives": [COMMS_BUNDLE.is_in(e.folder) for e in entries],
         "left": sorted(p.name for p in folder.iterdir() if p.name.startswith(".")),
     }
 

@@ -320,7 +320,7 @@ def _use_cache(folder: Path) -> None:
     os.environ["NEUROSHARD_CACHE"] = str(folder)
     for entry in bundle_cache.entries():
         _line(entry)
-    bundle_cache.find(KEY, collectives=True)
+    bundle_cache.find(KEY)
 
 
 def _dataset(folder: Path) -> None:

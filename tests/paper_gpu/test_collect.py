@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,18 +182,9 @@ def test_the_current_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert current_device_name("cuda") == "card 4, asked for None"
 
 
-def test_calibrate_finds_the_gpu_and_measures_collectives_over_nccl(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_calibrate_finds_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **options: Any) -> SimpleNamespace:
-        commands.append(command)
-        return SimpleNamespace(returncode=7)  # of `collect comms`, tested below
-
-    monkeypatch.setattr("subprocess.run", run)
     tiny = dataclasses.replace(
         compute.default_sampling(torch.device("cuda")),
         max_lookups=2_000,
@@ -204,14 +194,10 @@ def test_calibrate_finds_the_gpu_and_measures_collectives_over_nccl(
     monkeypatch.setattr(compute, "default_sampling", lambda device: tiny)
     out = tmp_path / "paper"
     arguments = ["--num-samples", "20", "--max-gib", "0.001", "--steps", "4"]
-    assert main(["calibrate", "--out", str(out), *arguments, "--ranks", "2"]) == 2
-    assert "among 2 ranks ended with code 7" in capsys.readouterr().err
-    assert commands[0][commands[0].index("--backend") + 1] == "nccl"
+    assert main(["calibrate", "--out", str(out), *arguments]) == 0
     info = COMPUTE_BUNDLE.read_info(out)
     assert (info.fingerprint.device, info.fingerprint.device_type) == (NAME, "cuda")
     assert NAME in load_cost_model(out, device_type="cuda").hardware
-    assert main(["calibrate", "--out", str(out), "--ranks", "64"]) == 2
-    assert "needs as many, this machine has 8" in capsys.readouterr().err
 
 
 def test_collectives_are_measured_over_nccl_where_ranks_have_gpus(

@@ -407,7 +407,7 @@ def test_command_dispatches_on_the_kind_of_records(
     )
     paths = [str(p) for p in write(tmp_path, (2, 3))]
     out = tmp_path / "out"
-    command = ["train", *paths, "--out", str(out), "--backend", "gloo"]
+    command = ["train", *paths, "--out", str(out)]
     assert main([*command, "--test-world-sizes", "3"]) == 0
     printed = capsys.readouterr().out
     assert "3 ranks (not in training): median error" in printed
@@ -426,8 +426,6 @@ def test_records_that_were_not_asked_for(tmp_path: Path) -> None:
         )
 
     two = write(tmp_path, (2,))
-    with pytest.raises(RecordMismatchError, match="over gloo, nccl was asked for"):
-        attempt(two, backend="nccl")
     with pytest.raises(RecordError, match="no records of world size 6 to test on"):
         attempt(two, test_world_sizes=(6,))
     with pytest.raises(RecordError, match="every world size is kept for the test"):

@@ -300,8 +300,6 @@ class CommsBundleInfo:
     """See `CommsHeader`."""
     compute_reference_ms: float = 0.0
     """See `CommsHeader`."""
-    carried_over: bool = False
-    """Whether it stands beside a compute model of another machine than its own."""
     term_names: tuple[str, ...] = TERM_NAMES
     collectives: tuple[str, ...] = COLLECTIVES
     comms_version: int = COMMS_VERSION
@@ -354,11 +352,10 @@ def save_comms_bundle(
     """Write the model of collectives into a bundle, new or not.
 
     Raises:
-        BundleMismatchError: The bundle's compute model is of other hardware, and the
-            model is not said to be carried over.
+        BundleMismatchError: The bundle's compute model is of other hardware.
     """
     compute, mine = COMPUTE_BUNDLE.find_info(folder), info.fingerprint
-    if compute is not None and not info.carried_over:
+    if compute is not None:
         theirs = compute.fingerprint
         if (theirs.device_type, theirs.device) != (mine.device_type, mine.device):
             raise BundleMismatchError(
@@ -409,10 +406,8 @@ def load_comms_bundle(
             f"measured at {', '.join(map(str, info.world_sizes))}",
             stacklevel=2,
         )
-    device = info.fingerprint.device
     model = LearnedCommsModel(
         network,
-        source=f"measured on {device}" if info.carried_over else "measured",
         time_scale=info.time_scale(compute),
         backend=backend,
         world_size=world_size,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from torchrec_neuroshard.cost_models.bundle import COMMS_BUNDLE, COMPUTE_BUNDLE
+from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
 from torchrec_neuroshard.features import FEATURE_VERSION
 from torchrec_neuroshard.files import from_fields, json_text, read_json, write_whole
 
@@ -111,7 +111,7 @@ class CacheKey:
             data_types=tuple(sorted(set(data_types))),
             torch=_release("torch"),
             fbgemm=_release(*_FBGEMM),
-            torchrec=_release("torchrec"),
+            torchrec=_release("torchrec", "torchrec-nightly", "torchrec-nightly-cpu"),
             feature_gates=tuple(sorted(gates)),
             feature_version=FEATURE_VERSION,
         )
@@ -146,18 +146,10 @@ class CacheEntry:
     seconds: float
     """What measuring and fitting took."""
 
-    @property
-    def has_collectives(self) -> bool:
-        """Whether the group's collectives were measured."""
-        return COMMS_BUNDLE.is_in(self.folder)
-
-    def num_bytes(self) -> int:
-        """Bytes on disk."""
-        files = [p for p in self.folder.rglob("*") if p.is_file()]
-        return sum(p.stat().st_size for p in files)
-
 
 def _read(folder: Path) -> CacheEntry | None:
+    if not COMPUTE_BUNDLE.is_in(folder):
+        return None
     try:
         data = read_json(folder / _KEY_NAME)
         return CacheEntry(
@@ -180,18 +172,9 @@ def entries() -> list[CacheEntry]:
     return sorted(found, key=lambda e: (e.created, e.folder.name), reverse=True)
 
 
-def find(wanted: CacheKey, *, collectives: bool) -> CacheEntry | None:
-    """The newest bundle that serves a key.
-
-    Args:
-        wanted: What is to be planned for.
-        collectives: Whether it has to hold the group's collectives.
-    """
-    for entry in entries():
-        if entry.key.covers(wanted) and (entry.has_collectives or not collectives):
-            if COMPUTE_BUNDLE.is_in(entry.folder):
-                return entry
-    return None
+def find(wanted: CacheKey) -> CacheEntry | None:
+    """The newest bundle that serves a key."""
+    return next((e for e in entries() if e.key.covers(wanted)), None)
 
 
 def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
@@ -222,17 +205,10 @@ def store(bundle: Path, key: CacheKey, *, created: str, seconds: float) -> Path:
         try:
             beside.rename(final)
         except OSError:
-            known = _read(final)
-            if known is not None and known.has_collectives >= COMMS_BUNDLE.is_in(
-                bundle
-            ):
+            if _read(final) is not None:
                 return final
-            # Of another version, damaged, or without what this one has: it stays
-            # until this one is found beside it.
-            newer = root / f"{final.name}-{unique}"
-            beside.rename(newer)
-            _remove(final)
-            newer.rename(final)
+            _remove(final)  # damaged, or of another version
+            beside.rename(final)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return final

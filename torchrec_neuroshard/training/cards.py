@@ -22,7 +22,6 @@ from torchrec_neuroshard.training.compute import Evaluation
 
 __all__ = [
     "calibration_section",
-    "carried_over_card",
     "comms_card",
     "compute_card",
     "compute_noise",
@@ -277,14 +276,3 @@ def comms_card(
         "",
     ]
     return "\n".join(lines)
-
-
-def carried_over_card(info: CommsBundleInfo) -> str:
-    """Write the card of collectives that were measured on another machine."""
-    return (
-        f"# Communication cost model `{info.name}`, carried over\n\n"
-        f"**Measured on {info.fingerprint.device} over {info.backend}, not on this "
-        "machine**, whose collectives may take several times as long or as short. "
-        "Measure them with `neuroshard collect comms`, or with `--ranks` of "
-        "`neuroshard calibrate`.\n"
-    )

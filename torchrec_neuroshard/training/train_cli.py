@@ -17,7 +17,7 @@ from torchrec_neuroshard.cost_models.bundle import (
     save_comms_bundle,
 )
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
-from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.progress import clear, phase
 from torchrec_neuroshard.record_store import (
@@ -171,7 +171,6 @@ def train_comms_bundle(
     config: CommsTrainConfig,
     *,
     test_world_sizes: Sequence[int] = (),
-    backend: str | None = None,
     before: Path | None = None,
     console: Console | None = None,
 ) -> list[CommsEvaluation]:
@@ -187,7 +186,6 @@ def train_comms_bundle(
         name: What the model is called.
         config: Steps and rates.
         test_world_sizes: World sizes that are only tested on.
-        backend: What the records must have been measured over; None: any one.
         before: A bundle to start from, if it has collectives of this backend.
         console: Where progress is printed.
 
@@ -196,18 +194,12 @@ def train_comms_bundle(
 
     Raises:
         RecordError: Too few records, or none of a world size.
-        RecordMismatchError: The files are of different machines or backends, or not
-            of the backend asked for.
+        RecordMismatchError: The files are of different machines or backends.
     """
     console = console or Console()
     with phase("reading the records"):
         files = read_comms_records(records)
     headers = [header for header, _ in files]
-    if backend is not None and headers[0].backend != backend:
-        raise RecordMismatchError(
-            f"{records[0]} was measured over {headers[0].backend}, {backend} was asked "
-            f"for; measure with 'neuroshard collect comms --backend {backend}'"
-        )
     _check_world_sizes({r.world_size for _, f in files for r in f}, test_world_sizes)
     training: list[CommsRecord] = []
     test: list[CommsRecord] = []
@@ -341,7 +333,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="numbers of ranks to test on and not to train on",
     )
-    collectives.add_argument("--backend", help="what they must be measured over")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -355,7 +346,6 @@ def run(args: argparse.Namespace) -> int:
             name,
             CommsTrainConfig(seed=args.seed),
             test_world_sizes=args.test_world_sizes,
-            backend=args.backend,
         )
         return 0
     config = from_options(TrainConfig, args)

@@ -222,11 +222,7 @@ class FirstLaunch:
         """Use a bundle of the cache, if one serves these tables here."""
         if not cache.entries():
             return False
-        listed = options()
-        world_size = int(self._costs.topology.world_size)
-        entry = cache.find(
-            self._key(self._shards(listed)[0]), collectives=world_size > 1
-        )
+        entry = cache.find(self._key(self._shards(options())[0]))
         if entry is None:
             return False
         self._costs.use(entry.folder)
