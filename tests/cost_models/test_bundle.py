@@ -1,6 +1,7 @@
 """Bundles: what is saved is what is loaded, and nothing else is accepted."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -58,72 +59,59 @@ def test_saved_and_loaded_predict_the_same(tmp_path: Path) -> None:
     assert (tmp_path / "CARD.md").read_text() == "# card\n"
 
 
-def test_damaged_weights_are_refused(tmp_path: Path) -> None:
-    write_bundle(tmp_path)
-    weights = tmp_path / "weights.safetensors"
+def edited(**changes: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "bundle.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def written(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "bundle.json").write_text(text)
+
+
+def flip_a_bit(folder: Path) -> None:
+    weights = folder / "weights.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(BundleCorruptError, match="damaged or not of this bundle"):
-        load_bundle(tmp_path)
 
 
-def test_truncated_weights_are_refused(tmp_path: Path) -> None:
+VERSION = f"feature columns of version {FEATURE_VERSION}"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (flip_a_bit, BundleCorruptError, "checksum"),
+        (
+            lambda folder: (folder / "weights.safetensors").unlink(),
+            BundleCorruptError,
+            "weights.safetensors",
+        ),
+        (
+            lambda folder: (folder / "bundle.json").unlink(),
+            BundleCorruptError,
+            "not a cost-model bundle",
+        ),
+        (written("{ not json"), BundleCorruptError, "bundle.json is damaged"),
+        (written("[1]"), BundleCorruptError, "bundle.json is damaged"),
+        (edited(fingerprint={"device": "x"}), BundleCorruptError, "garbles a field"),
+        (edited(network={**SIZES, "hidden": 16}), BundleCorruptError, "size mismatch"),
+        (edited(feature_names=["a", "b"]), BundleMismatchError, VERSION),
+        (edited(bundle_version=99), BundleMismatchError, "bundle version 99"),
+    ],
+)
+def test_unsound_bundles_are_refused(
+    tmp_path: Path,
+    damage: Callable[[Path], object],
+    error: type[Exception],
+    message: str,
+) -> None:
     write_bundle(tmp_path)
-    weights = tmp_path / "weights.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(BundleCorruptError, match="checksum"):
-        load_bundle(tmp_path)
-
-
-def test_missing_weights_are_refused(tmp_path: Path) -> None:
-    write_bundle(tmp_path)
-    (tmp_path / "weights.safetensors").unlink()
-    with pytest.raises(BundleCorruptError, match="no readable weights"):
-        load_bundle(tmp_path)
-
-
-def test_foreign_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BundleCorruptError, match="not a cost-model bundle"):
-        load_bundle(tmp_path)
-    (tmp_path / "bundle.json").write_text("{ not json")
-    with pytest.raises(BundleCorruptError, match="damaged"):
-        load_bundle(tmp_path)
-    (tmp_path / "bundle.json").write_text("[1]")
-    with pytest.raises(BundleCorruptError, match="not a bundle description"):
-        load_bundle(tmp_path)
-
-
-def edit(folder: Path, **changes: object) -> None:
-    path = folder / "bundle.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def test_other_versions_are_refused(tmp_path: Path) -> None:
-    write_bundle(tmp_path)
-    edit(tmp_path, feature_names=["a", "b"])
-    version = f"feature columns of version {FEATURE_VERSION}"
-    with pytest.raises(BundleMismatchError, match=version):
-        load_bundle(tmp_path)
-    edit(tmp_path, bundle_version=99)
-    with pytest.raises(BundleMismatchError, match="bundle version 99"):
-        load_bundle(tmp_path)
-
-
-def test_garbled_fields_are_refused(tmp_path: Path) -> None:
-    write_bundle(tmp_path)
-    sound = (tmp_path / "bundle.json").read_text()
-    for changes in ({"fingerprint": {"device": "x"}}, {"feature_names": 3}):
-        (tmp_path / "bundle.json").write_text(sound)
-        edit(tmp_path, **changes)
-        with pytest.raises(BundleCorruptError, match="lacks or garbles a field"):
-            load_bundle(tmp_path)
-
-
-def test_wrong_network_sizes_are_refused(tmp_path: Path) -> None:
-    write_bundle(tmp_path)
-    edit(tmp_path, network={**SIZES, "hidden": 16})
-    with pytest.raises(BundleCorruptError, match="does not hold this bundle's network"):
+    damage(tmp_path)
+    with pytest.raises(error, match=message):
         load_bundle(tmp_path)
 
 

@@ -31,6 +31,7 @@ from torchrec_neuroshard.training.calibration import split_records
 from torchrec_neuroshard.training.compute import (
     Evaluation,
     SetData,
+    as_cost_model,
     build_sets,
     evaluate,
     fit_linear,
@@ -82,7 +83,8 @@ def test_learned_beats_both_yardsticks_in_every_decile(
     sets: tuple[SetData, SetData], learned: Evaluation
 ) -> None:
     training, test = sets
-    for model in (fit_linear(training), fit_stock(training)):
+    linear = as_cost_model(fit_linear(training), training, "linear")
+    for model in (linear, fit_stock(training)):
         other = evaluate(model.name, model, test)
         assert (np.array(learned.decile_mape) < np.array(other.decile_mape)).all()
         assert learned.kendall_tau > other.kendall_tau

@@ -47,7 +47,7 @@ def test_learned_model_beats_linear_and_stock_on_new_sets() -> None:
     test = build_sets(synthetic_records(60, 1))
     network = train(training, QUICK)
     learned = evaluate("learned", as_cost_model(network, training, "x"), test)
-    linear = evaluate("linear", fit_linear(training), test)
+    linear = evaluate("linear", as_cost_model(fit_linear(training), test, "x"), test)
     stock = evaluate("stock", fit_stock(training), test)
     assert learned.total_mape < 0.05
     assert learned.total_mape < linear.total_mape < stock.total_mape
@@ -90,7 +90,9 @@ def exact_sets(seed: int) -> SetData:
 
 
 def test_linear_fit_recovers_a_linear_cost() -> None:
-    judged = evaluate("linear", fit_linear(exact_sets(0)), exact_sets(1))
+    data = exact_sets(1)
+    model = as_cost_model(fit_linear(exact_sets(0)), data, "linear")
+    judged = evaluate("linear", model, data)
     assert judged.total_mape < 1e-3
     assert judged.kendall_tau > 0.999
 

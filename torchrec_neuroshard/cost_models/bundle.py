@@ -138,18 +138,9 @@ class BundleFormat(Generic[_Info, _Network]):
             path = path.parent / self._name_beside(sha256)
         try:
             weights = path.read_bytes()
-        except OSError as error:
-            raise BundleCorruptError(
-                f"{path.parent} has no readable {path.name} ({error}); restore it or "
-                "train again"
-            ) from error
-        digest = hashlib.sha256(weights).hexdigest()
-        if digest != sha256:
-            raise BundleCorruptError(
-                f"{path} is damaged or not of this bundle (checksum {digest[:12]}, "
-                f"expected {sha256[:12]}); restore it or train again"
-            )
-        try:
+            digest = hashlib.sha256(weights).hexdigest()
+            if digest != sha256:
+                raise ValueError(f"checksum {digest[:12]}, expected {sha256[:12]}")
             tensors = load_tensors(weights)
             # Older models of collectives have it; it was for ranks that start late.
             tensors.pop("overlap_logit_L", None)
@@ -158,15 +149,20 @@ class BundleFormat(Generic[_Info, _Network]):
             for name, wanted in network.state_dict().items():
                 if name in tensors and tensors[name].dtype != wanted.dtype:
                     raise TypeError(f"'{name}' is {tensors[name].dtype}")
+                if name in tensors and not bool(tensors[name].isfinite().all()):
+                    raise ValueError(f"weight '{name}' is not finite")
             network.load_state_dict(tensors, assign=True)
-        except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            OSError,
+            SafetensorError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise BundleCorruptError(
                 f"{path} does not hold this bundle's network ({error}); restore it or "
                 "train again"
             ) from error
-        for name, tensor in network.state_dict().items():
-            if not bool(tensor.isfinite().all()):
-                raise BundleCorruptError(f"{folder}: weight '{name}' is not finite")
         return network.eval(), info
 
     def _read(self, folder: Path) -> tuple[_Info, str]:
@@ -176,24 +172,20 @@ class BundleFormat(Generic[_Info, _Network]):
             raise BundleCorruptError(
                 self.missing.format(folder=folder, file=self.info_name)
             )
-        try:
-            data = read_json(path)
-        except (ValueError, OSError) as error:
-            raise BundleCorruptError(
-                f"{path} is damaged ({error}); restore it or train again"
-            ) from error
-        if not isinstance(data, dict):
-            raise BundleCorruptError(f"{path} is not a bundle description")
         known = {f.name for f in dataclasses.fields(self.info_type)}
         try:
+            data = read_json(path)
+            if not isinstance(data, dict):
+                raise TypeError("no description of a bundle")
             self.check(path, data)
             values = {k: v for k, v in data.items() if k in known}
             info = from_fields(self.info_type, values)
         except BundleMismatchError:
             raise
-        except (TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise BundleCorruptError(
-                f"{path} lacks or garbles a field ({error}); restore it or train again"
+                f"{path} is damaged, or lacks or garbles a field ({error}); restore it "
+                "or train again"
             ) from error
         return info, str(data.get("weights_sha256"))
 

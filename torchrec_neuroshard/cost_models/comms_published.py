@@ -10,6 +10,7 @@ Shapes: `C` candidates, `W` ranks.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 
@@ -17,10 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel
-from torchrec_neuroshard.cost_models.estimate_error import (
-    EstimateError,
-    EstimateFactors,
-)
+from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import OUTPUT_BYTES_PER_VALUE
 from torchrec_neuroshard.gpu_cards import GpuCard
@@ -114,7 +112,6 @@ class PublishedCommsModel(CommsModel):
         world_size: int,
         local_world_size: int,
         source: str = "published links, not measured",
-        error: EstimateError | None = None,
     ) -> None:
         """Take the nodes.
 
@@ -123,25 +120,19 @@ class PublishedCommsModel(CommsModel):
             world_size: Ranks.
             local_world_size: Ranks per node.
             source: Shown beside the numbers.
-            error: How far off the estimate may be.
 
         Raises:
             ConfigError: The ranks do not fill whole nodes.
         """
         check_nodes(world_size, local_world_size)
         self.constants, self.source = constants, source
-        self.error = error or EstimateError()
         self._world_size, self._local_world_size = world_size, local_world_size
 
     def under(self, factors: EstimateFactors) -> PublishedCommsModel:
         """Return this model as it would be were the links off by these factors."""
-        return PublishedCommsModel(
-            self.constants.under(factors),
-            world_size=self._world_size,
-            local_world_size=self._local_world_size,
-            source=self.source,
-            error=self.error,
-        )
+        other = copy.copy(self)
+        other.constants = self.constants.under(factors)
+        return other
 
     def collective_ms(self, bytes_any: Floats, *, ring: bool) -> Floats:
         """Predict one collective.
@@ -224,5 +215,4 @@ def published_comms_model(
         local_world_size=local_world_size,
         source=f"{'given' if known else 'published'} links of {card.name}, not "
         "measured",
-        error=EstimateError(card=card.name),
     )

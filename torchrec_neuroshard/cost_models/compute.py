@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -201,12 +202,9 @@ class PhysicalCostModel(CostModel):
 
     def under(self, factors: EstimateFactors) -> PhysicalCostModel:
         """Return this model as it would be were the device off by these factors."""
-        return PhysicalCostModel(
-            self.constants.under(factors),
-            name=self.name,
-            hardware=self.hardware,
-            error=self.error,
-        )
+        other = copy.copy(self)
+        other.constants = self.constants.under(factors)
+        return other
 
 
 class StockCostModel(CostModel):

@@ -7,7 +7,9 @@ models say so, a search needs to know nothing of schedules.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -64,10 +66,11 @@ class ScaledCostModel(CostModel):
         scaled: Floats = self.alone.predict_sums(sums_SE) * self._factors_2
         return scaled
 
-    def under(self, factors: EstimateFactors) -> ScaledCostModel:
+    def under(self, factors: EstimateFactors) -> Self:
         """See `CostModel.under`."""
-        scales = float(self._factors_2[0]), float(self._factors_2[1])
-        return type(self)(self.alone.under(factors), scales, self.source)
+        other = copy.copy(self)
+        other.alone = self.alone.under(factors)
+        return other
 
     def host_memory(
         self,
@@ -124,16 +127,11 @@ class ScaledCommsModel(CommsModel):
         self.source = source or base.source
         self._index, self._factors_2 = index, np.array([forward, backward])
 
-    def under(self, factors: EstimateFactors) -> ScaledCommsModel:
+    def under(self, factors: EstimateFactors) -> Self:
         """See `CommsModel.under`."""
-        forward, backward = self._factors_2.tolist()
-        return ScaledCommsModel(
-            self.base.under(factors),
-            index=self._index,
-            forward=forward,
-            backward=backward,
-            source=self.source,
-        )
+        other = copy.copy(self)
+        other.base = self.base.under(factors)
+        return other
 
     def _scaled(self, ms_X2: Floats) -> Floats:
         scaled: Floats = ms_X2 * self._factors_2

@@ -30,7 +30,6 @@ from torchrec_neuroshard.training.compute import (
     best_factor,
     evaluate,
     fit_linear,
-    linear_network,
     score,
     train,
     training_ranges,
@@ -229,7 +228,7 @@ def calibrate(
         SCALED: (scaled, source.ranges),
         TUNED: (trained[TUNED], _union(source.ranges, new_ranges)),
         SCRATCH: (trained[SCRATCH], new_ranges),
-        LINEAR: (linear_network(fit_linear(training)), new_ranges),
+        LINEAR: (fit_linear(training), new_ranges),
     }
     candidates = {
         name: Candidate(

@@ -34,7 +34,6 @@ from torchrec_neuroshard.training.fit import (
 
 __all__ = [
     "Evaluation",
-    "LinearCostModel",
     "SetData",
     "TrainConfig",
     "as_cost_model",
@@ -44,7 +43,6 @@ __all__ = [
     "fit_linear",
     "fit_relative",
     "fit_stock",
-    "linear_network",
     "score",
     "train",
     "training_ranges",
@@ -127,41 +125,6 @@ def build_sets(records: Sequence[CostRecord]) -> SetData:
     )
 
 
-class LinearCostModel(CostModel):
-    """Launch constants plus a linear form in the physical totals, per optimizer."""
-
-    name = "linear"
-    source = "linear fit"
-
-    def __init__(
-        self, weights_PO2: npt.NDArray[np.float64], launch_2: npt.NDArray[np.float64]
-    ) -> None:
-        """Take fitted constants."""
-        self.weights_PO2, self.launch_2 = weights_PO2, launch_2
-
-    @property
-    def encoding_dim(self) -> int:
-        """Forward and backward ms, and the number of tables."""
-        return 3
-
-    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Apply the linear form to each shard."""
-        totals, kinds = physical_basis(torch.from_numpy(features_NF))
-        cost = np.einsum(
-            "np,no,poc->nc",
-            totals.numpy().astype(np.float64),
-            kinds.numpy().astype(np.float64),
-            self.weights_PO2,
-        )
-        return np.concatenate([cost, features_NF[:, :1]], axis=1)
-
-    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Sums plus the launch."""
-        held = sums_SE[:, 2:] > 0.5
-        costs: npt.NDArray[np.float64] = sums_SE[:, :2] + self.launch_2 * held
-        return costs
-
-
 def fit_relative(
     matrix_SP: npt.NDArray[np.float64], measured_S: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
@@ -186,11 +149,12 @@ def best_factor(
     return float(ratio[np.searchsorted(weight, weight[-1] / 2)])
 
 
-def fit_linear(data: SetData) -> LinearCostModel:
-    """Fit non-negative constants by relative least squares.
+def fit_linear(data: SetData) -> SetCostNetwork:
+    """Fit a linear model: a network of launches and rates that bends nothing.
 
-    The linear model is the yardstick of the learned one and the physical estimate
-    among its inputs. Optimizers without data take row-wise Adagrad's constants.
+    Its constants are at least 0, and have the least sum of squared relative errors. It
+    is the yardstick of trained networks, and what they start from. Optimizers without
+    data take row-wise Adagrad's constants.
     """
     totals, kinds = physical_basis(torch.from_numpy(data.features_NF))
     product = torch.einsum("np,no->npo", totals.double(), kinds.double()).numpy()
@@ -210,17 +174,12 @@ def fit_linear(data: SetData) -> LinearCostModel:
     if not present[fallback]:
         fallback = int(np.flatnonzero(present)[0])
     weights[:, ~present] = weights[:, fallback : fallback + 1]
-    return LinearCostModel(weights, launch)
-
-
-def linear_network(linear: LinearCostModel) -> SetCostNetwork:
-    """Return a network that predicts what a linear model does, to keep in a bundle."""
-    network = SetCostNetwork(num_members=1, hidden=1, latent=1, head_hidden=1)
-    with torch.no_grad():
+    with seeded(0), torch.no_grad():
+        network = SetCostNetwork(num_members=1, hidden=1, latent=1, head_hidden=1)
         for layer in (*network.encoder, *network.head):
             layer.zero_()
-        network.physical_PO2.copy_(torch.from_numpy(linear.weights_PO2))
-        network.launch_2.copy_(torch.from_numpy(linear.launch_2))
+        network.physical_PO2.copy_(torch.from_numpy(weights))
+        network.launch_2.copy_(torch.from_numpy(launch))
     return network.eval()
 
 
@@ -330,8 +289,8 @@ def _fresh(data: SetData, config: TrainConfig) -> SetCostNetwork:
         config.num_members, config.hidden, config.latent, config.head_hidden
     )
     linear = fit_linear(data)
-    network.physical_PO2.copy_(torch.from_numpy(linear.weights_PO2))
-    network.launch_2.copy_(torch.from_numpy(np.maximum(linear.launch_2, 1e-3)))
+    network.physical_PO2.copy_(linear.physical_PO2)
+    network.launch_2.copy_(linear.launch_2.clamp_min(1e-3))
     inputs = network.inputs(torch.from_numpy(data.features_NF))
     network.input_mean_X.copy_(inputs.mean(dim=0))
     network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))

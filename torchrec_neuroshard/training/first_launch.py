@@ -674,8 +674,8 @@ def _physical_bundle(
         for layers in (network.encoder, network.head):
             for last in list(layers)[-2:]:
                 last.zero_()
-        network.physical_PO2.copy_(torch.from_numpy(linear.weights_PO2))
-        network.launch_2.copy_(torch.from_numpy(np.maximum(linear.launch_2, 1e-4)))
+        network.physical_PO2.copy_(linear.physical_PO2)
+        network.launch_2.copy_(linear.launch_2.clamp_min(1e-4))
         network.input_mean_X.copy_(inputs.mean(dim=0))
         network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))
     info = BundleInfo(

@@ -52,7 +52,6 @@ from torchrec_neuroshard.training.compute import (
     evaluate,
     fit_linear,
     fit_stock,
-    linear_network,
     score,
     train,
     training_ranges,
@@ -120,7 +119,7 @@ def train_bundle(
     with phase("training"):
         networks = {
             "learned": train(training, config, report),
-            "linear": linear_network(fit_linear(training)),
+            "linear": fit_linear(training),
         }
     with phase("judging by held-out tables"):
         evaluations = [
