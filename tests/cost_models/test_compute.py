@@ -1,4 +1,4 @@
-"""Identities every compute cost model keeps, and exact numbers of the simple ones."""
+"""Compute cost models beyond their contract: exact numbers and wrappers."""
 
 import functools
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchrec_neuroshard.cost_models import (
-    CostModel,
+    BandwidthCommsModel,
     NeuralCostModel,
     PhysicalCostModel,
     StockCostModel,
@@ -17,11 +17,13 @@ from torchrec_neuroshard.cost_models.compute import (
     ConcurrentCostModel,
     PhysicalConstants,
 )
+from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
 from torchrec_neuroshard.cost_models.network import NetworkArrays, SetCostNetwork
-from torchrec_neuroshard.errors import ConfigError, FeatureSchemaError
+from torchrec_neuroshard.cost_models.scaled import JoinedCostModel, RelievedCommsModel
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.testing import AnalyticCommsModel
 
 
 def random_features(num_tables: int, seed: int) -> npt.NDArray[np.float32]:
@@ -53,56 +55,6 @@ def random_neural(seed: int = 0) -> NeuralCostModel:
         for name, column in zip(FEATURE_NAMES, features.numpy().T, strict=True)
     }
     return NeuralCostModel(network, name="random", hardware="none", ranges=ranges)
-
-
-def models() -> list[CostModel]:
-    constants = PhysicalConstants(memory_gb_per_s=2000)
-    return [
-        random_neural(),
-        PhysicalCostModel(constants, name="physical", hardware="none"),
-        StockCostModel(),
-        AnalyticCostModel(),
-    ]
-
-
-@pytest.mark.parametrize("model", models(), ids=lambda m: type(m).__name__)
-def test_order_of_tables_does_not_matter(model: CostModel) -> None:
-    features = random_features(12, 0)
-    one_set = np.zeros(12, dtype=np.int64)
-    forward = model.predict_sets(features, one_set, 1)
-    backward = model.predict_sets(features[::-1].copy(), one_set, 1)
-    np.testing.assert_allclose(forward, backward, rtol=1e-5)
-
-
-@pytest.mark.parametrize("model", models(), ids=lambda m: type(m).__name__)
-def test_removing_a_shard_is_subtracting_its_encoding(model: CostModel) -> None:
-    features = random_features(8, 1)
-    encoded = model.encode(features)
-    removed = encoded.sum(axis=0, keepdims=True) - encoded[3]
-    kept = np.delete(np.arange(8), 3)
-    alone = model.predict_sets(features[kept], np.zeros(7, dtype=np.int64), 1)
-    np.testing.assert_allclose(model.predict_sums(removed), alone, rtol=1e-4)
-
-
-@pytest.mark.parametrize("model", models(), ids=lambda m: type(m).__name__)
-def test_empty_set_costs_nothing_and_others_something(model: CostModel) -> None:
-    costs = model.predict_sets(random_features(5, 2), np.full(5, 1), 3)
-    assert (costs[[0, 2]] == 0).all()
-    assert (costs[1] > 0).all()
-
-
-@pytest.mark.parametrize("model", models(), ids=lambda m: type(m).__name__)
-def test_wrong_number_of_columns_is_refused(model: CostModel) -> None:
-    with pytest.raises(FeatureSchemaError, match="feature columns"):
-        model.encode(np.zeros((2, 5), dtype=np.float32))
-
-
-def test_sets_are_independent_of_the_batch_they_are_scored_in() -> None:
-    model = random_neural()
-    sums = model.encode(random_features(30, 3))
-    together = model.predict_sums(sums)
-    alone = np.concatenate([model.predict_sums(sums[i : i + 1]) for i in range(30)])
-    np.testing.assert_allclose(together, alone, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 7, 900])
@@ -179,6 +131,25 @@ def test_kernels_among_others_take_longer_each_way() -> None:
     np.testing.assert_array_equal(
         slowed.relative_uncertainty(sums), alone.relative_uncertainty(sums)
     )
+
+
+def test_wrappers_follow_a_device_that_is_off() -> None:
+    """As hedging asks of the models under a schedule."""
+    factors = EstimateFactors(bandwidth=0.5, link=0.5)
+    alone = PhysicalCostModel(PhysicalConstants(), name="", hardware="")
+    features = random_features(4, 1)
+    other = alone.under(factors)
+    sums = other.encode(features)
+    slower = JoinedCostModel(alone).under(factors).predict_sums(sums)
+    np.testing.assert_array_equal(slower[:, 0], other.predict_sums(sums).sum(axis=1))
+    links = BandwidthCommsModel(
+        world_size=2, local_world_size=2, intra_gb_per_s=1.0, inter_gb_per_s=1.0
+    )
+    reliefs = {"index_comms": 0.0, "fwd_comms": 0.1, "bwd_comms": 0.0}
+    columns = np.full((1, 2), 64.0)
+    whole = links.under(factors).all_to_all(columns, 4096)
+    left = RelievedCommsModel(links, reliefs).under(factors).all_to_all(columns, 4096)
+    np.testing.assert_allclose(whole - left, [[[0.1, 0.0]] * 2])
 
 
 def test_bandwidth_must_be_positive() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from torchrec_neuroshard.cost_models.estimate_error import (
     CHECKED_CARDS,
+    LOG_STD,
     EstimateError,
 )
 
@@ -28,7 +29,7 @@ def test_draws_repeat_and_have_the_stated_spread() -> None:
     error = EstimateError(card="b200")
     draws = error.draw(4_000, seed=1)
     assert draws == error.draw(4_000, seed=1) != error.draw(4_000, seed=2)
-    logs = np.log([[getattr(d, n) for n in error.log_std] for d in draws])
-    stated = list(error.log_std.values())
+    logs = np.log([[getattr(d, n) for n in LOG_STD] for d in draws])
+    stated = list(LOG_STD.values())
     np.testing.assert_allclose(logs.std(axis=0), stated, rtol=0.05)
     np.testing.assert_allclose(np.corrcoef(logs.T), np.eye(5), atol=0.05)

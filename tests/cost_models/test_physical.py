@@ -69,9 +69,8 @@ def column(values_NF: npt.NDArray[np.float32], name: str) -> npt.NDArray[np.floa
     return values_NF[:, FEATURE_NAMES.index(name)].astype(np.float64)
 
 
-@pytest.mark.parametrize("exponent", [0.0, 1.05, 1.4])
-def test_without_a_cache_all_looked_up_bytes_move(exponent: float) -> None:
-    table = features(skewed(exponent))
+def test_without_a_cache_all_looked_up_bytes_move() -> None:
+    table = features(skewed(1.05))
     moved = (
         column(table, "lookup_bytes")
         + column(table, "output_bytes")
@@ -122,7 +121,7 @@ def drawn_table(draw: st.DrawFn) -> TableConfig:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     tables=st.lists(drawn_table(), min_size=1, max_size=8),
     batch=st.integers(1, 2**17),
@@ -168,29 +167,6 @@ def test_state_of_the_optimizer_is_read_and_written() -> None:
     np.testing.assert_allclose(backward("adam") - backward("sgd"), 2 * state, rtol=1e-4)
     row_wise = backward("rowwise_adagrad") - backward("sgd")
     np.testing.assert_allclose(row_wise, 2 * 32 * distinct / 1e9, rtol=1e-3)
-
-
-def test_weights_of_lookups_need_a_gradient() -> None:
-    plain, weighted = features(skewed(1.05)), features(skewed(1.05, weighted=True))
-    times = [
-        shard_times(f, PhysicalConstants(memory_gb_per_s=2e3))
-        for f in (plain, weighted)
-    ]
-    assert times[0].weight_gradient[0] == 0
-    assert times[1].weight_gradient[0] == times[1].forward[0]
-
-
-def test_long_bags_take_steps_and_many_alike_take_few_more() -> None:
-    model = PhysicalCostModel(
-        dataclasses.replace(BYTES_ONLY, bag_step_us=1.0), name="m", hardware="h"
-    )
-
-    def steps(count: int) -> float:
-        sums = model.encode(features(skewed(0.0))) * count
-        return float(model.predict_sums(sums)[0, 0] - sums[0, 1])
-
-    np.testing.assert_allclose(steps(1), 20e-3, rtol=1e-3)
-    assert steps(1) < steps(100) < 4 * steps(1)
 
 
 def test_rows_in_the_hosts_memory_pay_for_lookups_and_for_updates() -> None:

@@ -58,7 +58,12 @@ def learned(sets: tuple[SetData, SetData]) -> Evaluation:
     return evaluate("learned", load_bundle(BUNDLE), sets[1])
 
 
-def test_card_shows_the_errors_that_the_data_give(learned: Evaluation) -> None:
+def test_card_shows_the_errors_that_the_data_give(
+    sets: tuple[SetData, SetData], learned: Evaluation
+) -> None:
+    trained_on = COMPUTE_BUNDLE.read_info(BUNDLE).trained_on
+    assert trained_on["num_training_sets"] == sets[0].num_sets
+    assert trained_on["num_test_sets"] == sets[1].num_sets
     row = (
         f"| learned | {learned.fwd_mape:.1%} | {learned.bwd_mape:.1%} | "
         f"{learned.total_mape:.1%} | {learned.total_median:.1%} | "
@@ -67,18 +72,7 @@ def test_card_shows_the_errors_that_the_data_give(learned: Evaluation) -> None:
     assert row in (BUNDLE / "CARD.md").read_text()
 
 
-def test_counts_and_ranges_are_those_of_the_data(
-    sets: tuple[SetData, SetData],
-) -> None:
-    info = COMPUTE_BUNDLE.read_info(BUNDLE)
-    assert info.trained_on["num_training_sets"] == sets[0].num_sets
-    assert info.trained_on["num_test_sets"] == sets[1].num_sets
-    widest = float(
-        sets[0].features_NF.max(axis=0)[list(info.ranges).index("log2_width")]
-    )
-    assert info.ranges["log2_width"][1] == pytest.approx(widest)
-
-
+@pytest.mark.nightly
 def test_learned_beats_both_yardsticks_in_every_decile(
     sets: tuple[SetData, SetData], learned: Evaluation
 ) -> None:
@@ -125,8 +119,8 @@ def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["cpu_epyc", "cpu_epyc_zen5"])
-def test_collectives_come_in_the_compute_models_milliseconds(name: str) -> None:
+def test_collectives_come_in_the_compute_models_milliseconds() -> None:
+    name = "cpu_epyc"
     bundle = BUNDLE.parent / name
     compute = COMPUTE_BUNDLE.read_info(bundle).reference_ms
     own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms
@@ -194,10 +188,6 @@ def test_a_cards_name_asks_for_its_estimate() -> None:
         model = load_cost_model("H100", device_type="cuda")
     assert isinstance(model, PhysicalCostModel)
     assert model.constants.memory_gb_per_s == 3350.0
-    with pytest.warns(UserWarning, match="physical estimate"):
-        given = load_cost_model("h100", device_type="cuda", hbm_gb_per_s=2400.0)
-    assert isinstance(given, PhysicalCostModel)
-    assert given.constants.memory_gb_per_s == 2400.0
     with pytest.raises(ConfigError, match=r"'h100' is a GPU's, the devices .* 'cpu'"):
         load_cost_model("h100", device_type="cpu")
     comms = load_comms_model(

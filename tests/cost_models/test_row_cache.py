@@ -9,12 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from torchrec_neuroshard.cost_models.row_cache import MissCurve
-from torchrec_neuroshard.profiles import (
-    FeatureProfile,
-    profile_ids,
-    uniform_profile,
-    zipf_profile,
-)
+from torchrec_neuroshard.profiles import profile_ids, uniform_profile, zipf_profile
 
 ROWS, LOOKUPS = 20_000, 4_000
 LOADS = np.array([0.02, 0.05, 0.1, 0.2, 0.4])
@@ -90,24 +85,3 @@ def test_tables_of_one_cache_share_it_by_how_long_rows_stay() -> None:
     # The rows that T batches have are about those of a profile of T batches.
     longer = profile.at_batch_size(32, ROWS)
     assert loads[1] * ROWS == pytest.approx(longer.num_distinct, rel=0.05)
-
-
-def test_nothing_is_missed_of_what_is_not_looked_up() -> None:
-    profile = FeatureProfile(
-        batch_size=4, num_lookups=0.0, access_histogram=(0.0,) * 17
-    )
-    assert MissCurve(profile, ROWS).misses([0.1, 0.5]).tolist() == [0.0, 0.0]
-
-
-def test_rates_add_up_to_the_lookups_and_the_rows() -> None:
-    for exponent in (0.0, 0.7, 1.3):
-        profile = zipf_profile(
-            batch_size=8,
-            pooling_factor=500.0,
-            num_embeddings=ROWS,
-            exponent=exponent,
-        )
-        num_ids, rate = profile.access_rates(ROWS)
-        assert num_ids.sum() == pytest.approx(ROWS, rel=0.01)
-        assert num_ids @ rate == pytest.approx(profile.num_lookups, rel=0.05)
-        assert (np.diff(rate) <= 0).all()

@@ -22,7 +22,7 @@ from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.testing import AnalyticCostModel
-from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle, source_folder
+from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle
 from torchrec_neuroshard.training.calibration import (
     BEFORE,
     LINEAR,
@@ -30,7 +30,6 @@ from torchrec_neuroshard.training.calibration import (
     SCALED,
     SCRATCH,
     TUNED,
-    Calibration,
     CalibrationConfig,
     calibrate,
     rescale,
@@ -135,25 +134,14 @@ def test_rescaled_network_multiplies_its_times(
 
 def test_fine_tuning_bends_what_a_factor_cannot(source: NeuralCostModel) -> None:
     training, test = split(make_records(160, 1, power=0.9, factor=0.6))
-    seen: dict[str, list[int]] = {}
-
-    def report(name: str, epochs: int):  # type: ignore[no-untyped-def]
-        seen[name] = []
-        return lambda epoch, *_: seen[name].append(epoch)
-
-    found = calibrate(source, SIZES, training, test, QUICK, report)
+    found = calibrate(source, SIZES, training, test, QUICK)
     scores = {n: score(c.evaluation) for n, c in found.candidates.items()}
     assert scores[TUNED] < 0.5 * scores[SCALED] < 0.5 * scores[BEFORE]
     assert scores[TUNED] < scores[SCRATCH]
     assert found.kept == TUNED
-    assert "Kept `tuned`: its error over forward, backward and total is " in (
-        found.verdict()
-    )
+    assert "Kept `tuned`" in found.verdict()
     # 120 training sets, 18 of them to pick the epoch: 4 steps an epoch of 32.
-    assert seen == {TUNED: list(range(30)), SCRATCH: list(range(30))}
-    assert {n: c.evaluation.name for n, c in found.candidates.items()} == {
-        n: n for n in (BEFORE, SCALED, TUNED, SCRATCH, LINEAR)
-    }
+    assert QUICK.training(120, SIZES).epochs == 30
 
 
 def test_ranges_are_what_a_candidate_was_trained_on(source: NeuralCostModel) -> None:
@@ -171,57 +159,13 @@ def test_ranges_are_what_a_candidate_was_trained_on(source: NeuralCostModel) -> 
         assert both[name][1] == max(old[name][1], new[name][1])
 
 
-def test_input_statistics_stay_those_of_the_source(source: NeuralCostModel) -> None:
-    training, test = split(make_records(80, 1, power=0.9))
-    found = calibrate(source, SIZES, training, test, QUICK)
-    tuned = found.candidates[TUNED].network
-    for name in ("input_mean_X", "input_std_X"):
-        assert (getattr(tuned, name) == getattr(source.network, name)).all()
-
-
 def test_a_worse_ensemble_is_not_kept(source: NeuralCostModel) -> None:
     # The same device: nothing to learn, and a rate that destroys what was known.
     training, test = split(make_records(60, 1))
     config = CalibrationConfig(steps=2, learning_rate=3.0)
     found = calibrate(source, SIZES, training, test, config)
     assert found.kept in (BEFORE, SCALED)
-    assert f"Kept `{found.kept}`: the fine-tuned ensemble is not better" in (
-        found.verdict()
-    )
-
-
-def test_of_equals_the_one_that_changes_least_is_kept(
-    source: NeuralCostModel,
-) -> None:
-    training, test = split(make_records(60, 1))
-    found = calibrate(
-        source, SIZES, training, test, dataclasses.replace(QUICK, steps=1)
-    )
-    same = dict.fromkeys(found.candidates, found.candidates[SCALED])
-    scores = [score(c.evaluation) for c in same.values()]
-    assert len(set(scores)) == 1
-    assert Calibration(same, found.factors_2, SCALED).verdict().startswith("Kept `sca")
-
-
-def test_the_same_seed_gives_the_same_ensemble(source: NeuralCostModel) -> None:
-    training, test = split(make_records(60, 1, power=0.9))
-    one, two, other = (
-        predict(
-            calibrate(
-                source,
-                SIZES,
-                training,
-                test,
-                dataclasses.replace(QUICK, seed=seed, steps=12),
-            )
-            .candidates[TUNED]
-            .network,
-            test,
-        )
-        for seed in (0, 0, 1)
-    )
-    np.testing.assert_array_equal(one, two)
-    assert (one != other).any()
+    assert f"Kept `{found.kept}`" in found.verdict()
 
 
 def test_a_linear_device_is_kept_linear(
@@ -317,13 +261,6 @@ def test_split_keeps_held_out_tables_and_repeats_apart() -> None:
     for few in (records[:40:2], [r for r in records if not r.held_out]):
         with pytest.raises(RecordError, match=f"needs {MIN_SETS} sets to fine-tune"):
             split_records(few[:12])
-
-
-def test_sources_are_found_by_name_and_folder(tmp_path: Path) -> None:
-    assert (source_folder("cpu") / "bundle.json").is_file()
-    assert source_folder(tmp_path) == tmp_path
-    with pytest.raises(ConfigError, match=r"no bundle 'tpu' to start from.*cpu"):
-        source_folder("tpu")
 
 
 def test_the_source_is_not_written_over(

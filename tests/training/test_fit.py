@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from torchrec_neuroshard.training.fit import fit, seeded, shuffled_batches
+from torchrec_neuroshard.training.fit import fit, seeded
 
 
 class Members(nn.Module):
@@ -50,7 +49,6 @@ def test_each_member_keeps_its_own_best_epoch() -> None:
 @pytest.mark.parametrize(
     ("errors", "best"),
     [
-        ([3.0, 1.0, 2.0], 2),
         ([1.0, 1.0, 1.0], 1),  # of equals the first
         ([1.0, 1.0 - 1e-15, 1.0], 2),  # not in float32
         ([math.nan, math.nan], 0),  # no epoch: the weights that it began with
@@ -91,15 +89,6 @@ def test_penalty_norm_and_schedule_act_on_every_step() -> None:
     expected = [-(6 + 2 * 2) * float(g) for g in grown[:3]]
     assert [*seen[0], *seen[1]] == pytest.approx(expected)
     assert [len(losses) for losses in seen] == [2, 1]
-
-
-def test_epochs_hold_all_samples_once_in_new_orders() -> None:
-    samples = np.array([3, 5, 8, 9, 11])
-    epochs = list(shuffled_batches(np.random.default_rng(0), samples, 2, 3))
-    assert [[len(b) for b in batches] for batches in epochs] == [[2, 2, 1]] * 3
-    orders = [tuple(np.concatenate(batches)) for batches in epochs]
-    assert all(sorted(order) == list(samples) for order in orders)
-    assert len(set(orders)) > 1
 
 
 def test_seed_decides_and_leaves_the_callers_state() -> None:

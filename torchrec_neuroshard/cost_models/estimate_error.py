@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 __all__ = [
     "CHECKED_CARDS",
+    "LOG_STD",
     "CardCheck",
     "EstimateError",
     "EstimateFactors",
@@ -63,7 +64,7 @@ CHECKED_CARDS: Mapping[str, CardCheck] = {
 """Name of a card (A100 of both sizes, H100 of both makes as one) -> its check, of
 tables in its memory; `benchmarks/results/published_202611.json` holds them in full."""
 
-_LOG_STD: Mapping[str, float] = {
+LOG_STD: Mapping[str, float] = {
     "bandwidth": 0.11,
     "reuse": 0.7,
     "launch": 0.3,
@@ -111,14 +112,9 @@ class EstimateError:
         return [value for value in found if value is not None]
 
     @property
-    def log_std(self) -> Mapping[str, float]:
-        """Factor -> standard deviation of its logarithm."""
-        return _LOG_STD
-
-    @property
     def time_std(self) -> npt.NDArray[np.float64]:
         """Of the logarithm of kernels' times without launches: forward and backward."""
-        faster, longer = self.log_std["bandwidth"], self.log_std["backward"]
+        faster, longer = LOG_STD["bandwidth"], LOG_STD["backward"]
         return np.array([faster, np.hypot(faster, longer)])
 
     @property
@@ -139,9 +135,9 @@ class EstimateError:
             seed: The same seed gives the same draws.
         """
         rng = np.random.default_rng(seed)
-        logs = rng.standard_normal((count, len(_LOG_STD))) * list(_LOG_STD.values())
+        logs = rng.standard_normal((count, len(LOG_STD))) * list(LOG_STD.values())
         return tuple(
-            EstimateFactors(**dict(zip(_LOG_STD, row, strict=True)))
+            EstimateFactors(**dict(zip(LOG_STD, row, strict=True)))
             for row in np.exp(logs).tolist()
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
@@ -141,20 +140,28 @@ def load_cost_model(
     if isinstance(cost_model, CostModel):
         return cost_model
     named = find_named_card(cost_model, device_type)
-    given = {"memory_gb_per_s": hbm_gb_per_s, "host_gb_per_s": host_gb_per_s}
-    if str(cost_model) == "auto":
-        return _auto(device_type, given, card)
     if str(cost_model) == "measure":
         return physical_estimate(device_type, hbm_gb_per_s, card)
-    if (folder := bundle_folder(cost_model)) is not None:
-        if COMMS_BUNDLE.is_in(folder) and not COMPUTE_BUNDLE.is_in(folder):
+    is_auto = str(cost_model) == "auto"
+    folder = None if is_auto else bundle_folder(cost_model)
+    if folder is None and named is None and not is_auto:
+        raise ConfigError(
+            f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped "
+            f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a card "
+            f"({', '.join(GPU_CARDS)}), nor a folder made by 'neuroshard train'"
+        )
+    if folder is not None and not COMPUTE_BUNDLE.is_in(folder):
+        if COMMS_BUNDLE.is_in(folder):
             warnings.warn(
                 f"{folder} holds collectives alone: kernels are costed as by "
                 "cost_model='auto'. 'neuroshard calibrate' or 'train' adds kernels to "
                 "it",
                 stacklevel=2,
             )
-            return _auto(device_type, given, card)
+            is_auto = True
+    if is_auto:
+        folder = _shipped_for(device_type, _planned_device(device_type, card))
+    if folder is not None:
         model = load_bundle(folder)
         measured_on = COMPUTE_BUNDLE.read_info(folder).fingerprint.device_type
         if measured_on != device_type:
@@ -163,13 +170,20 @@ def load_cost_model(
                 f"({measured_on}): no estimate for {device_type}"
             )
         return model
-    if named is not None:
-        return _estimate(device_type, given, card or named, named.title)
-    raise ConfigError(
-        f"unknown cost model '{cost_model}': it is neither 'auto', nor a shipped "
-        f"bundle ({', '.join(pretrained_names()) or 'none'}), nor a card "
-        f"({', '.join(GPU_CARDS)}), nor a folder made by 'neuroshard train'"
+    estimate = physical_estimate(
+        device_type, hbm_gb_per_s, card or named, host_gb_per_s=host_gb_per_s
     )
+    basis = f"{estimate.constants.memory_gb_per_s:,.0f} GB/s of memory bandwidth"
+    if estimate.error is not None:
+        basis += f" ({estimate.error})"
+    warnings.warn(
+        f"no cost model was measured on {estimate.hardware}: costs are a physical "
+        f"estimate from {basis}. On that machine run 'neuroshard collect compute' and "
+        "'neuroshard train', then pass cost_model=<the folder>; shipped bundles that "
+        f"can be asked for by name: {', '.join(pretrained_names()) or 'none'}",
+        stacklevel=2,
+    )
+    return estimate
 
 
 def load_comms_model(
@@ -294,56 +308,17 @@ def _shipped_for(device_type: str, device: str | None) -> Path | None:
         try:
             fingerprint = COMPUTE_BUNDLE.read_info(PRETRAINED / name).fingerprint
         except NeuroShardError as error:
-            warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=4)
+            warnings.warn(f"shipped bundle '{name}' is unusable: {error}", stacklevel=3)
             continue
         if fingerprint.device_type == device_type and fingerprint.device == device:
             return PRETRAINED / name
     return None
 
 
-def _auto(
-    device_type: str, given: Mapping[str, float | None], card: GpuCard | None
-) -> CostModel:
-    device = _planned_device(device_type, card)
-    if (shipped := _shipped_for(device_type, device)) is not None:
-        return load_bundle(shipped)
-    card = card or find_card(device)
-    shown = device or f"a {device_type} device that is not on this machine"
-    return _estimate(device_type, given, card, card.title if card else shown)
-
-
-def _estimate(
-    device_type: str,
-    given: Mapping[str, float | None],
-    card: GpuCard | None,
-    shown: str,
-) -> PhysicalCostModel:
-    """The physical estimate, with a warning that it is one."""
-    model = physical_estimate(
-        device_type,
-        given["memory_gb_per_s"],
-        card,
-        shown,
-        host_gb_per_s=given["host_gb_per_s"],
-    )
-    basis = f"{model.constants.memory_gb_per_s:,.0f} GB/s of memory bandwidth"
-    if model.error is not None:
-        basis += f" ({model.error})"
-    warnings.warn(
-        f"no cost model was measured on {shown}: costs are a physical estimate from "
-        f"{basis}. On that machine run 'neuroshard collect compute' and 'neuroshard "
-        "train', then pass cost_model=<the folder>; shipped bundles that can be asked "
-        f"for by name: {', '.join(pretrained_names()) or 'none'}",
-        stacklevel=4,
-    )
-    return model
-
-
 def physical_estimate(
     device_type: str,
     hbm_gb_per_s: float | None = None,
     card: GpuCard | None = None,
-    shown: str | None = None,
     *,
     host_gb_per_s: float | None = None,
 ) -> PhysicalCostModel:
@@ -353,12 +328,12 @@ def physical_estimate(
         device_type: Of `BACKENDS`.
         hbm_gb_per_s: Its memory bandwidth; None: the card's.
         card: What is planned for; None: the one of this machine.
-        shown: What the device is called; None: by its own name.
         host_gb_per_s: Its bandwidth to the host's memory, one way; None: the card's.
     """
     device = current_device_name(device_type)
     card = card or find_card(device)
-    shown = shown or (card.title if card else device or device_type)
+    absent = f"a {device_type} device that is not on this machine"
+    shown = card.title if card else device or absent
     if not is_accelerator(device_type):
         return PhysicalCostModel(_CPU_CONSTANTS, name="physical", hardware=shown)
     constants = card_constants(card) if card else PhysicalConstants()

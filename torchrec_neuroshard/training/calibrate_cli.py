@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from torchrec_neuroshard.collect.console import RateProgress
 from torchrec_neuroshard.cost_models.bundle import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
@@ -27,7 +26,6 @@ from torchrec_neuroshard.training.calibration import (
     MIN_SETS,
     Calibration,
     CalibrationConfig,
-    TrainingReport,
     calibrate,
     split_records,
 )
@@ -37,7 +35,6 @@ from torchrec_neuroshard.training.cards import (
     compute_noise,
 )
 from torchrec_neuroshard.training.compute import (
-    EpochReport,
     Evaluation,
     as_cost_model,
     build_sets,
@@ -78,7 +75,6 @@ def calibrate_bundle(
     out: Path,
     name: str,
     config: CalibrationConfig,
-    report: TrainingReport | None = None,
     select: Callable[[Sequence[CostRecord]], list[CostRecord]] | None = None,
 ) -> tuple[Calibration, list[Evaluation]]:
     """Fine-tune a bundle on another device's records and write a new bundle.
@@ -91,7 +87,6 @@ def calibrate_bundle(
         out: Folder of the new bundle.
         name: What it is called.
         config: Steps and rates.
-        report: Makes the report of each training.
         select: Leaves out records that do not count; None: `steady_records`.
 
     Returns:
@@ -119,7 +114,7 @@ def calibrate_bundle(
             f"{error} ({num_disturbed} of {len(found_records)} records were left out: "
             "other work disturbed them)"
         ) from error
-    found = calibrate(model, old.network, training, test, config, report)
+    found = calibrate(model, old.network, training, test, config)
     kept = found.candidates[found.kept]
     evaluations = [
         evaluate("learned", as_cost_model(kept.network, test, name), test),
@@ -259,15 +254,9 @@ def run(args: argparse.Namespace) -> int:
     config = from_options(CalibrationConfig, args)
     with phase("measuring"):
         records = args.records or [_measure(args, console)]
-    with phase("calibrating"), RateProgress(console, "epochs") as progress:
-
-        def report(name: str, epochs: int) -> EpochReport:
-            advance = progress.add_bar(name, epochs)
-            return lambda epoch, loss, mape, tau: advance()
-
-        found, evaluations = calibrate_bundle(
-            source, records, args.out, args.name or args.out.name, config, report
-        )
+    with phase("calibrating"):
+        name = args.name or args.out.name
+        found, evaluations = calibrate_bundle(source, records, args.out, name, config)
     for line in (*(e.line() for e in evaluations), found.verdict()):
         console.print(line, soft_wrap=True)
     console.print(f"wrote {args.out}")

@@ -12,7 +12,7 @@ Shapes: as in `network`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.training.compute import (
-    EpochReport,
     Evaluation,
     SetData,
     TrainConfig,
@@ -187,17 +186,12 @@ def rescale(network: SetCostNetwork, factors_2: tuple[float, float]) -> SetCostN
     return scaled
 
 
-TrainingReport = Callable[[str, int], EpochReport]
-"""Called with a candidate's name and its number of epochs when its training starts."""
-
-
 def calibrate(
     source: NeuralCostModel,
     sizes: Mapping[str, int],
     training: SetData,
     test: SetData,
     config: CalibrationConfig,
-    report: TrainingReport | None = None,
 ) -> Calibration:
     """Make the candidates and choose.
 
@@ -210,7 +204,6 @@ def calibrate(
         training: Sets of the new device to fine-tune on.
         test: Its sets of held-out tables, which judge and choose.
         config: Steps and rates.
-        report: Makes the report of each training.
     """
     predicted = source.predict_sets(
         training.features_NF, training.set_ids_N, training.num_sets
@@ -218,16 +211,15 @@ def calibrate(
     forward, backward = map(best_factor, predicted.T, training.costs_S2.T)
     scaled = rescale(source.network, (forward, backward))
     settings = config.training(training.num_sets, sizes)
-    trained = {}
-    for name, init in ((TUNED, scaled), (SCRATCH, None)):
-        per_epoch = None if report is None else report(name, settings.epochs)
-        trained[name] = train(training, settings, per_epoch, init)
     new_ranges = training_ranges(training)
     made = {
         BEFORE: (source.network, source.ranges),
         SCALED: (scaled, source.ranges),
-        TUNED: (trained[TUNED], _union(source.ranges, new_ranges)),
-        SCRATCH: (trained[SCRATCH], new_ranges),
+        TUNED: (
+            train(training, settings, init=scaled),
+            _union(source.ranges, new_ranges),
+        ),
+        SCRATCH: (train(training, settings), new_ranges),
         LINEAR: (fit_linear(training), new_ranges),
     }
     candidates = {

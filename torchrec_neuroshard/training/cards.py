@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -47,6 +47,12 @@ _CANDIDATES = {
     SCRATCH: "a new ensemble of the same size, trained on the same sets alone",
     LINEAR: "a linear model fitted to the same sets alone",
 }
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, and an empty one below it."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
 
 def repeatability_line(differences: Sequence[float], unit: str = "set") -> str:
@@ -98,25 +104,35 @@ def compute_card(
         evaluations: Errors on held-out tables: the ensemble's, then yardsticks'.
         verdict: Which of them the bundle holds, and why.
     """
-    fingerprint = info.fingerprint
-    trained_on = info.trained_on
+    fingerprint, trained_on = info.fingerprint, info.trained_on
+    facts = {
+        "device": f"{fingerprint.device} ({fingerprint.device_type})",
+        "threads": str(fingerprint.num_threads),
+        "torch, fbgemm": f"{fingerprint.torch}, {fingerprint.fbgemm}",
+        "sets to train on": str(trained_on["num_training_sets"]),
+        "sets of held-out tables": str(trained_on["num_test_sets"]),
+        "disturbed records, left out": str(trained_on["num_disturbed"]),
+        "reference set, nominal": f"{info.reference_ms:.3f} ms",
+        "measured": ", ".join(trained_on["created"]),
+    }
+    errors = [
+        (
+            e.name,
+            *(f"{v:.1%}" for v in (e.fwd_mape, e.bwd_mape, e.total_mape)),
+            f"{e.total_median:.1%}",
+            f"{e.kendall_tau:.3f}",
+        )
+        for e in evaluations
+    ]
+    deciles = [(e.name, *(f"{v:.1%}" for v in e.decile_mape)) for e in evaluations]
+    ranges = [(n, *(f"{v:.4g}" for v in info.ranges[n])) for n in _SHOWN_RANGES]
     lines = [
         f"# Compute cost model `{info.name}`",
         "",
         "Forward and backward milliseconds (optimizer step included) of one fused "
         "`SplitTableBatchedEmbeddingBagsCodegen` over a set of shards.",
         "",
-        "| | |",
-        "| --- | --- |",
-        f"| device | {fingerprint.device} ({fingerprint.device_type}) |",
-        f"| threads | {fingerprint.num_threads} |",
-        f"| torch, fbgemm | {fingerprint.torch}, {fingerprint.fbgemm} |",
-        f"| sets to train on | {trained_on['num_training_sets']} |",
-        f"| sets of held-out tables | {trained_on['num_test_sets']} |",
-        f"| disturbed records, left out | {trained_on['num_disturbed']} |",
-        f"| reference set, nominal | {info.reference_ms:.3f} ms |",
-        f"| measured | {', '.join(trained_on['created'])} |",
-        "",
+        *_table(("", ""), facts.items()),
         "## Noise",
         "",
         noise,
@@ -127,42 +143,20 @@ def compute_card(
         "TorchRec's formula times the one best factor, `linear` a non-negative linear "
         "model per optimizer on the same physical inputs.",
         "",
-        "| model | forward | backward | total | total, median | tau |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} | {e.total_mape:.1%} | "
-        f"{e.total_median:.1%} | {e.kendall_tau:.3f} |"
-        for e in evaluations
-    ]
-    upper = evaluations[0].decile_ms
-    lines += [
-        *(["", verdict] if verdict else []),
-        "",
+        *_table(
+            ("model", "forward", "backward", "total", "total, median", "tau"), errors
+        ),
+        *([verdict, ""] if verdict else []),
         "Total's error by decile of measured cost:",
         "",
-        "| up to [ms] | " + " | ".join(f"{ms:.3g}" for ms in upper) + " |",
-        "| --- |" + " --- |" * len(upper),
-    ]
-    lines += [
-        f"| {e.name} | " + " | ".join(f"{v:.1%}" for v in e.decile_mape) + " |"
-        for e in evaluations
-    ]
-    lines += [
-        "",
+        *_table(
+            ("up to [ms]", *(f"{ms:.3g}" for ms in evaluations[0].decile_ms)), deciles
+        ),
         "## Training range",
         "",
         "Shards outside of it are warned about by name.",
         "",
-        "| feature | least | most |",
-        "| --- | --- | --- |",
-    ]
-    lines += [
-        f"| {name} | {info.ranges[name][0]:.4g} | {info.ranges[name][1]:.4g} |"
-        for name in _SHOWN_RANGES
-    ]
-    lines += [
-        "",
+        *_table(("feature", "least", "most"), ranges),
         "## Made by",
         "",
         *(f"- `{command}`" for command in trained_on["commands"]),
@@ -217,58 +211,59 @@ def comms_card(
     """Write the card of a model of collectives; arguments as in `compute_card`."""
     fingerprint, trained_on = info.fingerprint, info.trained_on
     low, high = info.bytes_per_rank
+    inter = f"{info.inter_gb_per_s:.2f} GB/s" if info.inter_gb_per_s else "not measured"
+    facts = {
+        "device, backend": f"{fingerprint.device}, {info.backend}",
+        "torch": fingerprint.torch,
+        "cores for the ranks of a node": str(trained_on["cores"]),
+        "world sizes trained on": ", ".join(map(str, info.world_sizes)),
+        "records trained on": str(trained_on["num_training"]),
+        "bytes per rank": f"{low:.0f} to {high:.0f}",
+        "one message inside a node": f"{info.intra_gb_per_s:.2f} GB/s",
+        "one message between nodes": inter,
+        **{
+            f"ranks whose kernels run at once: {n}": f"forward {forward:.2f}, backward "
+            f"{backward:.2f} times as long"
+            for n, (forward, backward) in info.compute_slowdown.items()
+        },
+        "measured": ", ".join(trained_on["created"]),
+    }
+    errors = [
+        (
+            str(e.world_size),
+            e.collective,
+            "yes" if e.trained else "no",
+            str(e.num_records),
+            *(f"{v:.1%}" for v in (e.median, e.mean, e.percentile_90)),
+            "-" if math.isnan(e.kendall_tau) else f"{e.kendall_tau:.3f}",
+        )
+        for e in evaluations
+    ]
     lines = [
         f"# Communication cost model `{info.name}`",
         "",
         "Milliseconds from the last rank's arrival until the slowest rank is through, "
         "TorchRec's copies around the collective included.",
         "",
-        "| | |",
-        "| --- | --- |",
-        f"| device, backend | {fingerprint.device}, {info.backend} |",
-        f"| torch | {fingerprint.torch} |",
-        f"| cores for the ranks of a node | {trained_on['cores']} |",
-        f"| world sizes trained on | {', '.join(map(str, info.world_sizes))} |",
-        f"| records trained on | {trained_on['num_training']} |",
-        f"| bytes per rank | {low:.0f} to {high:.0f} |",
-        f"| one message inside a node | {info.intra_gb_per_s:.2f} GB/s |",
-        "| one message between nodes | "
-        + (
-            f"{info.inter_gb_per_s:.2f} GB/s |"
-            if info.inter_gb_per_s
-            else "not measured |"
-        ),
-        *(
-            f"| kernels of {n} rank{'' if n == '1' else 's'} at once | forward "
-            f"{v[0]:.2f}, backward {v[1]:.2f} times as long |"
-            for n, v in info.compute_slowdown.items()
-        ),
-        f"| measured | {', '.join(trained_on['created'])} |",
-        "",
+        *_table(("", ""), facts.items()),
         "## Noise of the collectives",
         "",
         noise,
         "",
         "## Error on collectives never seen in training",
         "",
-        "Absolute error relative to the measured time; tau is Kendall's. `bandwidth` "
-        "is one latency and one bandwidth per collective, fitted to the same records.",
+        "Absolute error relative to the measured time; tau is Kendall's.",
         "",
-        "| ranks | collective | in training | records | median | mean | 90th "
-        "percentile | tau | bandwidth, median |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {e.world_size} | {e.collective} | {'yes' if e.trained else 'no'} | "
-        f"{e.num_records} | {e.median:.1%} | {e.mean:.1%} | {e.percentile_90:.1%} | "
-        f"{'-' if math.isnan(e.kendall_tau) else f'{e.kendall_tau:.3f}'} | "
-        f"{e.bandwidth_median:.1%} |"
-        for e in evaluations
-    ]
-    lines += [
-        "",
-        f"{verdict} `learned`, `linear` and `bandwidth` were fitted to these records "
-        "alone, the others started from the model of another machine.",
+        *_table(
+            (
+                *("ranks", "collective", "in training", "records"),
+                *("median", "mean", "90th percentile", "tau"),
+            ),
+            errors,
+        ),
+        f"{verdict} `learned`, `linear` and `bandwidth` (one latency and one bandwidth "
+        "per collective) were fitted to these records alone, the others started from "
+        "the model of another machine.",
         "",
         "## Collectives measured by",
         "",

@@ -321,8 +321,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--members", dest="num_members", type=int, default=defaults.num_members
     )
-    parser.add_argument("--batch-sets", type=int, default=defaults.batch_sets)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     collectives = parser.add_argument_group("records of 'collect comms'")
     collectives.add_argument(
