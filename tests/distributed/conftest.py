@@ -15,14 +15,17 @@ def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
     """What each rank returned for a job of a module."""
-    collected = [getattr(item, "module", None) for item in request.session.items]
+    items = request.session.items
+    is_nightly = any(item.get_closest_marker("nightly") for item in items)
+    collected = [getattr(item, "module", None) for item in items]
     modules = sorted(
         {m.__name__ for m in collected if m is not None and hasattr(m, "rank_jobs")}
     )
 
     @functools.cache
     def of_group(num_nodes: int) -> list[dict[str, Any]]:
-        return run_ranks(num_nodes, modules, tmp_path_factory.mktemp("ranks"))
+        folder = tmp_path_factory.mktemp("ranks")
+        return run_ranks(num_nodes, modules, folder, is_nightly)
 
     def read(module: str, num_nodes: int, job: str) -> list[dict[str, Any]]:
         found = []

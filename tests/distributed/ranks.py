@@ -14,7 +14,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "Jobs",
     "OfJob",
     "Results",
+    "daily",
     "message_of",
     "run_ranks",
 ]
@@ -54,6 +55,12 @@ GROUP_TIMEOUT_SECONDS = 3600
 """Longer than a rank may live: a rank that waits in vain fails the tests."""
 
 
+def daily(cases: Iterable[str], chosen: Container[str]) -> list[Any]:
+    """Return a test's cases; all but those chosen are nightly."""
+    marks = {True: (), False: (pytest.mark.nightly,)}
+    return [pytest.param(name, marks=marks[name in chosen]) for name in cases]
+
+
 def message_of(action: Callable[[], Any]) -> str:
     """What an action raises, in words that a rank can send."""
     try:
@@ -64,13 +71,18 @@ def message_of(action: Callable[[], Any]) -> str:
 
 
 def run_ranks(
-    num_nodes: int, modules: Sequence[str], folder: Path
+    num_nodes: int, modules: Sequence[str], folder: Path, is_nightly: bool
 ) -> list[dict[str, Any]]:
-    """Run the modules' jobs; return each rank's results by module and job."""
+    """Run the modules' jobs; return each rank's results by module and job.
+
+    Only a nightly run does all jobs of a module that names its `DAILY` ones.
+    """
     world_size = num_nodes * NODE_SIZE
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_rank_main, args=(num_nodes, rank, modules, str(folder)))
+        context.Process(
+            target=_rank_main, args=(num_nodes, rank, modules, str(folder), is_nightly)
+        )
         for rank in range(world_size)
     ]
     with pytest.MonkeyPatch.context() as patch:
@@ -97,7 +109,9 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _rank_main(num_nodes: int, rank: int, modules: Sequence[str], folder: str) -> None:
+def _rank_main(
+    num_nodes: int, rank: int, modules: Sequence[str], folder: str, is_nightly: bool
+) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -111,8 +125,11 @@ def _rank_main(num_nodes: int, rank: int, modules: Sequence[str], folder: str) -
     )
     results: dict[str, Any] = {name: {} for name in modules}
     for name in modules:
-        jobs = importlib.import_module(name).rank_jobs(num_nodes, rank, Path(folder))
+        module = importlib.import_module(name)
+        jobs = module.rank_jobs(num_nodes, rank, Path(folder))
         for job, action in jobs.items():
+            if not is_nightly and job not in getattr(module, "DAILY", jobs):
+                continue
             started = time.process_time()
             try:
                 results[name][job] = action()
