@@ -28,25 +28,29 @@ from tests.builders import (
     bags,
     make_planner,
 )
-from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, Results
+from tests.distributed.ranks import (
+    NODE_SIZE,
+    ONE_NODE,
+    TWO_NODES,
+    Jobs,
+    Results,
+    daily,
+)
 from tests.distributed.test_first_launch import COPIES
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import NeuroShardPlanLoader, NeuroShardPlanner
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
 
-PATIENT_SECONDS, SHORT_SECONDS = 200.0, 4.0
-"""Time-outs of groups: ranks that part are found by the short one."""
+PATIENT_SECONDS, SHORT_SECONDS = 200.0, 20.0
+"""Time-outs of groups; the short one ends the wait for a rank that has left."""
 PACKAGE = "torchrec_neuroshard"
-FIRST_LAUNCH = f"{PACKAGE}.planner.launch.first_launch"
 MEASURES: dict[str, Any] = {
     "cost_model": "measure",
     "comms_model": None,
     "calibrate": 1.0,
 }
 FAILS = "import sys; sys.exit(1)"
-LASTS = f"import time; time.sleep({1.5 * SHORT_SECONDS})"
 RANK_1_BREAKS = f"""
 import os, runpy
 from {PACKAGE}.collect.timing import SetTimer
@@ -64,10 +68,10 @@ def model(num_tables: int = 3) -> Any:
 
 
 class Broken(EmbeddingEnumerator):
-    """Must not be called, or interrupts."""
+    """Must not be called."""
 
     def enumerate(self, *_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt("listing")
+        raise AssertionError("listing")
 
 
 class Interrupts(BaseException):
@@ -122,23 +126,6 @@ def other_arguments(at: Rank) -> Any:
     return at.plan(at.planner(**({} if at.is_first else others)))
 
 
-def others_calibrate(at: Rank) -> Any:
-    return at.plan(at.planner(**({} if at.is_first else MEASURES)))
-
-
-def first_remembers(at: Rank, **others: Any) -> Any:
-    """The first rank finds what the launch before has measured."""
-    at.run(COPIES)
-    at.plan(at.planner(**MEASURES))
-    return at.plan(at.planner(**(MEASURES if at.is_first else others)))
-
-
-def others_lost_devices(at: Rank) -> Any:
-    if not at.is_first:
-        at.patch.setattr(f"{FIRST_LAUNCH}.has_device", lambda _: False)
-    return first_remembers(at, **MEASURES)
-
-
 def first_planned_alone(at: Rank) -> Any:
     at.run(COPIES)
     planner = at.planner(**MEASURES)
@@ -168,9 +155,16 @@ def one_breaks_midway(at: Rank) -> Any:
     return at.plan(at.planner(**MEASURES))
 
 
-def outlasts_the_group(at: Rank) -> Any:
-    at.run(LASTS if at.is_first else FAILS)
+def measures(at: Rank) -> Any:
     return at.plan(at.planner(**MEASURES))
+
+
+def leaves_a_first_launch(at: Rank) -> Any:
+    """A rank is interrupted while it measures, and lives on."""
+    at.run("pass")
+    if at.rank == 1:
+        at.breaks(f"{PACKAGE}.training.first_launch.take_part", Interrupts())
+    return at.plan(at.planner(**MEASURES), 6)
 
 
 def warnings_are_errors(at: Rank) -> Any:
@@ -178,11 +172,6 @@ def warnings_are_errors(at: Rank) -> Any:
     if at.is_first:
         warnings.simplefilter("error")
     return at.plan(at.planner(**MEASURES))
-
-
-def listing_is_interrupted(at: Rank) -> Any:
-    broken = {"enumerator": Broken(Topology(at.pg.size(), "cpu"), 64)}
-    return at.plan(at.planner(**MEASURES, **(broken if at.is_first else {})))
 
 
 def raises(error: BaseException, at: Rank) -> Any:
@@ -227,36 +216,11 @@ def planned_on_others(at: Rank) -> Any:
     return found
 
 
-def adopted_by_first(at: Rank) -> Any:
+def lost_plan_file(at: Rank) -> Any:
     planner = at.planner()
     if at.is_first:
-        planner.adopt(planner.plan(model(2), bag_sharders()), model(2), bag_sharders())
-    return at.plan(planner)
-
-
-def lost_plan_file(at: Rank, of_first: bool) -> Any:
-    planner = at.planner()
-    if at.is_first == of_first:
         planner.plan_loader = NeuroShardPlanLoader(at.folder / "nowhere.json", planner)
     return at.plan(planner)
-
-
-def after_an_error(at: Rank) -> Any:
-    planner = at.planner()
-    nothing: Any = None
-    with pytest.raises(ConfigError, match="model is a NoneType"):
-        planner.collective_plan(nothing, bag_sharders(), at.pg)
-    assert planner.last_plan is planner.last_result is None
-    at.plan(planner, 2)
-    return at.plan(planner)
-
-
-def leaves(at: Rank, **arguments: Any) -> Any:
-    """A rank is interrupted while it measures, and lives on."""
-    at.run("pass")
-    if at.rank == 1:
-        at.breaks(f"{PACKAGE}.training.first_launch.take_part", Interrupts())
-    return at.plan(at.planner(**arguments), 6)
 
 
 PLAN = "plan"
@@ -281,37 +245,25 @@ class Case:
 UNMEASURED = "measuring at the first launch failed (", "measuring failed on rank"
 CASES = {
     "other arguments": Case(other_arguments),
-    "others calibrate": Case(others_calibrate, seconds=SHORT_SECONDS),
-    "first remembers": Case(first_remembers),
-    "others lost their devices": Case(others_lost_devices),
     "first planned alone": Case(first_planned_alone),
     "others remember": Case(others_remember),
     "others cannot start": Case(others_cannot_start, warned=("", UNMEASURED[1])),
     "outlasts the group": Case(
-        outlasts_the_group,
-        warned=("the ranks of the process group wait 4 s for each other", ""),
-        seconds=SHORT_SECONDS,
+        measures,
+        warned=("the ranks of the process group wait 60 s for each other", ""),
+        seconds=60.0,
     ),
     "warnings are errors": Case(
         warnings_are_errors,
         "UserWarning|measuring at the first launch failed",
         warned=("", UNMEASURED[1]),
     ),
-    "listing is interrupted": Case(listing_is_interrupted, "KeyboardInterrupt|listing"),
     "interrupt": Case(
-        functools.partial(raises, KeyboardInterrupt()),
-        "KeyboardInterrupt|",
-        seconds=SHORT_SECONDS,
-    ),
-    "exit": Case(
-        functools.partial(raises, SystemExit(3)),
-        "SystemExit|3",
-        seconds=SHORT_SECONDS,
+        functools.partial(raises, KeyboardInterrupt()), "KeyboardInterrupt|"
     ),
     "cannot be sent": Case(
         functools.partial(odd_plan, stats=lambda: None),
         "NeuroShardError|rank 0 planned, but rank 0 cannot send what came of it",
-        seconds=SHORT_SECONDS,
     ),
     "cannot be read": Case(
         functools.partial(odd_plan, stats=OfFirst()),
@@ -319,16 +271,9 @@ CASES = {
     ),
     "nothing fits": Case(nothing_fits, f"{PlannerError.__name__}|"),
     "planned on others": Case(planned_on_others),
-    "adopted by the first": Case(adopted_by_first),
-    "first lost its plan file": Case(
-        functools.partial(lost_plan_file, of_first=True), "PlanFileError|nowhere.json"
-    ),
-    "others lost their plan file": Case(
-        functools.partial(lost_plan_file, of_first=False)
-    ),
-    "after an error": Case(after_an_error),
+    "first lost its plan file": Case(lost_plan_file, "PlanFileError|nowhere.json"),
     "leaves a first launch": Case(
-        functools.partial(leaves, **MEASURES),
+        leaves_a_first_launch,
         LEFT,
         warned=(UNMEASURED[0], ""),
         seconds=SHORT_SECONDS,
@@ -336,7 +281,9 @@ CASES = {
     ),
 }
 MIDWAY = Case(one_breaks_midway, warned=UNMEASURED)
-IN_HALVES = ("other arguments", "others calibrate", "nothing fits")
+DAILY = ("other arguments", "first planned alone", "cannot be read", "nothing fits")
+"""The jobs of the tests that are not nightly."""
+IN_HALVES = ("other arguments", "nothing fits")
 """Also planned by every other rank of four: the first of a group is another one."""
 
 
@@ -348,7 +295,7 @@ def outcome(case: Case, pg: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     ):
         warnings.simplefilter("always")
         patch.setenv("NEUROSHARD_CACHE", str(folder / "cache"))
-        patch.setattr(f"{FIRST_LAUNCH}.GRACE_S", case.grace)
+        patch.setattr(f"{PACKAGE}.planner.launch.first_launch.GRACE_S", case.grace)
         try:
             plan, result = case.act(Rank(pg, folder, patch))
             found["plan"] = repr((plan.plan, result))
@@ -409,14 +356,18 @@ def check(case: Case, found: Sequence[dict[str, Any]]) -> None:
         assert bool(word) == bool(rank["warned"]) and word in rank["warned"], rank
 
 
-@pytest.mark.parametrize("num_nodes", [ONE_NODE, TWO_NODES])
+@pytest.mark.parametrize("name", daily(CASES, DAILY))
+def test_all_ranks_get_one_plan_or_one_error(ranks: Results, name: str) -> None:
+    check(CASES[name], ranks(__name__, ONE_NODE, name))
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_get_one_plan_or_one_error(
-    ranks: Results, name: str, num_nodes: int
-) -> None:
-    check(CASES[name], ranks(__name__, num_nodes, name))
+def test_four_ranks_get_one_plan_or_one_error(ranks: Results, name: str) -> None:
+    check(CASES[name], ranks(__name__, TWO_NODES, name))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", IN_HALVES)
 def test_groups_whose_first_rank_is_another_one(ranks: Results, name: str) -> None:
     found = ranks(__name__, TWO_NODES, f"{name}, halves")
@@ -424,5 +375,6 @@ def test_groups_whose_first_rank_is_another_one(ranks: Results, name: str) -> No
         check(CASES[name], half)
 
 
+@pytest.mark.nightly
 def test_what_breaks_a_measurement_midway_leaves_a_plan(ranks: Results) -> None:
     check(MIDWAY, ranks(__name__, ONE_NODE, "midway"))

@@ -31,6 +31,7 @@ from torchrec_neuroshard.collect.timing import Measurement, SetTimer
 from torchrec_neuroshard.cost_models import CostModel, cache, load_bundle
 from torchrec_neuroshard.cost_models.loading import bundle_folder, physical_estimate
 from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
@@ -62,7 +63,7 @@ def make_request(**fields: Any) -> LaunchRequest:
 
 def test_request_survives_the_way_to_another_process() -> None:
     request = make_request(hbm_gb_per_s=12.5)
-    assert LaunchRequest.from_json(request.to_json()) == request
+    assert from_fields(LaunchRequest, to_fields(request)) == request
 
 
 def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:

@@ -43,6 +43,7 @@ __all__ = [
     "fit_linear",
     "fit_relative",
     "fit_stock",
+    "fresh_network",
     "score",
     "train",
     "training_ranges",
@@ -279,12 +280,15 @@ def train(
         raise RecordError(f"{data.num_sets} sets are too few to train on; measure more")
     validation, training = data.select(held_out), data.select(others)
     with seeded(config.seed):
-        network = copy.deepcopy(init) if init is not None else _fresh(training, config)
+        network = (
+            fresh_network(training, config) if init is None else copy.deepcopy(init)
+        )
         _fit(network, training, validation, config, rng, report)
     return network.eval()
 
 
-def _fresh(data: SetData, config: TrainConfig) -> SetCostNetwork:
+def fresh_network(data: SetData, config: TrainConfig) -> SetCostNetwork:
+    """Return an untrained ensemble whose physical constants fit the data."""
     network = SetCostNetwork(
         config.num_members, config.hidden, config.latent, config.head_hidden
     )

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 import torch
@@ -37,6 +36,7 @@ from torchrec_neuroshard.collect.console import RateProgress
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.ranks import Ranks
 from torchrec_neuroshard.collect.sampling import AccessDistribution, SamplingConfig
+from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.cost_models.bundle import (
@@ -50,7 +50,6 @@ from torchrec_neuroshard.cost_models.loading import (
     physical_estimate,
     pretrained_names,
 )
-from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.devices import (
     accelerator,
     backend_of,
@@ -83,10 +82,11 @@ from torchrec_neuroshard.training.compute import (
     best_factor,
     build_sets,
     evaluate,
-    fit_linear,
+    fresh_network,
     score,
     training_ranges,
 )
+from torchrec_neuroshard.training.fit import seeded
 from torchrec_neuroshard.training.train_cli import train_comms_bundle
 
 __all__ = [
@@ -152,15 +152,6 @@ class LaunchRequest:
     """Memory bandwidth of the physical estimate."""
     seed: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return to_fields(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_json` wrote."""
-        return from_fields(cls, data)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
@@ -190,7 +181,7 @@ def take_part(request: LaunchRequest, member: Member, folder: Path) -> Path | No
         RankFailureError: The process failed, or was too late.
         OSError: It could not be started.
     """
-    text = json.dumps(request.to_json())
+    text = json.dumps(to_fields(request))
     (folder / _REQUEST).write_text(text, encoding="utf-8")
     limit = 2 * request.seconds + request.grace_seconds
     process = subprocess.Popen(
@@ -394,6 +385,7 @@ def measure_and_fit(
         header = RunHeader(
             fingerprint=fingerprint,
             reference_ms=reference_ms,
+            bounds_check=BOUNDS_CHECK,
             seed=request.seed,
             sampling={"first_launch": True, "num_shards": len(request.shards)},
             command=command_line(),
@@ -661,23 +653,14 @@ def _physical_bundle(
     estimate = physical_estimate(request.device_type, request.hbm_gb_per_s)
     data = build_sets(training)
     predicted = estimate.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
-    # It is linear in the network's physical totals, so that the fit recovers it.
-    linear = fit_linear(dataclasses.replace(data, costs_S2=predicted))
-    sizes = TrainConfig()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(request.seed)
-        network = SetCostNetwork(
-            sizes.num_members, sizes.hidden, sizes.latent, sizes.head_hidden
+    # A network without trained layers is linear: it is near the estimate, not equal.
+    with seeded(request.seed), torch.no_grad():
+        network = fresh_network(
+            dataclasses.replace(data, costs_S2=predicted), TrainConfig()
         )
-    inputs = network.inputs(torch.from_numpy(data.features_NF))
-    with torch.no_grad():
         for layers in (network.encoder, network.head):
             for last in list(layers)[-2:]:
                 last.zero_()
-        network.physical_PO2.copy_(linear.physical_PO2)
-        network.launch_2.copy_(linear.launch_2.clamp_min(1e-4))
-        network.input_mean_X.copy_(inputs.mean(dim=0))
-        network.input_std_X.copy_(inputs.std(dim=0).clamp_min(1e-2))
     info = BundleInfo(
         name="physical estimate",
         fingerprint=dataclasses.replace(header.fingerprint, device=estimate.hardware),
@@ -716,7 +699,7 @@ def _ended_after(seconds: float) -> Iterator[None]:
 def _main(folder: Path, limit: float) -> int:
     begin = time.monotonic()
     data = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
-    request = LaunchRequest.from_json(data)
+    request = from_fields(LaunchRequest, data)
     warnings.simplefilter("ignore")
     shown = os.environ["RANK"] == "0"
     console = Console(stderr=True, quiet=not shown)
