@@ -34,7 +34,6 @@ from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
 from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, physical_terms
 from torchrec_neuroshard.cost_models.loading import load_comms_model
 from torchrec_neuroshard.errors import (
-    BundleCorruptError,
     BundleMismatchError,
     ConfigError,
     RecordError,
@@ -371,30 +370,11 @@ def test_far_more_ranks_are_warned_about(bundle: Path) -> None:
         load(bundle, 9)
 
 
-def test_damage_is_found(bundle: Path) -> None:
-    weights = bundle / "comms.safetensors"
-    sound = weights.read_bytes()
-    weights.write_bytes(sound[:-1])
-    with pytest.raises(BundleCorruptError, match="damaged or not of this bundle"):
-        load(bundle)
-    weights.unlink()
-    with pytest.raises(BundleCorruptError, match=r"no readable comms\.safetensors"):
-        load(bundle)
-    weights.write_bytes(sound)
-    description = bundle / "comms.json"
-    stored = json.loads(description.read_text())
-    for changes, error, message in (
-        ({"comms_version": 9}, BundleMismatchError, "has version 9 or other terms"),
-        ({"term_names": ["a"]}, BundleMismatchError, "or other terms than this"),
-        ({"fingerprint": {}}, BundleCorruptError, "lacks or garbles a field"),
-        ({"hidden": 3}, BundleCorruptError, "does not hold this bundle's network"),
-    ):
-        description.write_text(json.dumps({**stored, **changes}))
-        with pytest.raises(error, match=message):
-            load(bundle)
-    description.unlink()
-    assert not COMMS_BUNDLE.is_in(bundle)
-    with pytest.raises(BundleCorruptError, match=r"it has no comms\.json"):
+@pytest.mark.parametrize("changes", [{"comms_version": 9}, {"term_names": ["a"]}])
+def test_other_versions_are_refused(bundle: Path, changes: dict[str, object]) -> None:
+    path = bundle / "comms.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(BundleMismatchError, match="or other terms than this"):
         load(bundle)
 
 

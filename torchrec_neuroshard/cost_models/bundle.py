@@ -140,7 +140,10 @@ class BundleFormat(Generic[_Info, _Network]):
             weights = path.read_bytes()
             digest = hashlib.sha256(weights).hexdigest()
             if digest != sha256:
-                raise ValueError(f"checksum {digest[:12]}, expected {sha256[:12]}")
+                raise ValueError(
+                    f"damaged or not of this bundle: checksum {digest[:12]}, expected "
+                    f"{sha256[:12]}"
+                )
             tensors = load_tensors(weights)
             # Older models of collectives have it; it was for ranks that start late.
             tensors.pop("overlap_logit_L", None)
