@@ -198,12 +198,9 @@ def test_plan_files_fit_any_number_of_replicas(tmp_path: Path) -> None:
     assert str(load_plan(path, model=model, planner=planner)) == str(plan)
     # Four replicas, dealt out such that a group's nodes are the same.
     more = make_planner(topology=group_topology(two_nodes(8), 2))
-    text = r"sharding group: expected one of 4 .* 8 ranks.* found one of 2 .* 4 ranks"
+    text = r"sharding_group: expected one of 4 .* 8 ranks.* found one of 2 .* 4 ranks"
     with pytest.warns(StalePlanWarning, match=text):
         assert str(load_plan(path, model=model, planner=more)) == str(plan)
-    alone = make_planner(topology=Topology(2, "cuda", local_world_size=1))
-    with pytest.warns(StalePlanWarning, match="expected all ranks, found one of 2"):
-        load_plan(path, model=model, planner=alone)
     whole = make_planner(topology=two_nodes(4))
     with pytest.raises(PlanMismatchError, match=r"world_size.*4.*2"):
         load_plan(path, model=model, planner=whole)

@@ -1,20 +1,18 @@
+"""Plans as files: what comes back, what is refused, what is warned of."""
+
 from __future__ import annotations
 
 import copy
 import dataclasses
 import json
-import math
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.types import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -30,7 +28,6 @@ from tests.builders import (
     FixedSearcher,
     Nested,
     bag_sharders,
-    gpus,
     make_ebc,
     make_planner,
     sequences,
@@ -47,32 +44,22 @@ from torchrec_neuroshard.planner import (
     read_plan,
     save_plan,
 )
-from torchrec_neuroshard.planner.plans.plan_files import PLAN_SCHEMA_VERSION
-from torchrec_neuroshard.profiles import uniform_profile
-from torchrec_neuroshard.testing import AnalyticCostModel
 
 SIZES = [(100, 32), (50, 16), (30, 8)]
-TYPES = [
-    "table_wise",
-    "column_wise",
-    "table_column_wise",
-    "row_wise",
-    "table_row_wise",
-    "grid_shard",
-    "data_parallel",
-]
 CPUS = Topology(world_size=2, compute_device="cpu")
 TRIPLES = [(0, 20, 0), (0, 12, 1), (1, 16, 1), (2, 8, 0)]
 
+Stored = tuple[Path, Nested, NeuroShardPlanner, ShardingPlan]
 
-def edit_json(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> tuple[Path, Nested, NeuroShardPlanner, ShardingPlan]:
+def stored(tmp_path: Path) -> Stored:
     """A file with an unevenly split plan, and what it was made from."""
     model = Nested(make_ebc(SIZES))
     planner = make_planner(topology=CPUS, search=FixedSearcher(TRIPLES))
@@ -82,38 +69,37 @@ def stored(tmp_path: Path) -> tuple[Path, Nested, NeuroShardPlanner, ShardingPla
     return path, model, planner, plan
 
 
-Stored = tuple[Path, Nested, NeuroShardPlanner, ShardingPlan]
-
-
-@pytest.mark.parametrize("sharding_type", TYPES)
+@pytest.mark.parametrize(
+    "sharding_type", ["column_wise", "row_wise", "grid_shard", "data_parallel"]
+)
 def test_every_sharding_type_comes_back_as_it_was(
     tmp_path: Path, sharding_type: str
 ) -> None:
+    """By `load_plan`, and by TorchRec's planner, which then searches nothing."""
     topology = Topology(world_size=4, local_world_size=2, compute_device="cuda")
-    names = [f"t{i}" for i in range(3)]
-    planner = stock_planner(
-        topology,
-        constraints={
-            n: ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
-            for n in names
-        },
-    )
-    model = Nested(make_ebc(SIZES))
+    only = ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
+    constraints = {f"t{i}": only for i in range(3)}
+    planner = stock_planner(topology, constraints=constraints)
+    model, path = Nested(make_ebc(SIZES)), tmp_path / "plan.json"
     plan = planner.plan(model, bag_sharders())
-    assert {s.sharding_type for s in plan.plan["sparse.ebc"].values()} == {
-        sharding_type
-    }
-    save_plan(plan, tmp_path / "plan.json", model=model, planner=planner)
-    loaded = load_plan(tmp_path / "plan.json", model=model, planner=planner)
-    assert loaded == plan
-    assert str(loaded) == str(plan)
+    save_plan(plan, path, model=model, planner=planner)
+    loaded = load_plan(path, model=model, planner=planner)
+    assert loaded == plan and str(loaded) == str(plan)
     kinds = {type(s) for p in loaded.plan.values() for s in p.values()}
     assert kinds == {type(s) for p in plan.plan.values() for s in p.values()}
+    second = stock_planner(topology, constraints=constraints)
+    second.plan_loader = NeuroShardPlanLoader(path, second)
+    assert second.plan(model, bag_sharders()) == plan
+    assert second._num_proposals == 0
 
 
 def test_uneven_plan_comes_back_as_it_was(stored: Stored) -> None:
     path, model, planner, plan = stored
     assert load_plan(path, model=model, planner=planner) == plan
+    path.write_text("old")
+    save_plan(plan, path, model=model, planner=planner)
+    assert read_plan(path).plan == plan
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
 def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
@@ -139,58 +125,37 @@ def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
     assert loaded.plan["sparse.ebc"]["t0"].key_value_params == KeyValueParams(
         ssd_storage_directory="/ssd", ps_hosts=(("::1", 2000), ("::1", 2001))
     )
-
-
-def test_a_setting_of_unknown_type_is_refused(stored: Stored) -> None:
-    path, model, planner, plan = stored
-    plan.plan["sparse.ebc"]["t0"].enforce_hbm = object()
+    tables["t0"].enforce_hbm = object()
     with pytest.raises(PlanFileError, match=r"'sparse.ebc.t0': a setting of type obj"):
         save_plan(plan, path, model=model, planner=planner)
 
 
 def test_sequence_tables_and_a_model_that_is_one_module(tmp_path: Path) -> None:
-    model = sequences(8)
+    model, path = sequences(8), tmp_path / "plan.json"
     planner = make_planner()
     plan = planner.plan(model, [EmbeddingCollectionSharder()])
-    save_plan(plan, tmp_path / "plan.json", model=model, planner=planner)
-    [table] = read_plan(tmp_path / "plan.json").fingerprint.tables
+    save_plan(plan, path, model=model, planner=planner)
+    [table] = read_plan(path).fingerprint.tables
     assert (table.full_name, table.pooling, table.data_type) == ("s0", "none", "fp32")
-    assert load_plan(tmp_path / "plan.json", model=model, planner=planner) == plan
+    assert load_plan(path, model=model, planner=planner) == plan
 
 
-def test_predicted_costs_are_kept(stored: Stored) -> None:
+def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
     path, model, planner, plan = stored
-    result = planner.last_result
-    assert result is not None
-    predicted = read_plan(path).predicted
-    assert predicted is not None
+    result, predicted = planner.last_result, read_plan(path).predicted
+    assert result is not None and predicted is not None
     assert predicted["critical_path_ms"] == result.predicted.critical_path_ms
-    assert predicted["gap"] == result.gap
-    unbounded = dataclasses.replace(result, lower_bound_ms=0.0, gap=math.inf)
-    save_plan(plan, path, model=model, planner=planner, result=unbounded)
-    predicted = read_plan(path).predicted
-    assert predicted is not None and predicted["gap"] is None
-    save_plan(plan, path, model=model, topology=CPUS)
-    assert read_plan(path).predicted is None
-
-
-def test_planner_and_its_parts_say_the_same(stored: Stored) -> None:
-    path, model, planner, plan = stored
-    first = read_plan(path)
-    save_plan(
-        plan,
-        path,
-        model=model,
-        topology=CPUS,
-        batch_size=64,
-        cost_model=planner.costs.cost_model,
-    )
-    # How often tables are read, what sharders ask and the loop only planners know.
-    assert read_plan(path).fingerprint == dataclasses.replace(
-        first.fingerprint, pooling_factors=None, exchanges=None, pipeline_type=None
-    )
-    assert first.fingerprint.cost_model == planner.costs.cost_model.name
-    assert first.fingerprint.versions["torch"] == torch.__version__
+    other = make_planner(
+        topology=CPUS, search=FixedSearcher([(0, 32, 0), (1, 16, 1), (2, 8, 1)])
+    ).plan(model, bag_sharders())
+    for arguments in ({"planner": planner}, {"topology": CPUS}):
+        save_plan(other, path, model=model, **arguments)
+        assert read_plan(path).predicted is None
+        assert "not known" in str(read_plan(path).report())
+    assert load_plan(path, model=model, planner=planner) == other
+    save_plan(other, path, model=model, planner=planner)  # it is the last one by now
+    assert read_plan(path).predicted is not None
+    assert plan != other
 
 
 def test_planner_or_topology_is_asked_for(stored: Stored) -> None:
@@ -199,8 +164,6 @@ def test_planner_or_topology_is_asked_for(stored: Stored) -> None:
         load_plan(path, model=model)
     with pytest.raises(ConfigError, match="a planner has its own"):
         load_plan(path, model=model, planner=planner, batch_size=4)
-    with pytest.raises(ConfigError, match="pass the planner, or"):
-        NeuroShardPlanLoader(path)
 
 
 @pytest.mark.parametrize(
@@ -223,16 +186,8 @@ def test_planner_or_topology_is_asked_for(stored: Stored) -> None:
             "pooling of table 'sparse.ebc.t1': expected mean, found sum",
         ),
         (
-            {"features": {1: ["f1", "g1"]}},
-            "feature_names of table 'sparse.ebc.t1': expected f1, g1, found f1",
-        ),
-        (
             {"sizes": [*SIZES, (5, 4)]},
             "table 'sparse.ebc.t3': expected a table, found no such table",
-        ),
-        (
-            {"sizes": SIZES[:2]},
-            "table 'sparse.ebc.t2': expected no such table, found a table",
         ),
     ],
 )
@@ -242,18 +197,9 @@ def test_other_tables_are_refused(
     path, _, planner, _ = stored
     change = {"sizes": SIZES, **change}
     other = Nested(make_ebc(change.pop("sizes"), **change))
-    with pytest.raises(PlanMismatchError, match="another job") as caught:
+    with pytest.raises(PlanMismatchError) as caught:
         load_plan(path, model=other, planner=planner)
-    assert [str(m) for m in caught.value.mismatches] == [message]
-    assert message in str(caught.value)
-
-
-def test_a_model_without_the_planned_module_is_refused(stored: Stored) -> None:
-    path, _, planner, _ = stored
-    with pytest.raises(
-        PlanMismatchError, match=r"table 'sparse\.ebc\.t0': expected no"
-    ):
-        load_plan(path, model=make_ebc(SIZES), planner=planner)
+    assert f"for another job: {message}. Plan anew" in str(caught.value)
 
 
 def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
@@ -277,9 +223,7 @@ def test_tables_outside_the_plan_count(stored: Stored) -> None:
     more.sparse = nn.ModuleDict(
         {"ebc": model.sparse["ebc"], "new": make_ebc([(9, 4)], prefix="n_")}
     )
-    with pytest.raises(
-        PlanMismatchError, match=r"unsharded: expected sparse\.new\.n_t0, found none"
-    ):
+    with pytest.raises(PlanMismatchError, match=r"unsharded: .* sparse\.new\.n_t0"):
         load_plan(path, model=more, planner=planner)
     save_plan(plan, path, model=more, planner=planner)
     assert load_plan(path, model=more, planner=planner) == plan
@@ -298,129 +242,56 @@ def test_other_ranks_are_refused(
 ) -> None:
     path, model, _, _ = stored
     topology = Topology(**{"world_size": 2, "compute_device": "cpu", **arguments})
-    with pytest.raises(PlanMismatchError) as caught:
+    with pytest.raises(PlanMismatchError, match=message):
         load_plan(path, model=model, topology=topology)
-    assert message in [str(m) for m in caught.value.mismatches]
+
+
+def test_other_circumstances_are_warned_of(stored: Stored) -> None:
+    path, model, _, plan = stored
+    edit_json(path, lambda d: d["fingerprint"]["versions"].update(torchrec="1.2.3"))
+    topology = Topology(world_size=2, compute_device="cpu", ddr_cap=2**30)
+    with pytest.warns(StalePlanWarning, match="version of torchrec") as warned:
+        assert load_plan(path, model=model, topology=topology, batch_size=32) == plan
+    text = str(warned[0].message)
+    assert "batch_size: expected 32, found 64" in text
+    assert f"memory_bytes: expected 2 x {2**30}, found 2 x " in text
+    assert warned[0].filename == __file__
+
+
+def test_files_of_earlier_versions_are_read(stored: Stored) -> None:
+    """They hold more of what a plan was made for."""
+    path, model, planner, plan = stored
+
+    def change(data: dict[str, Any]) -> None:
+        data["fingerprint"] |= {
+            "gb_per_s": {"hbm_mem_bw": 2.0},
+            "dense_ms": {"forward": 1.0, "backward": 2.0},
+            "placement": {"pin": {}},
+            "exchanges": {"EmbeddingBagCollection": "fp16/fp16"},
+        }
+        data["fingerprint"]["versions"]["torch"] = "2.13.0"
+        for name in ("tables", "memory_bytes", "bottleneck"):
+            del data["predicted"][name]
+
+    edit_json(path, change)
+    assert load_plan(path, model=model, planner=planner) == plan
+    assert "memory is that of the weights alone" in str(read_plan(path).report())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("kind", "message"),
     [
-        ({"batch_size": 32}, "batch_size: expected 32, found 64"),
-        ({"cost_model": "cpu"}, "cost_model: expected cpu, found "),
-        (
-            {"topology": {"ddr_cap": 2**30}},
-            f"memory_bytes: expected 2 x {2**30}, found 2 x ",
-        ),
-        (
-            {"topology": {"intra_host_bw": 25e6}},
-            r"intra_host_bw \[GB/s\]: expected 25, found ",
-        ),
-        (
-            {"topology": {"inter_host_bw": 5e6, "hbm_mem_bw": 2e9}},
-            r"hbm_mem_bw \[GB/s\]: expected 2000, .*inter_host_bw .*: expected 5, ",
-        ),
+        ({"sharding_types": ["table_wise"]}, "expected table_wise, found column_wise"),
+        ({"compute_kernels": ["dense"]}, "expected dense, found fused"),
     ],
 )
-def test_other_circumstances_are_warned_of(
-    stored: Stored, arguments: dict[str, Any], message: str
+def test_what_constraints_forbid_is_refused(
+    stored: Stored, kind: dict[str, Any], message: str
 ) -> None:
-    path, model, _, plan = stored
-    topology = Topology(
-        world_size=2, compute_device="cpu", **arguments.pop("topology", {})
-    )
-    with pytest.warns(StalePlanWarning, match=message):
-        loaded = load_plan(path, model=model, topology=topology, **arguments)
-    assert loaded == plan
-
-
-def test_other_host_memory_is_warned_of(tmp_path: Path) -> None:
-    model, path = make_ebc(SIZES), tmp_path / "plan.json"
-    plan = make_planner(topology=gpus(2)).plan(model, bag_sharders())
-    for ddr_cap in (2**31, 2**30):
-        save_plan(plan, path, model=model, topology=gpus(2, ddr_cap=ddr_cap))
-    text = f"^[^;]*host_memory_bytes: expected 2 x {2**31}, found 2 x {2**30}[^;]*$"
-    with pytest.warns(StalePlanWarning, match=text):
-        load_plan(path, model=model, topology=gpus(2, ddr_cap=2**31))
-
-
-@pytest.mark.parametrize("way", ["constraints", "profiles", "torchrec"])
-def test_other_lookups_are_warned_of(stored: Stored, way: str) -> None:
-    path, model, _, plan = stored
-    constraints = {
-        name: ParameterConstraints(pooling_factors=[4.0]) for name in ("t0", "t2")
-    }
-    arguments: dict[str, Any] = {"constraints": constraints}
-    if way == "profiles":
-        often = uniform_profile(batch_size=128, pooling_factor=4.0, num_embeddings=100)
-        arguments = {"profiles": {"f0": often, "f2": often}}
-    planner = (
-        stock_planner(Topology(2, "cpu"), **arguments)
-        if way == "torchrec"
-        else make_planner(**arguments)
-    )
-    with pytest.warns(StalePlanWarning) as caught:
-        assert load_plan(path, model=model, planner=planner) == plan
-    (text,) = (str(w.message) for w in caught)
-    for name in ("t0", "t2"):
-        table = f"'sparse.ebc.{name}'"
-        assert f"pooling factor of table {table}: expected 4, found 1" in text
-    assert "t1'" not in text
-
-
-def test_lookups_that_are_much_the_same_are_not_warned_of(stored: Stored) -> None:
-    path, model, _, plan = stored
-    nearly = ParameterConstraints(pooling_factors=[1.05])
-    planner = make_planner(constraints={"t0": nearly})
-    assert load_plan(path, model=model, planner=planner) == plan
-
-
-def test_files_without_lookups_and_bandwidths_are_read(stored: Stored) -> None:
-    path, model, planner, plan = stored
-
-    def change(data: dict[str, Any]) -> None:
-        del data["fingerprint"]["gb_per_s"], data["fingerprint"]["pooling_factors"]
-
-    edit_json(path, change)
-    assert load_plan(path, model=model, planner=planner) == plan
-
-
-def test_other_hardware_and_versions_are_warned_of(stored: Stored) -> None:
-    path, model, planner, plan = stored
-
-    def change(data: dict[str, Any]) -> None:
-        data["fingerprint"]["hardware"] = "another CPU"
-        data["fingerprint"]["versions"]["torchrec"] = "1.2.3"
-        del data["fingerprint"]["versions"]["torch"]
-
-    edit_json(path, change)
-    with pytest.warns(
-        StalePlanWarning, match="hardware: expected .*, found anoth"
-    ) as w:
-        assert load_plan(path, model=model, planner=planner) == plan
-    assert "version of torchrec: expected 1." in str(w[0].message)
-    assert f"version of torch: expected {torch.__version__}, found none" in str(
-        w[0].message
-    )
-    assert w[0].filename == __file__
-
-
-def test_what_the_caller_does_not_say_is_not_compared(stored: Stored) -> None:
-    path, model, _, plan = stored
-    assert load_plan(path, model=model, topology=CPUS) == plan
-
-
-def test_missing_file(stored: Stored, tmp_path: Path) -> None:
-    _, model, planner, _ = stored
-    with pytest.raises(PlanFileError, match=r"cannot read .*No such file"):
-        load_plan(tmp_path / "none.json", model=model, planner=planner)
-
-
-def test_later_schema_is_refused(stored: Stored) -> None:
-    path = stored[0]
-    edit_json(path, lambda d: d.update(schema=PLAN_SCHEMA_VERSION + 1))
-    with pytest.raises(PlanFileError, match=r"has schema 2, this version reads 1"):
-        read_plan(path)
+    path, model, _, _ = stored
+    planner = make_planner(constraints={"t0": ParameterConstraints(**kind)})
+    with pytest.raises(PlanMismatchError, match=rf"'sparse\.ebc\.t0': {message}"):
+        load_plan(path, model=model, planner=planner)
 
 
 def stored_entry(data: dict[str, Any]) -> dict[str, Any]:
@@ -432,16 +303,13 @@ def stored_entry(data: dict[str, Any]) -> dict[str, Any]:
     ("change", "message"),
     [
         (lambda d: d.update(format="other"), "its format is not"),
-        (lambda d: d.pop("plan"), "KeyError"),
+        (lambda d: d.update(schema=2), "has schema 2, this version reads 1"),
         (lambda d: d.update(plan=[]), "damaged"),
-        (lambda d: d["fingerprint"].pop("tables"), "not a fingerprint"),
+        (lambda d: d["fingerprint"].pop("tables"), "'tables' is missing"),
+        (lambda d: d["fingerprint"]["memory_bytes"].pop(), "not one per rank"),
         (lambda d: d["plan"]["sparse.ebc"].pop("t1"), "'t1' .* in the model alone"),
-        (lambda d: d["fingerprint"]["tables"].pop(), "in the plan alone"),
-        (lambda d: stored_entry(d).pop("shards"), "KeyError"),
         (lambda d: stored_entry(d)["shards"].pop(), "exactly once"),
-        (lambda d: stored_entry(d)["shards"][1].update(offset=[0, 16]), "overlap"),
         (lambda d: stored_entry(d)["shards"][1].update(offset=[1, 20]), "exactly once"),
-        (lambda d: stored_entry(d)["shards"][1].update(size=[100, 16]), "exactly once"),
         (lambda d: stored_entry(d).update(ranks=[0, 2]), "rank 2 is not in 0 to 1"),
         (
             lambda d: stored_entry(d)["shards"][0].update(placement="here"),
@@ -469,20 +337,16 @@ def test_damaged_contents_are_refused(
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [list.pop, lambda ranks: ranks.append(ranks[0])])
-def test_costs_of_other_ranks_are_refused(
-    stored: Stored, change: Callable[[list[Any]], Any]
-) -> None:
+def test_files_that_cannot_be_read_are_named(stored: Stored) -> None:
     path = stored[0]
-    edit_json(path, lambda d: change(d["predicted"]["ranks"]))
-    with pytest.raises(PlanFileError, match=r"damaged: ValueError\('ranks: \d, not 2'"):
+    edit_json(path, lambda d: d["predicted"]["ranks"].pop())
+    with pytest.raises(PlanFileError, match=r"damaged: ValueError\('ranks: 1, not 2'"):
         read_plan(path).report()
-
-
-def test_a_cut_file_is_refused(stored: Stored) -> None:
-    path = stored[0]
     path.write_text(path.read_text()[:-40])
     with pytest.raises(PlanFileError, match=r"is damaged: it is not JSON"):
+        read_plan(path)
+    path.unlink()
+    with pytest.raises(PlanFileError, match=rf"cannot read .*'{path}'"):
         read_plan(path)
 
 
@@ -492,29 +356,23 @@ def test_a_setting_left_at_none_by_a_newer_torchrec_is_ignored(stored: Stored) -
     assert read_plan(path).plan == plan
 
 
-def test_plan_of_another_model_is_not_stored(stored: Stored, tmp_path: Path) -> None:
-    _, _, planner, plan = stored
+def test_what_cannot_be_stored_is_named(stored: Stored, tmp_path: Path) -> None:
+    _, model, planner, plan = stored
     with pytest.raises(PlanFileError, match=r"'t2' of module 'sparse.ebc' is in the p"):
         save_plan(
             plan, tmp_path / "x", model=Nested(make_ebc(SIZES[:2])), planner=planner
         )
-    assert list(tmp_path.glob("x*")) == []
-
-
-def test_only_listed_shards_are_stored(stored: Stored) -> None:
-    path, model, planner, plan = stored
 
     class Chunks:
         shards = plan.plan["sparse.ebc"]["t1"].sharding_spec.shards
 
     plan.plan["sparse.ebc"]["t1"].sharding_spec = Chunks()
     with pytest.raises(PlanFileError, match=r"listed one by one .* not Chunks"):
-        save_plan(plan, path, model=model, planner=planner)
+        save_plan(plan, tmp_path / "x", model=model, planner=planner)
+    assert list(tmp_path.glob("x*")) == []
 
 
-def test_our_planner_returns_the_stored_plan(
-    stored: Stored,
-) -> None:
+def test_our_planner_returns_the_stored_plan(stored: Stored) -> None:
     path, model, first, plan = stored
     searcher = FixedSearcher([])
     planner = make_planner(search=searcher)
@@ -525,117 +383,27 @@ def test_our_planner_returns_the_stored_plan(
     assert planner.last_result.predicted == first.last_result.predicted
 
 
-def test_torchrecs_planner_returns_the_stored_plan(stored: Stored) -> None:
+def test_torchrecs_callbacks_see_the_stored_plan(stored: Stored) -> None:
     path, model, _, plan = stored
-    topology = Topology(world_size=2, compute_device="cpu")
-    enumerator = EmbeddingEnumerator(topology, 64)
-    loader = NeuroShardPlanLoader(
-        path, enumerator=enumerator, topology=topology, batch_size=64
-    )
     chosen = Chosen()
-    planner = stock_planner(
-        topology,
-        enumerator=enumerator,
-        plan_loader=loader,
-        callbacks=[chosen],
-    )
+    planner = stock_planner(CPUS, callbacks=[chosen], batch_size=64)
+    planner.plan_loader = NeuroShardPlanLoader(path, planner)
     assert planner.plan(model, bag_sharders()) == plan
-    assert planner._num_proposals == 0
     # The stats and validators need both.
     assert len(chosen.options) == len(SIZES)
     for shard in (s for o in chosen.options for s in o.shards):
         assert shard.perf is not None and shard.perf.total > 0
         assert shard.storage is not None and shard.storage.ddr > 0
-    assert stock_planner(topology).plan(model, bag_sharders()) != plan
 
 
-@pytest.mark.parametrize("sharding_type", TYPES)
-def test_loader_handles_every_sharding_type(tmp_path: Path, sharding_type: str) -> None:
-    constraints = {
-        f"t{i}": ParameterConstraints(sharding_types=[sharding_type], min_partition=4)
-        for i in range(3)
-    }
-    topology = Topology(world_size=4, local_world_size=2, compute_device="cuda")
-    first = stock_planner(topology, constraints=constraints)
-    model = Nested(make_ebc(SIZES))
-    plan = first.plan(model, bag_sharders())
-    save_plan(plan, tmp_path / "plan.json", model=model, planner=first)
-    second = stock_planner(topology, constraints=constraints)
-    second.plan_loader = NeuroShardPlanLoader(tmp_path / "plan.json", second)
-    assert second.plan(model, bag_sharders()) == plan
-    assert second._num_proposals == 0
-
-
-def test_loader_refuses_another_model(stored: Stored) -> None:
-    planner = make_planner()
-    planner.plan_loader = NeuroShardPlanLoader(stored[0], planner)
-    with pytest.raises(PlanMismatchError, match=r"'sparse\.ebc\.t3': expected a table"):
-        planner.plan(Nested(make_ebc([*SIZES, (9, 8)])), bag_sharders())
-
-
-def test_loader_warns_where_load_plan_does(stored: Stored) -> None:
+def test_a_loader_compares_as_load_plan_does(stored: Stored, tmp_path: Path) -> None:
     path, model, _, plan = stored
     planner = make_planner(batch_size=32)
     planner.plan_loader = NeuroShardPlanLoader(path, planner)
     with pytest.warns(StalePlanWarning, match="batch_size: expected 32, found 64"):
         assert planner.plan(model, bag_sharders()) == plan
-
-
-def test_loader_refuses_what_constraints_forbid(stored: Stored) -> None:
-    path, model, _, _ = stored
-    planner = make_planner(
-        constraints={"t1": ParameterConstraints(sharding_types=["table_wise"])}
-    )
-    planner.plan_loader = NeuroShardPlanLoader(path, planner)
-    with pytest.raises(
-        PlanMismatchError,
-        match=r"'sparse\.ebc\.t1': expected table_wise/fused, found column_wise/fused",
-    ):
-        planner.plan(model, bag_sharders())
-
-
-def test_loader_without_a_file(stored: Stored, tmp_path: Path) -> None:
-    _, model, _, _ = stored
-    planner = make_planner()
+    with pytest.raises(PlanMismatchError, match=r"'sparse\.ebc\.t3': expected a table"):
+        planner.plan(Nested(make_ebc([*SIZES, (9, 8)])), bag_sharders())
     planner.plan_loader = NeuroShardPlanLoader(tmp_path / "none", planner)
     with pytest.raises(PlanFileError, match="cannot read"):
         planner.plan(model, bag_sharders())
-    planner.plan_loader = NeuroShardPlanLoader(
-        tmp_path / "none", planner, missing_ok=True
-    )
-    assert planner.plan(model, bag_sharders()).plan["sparse.ebc"].keys() == {
-        "t0",
-        "t1",
-        "t2",
-    }
-
-
-def test_file_replaces_an_older_one_whole(stored: Stored) -> None:
-    path, model, planner, plan = stored
-    path.write_text("old")
-    save_plan(plan, path, model=model, planner=planner)
-    assert read_plan(path).plan == plan
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-
-
-def test_no_warning_on_the_way_back(stored: Stored) -> None:
-    path, model, planner, plan = stored
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert load_plan(path, model=model, planner=planner) == plan
-
-
-def test_placements_name_devices(stored: Stored) -> None:
-    path = stored[0]
-    spec = read_plan(path).plan.plan["sparse.ebc"]["t0"].sharding_spec
-    assert [str(m.placement) for m in spec.shards] == ["rank:0/cpu", "rank:1/cpu"]
-
-
-def test_other_cost_model_is_named(stored: Stored) -> None:
-    path, model, _, _ = stored
-
-    class Renamed(AnalyticCostModel):
-        name = "renamed"
-
-    with pytest.warns(StalePlanWarning, match="cost_model: expected renamed, found"):
-        load_plan(path, model=model, planner=make_planner(cost_model=Renamed()))

@@ -20,7 +20,6 @@ from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.plans.plan_files import (
     NeuroShardPlanLoader,
     PlanFingerprint,
-    PlanMismatch,
     PlanMismatchError,
     StalePlanWarning,
     StoredPlan,
@@ -49,7 +48,6 @@ __all__ = [
     "PlanCosts",
     "PlanFileError",
     "PlanFingerprint",
-    "PlanMismatch",
     "PlanMismatchError",
     "ReplanConfig",
     "ReplanResult",

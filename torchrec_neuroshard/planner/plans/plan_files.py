@@ -14,8 +14,6 @@ therefore take its stored plan instead of planning again:
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import logging
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +22,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torchrec
 from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.planners import EmbeddingPlannerBase
 from torchrec.distributed.planner.types import (
-    Enumerator,
+    ParameterConstraints,
     PlanLoader,
     ShardingOption,
     Topology,
@@ -35,7 +35,6 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.planner.utils import sharder_name
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import (
-    CacheParams,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ModuleSharder,
@@ -45,7 +44,6 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_neuroshard import __version__
-from torchrec_neuroshard.cost_models import CostModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import (
     from_fields,
@@ -59,9 +57,7 @@ from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
     SETTING_TYPES,
     planner_part,
-    removes_repeats,
     sharders_by_type,
-    wire_codecs,
 )
 from torchrec_neuroshard.planner.costs.given_plans import (
     PlanFileError,
@@ -74,9 +70,7 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     tables_of,
     with_shards,
 )
-from torchrec_neuroshard.planner.costs.plan_costs import PlanCosts
 from torchrec_neuroshard.planner.options.checks import unsharded_tables
-from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
 from torchrec_neuroshard.planner.options.groups import (
     ShardingGroup,
     sharding_group,
@@ -84,9 +78,7 @@ from torchrec_neuroshard.planner.options.groups import (
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
     device_tier,
-    has_cache,
 )
-from torchrec_neuroshard.planner.options.topologies import GB_PER_S
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.planner.results import KnownPlan
 from torchrec_neuroshard.report import (
@@ -96,15 +88,12 @@ from torchrec_neuroshard.report import (
     TableReport,
 )
 from torchrec_neuroshard.report.plan_parts import rank_reports
-from torchrec_neuroshard.schedules import DenseMs
-from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
 __all__ = [
     "PLAN_SCHEMA_VERSION",
     "NeuroShardPlanLoader",
     "PlanFingerprint",
-    "PlanMismatch",
     "PlanMismatchError",
     "StalePlanWarning",
     "StoredPlan",
@@ -113,55 +102,19 @@ __all__ = [
     "save_plan",
 ]
 
-logger = logging.getLogger(__name__)
-
 PLAN_SCHEMA_VERSION = 1
 """Version of the file's layout; files of a later one are refused."""
 
-_BANDWIDTHS = (
-    "hbm_mem_bw",
-    "ddr_mem_bw",
-    "hbm_to_ddr_mem_bw",
-    "intra_host_bw",
-    "inter_host_bw",
-)
-_SAME_MEASURED = 0.1
-"""Relative difference in lookups, or in ms, from one measurement of a job to the next.
-"""
-_MOST_NAMED = 3
-
 _FORMAT = "torchrec_neuroshard.plan"
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+_WAY_OUT = "Name a file that save_plan or neuroshard plan --out wrote, or plan anew"
 
 
 class PlanMismatchError(PlanFileError):
-    """A sound plan file that was made for other tables, ranks or devices.
-
-    Attributes:
-        mismatches: What differs.
-    """
-
-    def __init__(self, message: str, mismatches: Sequence[PlanMismatch] = ()) -> None:
-        super().__init__(message)
-        self.mismatches = tuple(mismatches)
+    """A sound plan file that was made for other tables, ranks or devices."""
 
 
 class StalePlanWarning(UserWarning):
     """A plan that still works was made under other circumstances."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanMismatch:
-    """One difference between a job and the plan file it wants to use."""
-
-    field: str
-    expected: str
-    """What the job has."""
-    found: str
-    """What the file says."""
-
-    def __str__(self) -> str:
-        return f"{self.field}: expected {self.expected}, found {self.found}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,23 +143,11 @@ class PlanFingerprint:
     """What the cost model predicts."""
     pipeline_type: str | None = None
     """Of the training loop, "none" for a plain one; None: not known."""
-    dense_ms: DenseMs | None = None
-    """What the rest of the model takes under a pipeline; None: not known, or it is of
-    no account."""
-    placement: Mapping[str, Any] | None = None
-    """Which ranks tables may be on (`PlacementConstraints.to_json`); None: any, or not
-    known."""
-    gb_per_s: Mapping[str, float] | None = None
-    """Bandwidths of the topology; None: not known."""
     pooling_factors: Mapping[str, float] | None = None
     """Full name of a table -> ids that a sample looks up in it; None: not known."""
     batch_sizes: Mapping[str, tuple[float, ...]] | None = None
     """Full name of a table -> samples per rank that each of its features has, of tables
     where they are others than the batch's; None: of none, or not known."""
-    exchanges: Mapping[str, str] | None = None
-    """Class of a module -> what its sharder does to what ranks exchange: codecs of
-    collectives, forward and backward, and whether repeated ids are sent once; None: not
-    known."""
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Package -> version."""
 
@@ -215,23 +156,6 @@ class PlanFingerprint:
             sizes = getattr(self, name)
             if sizes is not None and len(sizes) != self.world_size:
                 raise ValueError(f"{name} has {len(sizes)} values, not one per rank")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; `from_json` reads it back."""
-        return to_fields(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PlanFingerprint:
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlanFileError: A value is missing or of the wrong kind.
-        """
-        try:
-            known = {f.name for f in dataclasses.fields(cls)}
-            return from_fields(cls, {k: v for k, v in data.items() if k in known})
-        except (AttributeError, ValueError) as error:
-            raise PlanFileError(f"not a fingerprint of a plan: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,25 +166,20 @@ class StoredPlan:
     fingerprint: PlanFingerprint
     predicted: Mapping[str, Any] | None
     """Predicted costs as stored (`PredictedCosts.to_json`, with `lower_bound_ms`,
-    `gap` and `bound_is_proven`; of plans that the planner returned also `tables`,
-    `memory_bytes` and `bottleneck`, as `PlanReport` has them); None: not known when it
-    was stored."""
+    `gap` and `bound_is_proven`, and `tables`, `memory_bytes` and `bottleneck` as
+    `PlanReport` has them); None: not known when it was stored."""
 
     @property
     def made_for(self) -> str:
         """What the plan was made for, in a sentence without a full stop."""
         made = self.fingerprint
         batch = "not said" if made.batch_size is None else f"{made.batch_size:,}"
-        versions = ", ".join(
-            f"{name} {made.versions[name]}"
-            for name in ("torchrec_neuroshard", "torchrec")
-            if name in made.versions
-        )
         return (
             f"made for {made.world_size} ranks, {made.local_world_size} per node "
             f"({made.compute_device}); samples per rank: {batch}; cost model: "
             f"{made.cost_model or 'not known'} ({made.hardware or 'not known'}); by "
-            f"{versions or 'versions that are not known'}"
+            f"torchrec_neuroshard {made.versions.get('torchrec_neuroshard', '?')}, "
+            f"torchrec {made.versions.get('torchrec', '?')}"
         )
 
     def report(self) -> PlanReport:
@@ -269,41 +188,41 @@ class StoredPlan:
         Raises:
             PlanFileError: What was predicted is damaged.
         """
-        made = self.fingerprint
+        made, found = self.fingerprint, self.predicted
         notes: list[str] = []
-        found = self.predicted
         if found is None:
             notes.append("what the plan costs was not known when it was stored")
             found = {"critical_path_ms": math.nan, "ranks": [{}] * made.world_size}
         try:
-            tables, memory_bytes = self._tables(found)
-            if "tables" not in found:
+            tables: Sequence[TableReport] = plan_tables(
+                self.plan, made.tables, made.world_size
+            )
+            memory_bytes: Sequence[int] = made.memory_bytes
+            if "tables" in found:
+                tables = [from_fields(TableReport, table) for table in found["tables"]]
+                memory_bytes = [int(size) for size in found["memory_bytes"]]
+            else:
                 notes.append("memory is that of the weights alone: no more is stored")
-            bottleneck = found.get("bottleneck")
-            gap, num_ranks = found.get("gap"), len(found["ranks"])
-            if num_ranks != made.world_size:
-                raise ValueError(f"ranks: {num_ranks}, not {made.world_size}")
+            bottleneck, gap = found.get("bottleneck"), found.get("gap")
+            costs = [
+                RankCosts(*(float(ms.get(phase, 0.0)) for phase in PHASES))
+                for ms in found["ranks"]
+            ]
+            if len(costs) != made.world_size:
+                raise ValueError(f"ranks: {len(costs)}, not {made.world_size}")
             return PlanReport(
                 critical_path_ms=float(found["critical_path_ms"]),
                 lower_bound_ms=float(found.get("lower_bound_ms", 0.0)),
                 gap=math.inf if gap is None else float(gap),
                 bound_is_proven=bool(found.get("bound_is_proven", False)),
-                # Older files do not say what the uncertainty is of.
-                uncertainty=float(found["uncertainty"]) if "is_sampled" in found else 0,
+                uncertainty=float(found.get("uncertainty", 0.0)),
                 is_sampled=bool(found.get("is_sampled", False)),
                 compute_source=str(found.get("compute_source", "not known")),
                 comms_source=str(found.get("comms_source", "not known")),
                 search_seconds=0.0,
                 num_evaluated=0,
                 num_tables=len(tables),
-                ranks=rank_reports(
-                    tables,
-                    [
-                        RankCosts(*(float(ms.get(p, 0.0)) for p in PHASES))
-                        for ms in found["ranks"]
-                    ],
-                    memory_bytes,
-                ),
+                ranks=rank_reports(tables, costs, memory_bytes),
                 splits=(),
                 tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
                 bottleneck=from_fields(Bottleneck, bottleneck) if bottleneck else None,
@@ -314,23 +233,6 @@ class StoredPlan:
             raise PlanFileError(
                 f"the costs stored with the plan are damaged: {error!r}"
             ) from error
-
-    def _tables(
-        self, found: Mapping[str, Any]
-    ) -> tuple[Sequence[TableReport], Sequence[int]]:
-        """Tables, and what each rank has for them.
-
-        Raises:
-            ValueError: What is stored is not of this plan.
-        """
-        made = self.fingerprint
-        weights = plan_tables(self.plan, made.tables, made.world_size)
-        if "tables" not in found:
-            return weights, made.memory_bytes
-        tables = [from_fields(TableReport, table) for table in found["tables"]]
-        if {t.table: t.ranks for t in tables} != {t.table: t.ranks for t in weights}:
-            raise ValueError("tables: they are not those of the plan")
-        return tables, [int(size) for size in found["memory_bytes"]]
 
     def compared_to(self, other: StoredPlan, names: tuple[str, str]) -> PlanComparison:
         """Say what lies elsewhere in another stored plan, and what that saves.
@@ -376,15 +278,7 @@ class _Job:
 
     topology: Topology
     batch_size: int | None
-    cost_model: str | None = None
-    hardware: str | None = None
-    pipeline_type: str | None = None
-    dense_ms: DenseMs | None = None
-    placement: PlacementConstraints | None = None
-    reader: TableReader | None = None
-    """Knows how often tables are read; None: nobody said."""
-    sharders: Sequence[ModuleSharder[Any]] | None = None
-    """Of the model; None: nobody said."""
+    planner: EmbeddingPlannerBase | None
 
     @classmethod
     def of(
@@ -392,61 +286,55 @@ class _Job:
         planner: EmbeddingPlannerBase | None,
         topology: Topology | None,
         batch_size: int | None,
-        cost_model: str | CostModel | None,
-        sharders: Sequence[ModuleSharder[Any]] | None = None,
     ) -> _Job:
         """Take a planner's own, or what the caller says in its place."""
-        if planner is not None:
-            if any(given is not None for given in (topology, batch_size, cost_model)):
+        if planner is None:
+            if topology is None:
                 raise ConfigError(
-                    "pass either planner or topology, batch_size and cost_model: a "
-                    "planner has its own"
+                    "a plan belongs to its ranks: pass the planner or the topology"
                 )
-            found = cls._of_planner(planner)
-        elif topology is None:
+            return cls(topology, batch_size, None)
+        if topology is not None or batch_size is not None:
             raise ConfigError(
-                "a plan belongs to its ranks: pass the planner or the topology"
+                "pass either planner or topology and batch_size: a planner has its own"
             )
-        elif isinstance(cost_model, CostModel):
-            name, hardware = cost_model.name, cost_model.hardware
-            found = cls(topology, batch_size, cost_model=name, hardware=hardware)
-        else:
-            named = cost_model if isinstance(cost_model, str) else None
-            found = cls(topology, batch_size, cost_model=named)
-        if sharders is None:
-            return found
-        return dataclasses.replace(found, sharders=sharders)
-
-    @classmethod
-    def _of_planner(cls, planner: EmbeddingPlannerBase) -> _Job:
-        devices: Topology = planner_part(planner, "topology")
-        size = planner_part(planner, "batch_size")
-        if not isinstance(planner, NeuroShardPlanner):
-            reader = TableReader(
-                world_size=int(devices.world_size),
-                constraints=planner_part(planner, "constraints"),
-                profiles=None,
-            )
-            return cls(devices, size, reader=reader)
-        costs = planner.costs
         return cls(
-            devices,
-            size,
-            cost_model=costs.cost_model.name,
-            hardware=costs.cost_model.hardware,
-            pipeline_type=costs.schedule.name,
-            dense_ms=None if costs.schedule.adds_up(costs.dense) else costs.dense,
-            placement=planner.placement_constraints,
-            reader=costs.reader,
-            sharders=planner.last_model[1] if planner.last_model else None,
+            planner_part(planner, "topology"),
+            planner_part(planner, "batch_size"),
+            planner,
         )
 
     def fingerprint(
         self, tables: tuple[PlanTable, ...], unsharded: tuple[str, ...] = ()
     ) -> PlanFingerprint:
         """Describe this job with these tables."""
-        tier = device_tier(self.topology)
+        tier, planner = device_tier(self.topology), self.planner
         storages = [d.storage for d in self.topology.devices]
+        known: dict[str, Any] = {}
+        reader: TableReader | None = None
+        if isinstance(planner, NeuroShardPlanner):
+            costs, reader = planner.costs, planner.costs.reader
+            known = {
+                "cost_model": costs.cost_model.name,
+                "hardware": costs.cost_model.hardware,
+                "pipeline_type": costs.schedule.name,
+            }
+        elif planner is not None:
+            reader = TableReader(
+                world_size=int(self.topology.world_size),
+                constraints=planner_part(planner, "constraints"),
+                profiles=None,
+            )
+        if reader is not None:
+            known["pooling_factors"] = {
+                t.full_name: reader.pooling_factor(
+                    t.name, t.feature_names, self.batch_size
+                )
+                for t in tables
+            }
+            sizes = {t.full_name: reader.batch_sizes(t.name) for t in tables}
+            sizes = {name: each for name, each in sizes.items() if each}
+            known["batch_sizes"] = sizes or None
         return PlanFingerprint(
             tables=tables,
             unsharded=unsharded,
@@ -459,59 +347,64 @@ class _Job:
             else tuple(int(s.ddr) for s in storages),
             sharding_group=sharding_group(self.topology),
             batch_size=self.batch_size,
-            cost_model=self.cost_model,
-            hardware=self.hardware,
-            pipeline_type=self.pipeline_type,
-            dense_ms=self.dense_ms,
-            placement=self.placement.to_json() if self.placement else None,
-            gb_per_s={
-                name: round(float(getattr(self.topology, name)) * GB_PER_S, 3)
-                for name in _BANDWIDTHS
+            versions={
+                "torchrec_neuroshard": __version__,
+                "torchrec": torchrec.__version__,
             },
-            pooling_factors=None
-            if self.reader is None
-            else {
-                t.full_name: self.reader.pooling_factor(
-                    t.name, t.feature_names, self.batch_size
-                )
-                for t in tables
-            },
-            batch_sizes=None if self.reader is None else self._batch_sizes(tables),
-            exchanges=None if self.sharders is None else _exchanges(self.sharders),
-            versions=_versions(),
+            **known,
         )
 
-    def _batch_sizes(
-        self, tables: Sequence[PlanTable]
-    ) -> dict[str, tuple[float, ...]] | None:
-        assert self.reader is not None
-        sizes = {t.full_name: self.reader.batch_sizes(t.name) for t in tables}
-        return {name: each for name, each in sizes.items() if each} or None
-
-    def check_placement(self, stored: StoredPlan, path: str | Path) -> None:
-        """Refuse a plan with tables where this job does not want them."""
-        if not self.placement:
-            return
-        tables = [t.full_name for t in stored.fingerprint.tables]
-        rules = self.placement.rules(tables, stored.fingerprint.world_size)
-        violation = rules.violation(
-            {
-                rules.index[f"{module}.{name}" if module else name]: sharding.ranks
-                for module, name, sharding in plan_entries(stored.plan)
-            }
-        )
-        if violation is not None:
+    def check(
+        self,
+        stored: StoredPlan,
+        current: PlanFingerprint,
+        path: str | Path,
+        *,
+        stacklevel: int,
+    ) -> None:
+        """Refuse a plan that cannot be right; warn of one that may not be the best."""
+        if found := "; ".join(_invalid(stored.fingerprint, current)):
             raise PlanMismatchError(
-                f"plan file '{path}' breaks the planner's placement constraints: "
-                f"{violation}. Plan anew, or change the constraints",
-                [
-                    PlanMismatch(
-                        field="placement",
-                        expected=_show(self.placement.to_json()),
-                        found=violation,
-                    )
-                ],
+                f"plan file '{path}' was made for another job: {found}. Plan anew, or "
+                "start the job that the plan belongs to"
             )
+        if found := "; ".join(self._forbidden(stored)):
+            raise PlanMismatchError(
+                f"plan file '{path}' holds what the planner's constraints forbid: "
+                f"{found}. Plan anew, or change the constraints"
+            )
+        if found := "; ".join(_stale(stored.fingerprint, current)):
+            warnings.warn(
+                f"plan file '{path}' still works, but was made under other "
+                f"circumstances: {found}. A new plan may be faster",
+                StalePlanWarning,
+                stacklevel=stacklevel,
+            )
+
+    def _forbidden(self, stored: StoredPlan) -> Iterator[str]:
+        """Tables as the planner's constraints do not want them."""
+        if self.planner is None:
+            return
+        constraints = planner_part(self.planner, "constraints") or {}
+        ranks = {}
+        for path, name, sharding in plan_entries(stored.plan):
+            full_name = f"{path}.{name}" if path else name
+            ranks[full_name] = sharding.ranks
+            asked = constraints.get(name) or ParameterConstraints()
+            for field, allowed, found in (
+                ("sharding_types", asked.sharding_types, sharding.sharding_type),
+                ("compute_kernels", asked.compute_kernels, sharding.compute_kernel),
+            ):
+                if allowed and found not in allowed:
+                    yield _mismatch(
+                        f"{field} of table '{full_name}'", tuple(allowed), found
+                    )
+        if isinstance(self.planner, NeuroShardPlanner):
+            placement = self.planner.placement_constraints
+            rules = placement.rules(ranks, stored.fingerprint.world_size)
+            held = {rules.index[name]: found for name, found in ranks.items()}
+            if rules and (violation := rules.violation(held)):
+                yield f"placement: {violation}"
 
 
 def save_plan(
@@ -522,9 +415,6 @@ def save_plan(
     planner: EmbeddingPlannerBase | None = None,
     topology: Topology | None = None,
     batch_size: int | None = None,
-    cost_model: str | CostModel | None = None,
-    result: SearchResult | None = None,
-    sharders: Sequence[ModuleSharder[Any]] | None = None,
 ) -> None:
     """Write a plan and what it was made for; call it on one rank.
 
@@ -535,29 +425,26 @@ def save_plan(
         plan: What a planner returned.
         path: The file; it is replaced whole or not at all.
         model: The model, as it was before `DistributedModelParallel` took it.
-        planner: The planner, TorchRec's or this package's; in place of the next three.
+        planner: The planner, TorchRec's or this package's; in place of the next two.
+            What its last plan costs is stored with that plan.
         topology: The ranks that the plan is for.
         batch_size: Samples per rank. None: not known.
-        cost_model: The cost model or its name. None: not known.
-        result: Predicted costs. None: the planner's `last_result`, if it has one.
-        sharders: Of the model. None: those that the planner last planned with.
 
     Raises:
         ConfigError: Neither a planner nor a topology is given, or both are.
         PlanFileError: The plan does not belong to the model, or holds settings that
             cannot be stored.
     """
-    job = _Job.of(planner, topology, batch_size, cost_model, sharders)
+    job = _Job.of(planner, topology, batch_size)
     fingerprint = job.fingerprint(*model_tables(plan.plan, model))
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
-    found = None if result is None else _predicted(result)
-    if found is None and isinstance(planner, NeuroShardPlanner):
+    known = None
+    if isinstance(planner, NeuroShardPlanner) and plan == planner.last_plan:
         known = planner.last_known
-        found = None if known is None else _known(known, plan == planner.last_plan)
     data = {
         "format": _FORMAT,
         "schema": PLAN_SCHEMA_VERSION,
-        "fingerprint": fingerprint.to_json(),
+        "fingerprint": to_fields(fingerprint),
         "plan": {
             module_path: {
                 name: _encode_sharding(f"{module_path}.{name}", sharding)
@@ -565,7 +452,7 @@ def save_plan(
             }
             for module_path, module_plan in plan.plan.items()
         },
-        "predicted": found,
+        "predicted": None if known is None else _predicted(known),
     }
     text = json_text(data)
     try:
@@ -582,7 +469,6 @@ def load_plan(
     planner: EmbeddingPlannerBase | None = None,
     topology: Topology | None = None,
     batch_size: int | None = None,
-    cost_model: str | CostModel | None = None,
     sharders: Sequence[ModuleSharder[Any]] | None = None,
 ) -> ShardingPlan:
     """Read a plan that `save_plan` wrote, if it fits this job.
@@ -595,38 +481,35 @@ def load_plan(
     Args:
         path: The file.
         model: The model, not yet in `DistributedModelParallel`.
-        planner: The planner that would plan; in place of the next three. One of this
+        planner: The planner that would plan; in place of the next two. One of this
             package reports on the plan afterwards, by the costs that it knows now.
         topology: The ranks to run on.
         batch_size: Samples per rank. None: not compared.
-        cost_model: The cost model or its name. None: not compared.
-        sharders: Of the model. None: those that the planner last planned with, if any;
-            else codecs and repeated ids are not compared.
+        sharders: Of the model. None: those that the planner last planned with, if any.
 
     Returns:
         The plan, equal to the one stored.
 
     Raises:
         ConfigError: Neither a planner nor a topology is given, or both are.
-        PlanMismatchError: Tables, ranks or devices are not those of the plan, it breaks
-            the planner's placement constraints, or names modules that the sharders do
-            not take.
+        PlanMismatchError: Tables, ranks or devices are not those of the plan, the
+            planner's constraints forbid it, or no sharder takes its modules.
         PlanFileError: The file is missing, damaged, or of a later version.
 
     Warns:
         UserWarning: Where the sharders are not known, modules that TorchRec's do not
             take.
-        StalePlanWarning: Memory, bandwidths, batch size, pooling factors, cost model,
-            the pipeline, the rest of the model, the sharding group, placement
-            constraints, codecs of collectives, the treatment of repeated ids or package
-            versions are not those of the plan: it works, but a new one may be better.
+        StalePlanWarning: Memory, batch size, cost model, pipeline, sharding group or
+            TorchRec's release are not those of the plan: it works, but a new one may
+            be better.
     """
-    job = _Job.of(planner, topology, batch_size, cost_model, sharders)
+    job = _Job.of(planner, topology, batch_size)
     stored = read_plan(path)
     current = job.fingerprint(*model_tables(stored.plan.plan, model))
-    _check_fits(stored.fingerprint, current, path, stacklevel=3)
-    _check_paths(stored.plan, model, job.sharders, path)
-    job.check_placement(stored, path)
+    job.check(stored, current, path, stacklevel=3)
+    if sharders is None and isinstance(planner, NeuroShardPlanner):
+        sharders = planner.last_model[1] if planner.last_model else None
+    _check_paths(stored.plan, model, sharders, path)
     if isinstance(planner, NeuroShardPlanner):
         planner.adopt(stored.plan, model)
     return stored.plan
@@ -670,11 +553,14 @@ def read_plan(path: str | Path) -> StoredPlan:
             "store the result with save_plan"
         ) from error
     except ValueError as error:
-        named = _FORMAT.encode() in Path(path).read_bytes()
-        why = (_damaged if named else _no_plan)(path, f"it is not JSON ({error})")
-        raise PlanFileError(why) from error
+        raise PlanFileError(
+            f"'{path}' is not a plan file, or is damaged: it is not JSON "
+            f"({error!s:.500}). {_WAY_OUT}"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        raise PlanFileError(_no_plan(path, f"its format is not '{_FORMAT}'"))
+        raise PlanFileError(
+            f"'{path}' is not a plan file: its format is not '{_FORMAT}'. {_WAY_OUT}"
+        )
     schema = data.get("schema")
     if schema != PLAN_SCHEMA_VERSION:
         raise PlanFileError(
@@ -683,14 +569,17 @@ def read_plan(path: str | Path) -> StoredPlan:
             "plan anew"
         )
     try:
-        fingerprint = PlanFingerprint.from_json(data["fingerprint"])
+        fields = {f.name for f in dataclasses.fields(PlanFingerprint)}
+        made_for = {k: v for k, v in data["fingerprint"].items() if k in fields}
+        fingerprint = from_fields(PlanFingerprint, made_for)
         plan = _decode_plan(data["plan"])
         predicted = data["predicted"]
         check_plan(plan, fingerprint.tables, fingerprint.world_size)
-    except PlanFileError as error:
-        raise PlanFileError(_damaged(path, str(error))) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise PlanFileError(_damaged(path, repr(error))) from error
+        reason = error if isinstance(error, PlanFileError) else repr(error)
+        raise PlanFileError(
+            f"plan file '{path}' is damaged: {reason!s:.500}. {_WAY_OUT}"
+        ) from error
     return StoredPlan(plan=plan, fingerprint=fingerprint, predicted=predicted)
 
 
@@ -698,61 +587,18 @@ class NeuroShardPlanLoader(PlanLoader):
     """Makes any of TorchRec's planners return a stored plan instead of searching.
 
     The planner's own loop goes on around it: reservation, callbacks, statistics and
-    validators see the stored plan as if it had been found anew.
+    validators see the stored plan as if it had just been found.
 
         planner.plan_loader = NeuroShardPlanLoader("plan.json", planner)
 
-    Where the loader must exist before the planner (`plan_loader=...`), give it the
-    planner's enumerator and topology:
-
-        loader = NeuroShardPlanLoader(path, enumerator=enumerator, topology=topology)
-        planner = EmbeddingShardingPlanner(
-            topology=topology, enumerator=enumerator, plan_loader=loader
-        )
-
-    TorchRec takes from the stored plan only shards and ranks; caching and the other
-    settings of a table are those of the planner's constraints. A plan with caches of
-    other sizes is therefore refused.
-
     Args:
-        path: A file that `save_plan` wrote.
-        planner: The planner; in place of the next four.
-        enumerator: The planner's enumerator.
-        topology: The ranks to run on.
-        batch_size: Samples per rank. None: not compared.
-        cost_model: The cost model or its name. None: not compared.
-        missing_ok: Whether the planner may search where the file does not exist.
-
-    Raises:
-        ConfigError: Neither a planner nor an enumerator and a topology are given, or
-            both are.
+        path: The file.
+        planner: The planner that takes it.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        planner: EmbeddingPlannerBase | None = None,
-        *,
-        enumerator: Enumerator | None = None,
-        topology: Topology | None = None,
-        batch_size: int | None = None,
-        cost_model: str | CostModel | None = None,
-        missing_ok: bool = False,
-    ) -> None:
-        if (planner is None) == (enumerator is None):
-            raise ConfigError(
-                "a plan loader looks up a planner's search space: pass the planner, or "
-                "its enumerator and topology"
-            )
+    def __init__(self, path: str | Path, planner: EmbeddingPlannerBase) -> None:
         self._path = Path(path)
-        self._enumerator: Any = enumerator
-        self._costs: PlanCosts | None = None
-        if planner is not None:
-            self._enumerator = planner_part(planner, "enumerator")
-        if isinstance(planner, NeuroShardPlanner):
-            self._costs = planner.costs
-        self._job = _Job.of(planner, topology, batch_size, cost_model)
-        self._missing_ok = missing_ok
+        self._planner = planner
 
     def get_plan_id(self) -> str:
         """Return what TorchRec calls the plan in its log: the file's name."""
@@ -762,39 +608,33 @@ class NeuroShardPlanLoader(PlanLoader):
         """Return no hash: `load` compares field by field, and says what differs."""
         return None
 
-    def load(self) -> dict[int, ShardingOption] | None:
+    def load(self) -> dict[int, ShardingOption]:
         """Return the stored shards, by the hash of the option they belong to.
-
-        Returns:
-            What TorchRec's planners take; None, with a line in the log, where the file
-            does not exist and `missing_ok`.
 
         Raises:
             PlanMismatchError: Tables, ranks or devices are not those of the plan, or
-                the planner's constraints allow it no longer.
+                the planner may not choose it.
             PlanFileError: The file is missing, damaged, or of a later version.
 
         Warns:
             StalePlanWarning: See `load_plan`.
         """
-        if self._missing_ok and not self._path.exists():
-            logger.info("no plan file '%s' yet; planning", self._path)
-            return None
         stored = read_plan(self._path)
-        space: list[ShardingOption] = self._enumerator.last_stored_search_space
+        job = _Job.of(self._planner, None, None)
+        enumerator = planner_part(self._planner, "enumerator")
+        space: list[ShardingOption] = enumerator.last_stored_search_space
         modules = {option.path: option.module[1] for option in space}
-        current = self._job.fingerprint(
+        current = job.fingerprint(
             tables_of(modules.items()), stored.fingerprint.unsharded
         )
-        _check_fits(stored.fingerprint, current, self._path, stacklevel=4)
-        self._job.check_placement(stored, self._path)
+        job.check(stored, current, self._path, stacklevel=4)
         loaded = {}
         for path, name, sharding in plan_entries(stored.plan):
             option = self._find(space, path, name, sharding)
             loaded[option.storage_hash()] = with_shards(option, sharding)
-        self._enumerator.populate_estimates(list(loaded.values()))
-        if self._costs is not None:
-            self._costs.attribute(list(loaded.values()))
+        enumerator.populate_estimates(list(loaded.values()))
+        if isinstance(self._planner, NeuroShardPlanner):
+            self._planner.costs.attribute(list(loaded.values()))
         return loaded
 
     def _find(
@@ -805,125 +645,55 @@ class NeuroShardPlanLoader(PlanLoader):
         sharding: ParameterSharding,
     ) -> ShardingOption:
         """Return the option of the search space that the stored table is one of."""
-        wanted = sharding.sharding_type, sharding.compute_kernel
-        offered = []
+        wanted = _way(sharding)
+        offered: dict[str, ShardingOption] = {}
         for option in space:
             if (option.path, option.name) == (path, name):
-                found = option.sharding_type, option.compute_kernel
-                if found == wanted and _same_cache(option, sharding):
-                    return option
-                offered.append(_way(*found, option.cache_params))
-        mismatch = PlanMismatch(
-            field=f"sharding of table '{f'{path}.{name}' if path else name}'",
-            expected=" or ".join(sorted(set(offered))),
-            found=_way(*wanted, sharding.cache_params),
-        )
+                offered.setdefault(_way(option), option)
+        if wanted in offered:
+            return offered[wanted]
+        table = f"sharding of table '{f'{path}.{name}' if path else name}'"
         raise PlanMismatchError(
             f"plan file '{self._path}' holds what the planner may not choose: "
-            f"{mismatch}. Change the constraints, or use load_plan, which asks no "
-            "planner",
-            [mismatch],
+            f"{_mismatch(table, ' or '.join(sorted(offered)), wanted)}. Change the "
+            "constraints, or use load_plan, which restores all settings"
         )
 
 
-def _same_cache(option: ShardingOption, sharding: ParameterSharding) -> bool:
-    """Whether TorchRec, which takes caches from options, gives a plan's its size."""
-    if not has_cache(option):
-        return True
-    sizes = [p and p.load_factor for p in (option.cache_params, sharding.cache_params)]
-    return bool(sizes[0] == sizes[1])
-
-
-def _way(sharding_type: str, compute_kernel: str, params: CacheParams | None) -> str:
-    """Name a way to shard a table, with the size of its cache where that is given."""
-    load = params.load_factor if params is not None else None
+def _way(found: ShardingOption | ParameterSharding) -> str:
+    """Name how a table is sharded, with the size of its cache where that is given."""
+    is_cached = found.compute_kernel == EmbeddingComputeKernel.FUSED_UVM_CACHING.value
+    params = found.cache_params if is_cached else None
+    load = None if params is None else params.load_factor
     size = "" if load is None else f", cache_params.load_factor={load:g}"
-    return f"{sharding_type}/{compute_kernel}{size}"
+    return f"{found.sharding_type}/{found.compute_kernel}{size}"
 
 
-def _exchanges(sharders: Iterable[ModuleSharder[Any]]) -> dict[str, str]:
-    found = {}
-    for sharder in sharders:
-        told = [
-            f"{name} {forward.name}/{backward.name}"
-            for name, (forward, backward) in sorted(wire_codecs(sharder).items())
-        ]
-        if removes_repeats(sharder):
-            told.append("repeated ids once")
-        if told:
-            found[sharder.module_type.__name__] = ", ".join(told)
-    return found
-
-
-def _versions() -> dict[str, str]:
-    found = {"torchrec_neuroshard": __version__}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _predicted(result: SearchResult) -> dict[str, Any]:
+def _predicted(known: KnownPlan) -> dict[str, Any]:
+    """Return what a planner knows of its last plan."""
+    result, bottleneck = known.result, known.bottleneck
     return {
         **result.predicted.to_json(),
         "lower_bound_ms": result.lower_bound_ms,
         "gap": result.gap if math.isfinite(result.gap) else None,
         "bound_is_proven": result.bound_is_proven,
+        "tables": [to_fields(table) for table in known.tables],
+        "memory_bytes": list(known.memory_bytes),
+        "bottleneck": None if bottleneck is None else to_fields(bottleneck),
     }
 
 
-def _known(known: KnownPlan, is_this: bool) -> dict[str, Any]:
-    """Return what a planner knows of its last plan, the tables if it is this one."""
-    found = _predicted(known.result)
-    if is_this:
-        bottleneck = known.bottleneck
-        found["tables"] = [to_fields(table) for table in known.tables]
-        found["memory_bytes"] = list(known.memory_bytes)
-        found["bottleneck"] = None if bottleneck is None else to_fields(bottleneck)
-    return found
-
-
-def _check_fits(
-    stored: PlanFingerprint,
-    current: PlanFingerprint,
-    path: str | Path,
-    *,
-    stacklevel: int,
-) -> None:
-    """Refuse a plan that cannot be right; warn of one that may not be the best."""
-    invalid = list(_invalid(stored, current))
-    if invalid:
-        raise PlanMismatchError(
-            f"plan file '{path}' was made for another job: "
-            f"{'; '.join(map(str, invalid))}. Plan anew, or start the job that the "
-            "plan belongs to",
-            invalid,
-        )
-    stale = list(_stale(stored, current))
-    if stale:
-        warnings.warn(
-            f"plan file '{path}' still works, but was made under other circumstances: "
-            f"{'; '.join(map(str, stale))}. A new plan may be faster",
-            StalePlanWarning,
-            stacklevel=stacklevel,
-        )
-
-
-def _invalid(
-    stored: PlanFingerprint, current: PlanFingerprint
-) -> Iterator[PlanMismatch]:
+def _invalid(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:
     """Differences that make a plan wrong."""
     theirs = {t.full_name: t for t in stored.tables}
     ours = {t.full_name: t for t in current.tables}
     for name in sorted(theirs.keys() | ours.keys()):
         if name not in theirs or name not in ours:
-            yield PlanMismatch(
-                field=f"table '{name}'",
-                expected="a table" if name in ours else "no such table",
-                found="a table" if name in theirs else "no such table",
+            here, there = (
+                "a table" if name in known else "no such table"
+                for known in (ours, theirs)
             )
+            yield _mismatch(f"table '{name}'", here, there)
             continue
         for field in dataclasses.fields(PlanTable):
             a, b = getattr(ours[name], field.name), getattr(theirs[name], field.name)
@@ -935,53 +705,25 @@ def _invalid(
             yield _mismatch(field_name, a, b)
 
 
-def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[PlanMismatch]:
+def _stale(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:
     """Differences under which another plan may be better."""
-    groups = current.sharding_group, stored.sharding_group
-    if groups[0] != groups[1]:
-        yield _mismatch("sharding group", *(g or "all ranks" for g in groups))
     for field_name in (
         "memory_bytes",
-        "host_memory_bytes",
+        "sharding_group",
         "batch_size",
         "cost_model",
-        "hardware",
         "pipeline_type",
-        "placement",
-        "exchanges",
     ):
         a, b = getattr(current, field_name), getattr(stored, field_name)
         if a != b and a is not None and b is not None:
             yield _mismatch(field_name, a, b)
-    ours, theirs = current.gb_per_s or {}, stored.gb_per_s or {}
-    for name in sorted(ours.keys() & theirs.keys()):
-        if not math.isclose(ours[name], theirs[name], rel_tol=1e-3):
-            yield _mismatch(f"{name} [GB/s]", ours[name], theirs[name])
-    if current.dense_ms and stored.dense_ms:
-        ours, theirs = current.dense_ms.to_json(), stored.dense_ms.to_json()
-        for name, ms in ours.items():
-            if not math.isclose(ms, theirs[name], rel_tol=_SAME_MEASURED):
-                yield _mismatch(f"dense_ms.{name}", ms, theirs[name])
-    ours, theirs = current.pooling_factors or {}, stored.pooling_factors or {}
-    changed = [
-        name
-        for name in sorted(ours.keys() & theirs.keys())
-        if not math.isclose(ours[name], theirs[name], rel_tol=_SAME_MEASURED)
-    ]
-    for name in changed[:_MOST_NAMED]:
-        yield _mismatch(f"pooling factor of table '{name}'", ours[name], theirs[name])
-    if more := changed[_MOST_NAMED:]:
-        total, before = (sum(p[n] for n in more) for p in (ours, theirs))
-        yield _mismatch(f"those of {len(more)} more tables together", total, before)
-    for package in sorted(current.versions.keys() | stored.versions.keys()):
-        a = current.versions.get(package, "none")
-        b = stored.versions.get(package, "none")
-        if a != b:
-            yield _mismatch(f"version of {package}", a, b)
+    a, b = (f.versions.get("torchrec", "none") for f in (current, stored))
+    if a != b:
+        yield _mismatch("version of torchrec", a, b)
 
 
-def _mismatch(field: str, expected: Any, found: Any) -> PlanMismatch:
-    return PlanMismatch(field=field, expected=_show(expected), found=_show(found))
+def _mismatch(field: str, expected: Any, found: Any) -> str:
+    return f"{field}: expected {_show(expected)}, found {_show(found)}"
 
 
 def _show(value: Any) -> str:
@@ -992,17 +734,6 @@ def _show(value: Any) -> str:
     if len(value) > 1 and len(set(value)) == 1:
         return f"{len(value)} x {value[0]}"
     return ", ".join(map(str, value)) or "none"
-
-
-def _damaged(path: str | Path, reason: str) -> str:
-    return f"plan file '{path}' is damaged: {reason:.500}. Restore it, or plan anew"
-
-
-def _no_plan(path: str | Path, reason: str) -> str:
-    return (
-        f"'{path}' is not a plan file: {reason:.500}. Name a file that save_plan or "
-        "neuroshard plan --out wrote"
-    )
 
 
 def _encode_sharding(where: str, sharding: ParameterSharding) -> dict[str, Any]:
