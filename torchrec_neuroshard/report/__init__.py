@@ -20,7 +20,6 @@ from torchrec_neuroshard.report.plan_report import PlanReport
 from torchrec_neuroshard.report.rehearsal import (
     RankRehearsal,
     Rehearsal,
-    TableFault,
 )
 from torchrec_neuroshard.report.sweep import Sweep, SweepCell
 
@@ -40,7 +39,6 @@ __all__ = [
     "SplitReport",
     "Sweep",
     "SweepCell",
-    "TableFault",
     "TableMove",
     "TableReport",
     "WeightSync",

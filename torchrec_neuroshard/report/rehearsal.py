@@ -9,26 +9,11 @@ from typing import Any
 
 from torchrec_neuroshard.placement import format_bytes
 
-__all__ = ["RankRehearsal", "Rehearsal", "TableFault"]
+__all__ = ["RankRehearsal", "Rehearsal"]
 
 MAX_RANKS = 32
 """Ranks shown one by one; of more, the fullest ones."""
 _GIB = 2**30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TableFault:
-    """Why a rank cannot run a plan."""
-
-    table: str
-    """Full name; "" where no one table is to blame."""
-    cause: str
-    way_out: str
-
-    def __str__(self) -> str:
-        """Return it as a sentence or two."""
-        name = f"table '{self.table}': " if self.table else ""
-        return f"{name}{self.cause}. {self.way_out}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,26 +32,21 @@ class RankRehearsal:
     cache_bytes: float
     activation_bytes: float
     """At the peak of a step, beside what is there at rest."""
-    instant: str
-    """When the peak is; one of `planner.costs.memory.INSTANTS`, "" on CPUs."""
     memory_bytes: int
     """What the device has."""
-    faults: tuple[TableFault, ...]
+    faults: tuple[str, ...]
+    """Why it cannot run the plan: the table, the cause and the way out."""
 
     @property
-    def static_bytes(self) -> float:
-        """What is there at rest."""
+    def peak_bytes(self) -> float:
+        """The most that the rank takes."""
         return (
             self.weights_bytes
             + self.optimizer_bytes
             + self.index_bytes
             + self.cache_bytes
+            + self.activation_bytes
         )
-
-    @property
-    def peak_bytes(self) -> float:
-        """The most that the rank takes."""
-        return self.static_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,19 +131,14 @@ def _lines(report: Rehearsal) -> Iterator[str]:
     if faulty:
         yield ""
         yield "Faults:"
-        yield from _fault_lines(faulty)
+        ranks_of: dict[str, list[int]] = {}
+        for rank in faulty:
+            for fault in rank.faults:
+                ranks_of.setdefault(fault, []).append(rank.rank)
+        for fault, where in ranks_of.items():
+            some = ", ".join(map(str, where[:8])) + ", ..." * (len(where) > 8)
+            yield f"- rank{'s' * (len(where) > 1)} {some}: {fault}"
     if report.notes:
         yield ""
         yield "Notes:"
         yield from (f"- {text}" for text in report.notes)
-
-
-def _fault_lines(faulty: list[RankRehearsal]) -> Iterator[str]:
-    """Each fault once, with the ranks that have it."""
-    ranks: dict[TableFault, list[int]] = {}
-    for rank in faulty:
-        for fault in rank.faults:
-            ranks.setdefault(fault, []).append(rank.rank)
-    for fault, where in ranks.items():
-        some = ", ".join(map(str, where[:8])) + (", ..." if len(where) > 8 else "")
-        yield f"- rank{'s' if len(where) > 1 else ''} {some}: {fault}"

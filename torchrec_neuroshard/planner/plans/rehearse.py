@@ -27,10 +27,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
+    Shard,
     ShardingOption,
     Topology,
 )
@@ -43,7 +45,7 @@ from torchrec.distributed.types import (
 )
 
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.placement import capitalised, format_bytes
+from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.planner.compat import (
     all_lookups,
     pipeline_name,
@@ -60,18 +62,15 @@ from torchrec_neuroshard.planner.costs.memory import RankMemory
 from torchrec_neuroshard.planner.options.checks import check_sharders
 from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
-    OFFLOADED_KERNELS,
-    RunFault,
     TableReader,
     device_tier,
     has_cache,
-    is_pooled,
     loads_ahead,
     table_name,
 )
 from torchrec_neuroshard.planner.parts.shard_estimators import StorageEstimator
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import RankRehearsal, Rehearsal, TableFault
+from torchrec_neuroshard.report import RankRehearsal, Rehearsal
 from torchrec_neuroshard.schedules import PREFETCHING
 
 __all__ = ["rehearse"]
@@ -150,41 +149,29 @@ def rehearse(
             f"{len(unknown)} of {len(options)} tables count with TorchRec's estimate "
             f"of their memory, '{unknown[0]}' among them"
         )
-    params = sharder_params(sharders_by_type(given))
-    prefetches = pipeline_name(pipeline_type) == PREFETCHING
-    unready = {
-        table_name(o)
-        for o in options
-        if prefetches
-        and has_cache(o)
-        and not (loads_ahead(o) or params[o.module_type_key].get("prefetch_pipeline"))
-    }
-    kernels = _own_faults(options, unready, topology, reader)
+    faults = _own_faults(options, given, pipeline_type, topology, reader)
     ranks = []
     for rank, found in enumerate(memory):
         shards = [(o, s) for o in options for s in o.shards if s.rank == rank]
-        held = [(o, s) for o, s in shards if s.size[0]]
         available = _available(topology, rank)
-        faults = [*kernels[rank]]
         if rank in errors:
-            faults.append(_explain(errors[rank], options))
+            faults[rank].append(_explain(errors[rank]))
         if found.peak > available:
-            faults.append(_overflow(rank, found, available, held, topology))
+            faults[rank].append(_overflow(rank, found, available, shards, topology))
         if fault := _host_overflow(shards, topology, rank):
-            faults.append(fault)
+            faults[rank].append(fault)
         ranks.append(
             RankRehearsal(
                 rank=rank,
-                num_shards=len(held),
+                num_shards=sum(bool(s.size[0]) for _, s in shards),
                 num_kernels=built.get(rank, found.num_kernels),
                 weights_bytes=found.static.weights,
                 optimizer_bytes=found.static.optimizer,
                 index_bytes=found.static.index_tables,
                 cache_bytes=found.static.cache,
                 activation_bytes=found.activations,
-                instant=found.instant,
                 memory_bytes=available,
-                faults=tuple(faults),
+                faults=tuple(faults[rank]),
             )
         )
     return Rehearsal(
@@ -206,32 +193,31 @@ def _available(topology: Topology, rank: int) -> int:
 
 def _own_faults(
     options: Sequence[ShardingOption],
-    unready: set[str],
+    sharders: Sequence[ModuleSharder[Any]],
+    pipeline_type: Any,
     topology: Topology,
     reader: TableReader,
-) -> list[list[TableFault]]:
-    """What kernels of each rank refuse, or get wrong, but only when they run.
-
-    Args:
-        options: Of the plan.
-        unready: Tables whose caches the pipeline loads ahead though they cannot be.
-        topology: The devices.
-        reader: Of the tables.
-    """
-    found: list[list[TableFault]] = [[] for _ in topology.devices]
+) -> list[list[str]]:
+    """What kernels of each rank refuse, or get wrong, but only when they run."""
+    params = sharder_params(sharders_by_type(sharders))
+    prefetches = pipeline_name(pipeline_type) == PREFETCHING
+    found: list[list[str]] = [[] for _ in topology.devices]
     for option in options:
-        fault, table = reader.run_fault(option, topology), table_name(option)
-        if fault is None and table in unready:
-            fault = RunFault(
+        fault = reader.run_fault(option, topology)
+        text = fault and f"{fault.cause}. {fault.way_out}"
+        is_ready = loads_ahead(option) or params[option.module_type_key].get(
+            "prefetch_pipeline"
+        )
+        if not text and prefetches and has_cache(option) and not is_ready:
+            text = (
                 f"{PREFETCHING} loads its cache ahead, and its cache_params are "
-                "without prefetch_pipeline: the backward pass may write to wrong rows",
-                "Plan with this pipeline_type, or set "
-                "cache_params=CacheParams(prefetch_pipeline=True) in its constraints",
+                "without prefetch_pipeline: the backward pass may write to wrong rows. "
+                "Set cache_params=CacheParams(prefetch_pipeline=True) in its "
+                "constraints, or plan with this pipeline_type"
             )
-        if fault is not None:
-            told = TableFault(table=table, cause=fault.cause, way_out=fault.way_out)
+        if text:
             for rank in {shard.rank for shard in option.shards}:
-                found[rank].append(told)
+                found[rank].append(f"table '{table_name(option)}': {text}")
     return found
 
 
@@ -239,68 +225,47 @@ def _overflow(
     rank: int,
     found: RankMemory,
     available: int,
-    held: Sequence[Any],
+    shards: Sequence[tuple[ShardingOption, Shard]],
     topology: Topology,
-) -> TableFault:
-    """Blame the largest shard."""
-    on_cpu = topology.compute_device == "cpu"
-    need = found.overflow(rank, available, available)
-    if not held:
-        return TableFault(
-            table="",
-            cause=f"{need}, all of it for the outputs of its own samples",
-            way_out="Lower batch_size",
-        )
+) -> str:
+    """Say what a rank lacks, and name its largest shard."""
     tier = device_tier(topology)
-    option, shard = max(held, key=lambda pair: getattr(pair[1].storage, tier))
-    rows, width = (int(n) for n in shard.size)
-    others = {"row_wise": "row-wise", "column_wise": "column-wise"}
-    others.pop(option.sharding_type, None)
-    if on_cpu and is_pooled(option):  # of which TorchRec splits no rows there
-        others.pop("row_wise", None)
-    ways_out = ["plan with this memory and batch_size"]
-    if others:
-        ways_out.append(f"allow {' or '.join(others.values())} sharding for it")
-    if not on_cpu and option.compute_kernel not in OFFLOADED_KERNELS:
-        ways_out.append("keep it in the host's memory (fused_uvm_caching)")
-    text = ", ".join([*ways_out, "lower batch_size or raise world_size"])
-    return TableFault(
-        table=table_name(option),
-        cause=f"{need}; its largest shard is one of this table's, {rows} x {width} "
-        f"({option.sharding_type}, {option.compute_kernel})",
-        way_out=capitalised(text),
+    largest = ""
+    if shards:
+        option, shard = max(shards, key=lambda pair: getattr(pair[1].storage, tier))
+        rows, width = (int(n) for n in shard.size)
+        largest = (
+            f"; its largest shard is {rows} x {width} of table '{table_name(option)}' "
+            f"({option.sharding_type}, {option.compute_kernel})"
+        )
+    return (
+        f"{found.overflow(rank, available, available)}{largest}. Plan with this memory "
+        "and batch_size, lower batch_size or raise world_size"
     )
 
 
 def _host_overflow(
-    shards: Sequence[Any], topology: Topology, rank: int
-) -> TableFault | None:
-    """Blame the largest of the shards that a GPU's rank keeps in its host's memory."""
+    shards: Sequence[tuple[ShardingOption, Shard]], topology: Topology, rank: int
+) -> str | None:
+    """Say what a GPU's rank lacks of its host's memory, and name its largest table."""
     available = int(topology.devices[rank].storage.ddr)
     need = sum(s.storage.ddr for _, s in shards)
     if topology.compute_device == "cpu" or need <= available:
         return None
     option, shard = max(shards, key=lambda pair: pair[1].storage.ddr)
-    ranks = int(topology.world_size)
-    return TableFault(
-        table=table_name(option),
-        cause=f"the rank keeps {format_bytes(need)} in the host's memory, of which it "
-        f"has {format_bytes(available)}; {format_bytes(shard.storage.ddr)} of it are "
-        f"this table's ({option.sharding_type}, {option.compute_kernel})",
-        way_out="Plan with this memory (the topology's ddr_cap)"
-        + ", spread its rows or columns over more ranks" * (option.num_shards < ranks)
-        + " or raise world_size",
+    return (
+        f"rank {rank} keeps {format_bytes(need)} in the host's memory, of which it has "
+        f"{format_bytes(available)}; its largest shard there is "
+        f"{format_bytes(shard.storage.ddr)} of table '{table_name(option)}'. Plan with "
+        "this memory (the topology's ddr_cap), or raise world_size"
     )
 
 
-def _explain(error: Exception, options: Sequence[ShardingOption]) -> TableFault:
+def _explain(error: Exception) -> str:
     text = " ".join(str(error).split())[:400]
-    named = [table_name(o) for o in options if f"'{o.name}'" in text or o.name in text]
-    return TableFault(
-        table=named[0] if len(named) == 1 else "",
-        cause=f"DistributedModelParallel raises {type(error).__name__}: {text}",
-        way_out="Change the table's sharding in the plan, or plan again with "
-        "constraints that leave it out",
+    return (
+        f"DistributedModelParallel raises {type(error).__name__}: {text}. Change the "
+        "sharding of that table, or plan again with constraints that leave it out"
     )
 
 
@@ -319,14 +284,6 @@ def _build(
     if others := sorted(kernels - _BUILDABLE):
         return {}, {}, [f"not built: {', '.join(others)} tables need their devices"]
     world_size = int(topology.world_size)
-    try:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        with _rank(0, topology, FakeStore()):
-            pass
-    except Exception as error:  # whatever a release lacks
-        text = f"{type(error).__name__}: {error}"
-        return {}, {}, [f"not built, since torch {torch.__version__} cannot: {text}"]
     memo = _meta_tensors(model)
     built: dict[int, int] = {}
     errors: dict[int, Exception] = {}
