@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.errors import ConfigError, suggestion
 
 __all__ = [
     "TOO_LARGE",
@@ -362,7 +362,10 @@ def _of_dataclass(kind: Any) -> _Read:
             raise _wrong(where, "an object", value)
         for name in value:
             if name not in reads:
-                raise ValueError(f"unknown field {name!r:.60}")
+                raise ValueError(
+                    f"unknown field {name!r:.60}; "
+                    + suggestion(str(name), reads, "fields")
+                )
         found = {name: reads[name](v, name) for name, v in value.items()}
         if missing := required - value.keys():
             raise ValueError(f"field '{min(missing)}' is missing")

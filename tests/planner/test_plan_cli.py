@@ -218,13 +218,13 @@ def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
     ("option", "text", "message"),
     [
         ("constraints", "[]", "holds no constraints"),
-        ("constraints", "{", "'f.json' cannot be read as JSON"),
         ("constraints", '{"usr": {}}', "'usr', which the model .* did you mean 'user'"),
-        ("constraints", '{"user": 3}', "table 'user': expected an object"),
+        ("constraints", '{"user": 3}', "table 'user' in 'f.json': .* an object, got 3"),
         ("constraints", '{"user": {"min_part": 3}}', "mean 'min_partition'"),
-        ("constraints", '{"*": {"min_partition": "x"}}', "whole number.*got 'x'"),
-        ("constraints", '{"*": {"sharding_types": "row_wise"}}', r'such as \["row_w'),
+        ("constraints", '{"*": {"min_partition": "x"}}', "a number, whole.*got 'x'"),
+        ("constraints", '{"*": {"sharding_types": "row_wise"}}', "list, got 'row_wise"),
         ("constraints", '{"*": {"pooling_factors": [-1]}}', "pooling_factors.* -1"),
+        ("constraints", '{"*": {"cache_load_factor": 2}}', "at most 1, got 2"),
         (
             "constraints",
             '{"*": {"sharding_types": ["rowwise"]}}',
@@ -236,13 +236,10 @@ def test_constraints_of_all_tables_and_of_one(folder: Path) -> None:
             '"compute_kernels": ["fused"]}}',
             "constraints for user. No kernel of those",
         ),
-        ("constraints", '{"user": {}, "user": {}}', "'user' stands twice"),
-        ("placement", '{"pin": [1]}', "pin takes an object, table -> ranks"),
+        ("placement", '{"pin": [1]}', "pin must be an object, got"),
         ("placement", '{"pinned": {}}', "unknown field 'pinned'.*'pin'"),
-        ("placement", '{"apart": 3}', "take lists"),
         ("placement", '{"pin": {"user": [7]}}', "rank 7, which is not in 0 to 1"),
         ("profiles", '{"user": 3}', "'f.json', feature 'user': not a feature profile"),
-        ("profiles", '{"user": {"batch_size": "x"}}', "batch_size must be a number"),
         ("profiles", '{"usr": {"batch_size": 1, "num_lookups": 1}}', "mean 'user'"),
     ],
 )
@@ -286,7 +283,6 @@ def test_a_plan_of_another_path_and_bad_options_of_a_rehearsal(
     for options, message in (
         (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["--hbm-gib", "nan"], "--hbm-gib must be above 0 and finite, got nan"),
-        (["--pooling-factor", "usr=3"], "table 'usr', which .* did you mean 'user'"),
         (["--json", "no/r.json"], "cannot write 'no/r.json': no folder 'no'"),
     ):
         assert re.search(
@@ -300,16 +296,10 @@ def test_a_plan_of_another_path_and_bad_options_of_a_rehearsal(
         (["--card", "h10"], "unknown card 'h10'; did you mean 'h100'? Known are v100"),
         (["--ranks", "12"], "12 ranks do not fill whole nodes of 8"),
         (["--ranks", "0"], "there must be 1 to 65,536 ranks, got 0"),
-        (["--ranks", "1000000000"], "1 to 65,536 ranks, got 1000000000"),
-        (["--memory-gb", "inf"], "memory_gb must be above 0 and finite, got inf"),
         (["--out", "t.csv"], "cannot write 't.csv': that is read"),
         (["--out", "a", "--html", "./a"], "cannot write 'a': two options name it"),
         ([*QUICK, "--memory-gb", "1e-5"], "no plan for 't.csv': The reserved"),
-        (["--cost-model", "nowhere"], "unknown cost model 'nowhere'"),
         (["--search", "milp", "--seconds", "1"], "--seconds is for the default search"),
-        (["--out", "nowhere/plan.json"], "cannot write 'nowhere/plan.json': no folder"),
-        (["--profiles", "none.json"], "cannot read the profiles 'none.json'"),
-        (["--batch-size", "-1"], "batch_size is the number of samples"),
         (["--batch-size", "0"], "--batch-size is the samples per rank, at least 1"),
         (["--card", "cpu", "--memory-gb", "3"], "is the host's"),
     ],
@@ -354,20 +344,11 @@ def test_profiles_are_taken_from_a_file(
     assert "profiles of batches (1 feature)" in capsys.readouterr().out
 
 
-@pytest.mark.one_release
-@pytest.mark.filterwarnings("ignore:no cost model was measured")
-def test_the_page_runs(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_page_names_the_options_and_fields(
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its Python as it is; of its commands, the options are those that there are."""
     page = Path(__file__).parents[2] / "docs" / "command_line.md"
     text = page.read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    exec(code, {})
-    assert "it saves" in capsys.readouterr().out
-    assert "Tables that lie otherwise" in (folder / "compared.html").read_text()
     [constraints] = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
     (folder / "c.json").write_text(constraints)
     read = read_constraints("c.json", read_model("t.csv"))

@@ -8,8 +8,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from torchrec_neuroshard.errors import ConfigError, TableError, suggestion
+from torchrec_neuroshard.files import read_fields, to_fields
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, card_named
 from torchrec_neuroshard.planner.compat import accepted_arguments, sharders_by_type
 from torchrec_neuroshard.planner.options.checks import KNOWN_VALUES
@@ -283,44 +284,54 @@ def _collection(tables: Sequence[TableConfig]) -> EmbeddingBagCollection:
     return collection
 
 
-def _names(value: Any) -> list[str] | None:
-    is_list = isinstance(value, list) and all(isinstance(v, str) for v in value)
-    return value if is_list else None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TableConstraints:
+    """A table's constraints in a file: fields of TorchRec's, and of `cache_params`."""
+
+    sharding_types: Sequence[str] | None = None
+    compute_kernels: Sequence[str] | None = None
+    min_partition: int | None = None
+    pooling_factors: Sequence[float] | None = None
+    num_poolings: Sequence[float] | None = None
+    batch_sizes: Sequence[int] | None = None
+    enforce_hbm: bool | None = None
+    cache_load_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in KNOWN_VALUES.items():
+            for odd in [v for v in getattr(self, name) or () if v not in known]:
+                raise ValueError(
+                    f"{name} has '{odd:.60}', which TorchRec does not have; "
+                    + suggestion(odd, known, name.replace("_", " "))
+                )
+        if self.cache_load_factor is not None and not 0 < self.cache_load_factor <= 1:
+            raise ValueError(
+                "cache_load_factor must be above 0 and at most 1, got "
+                f"{self.cache_load_factor}"
+            )
+
+    def fields(self) -> dict[str, Any]:
+        """Return what is given, as TorchRec names and holds it."""
+        found = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name in self.__slots__
+            if (value := getattr(self, name)) is not None
+        }
+        if load := found.pop("cache_load_factor", None):
+            found["cache_params"] = CacheParams(load_factor=load)
+        if factors := found.get("pooling_factors"):
+            found["pooling_factors"] = GivenPoolingFactors(factors)
+        return found
 
 
-def _numbers(value: Any) -> list[float] | None:
-    if not isinstance(value, list) or not all(map(_is_number, value)):
-        return None
-    return value
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Placement:
+    """`PlacementConstraints` in a file."""
 
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-_CONSTRAINTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "sharding_types": ('a list such as ["row_wise"]', _names),
-    "compute_kernels": ('a list such as ["fused"]', _names),
-    "min_partition": (
-        "a whole number of columns",
-        lambda value: value if type(value) is int else None,
-    ),
-    "pooling_factors": (
-        "a list of numbers, one per feature",
-        lambda value: (found := _numbers(value)) and GivenPoolingFactors(found),
-    ),
-    "num_poolings": ("a list of numbers, one per feature", _numbers),
-    "batch_sizes": ("a list of numbers, one per feature", _numbers),
-    "enforce_hbm": (
-        "true or false",
-        lambda value: value if isinstance(value, bool) else None,
-    ),
-    "cache_load_factor": (
-        "a number above 0 and at most 1",
-        lambda value: value if _is_number(value) and 0 < value <= 1 else None,
-    ),
-}
-"""Field of a table's constraints in a file -> what it holds, and how that is read."""
+    pin: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    together: Sequence[Sequence[str]] = ()
+    apart: Sequence[Sequence[str]] = ()
+    forbid_ranks: Sequence[int] = ()
 
 
 def read_constraints(
@@ -352,38 +363,13 @@ def read_constraints(
     for name in sorted(tables):
         fields: dict[str, Any] = {}
         for entry in ("*", name):
-            fields |= _constraint_fields(str(path), entry, data.get(entry, {}))
-        if "cache_load_factor" in fields:
-            load = fields.pop("cache_load_factor")
-            fields["cache_params"] = CacheParams(load_factor=load)
+            what = f"constraints of table '{entry}' in '{path}'"
+            given = data.get(entry, {})
+            fields |= read_fields(_TableConstraints, given, ConfigError, what).fields()
         if fields:
             known = found.get(name) or ParameterConstraints()
             found[name] = dataclasses.replace(known, **fields)
     return found
-
-
-def _constraint_fields(path: str, table: str, entry: Any) -> dict[str, Any]:
-    where = f"'{path}', table '{table}'"
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where}: expected an object of fields, got {entry!r:.40}")
-    fields = {}
-    for field, value in entry.items():
-        if field not in _CONSTRAINTS:
-            raise ConfigError(
-                f"{where}: unknown field '{field!s:.60}'; "
-                + suggestion(str(field), _CONSTRAINTS, "fields")
-            )
-        kind, read = _CONSTRAINTS[field]
-        fields[field] = read(value)
-        if fields[field] is None:
-            raise ConfigError(f"{where}: {field} must be {kind}, got {value!r:.60}")
-        known = KNOWN_VALUES.get(field, ())
-        for odd in [v for v in fields[field] if v not in known] if known else ():
-            raise ConfigError(
-                f"{where}: {field} has '{odd:.60}', which TorchRec does not have; "
-                + suggestion(odd, known, field.replace("_", " "))
-            )
-    return fields
 
 
 def read_placement(path: str | Path) -> PlacementConstraints:
@@ -392,31 +378,12 @@ def read_placement(path: str | Path) -> PlacementConstraints:
     Raises:
         ConfigError: The file cannot be read, or a field is unknown or of another kind.
     """
-    data = read_document(path)
-    fields = [f.name for f in dataclasses.fields(PlacementConstraints)]
-    if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"'{path}' holds no placement constraints: expected an object with "
-            f"{', '.join(fields)}"
-        )
-    for field in data:
-        if field not in fields:
-            raise ConfigError(
-                f"'{path}': unknown field '{field!s:.60}'; "
-                + suggestion(str(field), fields, "fields")
-            )
-    if not isinstance(data.get("pin", {}), Mapping):
-        raise ConfigError(
-            f"'{path}': pin takes an object, table -> ranks, got {data['pin']!r:.60}"
-        )
+    data, what = read_document(path), f"placement constraints in '{path}'"
+    found = read_fields(_Placement, data, ConfigError, what)
     try:
-        return PlacementConstraints(**data)
+        return PlacementConstraints(**to_fields(found))
     except ConfigError as error:
         raise ConfigError(f"'{path}': {error}") from error
-    except TypeError as error:  # a number where a list is due
-        raise ConfigError(
-            f"'{path}': together, apart and forbid_ranks take lists ({error})"
-        ) from error
 
 
 def devices_named(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchrec.distributed.planner.types import ParameterConstraints, Topology
 
-from torchrec_neuroshard.errors import ConfigError, suggestion
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_outputs
 from torchrec_neuroshard.planner.cli.given_models import MODEL_HELP, read_model
 from torchrec_neuroshard.planner.cli.plan import planning, write_json
@@ -36,13 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pipeline",
         choices=list(SCHEDULES),
         help="of the training loop (the plan's)",
-    )
-    parser.add_argument(
-        "--pooling-factor",
-        action="append",
-        default=[],
-        metavar="TABLE=N[,N]",
-        help="ids per sample of a table's features (the plan's)",
     )
     parser.add_argument("--json", type=Path, help="write the report there, too")
 
@@ -74,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             _topology(made_for, args.hbm_gib),
             given.sharders,
             batch_size=batch_size,
-            constraints=_constraints(made_for, batch_size, args.pooling_factor),
+            constraints=_constraints(made_for, batch_size),
             pipeline_type=args.pipeline or made_for.pipeline_type,
         )
     print(report)
@@ -101,8 +94,9 @@ def _topology(made_for: PlanFingerprint, hbm_gib: float | None) -> Topology:
 
 
 def _constraints(
-    made_for: PlanFingerprint, batch_size: int, given: list[str]
+    made_for: PlanFingerprint, batch_size: int
 ) -> dict[str, ParameterConstraints]:
+    """Ids per sample and samples of each table, as the plan was made for."""
     known: dict[str, list[float]] = {}
     batch_sizes: dict[str, list[int]] = {}
     for table in made_for.tables:
@@ -114,20 +108,6 @@ def _constraints(
             batch_sizes[table.name] = [max(1, round(s * batch_size)) for s in shares]
         if factor is not None:
             known[table.name] = [factor / sum(shares)] * len(shares)
-    for text in given:
-        name, _, numbers = text.partition("=")
-        tables = {table.name for table in made_for.tables}
-        if numbers and name not in tables:
-            raise ConfigError(
-                f"--pooling-factor names table '{name:.60}', which the plan does not "
-                f"have; {suggestion(name, tables, 'tables')}"
-            )
-        try:
-            known[name] = [float(n) for n in numbers.split(",")]
-        except ValueError:
-            raise ConfigError(
-                f"--pooling-factor must be TABLE=N or TABLE=N,N, got '{text}'"
-            ) from None
     return {
         name: ParameterConstraints(
             pooling_factors=factors, batch_sizes=batch_sizes.get(name)
