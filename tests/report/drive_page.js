@@ -27,7 +27,6 @@ window.addEventListener("load", () => {
       const lines = all(".tip div").map((line) =>
         [...line.children].map(words).join(" "));
       plan.tip = lines.join("; ");
-      plan.hot = lines.filter((_, k) => all(".tip div")[k].className === "hot").pop();
       bars[0].click();
       plan.rank = words(view("tables").querySelector(".note"));
       view("tables").querySelector("td button").click();
@@ -52,13 +51,10 @@ window.addEventListener("load", () => {
       found.compared = compared;
     }
     {
-      const { at, all, view, names, press, fire } = inside("large");
+      const { at, all, view, names, press, words } = inside("large");
       const large = { "laid out": names("tables").length };
       const scroll = view("tables").querySelector(".scroll");
       large.costliest = names("tables")[0];
-      fire(view("tables").querySelector("tbody tr"), "mouseenter");
-      large.marked = all(".col").flatMap((col, k) =>
-        (col.classList.contains("lit") ? [k] : []));
       scroll.scrollTop = scroll.scrollHeight;
       scroll.dispatchEvent(new at.Event("scroll"));
       large["after scrolling"] = names("tables").length;
@@ -76,39 +72,13 @@ window.addEventListener("load", () => {
       select.dispatchEvent(new at.Event("change"));
       large["on rank 5"] = status.textContent;
       large["columns of ranks"] = all(".col").length;
-      found.large = large;
-    }
-    {
-      // A window that is not high holds what is near alone, until it is scrolled.
-      const { page, at, all, view, names, words } = inside("low");
-      const drawn = () => all("[data-view]").filter((v) => v.childElementCount)
-        .map((v) => v.dataset.view);
-      const low = { "at first": drawn() };
-      const bars = view("phases").querySelector(".chart");
-      const press = (key) => bars.dispatchEvent(
-        new at.KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-      low.stops = all("[tabindex='0'], button, input, select")
-        .filter((node) => { node.focus(); return page.activeElement === node; }).length;
-      ["End", "ArrowLeft", "ArrowRight", "ArrowRight", "ArrowLeft"].forEach(press);
-      low.now = bars.getAttribute("aria-valuenow");
-      low.said = bars.getAttribute("aria-valuetext");
-      low.tip = words(page.querySelector(".tip"));
-      press("Enter");
-      low["after Enter"] = drawn();
-      low.rank = words(view("tables").querySelector(".note"));
-      at.scrollTo(0, 1e6);
-      at.dispatchEvent(new at.Event("scroll"));
-      low["after scrolling"] = drawn();
-      at.dispatchEvent(new at.Event("beforeprint"));
-      low["on paper"] = drawn().length;
-      low["rows on paper"] = names("ranks").length;
-      low.lit = all(".col.on").length;
+      large.lit = all(".col.on").length;
       const heads = all("th", view("ranks"));
       heads[1].querySelector("button").click();
-      low.sorted = heads.map((head) => head.getAttribute("aria-sort"));
+      large.sorted = heads.map((head) => head.getAttribute("aria-sort"));
       view("ranks").querySelector("td button").click();
-      low["by the list"] = words(view("tables").querySelector(".note"));
-      found.low = low;
+      large["by the list"] = words(view("tables").querySelector(".note"));
+      found.large = large;
     }
     found.notebook = inside("notebook").names("tables");
   } catch (error) {

@@ -128,22 +128,6 @@ def test_a_table_stays_off_ranks_without_memory(
             assert "needs 250.00 KiB, more than any rank has free" in split.reason(1.0)
 
 
-def test_figures_of_huge_tables_stand_apart_from_their_neighbours() -> None:
-    simulator = make_simulator(staged_task())
-    report = explain(searched(simulator), simulator)
-    first = dataclasses.replace(
-        report.ranks[0],
-        num_shards=12_345_678,
-        columns=123_456_789,
-        used_bytes=2**54,
-        memory_bytes=2**55,
-    )
-    huge = dataclasses.replace(report, ranks=(first, *report.ranks[1:]))
-    line = next(li for li in str(huge).splitlines() if "123,456,789" in li)
-    figures = ["0", "12345678", "123,456,789", "16777216.00", "33554432.00"]
-    assert line.split()[:5] == figures
-
-
 def test_text_and_json_hold_the_figures() -> None:
     simulator = make_simulator(staged_task())
     result = dataclasses.replace(searched(simulator), warnings=("one thing",))
@@ -188,17 +172,6 @@ def test_of_many_ranks_the_slowest_and_the_least_loaded_are_shown() -> None:
     shown = [int(x.split()[0]) for x in lines if x[:5].strip().isdigit()]
     assert 3 in shown and len(shown) < 16
     assert "  ... of 64 ranks, those that are slowest and least loaded" in lines
-
-
-def test_a_split_that_does_not_pay_is_called_that() -> None:
-    simulator = make_simulator(staged_task())
-    placement = Placement.from_widths(
-        3, [(0, 64, 0), (5, 4, 0), (5, 60, 1), *((t, 64, 1) for t in range(1, 5))]
-    )
-    [split] = explain(as_result(simulator, placement), simulator).splits
-    assert "by itself the split does not pay" in split.reason(
-        simulator.evaluate(placement).critical_path_ms
-    )
 
 
 def test_without_column_shards_there_is_no_simulator_to_ask() -> None:
