@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,8 @@ from torchrec.distributed.types import CommOp
 
 from tests.builders import make_ebc, make_planner, make_tables, make_task
 from torchrec_neuroshard import FeatureProfile, rehearse
-from torchrec_neuroshard.errors import ConfigError, TableError
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement, WireCodec
-from torchrec_neuroshard.planner import (
-    NeuroShardPlanner,
-    StalePlanWarning,
-    load_plan,
-    save_plan,
-)
-from torchrec_neuroshard.planner.costs.kernels import priced_codecs
 from torchrec_neuroshard.profiles import count_histogram, zipf_profile
 from torchrec_neuroshard.simulator import Simulator
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -119,19 +111,6 @@ def test_copies_are_of_values_that_are_not_coded() -> None:
     np.testing.assert_allclose(copied, [[96 / 2, 3 * 96 / 2]] * 2)
 
 
-def test_cpus_add_up_halves_slowly() -> None:
-    def encoded(sharding_type: str, codec: str) -> float:
-        sharder = bag_sharder(codec, codec)
-        sharder.sharding_types = lambda _: [sharding_type]
-        planner = make_planner(2, "cpu", batch_size=BATCH)
-        [option] = planner.enumerator.enumerate(make_ebc([(1000, 64)]), [sharder])
-        forward, backward = priced_codecs(option, planner.topology)
-        return float(forward.encode_bytes - backward.encode_bytes)
-
-    assert encoded("row_wise", "fp16") > encoded("row_wise", "bf16") > 0
-    assert encoded("table_wise", "fp16") == 0
-
-
 def test_sums_are_decoded_once() -> None:
     coding = WireCodec(encode_bytes=3.0, decode_bytes=5.0)
     task = make_task(make_tables([32, 64]), 2, BATCH, codecs=((coding, PLAIN),) * 2)
@@ -197,12 +176,6 @@ def test_sharders_that_cannot_be_meant(sharder: Any, device: str, message: str) 
     with pytest.raises(ConfigError, match=message):
         topology = Topology(world_size=2, compute_device=device)
         rehearse(make_ebc([(1000, 64)]), None, topology, [sharder], batch_size=BATCH)
-
-
-def test_distinct_ids_need_a_kernel_that_cpus_lack() -> None:
-    sharder = EmbeddingCollectionSharder(use_index_dedup=True)
-    with pytest.raises(ConfigError, match="on GPUs alone; leave it out, or plan for"):
-        planned(sequences(), sharder, "cpu")
 
 
 def test_sums_of_codes_are_no_codes() -> None:
@@ -315,13 +288,6 @@ def test_distinct_ids_of_parts_are_those_of_a_count() -> None:
         found.access_histogram[:3], count_histogram(held)[:3], rtol=0.15
     )
     assert not any(found.access_histogram[3:])  # in more than all parts
-
-
-def test_one_part_has_each_id_once() -> None:
-    whole = zipf_profile(batch_size=1000, pooling_factor=4.0, num_embeddings=500)
-    found = whole.distinct_in_parts(1, 500)
-    assert found.num_lookups == pytest.approx(whole.num_distinct)
-    assert found.access_histogram[0] == pytest.approx(whole.num_distinct)
 
 
 def test_distinct_ids_are_sent_and_looked_up() -> None:
@@ -451,24 +417,3 @@ def test_profiles_of_few_samples_keep_their_ids() -> None:
     (table,) = planner.last_task.tables
     assert table.profile.num_lookups == pytest.approx(256 * 4)
     assert table.profile.access_histogram == pytest.approx(profile.access_histogram)
-
-
-def test_outputs_of_nothing_are_refused() -> None:
-    with pytest.raises(TableError, match="outputs_per_sample must be finite and above"):
-        make_tables([8], outputs_per_sample=0.0)
-
-
-# --- plan files ---
-
-
-def test_plan_files_tell_other_exchanges(tmp_path: Path) -> None:
-    module, path = make_ebc([(1000, 64)]), tmp_path / "plan.json"
-    planner, plan = planned(module, bag_sharder("fp16", "fp16"))
-    assert isinstance(planner, NeuroShardPlanner)
-    save_plan(plan, path, model=module, planner=planner)
-    load_plan(path, model=module, planner=planner)
-    with pytest.warns(StalePlanWarning, match="exchanges: expected {}, found .*fp16"):
-        load_plan(path, model=module, planner=planner, sharders=[bag_sharder()])
-    other, _ = planned(module, bag_sharder("fp16", "bf16"))
-    with pytest.warns(StalePlanWarning, match="expected .*fp16/bf16.*fp16/fp16"):
-        load_plan(path, model=module, planner=other)

@@ -30,9 +30,7 @@ from torchrec_neuroshard.planner import (
     PlanFileError,
     ReplanConfig,
     ReplanResult,
-    load_plan,
     replan,
-    save_plan,
 )
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.testing import AnalyticCommsModel
@@ -136,7 +134,9 @@ def place(
 
 def test_slowest_rank_is_relieved(make_job: MakeJob) -> None:
     job = make_job(ALL_ON_0)
+    before = shards_of(job.plan)
     result = job.replan()
+    assert shards_of(job.plan) == before  # the plan at work is left alone
     assert result.executable and not result.obstacles
     assert result.after.critical_path_ms < 0.8 * result.before.critical_path_ms
     old, new = shards_of(job.plan), shards_of(result.plan)
@@ -154,13 +154,6 @@ def test_slowest_rank_is_relieved(make_job: MakeJob) -> None:
         n: result.plan.plan[""][n] for n in result.changed[""]
     }
     assert result.replaced[""] == {n: job.plan.plan[""][n] for n in result.changed[""]}
-
-
-def test_the_plan_at_work_is_left_alone(make_job: MakeJob) -> None:
-    job = make_job(ALL_ON_0)
-    before = shards_of(job.plan)
-    job.replan()
-    assert shards_of(job.plan) == before
 
 
 def test_predictions_are_the_planners(make_job: MakeJob) -> None:
@@ -221,7 +214,7 @@ def test_moves_weigh_what_they_send(make_job: MakeJob, optimizer: Any) -> None:
     assert result.moved_bytes == sum(m.num_bytes for m in result.moves)
 
 
-@pytest.mark.parametrize("budget", [0, 32_000, 64_000, 200_000, 700_000])
+@pytest.mark.parametrize("budget", [0, 64_000, 200_000])
 def test_budget_is_kept(make_job: MakeJob, budget: int) -> None:
     job = make_job(ALL_ON_0)
     result = job.replan(budget)
@@ -234,26 +227,8 @@ def test_budget_is_kept(make_job: MakeJob, budget: int) -> None:
         assert {m.table for m in result.moves} <= {"t3", "t4"} and result.moves
 
 
-def test_negative_budget(make_job: MakeJob) -> None:
-    with pytest.raises(ConfigError, match="at least 0, got -1"):
-        make_job(ALL_ON_0).replan(-1)
-
-
 def iteration_ms(job: Job) -> float:
     return job.replan(0).before.critical_path_ms
-
-
-def test_first_step_saves_the_most_per_byte(make_job: MakeJob) -> None:
-    job = make_job(ALL_ON_0)
-    ratios = {}
-    for i, (rows, dim) in enumerate(SIZES):
-        moved = make_job([(t, d, int(t == i)) for t, (_, d) in enumerate(SIZES)])
-        ratios[f"t{i}"] = (iteration_ms(job) - iteration_ms(moved)) / (rows * dim * 4)
-    best = max(ratios, key=lambda name: ratios[name])
-    rows, dim = SIZES[int(best[1:])]
-    # Smaller tables fit, too; they must not be taken first.
-    result = job.replan(rows * dim * 4)
-    assert [m.table for m in result.moves] == [best]
 
 
 def test_best_placement_of_few_tables_is_reached(make_job: MakeJob) -> None:
@@ -266,15 +241,6 @@ def test_best_placement_of_few_tables_is_reached(make_job: MakeJob) -> None:
     ]
     job = make_job([(t, d, 0) for t, (_, d) in enumerate(sizes)], sizes=sizes)
     assert job.replan().after.critical_path_ms == pytest.approx(min(costs))
-
-
-def test_equally_slow_ranks_are_relieved_one_after_the_other(
-    make_job: MakeJob,
-) -> None:
-    sizes = [(1000, 32)] * 8
-    triples = [(t, 32, t % 2) for t in range(8)]  # ranks 2 and 3 are empty
-    result = make_job(triples, 4, sizes=sizes).replan()
-    assert sorted(m.to_rank for m in result.moves) == [2, 2, 3, 3]
 
 
 def test_no_move_where_nothing_helps(make_job: MakeJob) -> None:
@@ -325,15 +291,6 @@ def test_optimizer_state_is_not_split(make_job: MakeJob, optimizer: Any) -> None
     assert [m.num_bytes for m in every.moves] == [4000 * (32 * 4 + state)]
     assert not every.executable
     assert make_job([(0, 64, 0)], optimizer=torch.optim.SGD, **arguments).replan().moves
-
-
-def test_neighbouring_columns_are_shared_out_again(make_job: MakeJob) -> None:
-    job = make_job([(0, 60, 0), (0, 4, 1)], sizes=[(4000, 64)], kind=COLUMN)
-    result = job.replan(executable_only=False)
-    assert result.moves
-    [(_, first, _), *rest] = shards_of(result.plan)["t0"]
-    assert first < 60 and first + sum(w for _, w, _ in rest) == 64
-    assert len({r for *_, r in shards_of(result.plan)["t0"]}) == 2
 
 
 @pytest.mark.parametrize(
@@ -428,18 +385,6 @@ def test_tables_of_other_kinds_stay_and_are_costed(make_job: MakeJob) -> None:
     assert result.before.stages[1] == result.after.stages[1]
 
 
-def test_constraints_may_forbid_what_is_at_work(make_job: MakeJob) -> None:
-    job = make_job(
-        ALL_ON_0[:4],
-        kinds={"t4": {"sharding_types": ["row_wise"]}},
-        compute_device="cuda",
-    )
-    job.planner = make_planner(2, "cuda")  # would not choose row-wise itself
-    result = job.replan(executable_only=False)
-    assert result.plan.plan[""]["t4"].sharding_type == "row_wise"
-    assert result.moves
-
-
 def test_full_ranks_take_nothing(make_job: MakeJob) -> None:
     job = make_job(ALL_ON_0)
     weights = sum(rows * dim * 4 for rows, dim in SIZES)
@@ -492,20 +437,6 @@ def test_placements_name_the_local_device(make_job: MakeJob) -> None:
             assert str(meta.placement) == f"rank:{rank}/cuda:{rank % 2}"
 
 
-def test_result_is_deterministic(make_job: MakeJob) -> None:
-    results = [make_job(ALL_ON_0, 4).replan() for _ in range(2)]
-    assert results[0].plan == results[1].plan
-    assert results[0].moves == results[1].moves
-
-
-def test_new_plan_can_be_stored(make_job: MakeJob, tmp_path: Any) -> None:
-    job = make_job(ALL_ON_0)
-    result = job.replan()
-    path = tmp_path / "plan.json"
-    save_plan(result.plan, path, model=job.model, planner=job.planner)
-    assert load_plan(path, model=job.model, planner=job.planner) == result.plan
-
-
 def test_few_candidates_and_little_time_are_enough_for_something(
     make_job: MakeJob,
 ) -> None:
@@ -515,19 +446,10 @@ def test_few_candidates_and_little_time_are_enough_for_something(
     assert few.num_evaluated < job.replan().num_evaluated
     none = job.replan(config=ReplanConfig(time_budget_seconds=1e-9))
     assert none.moves == ()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_candidates": 0}, "max_candidates must be at least 1"),
-        ({"time_budget_seconds": 0.0}, "time_budget_seconds above 0"),
-        ({"min_gain": 1.0}, r"min_gain must be in \[0, 1\), got 1.0"),
-    ],
-)
-def test_settings_are_checked(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ReplanConfig(**arguments)
+    with pytest.raises(ConfigError, match="got 0 and"):
+        ReplanConfig(max_candidates=0)
+    with pytest.raises(ConfigError, match="at least 0, got -1"):
+        job.replan(-1)
 
 
 def test_result_is_shown_as_text(make_job: MakeJob) -> None:
