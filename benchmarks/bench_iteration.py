@@ -15,10 +15,7 @@ import dataclasses
 import json
 import logging
 import math
-import platform
-import shlex
 import statistics
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,13 +30,13 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingPlan
 
 from harness.models import ConcatDLRM, draw_batches, profile_tables
+from harness.pages import table
 from harness.planning import predicted_phases
-from harness.provenance import commit, now
+from harness.provenance import describe_run
 from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
 from harness.training_runs import TrialConfig, run_trial, take_turns
 from torchrec_neuroshard import NeuroShardPlanner, TableConfig, load_cost_model
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS, GreedySearcher
-from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.cost_models import CommsModel, CostModel, load_comms_model
 from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search import make_searcher
@@ -92,29 +89,6 @@ def make_workloads(batch_size: int, seed: int) -> list[Workload]:
     ]
 
 
-class FixedSearcher(Searcher):
-    """Gives the placement it was told to."""
-
-    name = "fixed"
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-
-    def search(
-        self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
-    ) -> SearchResult:
-        """Return the placement with its predicted costs."""
-        predicted = Simulator(task, cost_model, comms_model).evaluate(self._placement)
-        return SearchResult(
-            placement=self._placement,
-            predicted=predicted,
-            lower_bound_ms=0.0,
-            gap=math.inf,
-            search_seconds=0.0,
-            num_evaluated=task.world_size,
-        )
-
-
 class RandomSplits(Searcher):
     """Splits some tables at random, on random ranks."""
 
@@ -130,7 +104,7 @@ class RandomSplits(Searcher):
         rng = np.random.default_rng(self._seed)
         weights = np.array([self._skew, *np.ones(task.world_size - 1)])
         triples = []
-        for table, config in enumerate(task.tables):
+        for number, config in enumerate(task.tables):
             units = config.embedding_dim // 4
             parts = 1
             if rng.random() < self._split_share:
@@ -141,11 +115,18 @@ class RandomSplits(Searcher):
                 task.world_size, parts, replace=False, p=weights / weights.sum()
             )
             triples += [
-                (table, int(4 * size), int(rank))
+                (number, int(4 * size), int(rank))
                 for size, rank in zip(sizes, ranks, strict=True)
             ]
         placement = Placement.from_widths(task.world_size, triples)
-        return FixedSearcher(placement).search(task, cost_model, comms_model)
+        return SearchResult(
+            placement=placement,
+            predicted=Simulator(task, cost_model, comms_model).evaluate(placement),
+            lower_bound_ms=0.0,
+            gap=math.inf,
+            search_seconds=0.0,
+            num_evaluated=1,
+        )
 
 
 def searchers(num_plans: int) -> Iterator[tuple[str, Searcher]]:
@@ -282,25 +263,18 @@ def judge(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     error = np.abs(predicted / real - 1)
     return {
         "spearman": float(stats.spearmanr(predicted, real).statistic),
-        "kendall_tau": float(stats.kendalltau(predicted, real).statistic),
         "median_error": float(np.median(error)),
         "max_error": float(error.max()),
-        "median_ratio": float(np.median(predicted / real)),
         "best_predicted_over_best": float(real[predicted.argmin()] / real.min()),
         "phase_median_ratio": {
-            name: float(
-                np.median([e["predicted"][name] / e["measured"][name] for e in entries])
+            name: statistics.median(
+                e["predicted"][name] / e["measured"][name] for e in entries
             )
             for name in PHASES
         },
         "phase_share": {
-            name: float(
-                np.median(
-                    [
-                        e["measured"][name] / e["measured"]["embedding_ms"]
-                        for e in entries
-                    ]
-                )
+            name: statistics.median(
+                e["measured"][name] / e["measured"]["embedding_ms"] for e in entries
             )
             for name in PHASES
         },
@@ -313,68 +287,41 @@ def report(data: dict[str, Any]) -> str:
     lines = [
         "# Predicted and measured embedding time per iteration",
         "",
-        f"`{data['command']}`, {data['created']}, commit {data['commit']}.",
+        f"`{data['command']}`, {data['date']}, commit {data['commit']}.",
         f"{data['world_size']} ranks over gloo, one thread each, on {where['device']}; "
         f"torch {where['torch']}, fbgemm {where['fbgemm']}. "
         f"{data['options']['iterations']} timed iterations in each of "
         f"{data['options']['rounds']} rounds per plan, scaled by the reference set's "
         "median over each round.",
-        "",
-        "| model | plans | measured ms | rank correlation | median error | worst error "
-        "| predicted best over best |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+    rows, phases = [], []
     for model in data["models"]:
         judged = model["judged"]
         times = [p["measured"]["embedding_ms"] for p in model["plans"]]
-        lines.append(
-            f"| {model['name']} | {len(times)} | "
-            f"{min(times):.1f} to {max(times):.1f} | {judged['spearman']:.3f} | "
-            f"{judged['median_error']:.1%} | "
-            f"{judged['max_error']:.1%} | {judged['best_predicted_over_best']:.3f} |"
+        rows.append(
+            (
+                model["name"],
+                str(len(times)),
+                f"{min(times):.1f} to {max(times):.1f}",
+                f"{judged['spearman']:.3f}",
+                f"{judged['median_error']:.1%}",
+                f"{judged['max_error']:.1%}",
+                f"{judged['best_predicted_over_best']:.3f}",
+            )
         )
+        ratios, shares = judged["phase_median_ratio"], judged["phase_share"]
+        cells = (f"{ratios[n]:.2f} ({shares[n]:.0%})" for n in PHASES)
+        phases.append((model["name"], *cells))
+    head = ("model", "plans", "measured ms", "rank correlation", "median error")
     lines += [
         "",
+        table((*head, "worst error", "predicted best over best"), rows),
+        "",
         "Predicted over measured, median over plans, by phase (share of time):",
+        "",
+        table(("model", *PHASES), phases),
     ]
-    lines += ["", "| model | " + " | ".join(PHASES) + " |"]
-    lines.append("| --- |" + " --- |" * len(PHASES))
-    for model in data["models"]:
-        judged = model["judged"]
-        cells = [
-            f"{judged['phase_median_ratio'][n]:.2f} ({judged['phase_share'][n]:.0%})"
-            for n in PHASES
-        ]
-        lines.append(f"| {model['name']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def plot(data: dict[str, Any], path: Path) -> None:
-    """Measured against predicted, one panel per model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    models = data["models"]
-    figure, panels = pyplot.subplots(1, len(models), figsize=(4 * len(models), 4))
-    for panel, model in zip(np.atleast_1d(panels), models, strict=True):
-        predicted = [p["predicted"]["embedding_ms"] for p in model["plans"]]
-        real = [p["measured"]["embedding_ms"] for p in model["plans"]]
-        panel.scatter(predicted, real, s=16)
-        panel.scatter(predicted[:1], real[:1], s=40, label=model["plans"][0]["name"])
-        limits = [0.9 * min(predicted + real), 1.05 * max(predicted + real)]
-        panel.plot(limits, limits, color="grey", linewidth=0.8)
-        panel.set(
-            title=model["name"],
-            xlabel="predicted [ms]",
-            ylabel="measured [ms]",
-            xlim=limits,
-            ylim=limits,
-        )
-        panel.legend(loc="upper left", frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -394,11 +341,7 @@ def main() -> None:
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     ranks = Ranks("gloo")
     data: dict[str, Any] = {
-        "command": " ".join(map(shlex.quote, ["torchrun", *sys.argv])),
-        "created": now(),
-        "commit": commit(),
-        "hardware": dataclasses.asdict(device_fingerprint(torch.device("cpu"), 1)),
-        "python": platform.python_version(),
+        **describe_run(launcher="torchrun"),
         "world_size": ranks.world_size,
         "options": {k: str(v) for k, v in vars(args).items()},
         "models": [],
@@ -454,10 +397,7 @@ def main() -> None:
         if ranks.rank == 0:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-            args.out.with_suffix(".md").write_text(
-                f"{report(data)}\n![predicted and measured]({args.out.name}.svg)\n"
-            )
-            plot(data, args.out.with_suffix(".svg"))
+            args.out.with_suffix(".md").write_text(report(data))
             print(json.dumps(data["models"][-1]["judged"], indent=1), flush=True)
     dist.destroy_process_group()
 

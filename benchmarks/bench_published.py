@@ -3,14 +3,14 @@
 On a GPU that nothing was measured on, plans rest on a physical estimate. Its constants
 are fitted here to published timings of fused kernels on six GPUs and of collectives on
 two (`published/*.tsv`, each row with its source); and it is held against timings of
-cards, and of sources, that were left out of the fit. Beside it stand the estimate as it
-was before, TorchRec's, and TorchRec's with coefficients fitted to the same timings.
+cards, and of sources, that were left out of the fit. Beside it stand TorchRec's, and
+TorchRec's with coefficients fitted to the same timings.
 
     python benchmarks/bench_published.py --out benchmarks/results/published_202611 \
         --trace a100x8_one_node.json.gz --trace a100x16_two_nodes.json.gz
 
-writes `<out>.json` (raw), `<out>.md` and `<out>.svg`. It needs no GPU. Traces are those
-of `torch.profiler`; two public ones are named in the result.
+writes `<out>.json` (raw) and `<out>.md`. It needs no GPU. Traces are those of
+`torch.profiler`; two public ones are named in the result.
 """
 
 from __future__ import annotations
@@ -19,30 +19,26 @@ import argparse
 import csv
 import json
 import logging
-import platform
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torchrec
 
-from harness.provenance import commit, now
+from harness.pages import table
+from harness.provenance import describe_run
 from published import kernels
-from published.fitting import card_left_out, fit, group, left_out, predict, shared_of
+from published.fitting import card_left_out, fit, left_out, predict, shared_of
 from published.kernels import KernelRow, family, read_kernels
 from published.links import (
     fit_links,
-    line_rate,
     predict_links,
     read_links,
     table_left_out,
 )
-from published.page import card_table, kernel_table, link_table, picture, table
-from published.rivals import FittedStock, earlier_estimate, stock_estimate
+from published.page import card_table, kernel_table, link_table, trace_table
+from published.rivals import FittedStock, stock_estimate
 from published.traces import read_trace
 from torchrec_neuroshard.cost_models.comms_published import CollectiveConstants
 from torchrec_neuroshard.cost_models.physical import PhysicalConstants
@@ -64,7 +60,6 @@ def kernel_models(rows: list[KernelRow]) -> dict[str, dict[KernelRow, float]]:
     stock = FittedStock.fit(rows)
     shipped = predict(rows, shared_of(PhysicalConstants())).tolist()
     return {
-        "ours, earlier": {r: earlier_estimate(r) for r in rows},
         "TorchRec": {r: stock_estimate(r) for r in rows},
         "TorchRec, coefficients fitted": {r: stock.predict(r) for r in rows},
         "- source left out": fitted_stock_left_out(rows, lambda r: r.source),
@@ -123,16 +118,13 @@ def main() -> None:
     logging.disable(logging.WARNING)  # of topologies that TorchRec's factory lacks
     rows, sizes = read_kernels(), read_links()
     models = kernel_models(rows)
-    kernels_md, kernels_raw = kernel_table(rows, models, group)
     cards_md, cards = card_table(rows, models["- card left out "])
     fitted, shipped = fit(rows), shared_of(PhysicalConstants())
     linked = fit_links(sizes)
     link_models = {
-        "line rate, earlier": {r: line_rate(r) for r in sizes},
         "ours": dict(zip(sizes, predict_links(sizes).tolist(), strict=True)),
         "table left out": table_left_out(sizes),
     }
-    links_md, links_raw = link_table(sizes, link_models)
     both = CollectiveConstants(intra_gb_per_s=1.0, inter_gb_per_s=1.0)
     shipped_links = {n: getattr(both, n) for n in linked if n != "library_us"}
     traces = [read_trace(path) for path in args.trace]
@@ -148,29 +140,11 @@ def main() -> None:
     left = models["- card left out "]
     spread = {**spreads(cards), "tables": spread_of_tables(left)}
     raw = {
-        "date": now(),
-        "commit": commit(),
-        "command": shlex.join(["python", *sys.argv]),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torchrec": torchrec.__version__,
-        "kernels": kernels_raw,
+        **describe_run(),
         "cards_left_out": cards,
         "spreads": spread,
         "constants": {"fitted": {**fitted, **linked}, "shipped": shipped},
-        "collectives": links_raw,
-        "traces": {
-            title: [
-                {
-                    "name": line.name,
-                    "predicted_ms": line.predicted_ms,
-                    "measured_ms": line.measured_ms,
-                    "count": line.count,
-                }
-                for line in lines
-            ]
-            for title, lines in traces
-        },
+        "traces": {title: [vars(line) for line in lines] for title, lines, _ in traces},
         "timings": [
             {
                 "source": r.source,
@@ -183,24 +157,20 @@ def main() -> None:
             for r in rows
         ],
     }
-    svg = args.out.with_suffix(".svg")
-    picture(rows, left, sizes, link_models["table left out"], svg)
     sections = [
         "# Models held against published timings\n",
-        f"`{raw['command']}`, commit {raw['commit']}, {raw['date']}, Python "
-        f"{raw['python']}, torchrec {raw['torchrec']}. No GPU took part: the timings "
+        f"`{raw['command']}`, commit {raw['commit']}, {raw['date']}, torchrec "
+        f"{raw['versions']['torchrec']}. No GPU took part: the timings "
         "are others', row by row with their sources in `benchmarks/published/`. "
         "All errors are medians of |predicted / measured - 1|.\n",
-        f"![predicted over measured]({svg.name})\n",
         "## Fused kernels\n",
-        kernels_md,
+        kernel_table(rows, models),
         "\nTimings of one source, card and quantity weigh as much as any other such "
         "group in the fits, which minimise log ratios, large ones less. *TorchRec* is "
         "its `EmbeddingPerfEstimator`, run with the cards' memory bandwidths, and what "
         "each cache misses as `CacheParams.stats`. *Coefficients fitted* is the same "
         "with a `HardwarePerfConfig`: four coefficients per direction and kernel, and "
-        "three of what a cache fetches. *Earlier* has the cards' bandwidths, and its "
-        "tables in the host's memory those of TorchRec's `kernel_bw_lookup`. A dash: "
+        "three of what a cache fetches. A dash: "
         "without that source or card, no timing of such kernels is left. Of caches, "
         "one source states the size: what they miss was not checked.\n",
         cards_md,
@@ -215,7 +185,7 @@ def main() -> None:
         )
         + ".\n",
         "## Collectives\n",
-        links_md,
+        link_table(sizes, link_models),
         "\nMedian error / predicted over measured. The links' effective bandwidths are "
         "the cards' published ones, of which those of B200 and MI355X are the largest "
         "sizes of these very tables: what is left out is start and ramp. Tables of "
@@ -223,24 +193,13 @@ def main() -> None:
     ]
     if traces:
         sections.append("## Two training jobs\n")
-        for title, lines in traces:
-            sections.append(f"{title}\n")
-            sections.append(
-                table(
-                    ["what", "predicted ms", "shortest ms", "ratio", "iterations"],
-                    [
-                        [
-                            line.name,
-                            f"{line.predicted_ms:.3f}",
-                            f"{line.measured_ms:.3f}",
-                            f"{line.predicted_ms / line.measured_ms:.2f}",
-                            line.count,
-                        ]
-                        for line in lines
-                    ],
-                )
-                + "\n"
-            )
+        for title, lines, overlaps in traces:
+            shares = [
+                (f"{stream}", kind, " ".join(f"{share:.0%}" for share in own))
+                for (stream, kind), own in overlaps.items()
+            ]
+            head = ("stream", "collective", "share that compute ran beside")
+            sections += [f"{title}\n", trace_table(lines), "", table(head, shares), ""]
         sections.append(
             "Traces: facebookresearch/HolisticTraceAnalysis at f4d0062, "
             "tests/data/trace_diff and negative_queue_length_values_check (MIT). "

@@ -18,8 +18,6 @@ import functools
 import json
 import logging
 import os
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -31,17 +29,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torchrec
 from torchrec.distributed.types import ShardingPlan
 
 from harness.models import NUM_BATCHES, draw_batches, profile_tables
 from harness.options import RunError, option, read_options
 from harness.planning import BEST_PRACTICE, OURS, PlanningDesk
-from harness.provenance import commit, now
+from harness.provenance import describe_run
 from harness.ranks import Ranks, SpeedReference, machine_speeds, scaled_median
 from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from torchrec_neuroshard import TableConfig, load_cost_model
-from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.cost_models import (
     BandwidthCommsModel,
     CommsModel,
@@ -261,7 +257,7 @@ def report(results: dict[str, Any]) -> str:
         f"{config['max_rows']:,} rows x {config['embedding_dim']}, "
         f"{config['batch_size']:,} samples on each of {results['world_size']} ranks",
         f"{where['device']}, {results['backend']}; torch {where['torch']}, fbgemm "
-        f"{where['fbgemm']}, torchrec {results['torchrec']}",
+        f"{where['fbgemm']}, torchrec {results['versions']['torchrec']}",
         f"cost model '{model['name']}' ({model['source']}, {model['hardware']})",
         f"all-to-all {results['all_to_all_gb_per_s']:.2f} GB/s; collectives predicted "
         f"as {model['comms_source']}",
@@ -396,13 +392,8 @@ def run(config: RaceConfig, ranks: Ranks) -> None:
         entry["judged"] = judge(entry, speeds)
     results = {
         "schema_version": SCHEMA_VERSION,
-        "created": now(),
-        "commit": commit(),
-        "command": shlex.join(["torchrun", *sys.argv]),
+        **describe_run(ranks.device, "torchrun"),
         "config": dataclasses.asdict(config),
-        "hardware": dataclasses.asdict(device_fingerprint(ranks.device, 1)),
-        "python": platform.python_version(),
-        "torchrec": getattr(torchrec, "__version__", "unknown"),
         "backend": ranks.backend,
         "world_size": ranks.world_size,
         **facts,

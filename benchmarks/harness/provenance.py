@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
+import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 
-__all__ = ["commit", "describe_run", "keep_rows", "kept_rows", "now"]
+__all__ = ["commit", "describe_run", "now"]
 
 
 def commit() -> str:
@@ -45,46 +44,30 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def describe_run() -> dict[str, Any]:
-    """Return what a result made on a CPU names: command, commit, machine, versions."""
+def describe_run(
+    device: torch.device | str = "cpu", launcher: str = "python"
+) -> dict[str, Any]:
+    """Return what a result names: command, commit, machine, versions.
+
+    Args:
+        device: What was measured.
+        launcher: What the command begins with, `python` or `torchrun`.
+    """
+    libraries = ("torch", "torchrec", "numpy", "scipy")
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join([launcher, *map(_shown, sys.argv)]),
         "commit": commit(),
         "date": now(),
-        "hardware": asdict(device_fingerprint(torch.device("cpu"), 1)),
-        "versions": {n: version(n) for n in ("torch", "torchrec", "numpy", "scipy")},
+        "hardware": asdict(device_fingerprint(torch.device(device), 1)),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in libraries},
+        },
         "load_average": os.getloadavg(),
-        "threads": torch.get_num_threads(),
     }
 
 
-def kept_rows(out: Path | None, *, resume: bool) -> list[dict[str, Any]]:
-    """Return the rows that an earlier call wrote to `<out>.json`, if it is to go on."""
-    if not resume or out is None or not out.with_suffix(".json").exists():
-        return []
-    rows: list[dict[str, Any]] = json.loads(out.with_suffix(".json").read_text())[
-        "rows"
-    ]
-    return rows
-
-
-def keep_rows(
-    out: Path | None,
-    settings: dict[str, Any],
-    rows: list[dict[str, Any]],
-    page: Callable[[dict[str, Any], list[dict[str, Any]]], str],
-) -> None:
-    """Write what `kept_rows` reads, and the page of it; nothing without a path.
-
-    Args:
-        out: Path without a suffix.
-        settings: What `describe_run` says, and more.
-        rows: Results so far.
-        page: Makes Markdown of both.
-    """
-    if out is None:
-        return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    data = json.dumps({"settings": settings, "rows": rows}, indent=1)
-    out.with_suffix(".json").write_text(data + "\n")
-    out.with_suffix(".md").write_text(page(settings, rows))
+def _shown(argument: str) -> str:
+    """Leave out where this machine keeps its files."""
+    path = Path(argument)
+    return path.name if path.is_absolute() else argument

@@ -20,41 +20,6 @@ Data = dict[str, Any]
 
 HEADLINE = "8 x H100"
 """The cluster of the first tables, where it has tasks."""
-HOW = (
-    "Kernels run on the device named above, one rank after another in one process: "
-    "each rank has the device to itself. Every kernel is timed in two rounds, and "
-    "those that may be a plan's slowest in all rounds. A pass is timed beside a fixed "
-    "reference set and given in the milliseconds of the cost model's bundle, by the "
-    "median of nine references around it. Such milliseconds do not compare between "
-    "machines. In a round each table reads the same ids, whoever put it where.",
-    "Collectives are those of named clusters, from tables that others published of 8 "
-    "and 2 x 8 B200, scaled to the named card's bandwidth (see "
-    "`planner_comparison/clusters.py`). No planner's model takes part. Every planner "
-    "plans for the cluster that it is judged on.",
-    "`kernels` adds up the slowest rank's forward and backward of each sharding type, "
-    "and the reordering of split tables' columns. `collectives` adds up the "
-    "all-to-alls of ids, outputs and gradients, or what the type has in their place. "
-    "This planner minimises the sum of both, and so do all searches on its costs.",
-    "The cost model was not trained on the tables of the DLRM dataset and of EMBark. "
-    "It was trained on most of MLPerf's 26 tables, which are the same with every seed.",
-    "`default` and TorchRec's planner choose among the sharding types that TorchRec "
-    "offers on GPUs. Most others place whole tables or columns, as they were "
-    "published. Tables by rows are judged as if their ids were spread evenly over the "
-    "rows. Between nodes no tables by rows of a node and no grids are offered.",
-    "Data-parallel tables run in a fused kernel on a rank's samples. The optimizer's "
-    "pass over all their rows is not timed, in favour of plans that have them.",
-    "Planning seconds are of `plan()` with everything loaded, one thread a planner. "
-    "They hold no training.",
-    "NeuroShard's nets of collectives are trained once for each cluster and number of "
-    "ranks, to imitate the published ones. Every sixth task of 4 or 8 ranks is "
-    "planned for and judged on A100s, too.",
-    "Ratios are paired: same task, both plans. Tasks that one of the two has no plan "
-    "for are left out, in favour of who has none. Won and lost leave out ratios "
-    f"within {paired.SAME:.0%} of 1. Intervals: {paired.CONFIDENCE:.0%}, bootstrap "
-    f"over tasks, {paired.RESAMPLES:,} draws, as if tasks were independent; some "
-    "share tables, which makes intervals too narrow. A difference of means below what "
-    "is detectable is chance.",
-)
 _STATUSES = ("no plan", "timed out", "failed", "not run")
 
 
@@ -339,8 +304,10 @@ def markdown(data: Data) -> str:
         _carries(data),
         _more(data),
         _troubles(data),
-        "## How it was measured",
-        "\n".join(f"- {line}" for line in HOW),
+        "How it was measured: `docs/comparison.md`. Intervals: "
+        f"{paired.CONFIDENCE:.0%}, bootstrap over tasks. Won and lost leave out ratios "
+        f"within {paired.SAME:.0%} of 1. Tasks that one of two planners has no plan "
+        "for are left out of their ratio.",
         "## Settings",
         "\n".join(f"    {key}: {value}" for key, value in data["options"].items()),
     ]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import logging
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness.provenance import commit, now
+from harness.provenance import describe_run, now
 from planner_comparison.clusters import CLUSTERS, Cluster, clusters_of
 from planner_comparison.kernels import KernelSettings, KernelTimer, kernels_of
 from planner_comparison.page import headline, write_page
@@ -233,15 +231,15 @@ def describe(
         num_tasks: That are asked for.
     """
     model = load_cost_model(planning.cost_model, device_type=planning.device)
+    run = describe_run()
     return {
         "schema_version": SCHEMA_VERSION,
-        "command": shlex.join(["python", *map(_shown, sys.argv)]),
+        **run,
+        "torchrec": run["versions"]["torchrec"],
         "environment": {n: os.environ[n] for n in _ENVIRONMENT if n in os.environ},
-        "created": now(),
-        "updated": now(),
-        "commit": commit(),
+        "created": run["date"],
+        "updated": run["date"],
         "hardware": hardware,
-        "torchrec": importlib.metadata.version("torchrec"),
         "cost_model": {
             "name": model.name,
             "hardware": model.hardware,
@@ -249,7 +247,7 @@ def describe(
         },
         "clusters": {name: cluster.about for name, cluster in CLUSTERS.items()},
         "options": {
-            name: _shown(str(value)) if isinstance(value, Path) else value
+            name: value.name if isinstance(value, Path) else value
             for name, value in options.items()
         },
         "families": FAMILIES,
@@ -328,12 +326,6 @@ def _entry(outcome: Outcome, task: Task) -> dict[str, Any]:
             ],
         }
     return entry
-
-
-def _shown(argument: str) -> str:
-    """Leave out where this machine keeps its files."""
-    path = Path(argument)
-    return path.name if path.is_absolute() else argument
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

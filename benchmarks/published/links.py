@@ -21,7 +21,7 @@ from torchrec_neuroshard.cost_models.comms_published import (
 )
 from torchrec_neuroshard.gpu_cards import card_named
 
-__all__ = ["CollectiveRow", "fit_links", "line_rate", "predict_links", "read_links"]
+__all__ = ["CollectiveRow", "fit_links", "predict_links", "read_links"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -36,10 +36,6 @@ START: Mapping[str, float] = {
     "inter_ramp_us": 4.0,
 }
 """Expected values; each may well be off by a factor of three."""
-LINE_RATE = {"b200": (900.0, 50.0), "mi350": (537.0, 50.0)}
-"""Data-sheet rates inside a node and of a NIC [GB/s]: what this package predicted with
-before."""
-_EARLIER_START_US = (11.8, 18.0)
 
 
 @dataclass(frozen=True)
@@ -97,14 +93,6 @@ def _predict(row: CollectiveRow, shared: Mapping[str, float] | None) -> float:
     )
     num_bytes = np.array([row.num_bytes])
     return float(model.collective_ms(num_bytes, ring=row.collective in _RINGS)[0])
-
-
-def line_rate(row: CollectiveRow) -> float:
-    """A start and bytes over the line rate [ms]: the earlier model."""
-    intra, inter = LINE_RATE[row.card]
-    local = row.ranks // row.nodes
-    per_byte = (local - 1) / row.ranks / intra + (row.ranks - local) / row.ranks / inter
-    return row.num_bytes * per_byte * 1e-6 + _EARLIER_START_US[row.nodes > 1] * 1e-3
 
 
 def fit_links(rows: Sequence[CollectiveRow]) -> dict[str, float]:

@@ -38,7 +38,7 @@ from published.fitting import group, softened
 from published.kernels import KernelRow, device_constants
 from torchrec_neuroshard.features import FEATURE_NAMES
 
-__all__ = ["FittedStock", "earlier_estimate", "stock_estimate"]
+__all__ = ["FittedStock", "stock_estimate"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,32 +62,6 @@ _PREFETCH_UNIT = 1e-6
 
 def _column(row: KernelRow, name: str) -> Floats:
     return row.features[:, _INDEX[name]].astype(np.float64)
-
-
-def earlier_estimate(row: KernelRow) -> float:
-    """The physical estimate up to November 2026 [ms], UVM rescaled as TorchRec does."""
-    bandwidth = device_constants(row.card).memory_gb_per_s
-    bytes_per_ms = bandwidth * 1e6 * 0.6
-    lookup, distinct = _column(row, "lookup_bytes"), _column(row, "distinct_bytes")
-    gathered = distinct + (lookup - distinct) / 3
-    indices = 8 * _column(row, "num_lookups") + 4 * _column(row, "weighted_lookups")
-    ids = _column(row, "num_lookups") * 0.02e-6
-    forward = (gathered + _column(row, "output_bytes") + indices) / bytes_per_ms + ids
-    state = 1 + _column(row, "is_adagrad") + 2 * _column(row, "is_adam")
-    backward = (gathered + 2 * state * distinct + 4 * indices) / bytes_per_ms + 4 * ids
-    slower = bandwidth / _device_gb_per_s(row)
-    both = forward.sum() * row.has_forward + backward.sum() * row.has_backward
-    return float(both * slower + 0.02 * (row.has_forward + row.has_backward))
-
-
-def _device_gb_per_s(row: KernelRow) -> float:
-    """TorchRec's bandwidth of a kernel (`kernel_bw_lookup`)."""
-    memory = device_constants(row.card).memory_gb_per_s
-    if row.location == "device":
-        return memory
-    ratio = row.cache_ratio if row.cache_ratio > 0 else _CACHING_RATIO
-    ratio = 0.0 if row.location == "managed (UVM)" else ratio
-    return (ratio * memory + (1 - ratio) * _LINK_GB_PER_S) / _UVM_SLOWDOWN
 
 
 class _Misses(CacheStatistics):  # type: ignore[misc]

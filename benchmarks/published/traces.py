@@ -1,8 +1,9 @@
 """Kernels and collectives of profiler traces of training jobs, beside predictions.
 
 Reads Chrome traces as `torch.profiler` writes them, of jobs with fused embedding
-kernels. Shapes come from the operators in the trace; of each kernel the shortest of the
-iterations counts, since a collective also waits for its slowest rank.
+kernels, and says which collectives compute ran beside. Shapes come from the operators
+in the trace. Of each kernel the shortest of the iterations counts, since a collective
+also waits for its slowest rank.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from torchrec_neuroshard.gpu_cards import GpuCard, find_card
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["TraceLine", "read_trace"]
+__all__ = ["Overlaps", "TraceLine", "read_trace"]
 
 Event = Mapping[str, Any]
 
@@ -40,6 +41,12 @@ _WEIGHTS, _TABLES, _IDS, _OFFSETS, _LOOKUP_WEIGHTS, _ROWS = 1, 5, 11, 12, 14, 20
 """Inputs of the lookup: weights, tables, ids, offsets, their weights, state per row."""
 _TYPE_BYTES = {"float": 4, "long int": 8, "long": 8, "int": 4, "c10::Half": 2}
 _GPUS_PER_NODE = 8
+_COLLECTIVES = ("all2all", "alltoall", "kjt", "reduce")
+"""Words in the names of the regions that collectives are launched in."""
+
+Overlaps = dict[tuple[int, str], list[float]]
+"""Stream and kind of collective -> share of each one's time that compute ran beside.
+A collective's time holds the wait for slower ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ class TraceLine:
     """Times that it is in the trace."""
 
 
-def read_trace(path: Path) -> tuple[str, list[TraceLine]]:
-    """Read a trace; return its title and its lines, kernels first.
+def read_trace(path: Path) -> tuple[str, list[TraceLine], Overlaps]:
+    """Read a trace; return its title, its lines, kernels first, and its overlaps.
 
     Raises:
         ValueError: The card is not in the table of cards.
@@ -70,7 +77,8 @@ def read_trace(path: Path) -> tuple[str, list[TraceLine]]:
     ranks = int(data["distributedInfo"]["world_size"])
     trace = _Trace(data["traceEvents"])
     title = f"{path.name}: rank {data['distributedInfo']['rank']} of {ranks}, {device}"
-    return title, [*_kernels(trace, card), *_collectives(trace, card, ranks)]
+    lines = [*_kernels(trace, card), *_collectives(trace, card, ranks)]
+    return title, lines, _overlaps(trace)
 
 
 class _Trace:
@@ -217,6 +225,28 @@ def _collectives(trace: _Trace, card: GpuCard, ranks: int) -> list[TraceLine]:
         name += "" if size == local else f" on {size // local} nodes"
         lines.append(TraceLine(name, ms, min(t for _, t in seen), len(seen)))
     return lines
+
+
+def _overlaps(trace: _Trace) -> Overlaps:
+    streams = Counter(k["args"]["stream"] for k in trace.kernels)
+    busiest = streams.most_common(1)[0][0]
+    compute = [
+        (k["ts"], k["ts"] + k["dur"])
+        for k in trace.kernels
+        if k["args"]["stream"] == busiest
+    ]
+    found: Overlaps = defaultdict(list)
+    for kernel in trace.kernels:
+        if "nccl" not in kernel["name"].lower():
+            continue
+        around = sorted(trace.around(kernel), key=lambda e: float(e["ts"]))
+        names = [e["name"] for e in around if e["cat"] == "user_annotation"]
+        kind = " > ".join([n for n in names if any(w in n for w in _COLLECTIVES)][-2:])
+        start, end = kernel["ts"], kernel["ts"] + kernel["dur"]
+        beside = sum(max(0.0, min(end, b) - max(start, a)) for a, b in compute)
+        key = kernel["args"]["stream"], kind or "launched before the trace"
+        found[key].append(beside / max(kernel["dur"], 1.0))
+    return found
 
 
 def _shaped(

@@ -157,7 +157,7 @@ def test_plan_follows_the_inputs_and_losses_stay(
     assert second["watched"]["phases"] is None
 
 
-def test_a_restart_with_less_free_memory_goes_on(tmp_path: Path) -> None:
+def test_plans_fit_the_memory_that_is_free(tmp_path: Path) -> None:
     out, costs = tmp_path / "run", tmp_path / "costs"
     shutil.copytree(source_folder("cpu_epyc"), costs)
     comms = json.loads((costs / "comms.json").read_text())
@@ -168,17 +168,7 @@ def test_a_restart_with_less_free_memory_goes_on(tmp_path: Path) -> None:
     options += ["--planners", "ours", "--max-rows", "1000000000"]
     options += ["--memory-share", "0.1"]
 
-    def run(free_mib: int) -> dict[str, Any]:
-        torchrun(MULTI_GPU, *options, PAPER_CUDA_BYTES=str(free_mib * 2**20))
-        data: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
-        return data
-
-    first = run(100)
-    entry = first["workloads"]["dlrm"]["planners"]["ours"]
+    torchrun(MULTI_GPU, *options, PAPER_CUDA_BYTES=str(100 * 2**20))
+    data: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    entry = data["workloads"]["dlrm"]["planners"]["ours"]
     assert "failed" not in entry and entry["rounds"][0]["peak_bytes"][0] > 0
-    entry["rounds"] = []  # as if it had ended before
-    out.with_suffix(".json").write_text(json.dumps(first))
-    again = run(92)["workloads"]["dlrm"]
-    assert again["largest_rows"] == first["workloads"]["dlrm"]["largest_rows"]
-    assert "failed" not in again["planners"]["ours"]
-    assert again["planners"]["ours"]["rounds"]
