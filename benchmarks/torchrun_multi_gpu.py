@@ -17,6 +17,7 @@ For CPUs: `--backend gloo`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -251,7 +252,7 @@ class Comparison:
         for name in self._config.planners.split(","):
             try:
                 self._plans[name], entry = self._ranks.on_first(
-                    lambda name=name: self._plan(name)
+                    functools.partial(self._plan, name)
                 )
                 self._tell(f"{name} planned in {entry['planning_seconds']:.1f} s")
             except RunError as error:
@@ -366,9 +367,7 @@ def _judge_one(
     return {
         "iteration_ms": scaled(lambda r: r["iteration_ms"]),
         "embedding_ms": scaled(lambda r: r["embedding_ms"]),
-        "phases_ms": {
-            name: scaled(lambda r, name=name: r["phases_ms"][name]) for name in PHASES
-        },
+        "phases_ms": {name: scaled(functools.partial(_phase, name)) for name in PHASES},
         "held_gib": max(held) / _GIB,
         "peak_gib": max(max(r["peak_bytes"]) for r in rounds) / _GIB,
         "iteration_ratios": ratios("iteration_ms"),
@@ -383,6 +382,11 @@ def _judge_one(
             )
         ),
     }
+
+
+def _phase(name: str, one: Entry) -> list[float]:
+    found: list[float] = one["phases_ms"][name]
+    return found
 
 
 def write(data: dict[str, Any], out: Path) -> None:
@@ -437,7 +441,7 @@ def report(data: dict[str, Any]) -> str:
 
 
 def _times_table(entries: dict[str, Entry], judged: dict[str, dict[str, Any]]) -> str:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for planner, entry in entries.items():
         if found := judged.get(planner):
             difference = found["loss_difference"]
@@ -459,9 +463,9 @@ def _times_table(entries: dict[str, Entry], judged: dict[str, dict[str, Any]]) -
         if "failed" in entry:
             text = f"after {len(entry['rounds'])} rounds: {entry['failed']}"
             rows.append((f"`{planner}`", text, *[""] * 7))
-    head = ("planner", "planned in", "predicted [ms]", "embedding [ms]")
-    head += ("iteration [ms]", "embedding / stock", "iteration / stock")
-    return table((*head, "fullest rank [GiB]", "losses"), rows)
+    head = ["planner", "planned in", "predicted [ms]", "embedding [ms]"]
+    head += ["iteration [ms]", "embedding / stock", "iteration / stock"]
+    return table([*head, "fullest rank [GiB]", "losses"], rows)
 
 
 def _phases_table(entries: dict[str, Entry], judged: dict[str, dict[str, Any]]) -> str:

@@ -13,6 +13,7 @@ import pytest
 
 import torchrun_multi_gpu as multi_gpu
 from harness.options import RunError
+from torchrec_neuroshard.simulator import PHASES
 
 PLANNERS = ["ours", "torchrec-best"]
 
@@ -59,7 +60,7 @@ def test_every_plan_is_predicted_trained_and_told(tmp_path: Path) -> None:
 def a_round(ms: float, loss: float) -> dict[str, Any]:
     return {
         **{name: [ms] for name in ("iteration_ms", "embedding_ms", "reference_ms")},
-        "phases_ms": {name: [ms] for name in multi_gpu.PHASES},
+        "phases_ms": {name: [ms] for name in PHASES},
         "weight_bytes": [2**30, 2**29],
         "peak_bytes": [0, 0],
         "losses": [loss],
@@ -67,9 +68,9 @@ def a_round(ms: float, loss: float) -> dict[str, Any]:
 
 
 def test_failed_plans_and_other_losses_are_told() -> None:
-    predicted = {"embedding_ms": 1.0, "phases_ms": dict.fromkeys(multi_gpu.PHASES, 1.0)}
+    predicted = {"embedding_ms": 1.0, "phases_ms": dict.fromkeys(PHASES, 1.0)}
     known = {"predicted": predicted, "planning_seconds": 1.0, "sharding_types": {}}
-    entries = {
+    entries: dict[str, dict[str, Any]] = {
         "torchrec-best": {**known, "rounds": [a_round(4.0, 0.5)]},
         "ours": {**known, "rounds": [a_round(2.0, 0.6)]},
         "torchrec": {"failed": "planning: none fits", "rounds": []},
@@ -93,6 +94,7 @@ def test_failed_plans_and_other_losses_are_told() -> None:
     ],
 )
 def test_settings_are_checked(given: dict[str, Any], named: str) -> None:
-    bundle = {"cost_model": "x"} if given else {}
+    if given:
+        given = {"cost_model": "x", **given}
     with pytest.raises(RunError, match=named):
-        multi_gpu.RunConfig(out="x", **bundle, **given)
+        multi_gpu.RunConfig(out="x", **given)
