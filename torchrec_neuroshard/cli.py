@@ -95,16 +95,6 @@ COMMANDS = (
         "build every rank of a stored plan without its devices",
         "torchrec_neuroshard.planner.cli.rehearse",
     ),
-    Command(
-        "train-policy",
-        "train a DreamShard or AutoShard placement policy",
-        "torchrec_neuroshard.baselines.policy_cli",
-    ),
-    Command(
-        "train-neuroshard",
-        "train the original NeuroShard's own cost nets",
-        "torchrec_neuroshard.baselines.neuroshard_cli",
-    ),
 )
 
 

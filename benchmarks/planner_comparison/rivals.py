@@ -26,6 +26,8 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 
 from harness.models import build_collection
+from papers.data import LabelConfig, label_placements
+from papers.nets import PaperTrainConfig, fit_comms
 from planner_comparison.clusters import CLUSTERS, Cluster
 from planner_comparison.embark import HottestSplitSearcher
 from planner_comparison.paired import (
@@ -44,20 +46,11 @@ from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
 from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.heuristics import GREEDY_KEYS
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
-from torchrec_neuroshard.baselines.neuroshard import (
-    FALLBACK_BATCH,
-    FALLBACK_EPOCHS,
-    NeuroShardConfig,
-    PaperSearcher,
-)
+from torchrec_neuroshard.baselines.neuroshard import NeuroShardConfig, PaperSearcher
 from torchrec_neuroshard.baselines.neuroshard_models import (
     CommsNets,
     NeuroShardModels,
     load_models,
-)
-from torchrec_neuroshard.baselines.neuroshard_training import (
-    PaperTrainConfig,
-    fit_comms_to_model,
 )
 from torchrec_neuroshard.baselines.policies import PolicySearcher
 from torchrec_neuroshard.cost_models import (
@@ -85,7 +78,7 @@ from torchrec_neuroshard.workloads import (
 MIN_PARTITION = 32
 LABELLED, MEASURED = "labelled_", "measured_"
 """Folders of what was trained for the comparison begin with these."""
-_COMMS_SAMPLES = 4_000
+_COMMS_SAMPLES, _COMMS_EPOCHS, _COMMS_BATCH = 4_000, 100, 64
 _WIDTHS = sorted({*power_of_two_widths(128), *PRODUCTION_WIDTHS})
 """Of the tables that nets of collectives are trained on."""
 _FITTED_SETS, _FITTED_TABLES = 64, 8
@@ -277,14 +270,11 @@ def _imitated(comms: CommsModel, world_size: int) -> CommsNets:
         count = rng.integers(max(low, 2 * world_size), high + 1)
         return [int(w) for w in rng.choice(_WIDTHS, count)]
 
-    nets, _, _ = fit_comms_to_model(
-        comms,
-        columns,
-        world_size=world_size,
-        batch_sizes=sorted(set(BATCH_SIZES)),
-        num_samples=_COMMS_SAMPLES,
-        config=PaperTrainConfig(epochs=FALLBACK_EPOCHS, batch_samples=FALLBACK_BATCH),
-    )
+    batch_sizes = tuple(sorted(set(BATCH_SIZES)))
+    drawn = LabelConfig(batch_sizes=batch_sizes, num_samples=_COMMS_SAMPLES)
+    samples = label_placements(comms, world_size, drawn, columns)
+    config = PaperTrainConfig(epochs=_COMMS_EPOCHS, batch_samples=_COMMS_BATCH)
+    nets, _, _ = fit_comms(*samples, config)
     return nets
 
 

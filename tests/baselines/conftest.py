@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from torchrec_neuroshard.baselines.policy_training import (
-    PolicyTaskConfig,
-    SimulatedPlans,
-    sample_policy_tasks,
-    split_tables,
-)
+from papers.data import PolicyTaskConfig, sample_policy_tasks, split_tables
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.tables import TableConfig
-from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 
 @pytest.fixture(scope="session")
@@ -36,40 +26,17 @@ def policy_tables() -> tuple[TableConfig, ...]:
 
 
 @pytest.fixture(scope="session")
-def tables_file(
-    policy_tables: tuple[TableConfig, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """The same as a file of table sets."""
-    path = tmp_path_factory.mktemp("tables") / "tables.json"
-    workloads = [{"name": "w", "tables": [t.to_json() for t in policy_tables]}]
-    path.write_text(json.dumps({"workloads": workloads}))
-    return path
+def training_tasks(policy_tables: tuple[TableConfig, ...]) -> tuple[ShardingTask, ...]:
+    config = PolicyTaskConfig(
+        num_tables=(6, 12), world_sizes=(2, 4), widths=(4, 8, 16), batch_sizes=(512,)
+    )
+    return sample_policy_tasks(split_tables(policy_tables, seed=0)[0], config, 16)
 
 
 @pytest.fixture(scope="session")
-def policy_costs() -> SimulatedPlans:
-    """Lookups dominate, so that costs differ as pooling factors do."""
-    return SimulatedPlans(
-        AnalyticCostModel(lookup_ns=20.0), lambda world_size: AnalyticCommsModel()
+def other_tasks(policy_tables: tuple[TableConfig, ...]) -> tuple[ShardingTask, ...]:
+    """Tasks of other tables on other numbers of ranks."""
+    config = PolicyTaskConfig(
+        num_tables=(10, 18), world_sizes=(3, 6), widths=(4, 8, 16), batch_sizes=(512,)
     )
-
-
-@pytest.fixture(scope="session")
-def policy_tasks(
-    policy_tables: tuple[TableConfig, ...],
-) -> tuple[tuple[ShardingTask, ...], tuple[ShardingTask, ...]]:
-    """Tasks to train on, 2 and 4 ranks; tasks of other tables, 3 and 6 ranks."""
-    training, test = split_tables(policy_tables, seed=0)
-    drawn = PolicyTaskConfig(widths=(4, 8, 16, 32, 64), batch_sizes=(512,))
-    return (
-        sample_policy_tasks(
-            training,
-            dataclasses.replace(drawn, num_tables=(6, 12), world_sizes=(2, 4)),
-            16,
-        ),
-        sample_policy_tasks(
-            test,
-            dataclasses.replace(drawn, num_tables=(10, 18), world_sizes=(3, 6)),
-            20,
-        ),
-    )
+    return sample_policy_tasks(split_tables(policy_tables, seed=0)[1], config, 20)

@@ -43,15 +43,6 @@ def test_nets_are_as_large_as_the_paper_s() -> None:
     assert num_parameters(CommsNets.fresh(4).backward) == 12_084 - 4 * 128
 
 
-def test_features_are_in_the_order_of_sorted_names() -> None:
-    assert PAPER_FEATURES == (
-        *("bin_0", "bin_1"),
-        *(f"bin_{j}" for j in range(10, 17)),
-        *(f"bin_{j}" for j in range(2, 10)),
-        *("dim", "pooling_factor", "row"),
-    )
-
-
 def small_table(rows: int = 50, batch_size: int = 4) -> TableConfig:
     # Ids: two once, one twice, one four times: 8 lookups, 4 distinct.
     profile = FeatureProfile(
@@ -71,6 +62,8 @@ def test_features_by_hand() -> None:
         else:
             assert value == expected.get(name, 0.0), name
     assert shard_features([small_table(rows=7_000)], 4)[0, -1] == 7_000
+    # Columns are sorted as strings.
+    assert PAPER_FEATURES[1:4] == ("bin_1", "bin_10", "bin_11")
 
 
 def test_at_the_paper_s_batch_inputs_are_the_paper_s() -> None:
@@ -143,24 +136,11 @@ def test_what_is_wrong_on_disk_is_named(tmp_path: Path) -> None:
     for change, error, text in (
         ({"format_version": 99}, BundleMismatchError, "version 99"),
         ({"feature_names": ["dim"]}, BundleMismatchError, "other features"),
-        (
-            {"world_sizes": [2, 20, 4]},
-            BundleCorruptError,
-            "does not hold this bundle's network",
-        ),
-        ({"weights_sha256": "0" * 64}, BundleCorruptError, "damaged"),
+        ({"world_sizes": [2, 20, 4]}, BundleCorruptError, "this bundle's network"),
     ):
         (tmp_path / "neuroshard.json").write_text(json.dumps({**info, **change}))
         with pytest.raises(error, match=text):
             load_models(tmp_path)
-
-
-def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
-    models = some_models()
-    models.compute.std_F.fill_(float("nan"))
-    save_models(tmp_path, models)
-    with pytest.raises(BundleCorruptError, match="is not finite"):
-        load_models(tmp_path)
 
 
 def test_shipped_nets_are_found_by_the_device() -> None:
@@ -168,6 +148,3 @@ def test_shipped_nets_are_found_by_the_device() -> None:
     found = shipped_models("AMD EPYC (26/2)")
     assert found is not None and sorted(found.comms) == [2, 4, 8]
     assert found.fingerprint.device == "AMD EPYC (26/2)"
-    judgements = found.trained_on["judgements"]
-    shown = [f"| {j['what']} | {j['num_samples']} |" in found.card for j in judgements]
-    assert shown == [True] * 7

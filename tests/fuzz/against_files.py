@@ -24,7 +24,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,8 @@ from tests.builders import (
     write_records,
 )
 from tests.fuzz.campaign import Case, Outcome, run
-from torchrec_neuroshard.baselines.dreamshard import DreamShardNet, DreamShardSearcher
+from torchrec_neuroshard.baselines.dreamshard import DreamShardSearcher
 from torchrec_neuroshard.baselines.neuroshard_models import load_models
-from torchrec_neuroshard.baselines.policy_training import run_training
 from torchrec_neuroshard.collect.compute import failures_path, read_failures
 from torchrec_neuroshard.cost_models import cache as bundle_cache
 from torchrec_neuroshard.cost_models.cache_cli import _line
@@ -336,31 +335,6 @@ def _use_dataset(folder: Path) -> None:
     load_dlrm_dataset(folder / "d.pt.gz")
 
 
-class Trainer:
-    """A training run of no steps, whose state is a net's."""
-
-    num_iterations = 1
-
-    def __init__(self) -> None:
-        self.net = DreamShardNet()
-        self.optimizer = torch.optim.Adam(self.net.parameters())
-
-    def step(self, iteration: int) -> dict[str, float]:
-        return {}
-
-    def state(self) -> dict[str, Any]:
-        return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-
-def _train(folder: Path) -> None:
-    trainer: Any = Trainer()
-    run_training(trainer, folder, {}, lambda *_: None)
-
-
 def _failures(folder: Path) -> None:
     line = json.dumps({"index": 3, "error": "CUDA error"})
     failures_path(folder / "r").write_text(f"{line}\n{line}\n")
@@ -402,7 +376,6 @@ KINDS: dict[str, Kind] = {
     "constraints": Kind(_constraints, _use_constraints),
     "cache": Kind(_cache, _use_cache),
     "dataset": Kind(_dataset, _use_dataset),
-    "training": Kind(_train, _train),
     "failures": Kind(_failures, lambda folder: read_failures(folder / "r")),
 }
 

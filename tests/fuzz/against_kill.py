@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import errno
 import functools
-import json
 import os
 import resource
 import shutil
@@ -37,13 +36,11 @@ from tests.builders import (
     draw_set,
     make_header,
     make_record,
-    make_tables,
     write_records,
 )
 from tests.fuzz import against_files
 from tests.fuzz.campaign import Case, Outcome, run
 from torchrec_neuroshard import cli
-from torchrec_neuroshard.baselines.policy_training import run_training
 from torchrec_neuroshard.collect import timing
 from torchrec_neuroshard.cost_models import cache, load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
@@ -208,23 +205,6 @@ class Cache(Writer):
             load_bundle(found.folder)
 
 
-class Training(Writer):
-    """A training run of three iterations that goes on."""
-
-    num_iterations = 3
-
-    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
-        trainer: Any = against_files.Trainer()
-        trainer.num_iterations = self.num_iterations
-        run_training(trainer, folder, {}, lambda iteration, _: tell(iteration + 1))
-
-    def check(self, folder: Path, told: int) -> None:
-        trainer: Any = against_files.Trainer()
-        trainer.num_iterations = self.num_iterations
-        first = run_training(trainer, folder, {}, lambda *_: None)
-        assert first >= told, f"goes on from {first} after {told}"
-
-
 class Command(Writer):
     """A command, killed after a random time."""
 
@@ -328,50 +308,18 @@ class CalibrateCommand(TrainCommand):
     text = "calibrate --from cpu_epyc_zen5 --steps 2 --records {records}"
 
 
-class PolicyCommand(Command):
-    """`neuroshard train-policy` of two iterations."""
-
-    def prepare(self, folder: Path) -> None:
-        rng = np.random.default_rng(0)
-        rows = (10 ** rng.uniform(2, 6, 80)).astype(int).tolist()
-        tables = [t.to_json() for t in make_tables([64] * 80, rows)]
-        text = json.dumps({"workloads": [{"name": "w", "tables": tables}]})
-        (folder / "t.json").write_text(text)
-
-    def arguments(self, folder: Path) -> list[str]:
-        text = (
-            "train-policy --method autoshard --cost-model cpu --set iterations=2 "
-            "--num-tasks 4 --num-test-tasks 2 --num-tables 10 12 --world-sizes 2 "
-            "--batch-size 128"
-        )
-        return [
-            *text.split(),
-            *("--tables", str(folder / "t.json"), "--out", str(folder / "p")),
-        ]
-
-    def check(self, folder: Path, told: int) -> None:
-        if (folder / "p" / "policy.json").exists():
-            from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
-
-            AutoShardSearcher(folder / "p")
-        else:
-            assert not told
-
-
 WRITERS: dict[str, Writer] = {
     "records": Records(),
     "bundle": Bundle(),
     "plan": Plan(),
     "profiles": Profiles(),
     "cache": Cache(),
-    "training": Training(),
 }
 COMMANDS: dict[str, Command] = {
     "collect compute": CollectCommand(),
     "collect comms": CollectCommsCommand(),
     "calibrate": CalibrateCommand(),
     "train": TrainCommand(),
-    "train-policy": PolicyCommand(),
 }
 WAYS = ("kill", "kill in a write", "full", "full at once", "read-only")
 """Killed before a touch of the disk; killed once a file is so long; no file may be

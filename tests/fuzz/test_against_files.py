@@ -21,7 +21,6 @@ FOUND: dict[str, tuple[str, str, Any]] = {
     "no number": ("failures", "r.failed", '{"index": "x", "error": ""}\n'),
     "no text": ("failures", "r.failed", b"\x8b\n"),
     "a card that is no text": ("original", "CARD.md", b"\x8b"),
-    "a state of no bytes": ("training", "checkpoint.pt", b""),
     "a field of a megabyte": ("tables, csv", "t.csv", "name\n" + "a" * 10**6 + "\n"),
     "a long name": ("constraints", "c.json", '{"' + "a" * 10**5 + '": {}}'),
     "a type of a megabyte": (

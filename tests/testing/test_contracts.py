@@ -164,7 +164,7 @@ SEARCHERS: dict[str, tuple[Callable[[int], Searcher], dict[str, Any]]] = {
     ),
     # Faithful, it gives up where its caps on columns rule every plan out.
     "paper": (
-        lambda seed: PaperSearcher(NeuroShardConfig(seed=seed, faithful=False)),
+        lambda seed: PaperSearcher(NeuroShardConfig(faithful=False)),
         {},
     ),
     "autoshard": (lambda seed: untrained(AutoShardSearcher), WHOLE),

@@ -55,17 +55,12 @@ import torch
 from torchrec_neuroshard.baselines.common import finish, over_memory
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
-    CommsNets,
     NeuroShardModels,
     RankTimesNet,
     columns_in_paper_batch,
     load_models,
     shard_features,
     shipped_models,
-)
-from torchrec_neuroshard.baselines.neuroshard_training import (
-    PaperTrainConfig,
-    fit_comms_to_model,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
@@ -102,12 +97,6 @@ NEUROSHARD_ROUNDS = 10
 _PAPER_VALUE_BYTES = 4
 _DIM = PAPER_FEATURES.index("dim")
 
-FALLBACK_SAMPLES = 2_000
-FALLBACK_BATCH = 64
-FALLBACK_EPOCHS = 100
-"""Of the comms nets of a number of ranks that was not measured; the paper's recipe has
-1,000 epochs over 100,000 samples, 512 a step."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeuroShardConfig:
@@ -130,8 +119,6 @@ class NeuroShardConfig:
     """Count memory as the paper does; a plan may then exceed the task's memory."""
     time_budget_seconds: float = math.inf
     """No new state is tried after this; the paper knows no limit."""
-    seed: int = 0
-    """Of nets that are trained when the number of ranks was not measured."""
 
     def __post_init__(self) -> None:
         if min(self.beam_width, self.num_candidates) < 1 or not self.caps:
@@ -195,26 +182,36 @@ class SharedCosts(PaperCosts):
 
     def comms_ms(self, compute_W: Floats, columns_W: Floats) -> Floats:
         """Predict the transfers; what a rank waits is the last start minus its own."""
-        transfer = self._comms.all_to_all(columns_W[None], self._task.batch_size)[0]
-        start = compute_W + transfer[:, 1]
-        comms: Floats = transfer[:, 1] + (start.max() - start) + transfer[:, 0]
-        return comms
+        return _comms_by_model(self._comms, self._task, compute_W, columns_W)
 
 
 class OwnCosts(PaperCosts):
-    """The paper's nets."""
+    """The paper's nets; without nets for the number of ranks, a model of collectives.
+
+    Attributes:
+        warnings: Whether the model had to stand in.
+    """
 
     def __init__(
-        self, task: ShardingTask, models: NeuroShardModels, nets: CommsNets
+        self, task: ShardingTask, models: NeuroShardModels, comms_model: CommsModel
     ) -> None:
         """Prepare the tables' features.
 
         Args:
             task: What is to be placed.
-            models: Gives the compute net.
-            nets: For the task's number of ranks.
+            models: The nets.
+            comms_model: Stands in for nets that were not trained.
         """
-        self._task, self._net, self._nets = task, models.compute, nets
+        self._task, self._net, self._comms = task, models.compute, comms_model
+        self._nets = models.comms.get(task.world_size)
+        self.warnings: list[str] = []
+        if self._nets is None:
+            known = ", ".join(map(str, sorted(models.comms))) or "none"
+            self.warnings = [
+                f"NeuroShard's nets of the all-to-all are for {known} ranks, not for "
+                f"{task.world_size}: its search went by the collectives given "
+                f"({comms_model.source}) instead"
+            ]
         self._features_TF = torch.from_numpy(
             shard_features(task.tables, task.batch_size)
         )
@@ -235,6 +232,8 @@ class OwnCosts(PaperCosts):
 
     def comms_ms(self, compute_W: Floats, columns_W: Floats) -> Floats:
         """Predict backward, then forward with the starts that follow from it."""
+        if self._nets is None:
+            return _comms_by_model(self._comms, self._task, compute_W, columns_W)
         columns = columns_in_paper_batch(columns_W, self._task.batch_size)
         backward_W = _rank_times(self._nets.backward, columns)
         start = compute_W + backward_W
@@ -242,6 +241,15 @@ class OwnCosts(PaperCosts):
         forward_W = _rank_times(self._nets.forward, np.concatenate([columns, offsets]))
         comms: Floats = backward_W + forward_W
         return comms
+
+
+def _comms_by_model(
+    model: CommsModel, task: ShardingTask, compute_W: Floats, columns_W: Floats
+) -> Floats:
+    transfer = model.all_to_all(columns_W[None], task.batch_size)[0]
+    start = compute_W + transfer[:, 1]
+    comms: Floats = transfer[:, 1] + (start.max() - start) + transfer[:, 0]
+    return comms
 
 
 def _rank_times(net: RankTimesNet, inputs_I: Floats) -> Floats:
@@ -461,9 +469,8 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
     ) -> SearchResult:
         """Find a placement.
 
-        With the paper's own nets and a number of ranks that they were not trained for,
-        comms nets are trained on the spot to imitate `comms_model`, and a warning says
-        so.
+        Where the paper's own nets were not trained for the number of ranks,
+        `comms_model` stands in for them, and a warning says so.
 
         Raises:
             InfeasibleError: The tables cannot fit, or the loops find no placement.
@@ -503,30 +510,10 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
             return shared, [
                 "no nets of NeuroShard's own come with this package for "
                 f"{cost_model.hardware}: it searched on the costs given. Train some "
-                "with 'neuroshard train-neuroshard' and pass PaperSearcher(models=...)"
+                "with benchmarks/papers/train.py and pass PaperSearcher(models=...)"
             ]
-        nets = models.comms.get(task.world_size)
-        if nets is not None:
-            return OwnCosts(task, models, nets), []
-        nets, forward, backward = fit_comms_to_model(
-            comms_model,
-            lambda rng: [t.embedding_dim * t.num_features for t in task.tables],
-            world_size=task.world_size,
-            batch_sizes=[task.batch_size],
-            num_samples=FALLBACK_SAMPLES,
-            config=PaperTrainConfig(
-                epochs=FALLBACK_EPOCHS,
-                batch_samples=FALLBACK_BATCH,
-                seed=self.config.seed,
-            ),
-        )
-        known = ", ".join(map(str, sorted(models.comms))) or "none"
-        return OwnCosts(task, models, nets), [
-            f"NeuroShard's nets of the all-to-all were measured for {known} ranks, not "
-            f"for {task.world_size}: they were trained to imitate the model of "
-            f"collectives ({comms_model.source}), to {forward.test_mse**0.5:.3g} ms "
-            f"forward and {backward.test_mse**0.5:.3g} ms backward (root mean square)"
-        ]
+        own = OwnCosts(task, models, comms_model)
+        return own, own.warnings
 
     def _check(self, task: ShardingTask, placement: Placement) -> list[str]:
         """Check the placement; return what is over memory where that is allowed."""

@@ -1,4 +1,4 @@
-"""NeuroShard's own cost models (arXiv 2305.01868); `neuroshard_cli` trains them.
+"""NeuroShard's own cost models (arXiv 2305.01868), trained by `benchmarks/papers`.
 
 One net for compute: each table's 20 features are encoded, the encodings of a rank's
 tables are summed, and a head gives forward + backward together. Two nets per number of
@@ -256,8 +256,8 @@ _FORMAT = BundleFormat(
     ),
     check=_check,
     info_name="neuroshard.json",
-    missing="{folder} holds no models of NeuroShard (no {file}); train them with "
-    "'neuroshard train-neuroshard'",
+    missing="{folder} holds no nets of NeuroShard (no {file}); train them with "
+    "benchmarks/papers/train.py",
 )
 
 

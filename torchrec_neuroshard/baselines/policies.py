@@ -64,7 +64,6 @@ __all__ = [
     "arrange",
     "load_policy",
     "policy_features",
-    "policy_log_probs",
     "roll_out",
     "save_policy",
     "shipped_policy",
@@ -85,11 +84,14 @@ POLICY_FEATURES: tuple[str, ...] = (
 sample of a batch of 65,536; GB of weights; `bin_j`, the share of the distinct ids that
 occur 2**(j-1)+1 to 2**j times."""
 
+TRAIN = "train one with benchmarks/papers/train.py"
+"""What to do without a policy that suits."""
 _STANDARDISED = 4
 """The first columns are standardised; shares are taken as they are."""
 _GB = 1e9
 _STD_FLOOR = 1e-6
-_ILLEGAL = -1e9
+ILLEGAL = -1e9
+"""Logit of a full rank; not -inf: times a probability of 0 that would be NaN."""
 
 
 def policy_features(
@@ -304,7 +306,7 @@ def roll_out(
         episodes: Made by `arrange`.
         generator: Draws the choices; None takes the likeliest, of equals the first.
     """
-    items = _items(net, episodes)
+    items = net.items(episodes.features_ETF) * episodes.is_table_ET[..., None]
     context = net.context(episodes)
     num_episodes, length = episodes.is_table_ET.shape
     num_ranks = episodes.caps_EW.shape[1]
@@ -316,7 +318,8 @@ def roll_out(
         stuck = ~legal.any(dim=1)
         freest = nn.functional.one_hot(room.argmax(dim=1), num_ranks).bool()
         legal = torch.where(stuck[:, None], freest, legal)
-        log_probs = _masked_log_softmax(net.logits(sums, context[:, t]), legal)
+        logits = net.logits(sums, context[:, t]).masked_fill(~legal, ILLEGAL)
+        log_probs = torch.log_softmax(logits, dim=-1)
         action = _choose(log_probs, generator)
         chosen = nn.functional.one_hot(action, num_ranks)
         sums = sums + chosen[..., None] * items[:, t, None]
@@ -332,34 +335,6 @@ def roll_out(
         torch.stack(legal_steps, dim=1),
         torch.stack(stuck_steps, dim=1),
     )
-
-
-def policy_log_probs(
-    net: PolicyNet, episodes: Episodes, rollout: Rollout
-) -> torch.Tensor:
-    """Log probability of every rank in every step, with gradients, `E x T x W`.
-
-    Ranks that could not be chosen have about -1e9.
-    """
-    items = _items(net, episodes)
-    chosen = nn.functional.one_hot(rollout.actions_ET, episodes.caps_EW.shape[1])
-    placed = chosen[..., None] * items[:, :, None]
-    before = placed.cumsum(dim=1) - placed
-    # Only the ranks of the episodes' own steps: padding is more than half.
-    real = episodes.is_table_ET[..., None] & episodes.is_rank_EW[:, None]
-    context = net.context(episodes)[:, :, None].expand(*real.shape, -1)
-    logits = torch.zeros(real.shape, dtype=items.dtype)
-    logits[real] = net.logits(before[real][:, None], context[real])[:, 0]
-    return _masked_log_softmax(logits, rollout.legal_ETW)
-
-
-def _items(net: PolicyNet, episodes: Episodes) -> torch.Tensor:
-    return net.items(episodes.features_ETF) * episodes.is_table_ET[..., None]
-
-
-def _masked_log_softmax(logits: torch.Tensor, legal: torch.Tensor) -> torch.Tensor:
-    # Not -inf: its product with a probability of 0 would be NaN in the entropy.
-    return torch.log_softmax(logits.masked_fill(~legal, _ILLEGAL), dim=-1)
 
 
 def _choose(log_probs: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -418,8 +393,7 @@ def _format(
         make_network=lambda _: make_net(),
         check=check,
         info_name="policy.json",
-        missing="{folder} is not a placement policy: it has no {file}; make one with "
-        f"'neuroshard train-policy --method {method}'",
+        missing=f"{{folder}} is not a policy of {method}: it has no {{file}}; {TRAIN}",
     )
 
 
@@ -455,8 +429,7 @@ def shipped_policy(method: str) -> Path:
     folders = sorted((PRETRAINED / "policies").glob(f"{method}_*"))
     if not folders:
         raise ConfigError(
-            f"no {method} policy comes with this package; train one with 'neuroshard "
-            f"train-policy --method {method}' and pass its folder"
+            f"no {method} policy comes with this package; {TRAIN} and pass its folder"
         )
     return folders[0]
 
@@ -563,16 +536,14 @@ class PolicySearcher(Searcher):
         }
         warnings = [
             f"the {self.name} policy was trained with {name} from {low:g} to {high:g}, "
-            f"the task has {values[name]}; train one for it with 'neuroshard "
-            "train-policy'"
+            f"the task has {values[name]}; {TRAIN}"
             for name, (low, high) in info.ranges.items()
             if not low <= values[name] <= high
         ]
         if cost_model.hardware != info.hardware:
             warnings.append(
                 f"the {self.name} policy was trained on costs of {info.hardware}, the "
-                f"task is for {cost_model.hardware}; train one for it with 'neuroshard "
-                "train-policy'"
+                f"task is for {cost_model.hardware}; {TRAIN}"
             )
         return warnings
 

@@ -1,0 +1,524 @@
+"""How AutoShard's and DreamShard's policies are trained and judged.
+
+Nets and searches are the library's `baselines.autoshard` and `baselines.dreamshard`.
+Counts and rates are the papers'. Different here, in both:
+
+- Costs are divided by the first plans' mean (stored with the weights), since rates that
+  suit a GPU's milliseconds do not suit a CPU's.
+- A rank without room is offered neither when plans are drawn nor in the update. A table
+  that has room nowhere goes to the freest rank.
+- Tasks of several numbers of ranks are mixed, and a cost model predicts the costs.
+
+AutoShard: the reward is how even the finished plan is, compute of the least busy rank
+over that of the busiest; where memory overflows, the worst excess over the limit,
+negative. Policy and value are trained by an actor-critic with V-trace, and the cost
+net, which shares the tables' encoder, on the same plans. Actors and learner take turns
+in one process, so that a run can be repeated: plans are drawn with the weights from
+before the latest update, as an actor of the paper would lag. Batches are of whole
+plans, until they have 800 steps, where the paper cuts plans off after 100 steps. As in
+the released code, one optimizer serves all losses, losses of policy and value are sums
+over steps, and the cost net's is a mean.
+
+DreamShard: the policy is trained by REINFORCE on what the cost net predicts for the
+finished plan; the cost net is trained on plans that the policy made, whose cost is our
+critical path, not the largest rank's sum. Both take turns. Losses are means over the
+batch. The costed plans of an iteration are of random tasks, and all of them so far are
+learned from. The three heads see costs of a rank: forward compute, backward all-to-all
+and backward compute.
+
+Shapes: as in the library's `policies`; `P` plans.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from torchrec_neuroshard.baselines.autoshard import AutoShardNet, AutoShardSearcher
+from torchrec_neuroshard.baselines.common import whole_placement
+from torchrec_neuroshard.baselines.dreamshard import DreamShardNet, DreamShardSearcher
+from torchrec_neuroshard.baselines.policies import (
+    ILLEGAL,
+    Episodes,
+    PolicyNet,
+    PolicySearcher,
+    Rollout,
+    TaskView,
+    arrange,
+    roll_out,
+    view_task,
+)
+from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
+from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.search.base import Searcher
+from torchrec_neuroshard.simulator import PredictedCosts, Simulator
+from torchrec_neuroshard.training.fit import seeded
+
+Rng = np.random.Generator
+PlanCosts = Callable[[ShardingTask, Placement], PredictedCosts]
+"""What a plan costs, such as `SimulatedPlans`."""
+
+_RESAMPLES = 10_000
+
+
+class SimulatedPlans:
+    """Costs of plans by a cost model and a model of the collectives."""
+
+    def __init__(
+        self, cost_model: CostModel, comms_for: Callable[[int], CommsModel]
+    ) -> None:
+        """Take the model of kernels, and number of ranks -> model of collectives."""
+        self.cost_model = cost_model
+        self.comms_for = comms_for
+        self._simulators: dict[int, Simulator] = {}
+
+    def __call__(self, task: ShardingTask, placement: Placement) -> PredictedCosts:
+        """Predict one plan; a task's simulator is kept."""
+        # A simulator keeps its task, so that no other task gets the id.
+        if id(task) not in self._simulators:
+            comms_model = self.comms_for(task.world_size)
+            self._simulators[id(task)] = Simulator(task, self.cost_model, comms_model)
+        return self._simulators[id(task)].evaluate(placement)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """Settings that both methods have."""
+
+    iterations: int
+    learning_rate: float
+    """Falls linearly to 0 over the iterations."""
+    entropy_weight: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if name != "seed" and not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AutoShardConfig(PolicyConfig):
+    """AutoShard's settings."""
+
+    iterations: int = 125
+    """Updates of the policy: the paper's 100,000 steps."""
+    steps: int = 800
+    """Least steps per update: the paper's 8 unrolls of 100."""
+    cost_updates: int = 20
+    """Steps of the cost net per update."""
+    cost_batch: int = 512
+    """Ranks of plans per step of the cost net."""
+    buffer: int = 5_000
+    """Latest ranks of plans that the cost net learns from."""
+    learning_rate: float = 1e-3
+    baseline_weight: float = 0.5
+    max_gradient_norm: float = 40.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DreamShardConfig(PolicyConfig):
+    """DreamShard's settings."""
+
+    iterations: int = 10
+    plans_per_iteration: int = 10
+    """Plans costed (N_collect)."""
+    cost_updates: int = 300
+    """Steps of the cost net per iteration (N_cost)."""
+    policy_updates: int = 10
+    """Steps of the policy net per iteration (N_RL), each on one random task."""
+    episodes: int = 10
+    """Plans drawn per step of the policy (N_episode), at least 2."""
+    batch: int = 64
+    """Plans, and as many single ranks, per step of the cost net."""
+    learning_rate: float = 5e-4
+
+
+class PolicyTrainer(ABC):
+    """Trains one policy, iteration by iteration; one Adam serves all losses."""
+
+    paper: ClassVar[str]
+    config_type: ClassVar[Any]
+    searcher_type: ClassVar[type[PolicySearcher]]
+    net: PolicyNet
+
+    def __init__(
+        self,
+        net: PolicyNet,
+        tasks: Sequence[ShardingTask],
+        costs: PlanCosts,
+        config: PolicyConfig,
+    ) -> None:
+        """Take an untrained net, the training tasks and what their plans cost."""
+        self.tasks, self.costs, self.config = tuple(tasks), costs, config
+        self.views = [view_task(t) for t in tasks]
+        net.set_statistics(np.concatenate([v.features for v in self.views]))
+        self._parameters = list(net.parameters())
+        self._optimizer = torch.optim.Adam(self._parameters)
+
+    def train(self, report: Callable[[int, Mapping[str, float]], None]) -> None:
+        """Run all iterations; `report` gets the number and figures of each."""
+        with seeded(0):
+            for iteration in range(self.config.iterations):
+                left = 1 - iteration / self.config.iterations
+                self._optimizer.param_groups[0]["lr"] = self.config.learning_rate * left
+                rng = np.random.default_rng([self.config.seed, iteration])
+                draws = torch.Generator().manual_seed(int(rng.integers(2**62)))
+                report(iteration, self._step(rng, draws))
+
+    @abstractmethod
+    def _step(self, rng: Rng, generator: torch.Generator) -> Mapping[str, float]:
+        """Run one iteration; return its figures."""
+
+    def _optimize(self, loss: torch.Tensor, max_norm: float | None = None) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, max_norm)
+        self._optimizer.step()
+
+
+def policy_log_probs(
+    net: PolicyNet, episodes: Episodes, rollout: Rollout
+) -> torch.Tensor:
+    """Log probability of every rank in every step, with gradients, `E x T x W`.
+
+    Ranks that could not be chosen have about -1e9.
+    """
+    items = net.items(episodes.features_ETF) * episodes.is_table_ET[..., None]
+    chosen = nn.functional.one_hot(rollout.actions_ET, episodes.caps_EW.shape[1])
+    placed = chosen[..., None] * items[:, :, None]
+    before = placed.cumsum(dim=1) - placed
+    # Only the ranks of the episodes' own steps: padding is more than half.
+    real = episodes.is_table_ET[..., None] & episodes.is_rank_EW[:, None]
+    context = net.context(episodes)[:, :, None].expand(*real.shape, -1)
+    logits = torch.zeros(real.shape, dtype=items.dtype)
+    logits[real] = net.logits(before[real][:, None], context[real])[:, 0]
+    logits = logits.masked_fill(~rollout.legal_ETW, ILLEGAL)
+    return torch.log_softmax(logits, dim=-1)
+
+
+# AutoShard.
+
+
+def vtrace(
+    log_ratios_ET: torch.Tensor,
+    rewards_ET: torch.Tensor,
+    values_ET: torch.Tensor,
+    is_step_ET: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Targets of the value and advantages of the policy, both clips and discount 1.
+
+    Args:
+        log_ratios_ET: Log of the learner's over the actor's probability of each choice.
+        rewards_ET: Paid after each step.
+        values_ET: Of the state before each step.
+        is_step_ET: False after an episode's end, where the value is 0.
+
+    Returns:
+        Targets and advantages, each `E x T`, 0 after an episode's end.
+
+    Source: IMPALA (arXiv 1802.01561), section 4.1.
+    """
+    clipped = log_ratios_ET.exp().clamp_max(1.0) * is_step_ET
+    values = values_ET * is_step_ET
+    after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = clipped * (rewards_ET + after - values)
+    excess = torch.zeros_like(values[:, 0])
+    excesses = []
+    for t in reversed(range(values.shape[1])):
+        excess = deltas[:, t] + clipped[:, t] * excess
+        excesses.append(excess)
+    targets = values + torch.stack(excesses[::-1], dim=1)
+    next_targets = torch.cat([targets[:, 1:], torch.zeros_like(after[:, :1])], dim=1)
+    return targets, clipped * (rewards_ET + next_targets - values)
+
+
+class AutoShardTrainer(PolicyTrainer):
+    """Makes plans, updates policy and value, updates the cost net; and again."""
+
+    paper = "AutoShard (KDD 2022, arXiv 2208.06399)"
+    config_type, searcher_type = AutoShardConfig, AutoShardSearcher
+    net: AutoShardNet
+    config: AutoShardConfig
+
+    def __init__(
+        self, tasks: Sequence[ShardingTask], costs: PlanCosts, config: AutoShardConfig
+    ) -> None:
+        """Take the training tasks and what their plans cost; only compute counts."""
+        with seeded(config.seed):
+            self.net = AutoShardNet()
+        super().__init__(self.net, tasks, costs, config)
+        self._actor = copy.deepcopy(self.net)
+        self._ranks: list[tuple[torch.Tensor, float]] = []
+        """Features of the tables on a rank, and what they compute [ms]."""
+
+    def _step(self, rng: Rng, generator: torch.Generator) -> Mapping[str, float]:
+        chosen, steps = list[int](), 0
+        while steps < self.config.steps:
+            chosen.append(int(rng.integers(len(self.tasks))))
+            steps += len(self.views[chosen[-1]].tables)
+        episodes = arrange(self._actor, [self.views[i] for i in chosen])
+        rollout = roll_out(self._actor, episodes, generator)
+        rewards = self._play(chosen, episodes, rollout)
+        # From here on the actor has the weights from before this update.
+        self._actor.load_state_dict(self.net.state_dict())
+        self._update_policy(episodes, rollout, rewards)
+        losses = [self._update_cost(rng) for _ in range(self.config.cost_updates)]
+        return {"reward": float(rewards.mean()), "cost_loss": float(np.mean(losses))}
+
+    def _play(
+        self, chosen: Sequence[int], episodes: Episodes, rollout: Rollout
+    ) -> torch.Tensor:
+        """Have plans costed; keep their ranks and return the rewards, `E`."""
+        rewards, new = [], list[tuple[torch.Tensor, float]]()
+        for e, number in enumerate(chosen):
+            task, view = self.tasks[number], self.views[number]
+            of_table = episodes.ranks(rollout.actions_ET, e)
+            placement = whole_placement(task, of_table)
+            found = self.costs(task, placement)
+            busy_W = np.array([r.fwd_compute + r.bwd_compute for r in found.ranks])
+            # Least share of a rank's memory that is left; below 0 where it overflows.
+            room = 1 - np.array(placement.rank_bytes(task)) / view.caps
+            even = busy_W.min() / busy_W.max()
+            rewards.append(float(room.min() if room.min() < 0 else even))
+            ranks = of_table[view.tables]
+            for rank in np.unique(ranks):
+                held = torch.from_numpy(view.features[ranks == rank])
+                new.append((held, float(busy_W[rank])))
+        if not self._ranks:
+            self.net.cost_scale_ms.fill_(float(np.mean([ms for _, ms in new])))
+        self._ranks = (self._ranks + new)[-self.config.buffer :]
+        return torch.tensor(rewards)
+
+    def _update_policy(
+        self, episodes: Episodes, rollout: Rollout, rewards_E: torch.Tensor
+    ) -> None:
+        """Step on policy gradient, squared error of the value, and entropy."""
+        is_step = episodes.is_table_ET
+        log_probs = policy_log_probs(self.net, episodes, rollout)
+        taken = log_probs.gather(-1, rollout.actions_ET[..., None])[..., 0]
+        values = self.net.values(self.net.context(episodes))
+        last = is_step & ~torch.roll(is_step, -1, dims=1)
+        last[:, -1] = is_step[:, -1]
+        with torch.no_grad():
+            targets, advantages = vtrace(
+                taken - rollout.log_probs_ET, last * rewards_E[:, None], values, is_step
+            )
+        policy_loss = -(taken * advantages)[is_step].sum()
+        value_loss = 0.5 * (targets - values)[is_step].square().sum()
+        entropy = -(log_probs.exp() * log_probs).sum(dim=-1)[is_step].sum()
+        loss = (
+            policy_loss
+            + self.config.baseline_weight * value_loss
+            - self.config.entropy_weight * entropy
+        )
+        self._optimize(loss, self.config.max_gradient_norm)
+
+    def _update_cost(self, rng: Rng) -> float:
+        """Step on the squared error of ranks in the buffer."""
+        drawn = rng.integers(len(self._ranks), size=self.config.cost_batch)
+        held, costs = zip(*(self._ranks[i] for i in drawn), strict=True)
+        encoded = self.net.encode(torch.cat(held))
+        rank = np.repeat(np.arange(len(held)), [len(h) for h in held])
+        sums = encoded.new_zeros(len(held), encoded.shape[1])
+        sums = sums.index_add(0, torch.from_numpy(rank), encoded)
+        wanted = torch.tensor(costs) / self.net.cost_scale_ms
+        loss = nn.functional.mse_loss(self.net.rank_cost(sums), wanted)
+        self._optimize(loss, self.config.max_gradient_norm)
+        return float(loss.detach())
+
+
+# DreamShard.
+
+
+class _Plan(NamedTuple):
+    """A costed plan."""
+
+    features_TF: torch.Tensor
+    rank_T: npt.NDArray[np.int64]
+    rank_costs_W3: npt.NDArray[np.float32]
+    """Milliseconds, as `DreamShardNet.rank_costs`."""
+    plan_ms: float
+
+
+class DreamShardTrainer(PolicyTrainer):
+    """Costs plans, trains the cost net, trains the policy on it; and again."""
+
+    paper = "DreamShard (NeurIPS 2022, arXiv 2210.02023)"
+    config_type, searcher_type = DreamShardConfig, DreamShardSearcher
+    net: DreamShardNet
+    config: DreamShardConfig
+
+    def __init__(
+        self, tasks: Sequence[ShardingTask], costs: PlanCosts, config: DreamShardConfig
+    ) -> None:
+        """Take the training tasks and what their plans cost."""
+        with seeded(config.seed):
+            self.net = DreamShardNet()
+        super().__init__(self.net, tasks, costs, config)
+        self._plans: list[_Plan] = []
+        self._widest = max(t.world_size for t in tasks)
+
+    def _step(self, rng: Rng, generator: torch.Generator) -> Mapping[str, float]:
+        new = self._collect(rng, generator)
+        mean_ms = float(np.mean([p.plan_ms for p in new], dtype=np.float32))
+        if not self._plans:
+            self.net.cost_scale_ms.fill_(mean_ms)
+        self._plans += new
+        losses = [self._update_cost(rng) for _ in range(self.config.cost_updates)]
+        rewards = [
+            self._update_policy(self.views[rng.integers(len(self.views))], generator)
+            for _ in range(self.config.policy_updates)
+        ]
+        return {
+            "plan_ms": mean_ms,
+            "cost_loss": float(np.mean(losses)),
+            "reward": float(np.mean(rewards)),
+        }
+
+    def _collect(self, rng: Rng, generator: torch.Generator) -> list[_Plan]:
+        """Draw plans of random tasks from the policy and have them costed."""
+        chosen = rng.integers(len(self.tasks), size=self.config.plans_per_iteration)
+        episodes = arrange(self.net, [self.views[i] for i in chosen])
+        rollout = roll_out(self.net, episodes, generator)
+        plans = []
+        for e, number in enumerate(chosen):
+            task, view = self.tasks[number], self.views[number]
+            of_table = episodes.ranks(rollout.actions_ET, e)
+            predicted = self.costs(task, whole_placement(task, of_table))
+            ranks = predicted.ranks
+            costs = [(r.fwd_compute, r.bwd_comms, r.bwd_compute) for r in ranks]
+            features, rank_T = torch.from_numpy(view.features), of_table[view.tables]
+            costs_W3 = np.array(costs, dtype=np.float32)
+            plans.append(_Plan(features, rank_T, costs_W3, predicted.critical_path_ms))
+        return plans
+
+    def _sums(self, plans: Sequence[_Plan]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of encodings of each rank, `P x W x 32`, and whether it holds any."""
+        slots = [p.rank_T + i * self._widest for i, p in enumerate(plans)]
+        slot = torch.from_numpy(np.concatenate(slots))
+        encoded = self.net.encode(torch.cat([p.features_TF for p in plans]))
+        sums = encoded.new_zeros(len(plans) * self._widest, encoded.shape[1])
+        sums = sums.index_add(0, slot, encoded)
+        held = torch.bincount(slot, minlength=len(sums)) > 0
+        shape = len(plans), self._widest
+        return sums.reshape(*shape, -1), held.reshape(shape)
+
+    def _update_cost(self, rng: Rng) -> float:
+        """Step on the four squared errors, of plans and of single ranks."""
+        drawn = rng.integers(len(self._plans), size=self.config.batch)
+        plans = [self._plans[i] for i in drawn]
+        scale = float(self.net.cost_scale_ms)
+        sums, held = self._sums(plans)
+        wanted = torch.tensor([p.plan_ms for p in plans]) / scale
+        loss = nn.functional.mse_loss(self.net.plan_cost(sums), wanted)
+        plan, rank = np.nonzero(held.numpy())
+        picked = rng.integers(len(plan), size=self.config.batch)
+        plan, rank = plan[picked], rank[picked]
+        of_rank = [plans[p].rank_costs_W3[r] for p, r in zip(plan, rank, strict=True)]
+        rank_costs = torch.from_numpy(np.stack(of_rank)) / scale
+        predicted = self.net.rank_costs(sums[plan, rank])
+        loss = loss + (predicted - rank_costs).square().mean(dim=0).sum()
+        self._optimize(loss)
+        return float(loss.detach())
+
+    def _update_policy(self, view: TaskView, generator: torch.Generator) -> float:
+        """Step by REINFORCE on one task; return the mean reward."""
+        episodes = arrange(self.net, [view] * self.config.episodes)
+        rollout = roll_out(self.net, episodes, generator)
+        with torch.no_grad():
+            encoded = self.net.encode(episodes.features_ETF)
+            chosen = nn.functional.one_hot(rollout.actions_ET, len(view.caps)).float()
+            reward = -self.net.plan_cost(torch.einsum("etw,etk->ewk", chosen, encoded))
+            advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
+        log_probs = policy_log_probs(self.net, episodes, rollout)
+        entropy = -(log_probs.exp() * log_probs).sum(dim=-1).mean()
+        taken = log_probs.gather(-1, rollout.actions_ET[..., None])[..., 0]
+        loss = -(taken * advantage[:, None]).mean()
+        self._optimize(loss - self.config.entropy_weight * entropy)
+        return float(reward.mean())
+
+
+METHODS = {"autoshard": AutoShardTrainer, "dreamshard": DreamShardTrainer}
+
+
+# Judging.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A policy against one yardstick, on the tasks that both can place."""
+
+    name: str
+    num_pairs: int
+    num_infeasible: int
+    """Tasks that the yardstick cannot place and the policy can."""
+    num_lost: int
+    """Tasks that the policy cannot place and the yardstick can."""
+    change: float
+    """Mean of the policy's iteration time over the yardstick's, minus 1."""
+    low: float
+    """Lower end of the mean's 95 % bootstrap interval."""
+    high: float
+
+
+def compare(
+    searcher: Searcher,
+    others: Sequence[Searcher],
+    tasks: Sequence[ShardingTask],
+    costs: SimulatedPlans,
+) -> list[Comparison]:
+    """Place tasks by a policy and by yardsticks, and compare predicted costs in pairs.
+
+    Raises:
+        ConfigError: A yardstick and the policy share no task that both can place.
+    """
+    ours = [_iteration_ms(searcher, t, costs) for t in tasks]
+    return [
+        _comparison(other.name, ours, [_iteration_ms(other, t, costs) for t in tasks])
+        for other in others
+    ]
+
+
+def _iteration_ms(
+    searcher: Searcher, task: ShardingTask, costs: SimulatedPlans
+) -> float | None:
+    """Return the plan's predicted time; None where there is no plan."""
+    comms_model = costs.comms_for(task.world_size)
+    try:
+        found = searcher.search(task, costs.cost_model, comms_model)
+    except InfeasibleError:
+        return None
+    return found.predicted.critical_path_ms
+
+
+def _comparison(
+    name: str, ours: Sequence[float | None], theirs: Sequence[float | None]
+) -> Comparison:
+    both = list(zip(ours, theirs, strict=True))
+    ratio = np.array([a / b - 1 for a, b in both if a is not None and b is not None])
+    if not len(ratio):
+        raise ConfigError(f"no task can be placed by both the policy and '{name}'")
+    rng = np.random.default_rng(0)
+    means = rng.choice(ratio, size=(_RESAMPLES, len(ratio))).mean(axis=1)
+    low, high = np.quantile(means, (0.025, 0.975)).tolist()
+    return Comparison(
+        name=name,
+        num_pairs=len(ratio),
+        num_infeasible=sum(a is not None and b is None for a, b in both),
+        num_lost=sum(a is None and b is not None for a, b in both),
+        change=float(ratio.mean()),
+        low=low,
+        high=high,
+    )

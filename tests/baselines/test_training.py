@@ -1,0 +1,358 @@
+"""`benchmarks/papers`: what trains the papers' nets and policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from papers import data, policies, train
+from papers.nets import PaperTrainConfig, fit_comms, fit_compute
+from papers.policies import (
+    AutoShardConfig,
+    AutoShardTrainer,
+    DreamShardConfig,
+    DreamShardTrainer,
+    PolicyTrainer,
+    SimulatedPlans,
+    compare,
+    policy_log_probs,
+    vtrace,
+)
+from tests.builders import make_tables, make_task
+from torchrec_neuroshard.baselines.autoshard import AutoShardSearcher
+from torchrec_neuroshard.baselines.dreamshard import DreamShardNet, DreamShardSearcher
+from torchrec_neuroshard.baselines.heuristics import GreedySearcher, RandomSearcher
+from torchrec_neuroshard.baselines.neuroshard_models import (
+    PAPER_FEATURES,
+    load_models,
+    shard_features,
+)
+from torchrec_neuroshard.baselines.policies import (
+    Policy,
+    PolicyInfo,
+    arrange,
+    roll_out,
+    view_task,
+)
+from torchrec_neuroshard.cost_models import CommsModel, load_cost_model
+from torchrec_neuroshard.cost_models.loading import load_comms_model
+from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.features import ShardFeaturizer
+from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.records import CommsRecord
+from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.workloads import generate_dlrm_tables
+
+Tasks = tuple[ShardingTask, ...]
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "data"
+# Lookups dominate, so that costs differ as pooling factors do.
+COSTS = SimulatedPlans(
+    AnalyticCostModel(lookup_ns=20.0), lambda world_size: AnalyticCommsModel()
+)
+
+
+# Policies.
+
+
+def make_trainer(kind: str, tasks: Tasks, **more: Any) -> PolicyTrainer:
+    if kind == "autoshard":
+        auto = AutoShardConfig(steps=160, **more)
+        return AutoShardTrainer(tasks, COSTS, auto)
+    dream = DreamShardConfig(learning_rate=2e-3, **more)
+    return DreamShardTrainer(tasks, COSTS, dream)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", policies.METHODS)
+def test_a_trained_policy_beats_random_on_other_tables_and_ranks(
+    kind: str, training_tasks: Tasks, other_tasks: Tasks
+) -> None:
+    counts = {
+        "autoshard": {"iterations": 16, "cost_updates": 8},
+        "dreamshard": {"iterations": 4, "cost_updates": 60, "policy_updates": 30},
+    }
+    trainer = make_trainer(kind, training_tasks, **counts[kind])
+    trainer.train(lambda iteration, figures: None)
+    info = PolicyInfo(method=kind, name="", hardware="none", ranges={}, trained_on={})
+    searcher = trainer.searcher_type(Policy(trainer.net.eval(), info))
+    (found,) = compare(searcher, [RandomSearcher()], other_tasks, COSTS)
+    assert found.num_pairs >= 15
+    assert found.high < -0.05
+
+
+@pytest.mark.parametrize("kind", policies.METHODS)
+def test_losses_fall_and_the_same_seed_gives_the_same_weights(
+    kind: str, training_tasks: Tasks
+) -> None:
+    losses, weights = [], []
+    for seed in (0, 0, 1):
+        brief = {"iterations": 3, "cost_updates": 10, "seed": seed}
+        trainer = make_trainer(kind, training_tasks[:4], **brief)
+        trainer.train(lambda iteration, figures: losses.append(figures["cost_loss"]))
+        weights.append(trainer.net.state_dict())
+    first, second, other = weights
+    assert losses[2] < 0.7 * losses[0]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_vtrace_by_hand() -> None:
+    log_ratios = torch.log(torch.tensor([[0.5, 2.0, 1.0]]))
+    rewards = torch.tensor([[0.0, 1.0, 7.0]])
+    values = torch.tensor([[0.2, 0.4, 9.0]])
+    is_step = torch.tensor([[True, True, False]])
+    targets, advantages = vtrace(log_ratios, rewards, values, is_step)
+    # Step 1: the ratio is cut to 1 and the value after it is 0.
+    second = 0.4 + 1.0 * (1.0 + 0.0 - 0.4)
+    first = 0.2 + 0.5 * (0.4 - 0.2) + 0.5 * 1.0 * (1.0 - 0.4)
+    torch.testing.assert_close(targets, torch.tensor([[first, second, 0.0]]))
+    expected = torch.tensor([[0.5 * (second - 0.2), 1.0 - 0.4, 0.0]])
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_log_probs_repeat_the_rollout(training_tasks: Tasks) -> None:
+    net, views = DreamShardNet(), [view_task(t) for t in training_tasks[:5]]
+    net.set_statistics(views[0].features)
+    episodes = arrange(net, views)
+    rollout = roll_out(net, episodes, torch.Generator().manual_seed(3))
+    log_probs = policy_log_probs(net, episodes, rollout)
+    taken = log_probs.gather(-1, rollout.actions_ET[..., None])[..., 0]
+    real = episodes.is_table_ET
+    torch.testing.assert_close(
+        taken[real], rollout.log_probs_ET[real], rtol=1e-4, atol=1e-5
+    )
+    assert log_probs[~rollout.legal_ETW].max() < -1e8
+
+
+def test_overflow_is_a_negative_reward() -> None:
+    task = make_task(make_tables([4] * 3, 600), 2, 64, memory=16_000)
+    trainer = AutoShardTrainer((task,), COSTS, AutoShardConfig(iterations=1, steps=9))
+    rewards = []
+    trainer.train(lambda iteration, figures: rewards.append(figures["reward"]))
+    # Two of three tables share a rank whatever is chosen: 1,200 of 1,000 rows.
+    assert rewards == [pytest.approx(-0.2)]
+
+
+def test_tasks_are_as_asked_for(policy_tables: tuple[TableConfig, ...]) -> None:
+    halves = data.split_tables(policy_tables, seed=0)
+    names = [{t.name for t in half} for half in halves]
+    assert not names[0] & names[1] and len(names[0] | names[1]) == 80
+    config = data.PolicyTaskConfig(
+        num_tables=(5, 9),
+        world_sizes=(2, 3),
+        widths=(4, 8, 16),
+        batch_sizes=(256, 512),
+        optimizers=("sgd", "rowwise_adagrad"),
+        max_rows=(50, 1_000),
+    )
+    tasks = data.sample_policy_tasks(policy_tables, config, 7)
+    assert [t.world_size for t in tasks] == [2, 3, 2, 3, 2, 3, 2]
+    assert {t.batch_size for t in tasks} == {256, 512}
+    kinds = [{w.optimizer for w in t.tables} for t in tasks]
+    assert {len(k) for k in kinds} == {1} and set.union(*kinds) == {*config.optimizers}
+    assert {max(w.num_embeddings for w in t.tables) for t in tasks} == {50, 1_000}
+    for task in tasks:
+        held = [t.weight_bytes for t in task.tables]
+        wanted = 1.5 * max(sum(held) / task.world_size, *held)
+        assert task.memory_bytes == (int(wanted),) * task.world_size
+
+
+def test_tasks_without_a_plan_are_counted_and_not_compared() -> None:
+    def task(rows: tuple[int, ...]) -> ShardingTask:
+        return make_task(make_tables([4] * len(rows), rows), 2, 64, memory=16_000)
+
+    # By width all are equal: tables go to the two ranks in turn.
+    both_fit = [(400, 400, 600, 600), (400, 500, 600, 500)]
+    only_by_size, only_by_width = (300, 400, 500, 700), (400, 500, 300, 500, 300)
+    neither = (900, 900, 900)
+    tasks = [task(r) for r in (*both_fit, only_by_size, only_by_width, neither)]
+    by_size, by_width = GreedySearcher("size"), GreedySearcher("dim")
+    (found,) = compare(by_size, [by_width], tasks, COSTS)
+    assert (found.num_pairs, found.num_infeasible, found.num_lost) == (2, 1, 1)
+    (same,) = compare(by_size, [by_size], tasks, COSTS)
+    assert (same.change, same.low, same.high) == (0.0, 0.0, 0.0)
+    with pytest.raises(ConfigError, match="no task can be placed by both"):
+        compare(by_size, [by_width], tasks[-1:], COSTS)
+
+
+def test_the_command_writes_a_policy_that_loads(
+    policy_tables: tuple[TableConfig, ...], tmp_path: Path
+) -> None:
+    file, out = tmp_path / "tables.json", tmp_path / "policy"
+    workloads = [{"name": "w", "tables": [t.to_json() for t in policy_tables]}]
+    file.write_text(json.dumps({"workloads": workloads}))
+    command = (
+        f"policy --method dreamshard --cost-model cpu --gb-per-s 50 --tables {file} "
+        f"--out {out} --set iterations=1 cost_updates=4 --num-tasks 4 "
+        "--num-tables 20 30 --world-sizes 2 3 --batch-sizes 512"
+    )
+    train.main(command.split())
+    info = DreamShardSearcher(out).policy.info
+    assert [*info.ranges["world_size"], *info.ranges["batch_size"]] == [2, 3, 512, 512]
+    assert info.trained_on["method"]["iterations"] == 1
+    card = (out / "CARD.md").read_text()
+    assert "| cost_updates | 4 | 300 |" in card and "| greedy-cost | " in card
+    assert "| collectives | 50 GB/s assumed, not measured |" in card
+    for wrong in ("--set momentum=1", "--set iterations=0", "--workload x"):
+        with pytest.raises(SystemExit, match=wrong.split()[1].split("=")[0]):
+            train.main([*command.split(), *wrong.split()])
+
+
+def test_shipped_policies_beat_the_papers_on_other_tables() -> None:
+    name = "cpu_epyc_zen5"
+    cost_model = load_cost_model(name)
+
+    def collectives(world_size: int) -> CommsModel:
+        found = load_comms_model(
+            name, device_type="cpu", world_size=world_size, local_world_size=world_size
+        )
+        assert found is not None
+        return found
+
+    config = data.PolicyTaskConfig(num_tables=(20, 40), world_sizes=(3, 5))
+    tasks = data.sample_policy_tasks(generate_dlrm_tables(seed=99), config, 12)
+    others = [RandomSearcher(), GreedySearcher("size-lookup")]
+    costs = SimulatedPlans(cost_model, collectives)
+    for searcher in (AutoShardSearcher(), DreamShardSearcher()):
+        assert searcher.policy.info.hardware == cost_model.hardware
+        random, greedy = compare(searcher, others, tasks, costs)
+        assert random.num_pairs == greedy.num_pairs == 12
+        assert random.high < -0.05
+        assert greedy.change < -0.03
+
+
+# NeuroShard's nets.
+
+
+def collective(
+    columns: Sequence[float],
+    transfer: Sequence[float],
+    name: str = "pooled_forward",
+    repeat_of: int | None = None,
+) -> CommsRecord:
+    """All ranks send to each other what `columns` of 65,536 samples are."""
+    world_size = len(columns)
+    return CommsRecord(
+        index=0,
+        repeat_of=repeat_of,
+        collective=name,
+        world_size=world_size,
+        local_world_size=world_size,
+        bytes_per_peer=tuple(int(c * 4 * 65_536 / world_size) for c in columns),
+        num_passes=2,
+        spread=0.25,
+        reference_ms=1.0,
+        transfer_ms=tuple(transfer),
+    )
+
+
+def test_samples_are_the_collectives_of_a_number_of_ranks() -> None:
+    records = [
+        collective([16, 48], [5.0, 6.0]),
+        collective([16, 48], [5.0, 6.0], repeat_of=0),
+        collective([16, 48, 8], [1.0] * 3),
+        collective([32, 8], [7.0, 8.0], "pooled_backward"),
+    ]
+    forward, backward = data.measured_samples(records, 2, data.LabelConfig(seed=3))
+    # Columns, then when each rank starts after the first; it waits for the last.
+    columns, starts = np.split(forward.inputs_SI[0], 2)
+    assert columns.tolist() == [16, 48] and starts.min() == 0 < starts.max()
+    wait = starts.max() - starts
+    np.testing.assert_allclose(forward.target_SW[0] - wait, [5, 6])
+    np.testing.assert_allclose(backward.inputs_SI, [[32, 8]])
+    np.testing.assert_allclose(backward.target_SW, [[7, 8]])
+    with pytest.raises(RecordError, match="2 ranks are too few"):
+        fit_comms(forward, backward, PaperTrainConfig(epochs=1))
+
+
+def test_nets_of_collectives_learn_what_a_model_says() -> None:
+    drawn = data.LabelConfig(batch_sizes=(4_096, 8_192), num_samples=400)
+    samples = data.label_placements(AnalyticCommsModel(gb_per_s=0.1), 4, drawn)
+    config = PaperTrainConfig(epochs=40, batch_samples=32)
+    _, forward, backward = fit_comms(*samples, config)
+    assert forward.test_mse < 0.4 * forward.mean_test_mse
+    assert backward.test_mse < 0.1 * backward.mean_test_mse
+
+
+def test_the_net_of_kernels_learns_what_a_model_says(
+    policy_tables: tuple[TableConfig, ...],
+) -> None:
+    tables = policy_tables[:30]
+    drawn = data.LabelConfig(batch_sizes=(1_024, 4_096), num_samples=1_000)
+    sets = data.label_sets(AnalyticCostModel(), tables, drawn)
+    config = PaperTrainConfig(epochs=40, batch_samples=64, learning_rate=3e-3)
+    net, report = fit_compute(sets, config)
+    assert (report.num_training, report.num_test) == (800, 100)
+    assert report.test_mse < 0.1 * report.mean_test_mse
+    # Labels are the model's: a table of 20 lookups a sample costs what it says.
+    table = dataclasses.replace(tables[0], pooling_factor=20.0)
+    wanted = AnalyticCostModel().predict_sets(
+        ShardFeaturizer([table], 4_096).features([0], [64]), np.zeros(1, np.int64), 1
+    )
+    with torch.no_grad():
+        features = torch.from_numpy(shard_features([table], 4_096))
+        told = float(net(features, torch.zeros(1, dtype=torch.int64), 1)[0])
+    assert told == pytest.approx(float(wanted.sum()), rel=0.3)
+
+
+def test_features_are_standardised_over_the_papers_widths() -> None:
+    shards = shard_features(make_tables([8, 64], [200, 400]), 512)
+    sets = data.Sets(
+        torch.from_numpy(shards),
+        np.arange(2).repeat(10),
+        np.ones(20, int),
+        torch.ones(20),
+    )
+    net, _ = fit_compute(sets, PaperTrainConfig(epochs=1), widths=[12, 256])
+    dim, row = (PAPER_FEATURES.index(n) for n in ("dim", "row"))
+    assert net.mean_F[[dim, row]].tolist() == [134, 300]
+    np.testing.assert_allclose(net.std_F[[dim, row]], [122, 100], rtol=1e-5)
+
+
+def test_sets_have_any_number_of_tables_as_often() -> None:
+    """Whatever fits: drawing the number again as well would leave large sets out."""
+    rng = np.random.default_rng(0)
+    size_L = np.array([1e6] * 9 + [3.9e9])
+    drawn = [data.draw_set(rng, size_L) for _ in range(2_000)]
+    assert max(float(size_L[d].sum()) for d in drawn) <= 4e9
+    assert np.mean([len(d) for d in drawn]) == pytest.approx(8.0, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "",
+        pytest.param(
+            "--label cpu_epyc_zen5 --num-samples 300", marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_the_command_writes_nets_that_load(label: str, tmp_path: Path) -> None:
+    kernels, collectives = "compute_epyc_zen5.parquet", "comms_gloo_epyc_zen5.parquet"
+    command = (
+        f"nets --compute {RECORDS / kernels} --comms {RECORDS / collectives} "
+        f"--epochs 2 --world-sizes 2 --widths 16 48 --out {tmp_path} {label}"
+    )
+    train.main(command.split())
+    models = load_models(tmp_path)
+    assert list(models.comms) == [2]
+    dim = PAPER_FEATURES.index("dim")
+    assert float(models.compute.mean_F[dim]) == 32
+    judgements = models.trained_on["judgements"]
+    for judgement, what in zip(
+        judgements, ("kernels", "forward", "backward"), strict=True
+    ):
+        assert judgement["what"].startswith(what) and judgement["errors"]["mean"] > 0
+        assert not label or judgement["report"]["num_training"] == 240
+        assert f"| {judgement['what']} | {judgement['num_samples']} |" in models.card
+    other = command.replace(collectives, "comms_gloo_epyc.parquet")
+    with pytest.raises(SystemExit, match=r"collectives on AMD EPYC \(25/17\)"):
+        train.main(other.split())
