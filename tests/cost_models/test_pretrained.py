@@ -97,7 +97,6 @@ def test_collectives_err_as_the_card_says(name: str, world_size: int) -> None:
     model = load_comms_bundle(
         bundle,
         compute=None,  # in milliseconds of the run that measured them
-        backend="gloo",
         world_size=world_size,
         local_world_size=world_size,
     )
@@ -126,7 +125,7 @@ def test_collectives_come_in_the_compute_models_milliseconds() -> None:
     own = COMMS_BUNDLE.read_info(bundle).compute_reference_ms
     assert compute != own
     ranks: dict[str, Any] = {"world_size": 4, "local_world_size": 4}
-    measured = load_comms_bundle(bundle, compute=None, backend="gloo", **ranks)
+    measured = load_comms_bundle(bundle, compute=None, **ranks)
     found = load_comms_model(name, device_type="cpu", **ranks)
     assert found is not None
     columns = np.full((1, 4), 64.0)
@@ -171,9 +170,7 @@ def test_predictions_are_the_same_whatever_torch_is_told(settings: Any) -> None:
 
 def test_kernels_slow_down_among_others_as_measured() -> None:
     models = [
-        load_comms_bundle(
-            EPYC, compute=None, backend="gloo", world_size=w, local_world_size=w
-        )
+        load_comms_bundle(EPYC, compute=None, world_size=w, local_world_size=w)
         for w in (1, 2, 8)
     ]
     assert models[0].compute_slowdown == pytest.approx((1.0, 1.0))

@@ -106,7 +106,6 @@ COMMS_MODELS: dict[str, Callable[[int, int], CommsModel]] = {
     ),
     "untrained": lambda world_size, local: LearnedCommsModel(
         CommsNetwork(hidden=4),
-        backend="gloo",
         world_size=world_size,
         local_world_size=local,
         measured_gb_per_s=(2.0, 0.5),
@@ -120,7 +119,6 @@ def bundle_comms(name: str, world_size: int, local: int) -> CommsModel:
     return load_comms_bundle(
         folder,
         compute=COMPUTE_BUNDLE.find_info(folder),
-        backend=info.backend,
         world_size=world_size,
         local_world_size=local,
         # Where one node was measured, what lies between nodes must be given.

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from rich.console import Console
 
 from tests.builders import make_comms_header, write_records
@@ -32,7 +31,7 @@ from torchrec_neuroshard.cost_models.bundle import (
 )
 from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
 from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, physical_terms
-from torchrec_neuroshard.cost_models.loading import load_comms_model
+from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
 from torchrec_neuroshard.errors import (
     BundleMismatchError,
     ConfigError,
@@ -48,7 +47,6 @@ from torchrec_neuroshard.training.comms import (
     CommsTrainConfig,
     build_comms,
     evaluate_comms,
-    fit_bandwidth,
     fit_coefficients,
     make_candidates,
     predict_comms,
@@ -122,17 +120,9 @@ def test_world_sizes_not_trained_on_are_predicted(training: CommsData) -> None:
         assert row.num_records == 150
         assert row.median < 0.08
         assert row.kendall_tau > 0.9
-    assert totals[6].median < totals[6].bandwidth_median / 3
     by_name = [r for r in rows if r.collective != "all" and r.world_size == 3]
     assert {r.collective for r in by_name} == set(COLLECTIVES)
     assert sum(r.num_records for r in by_name) == 150
-
-
-def test_same_seed_same_weights(training: CommsData) -> None:
-    few = CommsTrainConfig(steps=5)
-    one, two = train_comms(training, few), train_comms(training, few)
-    for name, tensor in one.state_dict().items():
-        assert torch.equal(tensor, two.state_dict()[name])
 
 
 def test_fit_finds_a_law_made_of_its_terms() -> None:
@@ -145,19 +135,6 @@ def test_fit_finds_a_law_made_of_its_terms() -> None:
     assert (fitted >= 0).all()
     again = np.einsum("nwk,nk->nw", found.terms_NWK, fitted[found.collective_N])
     assert np.median(np.abs(again / ms - 1)) < 0.01
-
-
-def test_yardstick_is_one_latency_and_one_bandwidth() -> None:
-    found = data((4,), count=200)
-    busiest = np.zeros(len(found.collective_N))
-    for name in ("most_sent", "most_received"):
-        columns = [TERM_NAMES.index(f"{name}_{i}") for i in range(4)]
-        busiest = np.maximum(busiest, found.terms_NWK[:, 0, columns].sum(axis=1))
-    ms = np.repeat((0.3 + 1.5 * busiest)[:, None], 4, axis=1)
-    exact = dataclasses.replace(found, transfer_NW=ms.astype(np.float32))
-    np.testing.assert_allclose(
-        fit_bandwidth(exact), [[0.3, 1.5]] * len(COLLECTIVES), rtol=1e-3
-    )
 
 
 def test_padding_does_not_matter(training: CommsData) -> None:
@@ -174,8 +151,6 @@ def test_too_little_to_train_on() -> None:
         build_comms([], GB_PER_S, 0.0)
     with pytest.raises(RecordError, match="10 records are too few to train on"):
         train_comms(data((2,), count=10), STEPS)
-    with pytest.raises(RecordError, match=r"bandwidths above 0 GB/s, got 0\.0 inside"):
-        build_comms(measure(2, 1, 0), 0.0, 0.0)
     crossing = dataclasses.replace(measure(2, 1, 0)[0], local_world_size=1)
     with pytest.raises(RecordError, match=r"2\.0 inside a node and 0\.0 between"):
         build_comms([crossing], GB_PER_S, 0.0)
@@ -262,11 +237,10 @@ def bundle(trained: Path, tmp_path: Path) -> Path:
     return tmp_path / "bundle"
 
 
-def load(folder: Path, world: int = 3, backend: str = "gloo") -> np.ndarray:
+def load(folder: Path, world: int = 3) -> np.ndarray:
     model = load_comms_bundle(
         folder,
         compute=None,
-        backend=backend,
         world_size=world,
         local_world_size=world,
     )
@@ -290,36 +264,21 @@ def test_card_states_errors_hardware_and_what_is_missing(trained: Path) -> None:
     assert "| one message between nodes | not measured |" in card
 
 
-def test_collectives_of_another_device_do_not_join_a_compute_model(
+def test_collectives_join_a_compute_model_of_their_device(
     bundle: Path, tmp_path: Path
 ) -> None:
-    from torchrec_neuroshard.cost_models.loading import (
-        load_cost_model,
-        pretrained_names,
-    )
-
-    shipped = Path(__file__).parents[2] / "torchrec_neuroshard" / "pretrained"
-    assert "cpu" in pretrained_names()
     both = tmp_path / "both"
-    shutil.copytree(shipped / "cpu", both)
-    info = COMMS_BUNDLE.read_info(bundle)
-    network = train_comms(data((2,), count=40), CommsTrainConfig(steps=1))
+    shutil.copytree(loading.PRETRAINED / "cpu", both)
+    network, info = COMMS_BUNDLE.load(bundle)
     with pytest.raises(BundleMismatchError, match="measured on a CPU; name another"):
         save_comms_bundle(both, network, info, "card")
     device = load_cost_model(both).hardware
-    own = dataclasses.replace(info.fingerprint, device=device)
-    save_comms_bundle(
-        both,
-        network,
-        dataclasses.replace(info, fingerprint=own),
-        "# Collectives\n",
-    )
-    assert COMMS_BUNDLE.is_in(both)
+    fingerprint = dataclasses.replace(info.fingerprint, device=device)
+    info = dataclasses.replace(info, fingerprint=fingerprint)
+    save_comms_bundle(both, network, info, "# Collectives")
     assert load_cost_model(both).hardware == device
     assert load(both, 2).shape == (1, 2, 2)
     assert (both / "COMMS_CARD.md").read_text() == "# Collectives\n"
-    card = (shipped / "cpu" / "CARD.md").read_text()
-    assert (both / "CARD.md").read_text() == card
 
 
 def test_a_bundle_of_collectives_alone_leaves_kernels_to_auto(
@@ -339,17 +298,11 @@ def test_a_bundle_of_collectives_alone_leaves_kernels_to_auto(
     assert planner.costs.comms_model.source == "measured"
 
 
-def test_other_backend_is_refused(bundle: Path) -> None:
-    with pytest.raises(BundleMismatchError, match="over gloo, nccl was asked for"):
-        load(bundle, backend="nccl")
-
-
 def test_nodes_never_measured_need_a_bandwidth(bundle: Path) -> None:
     nodes = partial(
         load_comms_bundle,
         bundle,
         compute=None,
-        backend="gloo",
         world_size=4,
         local_world_size=2,
     )

@@ -364,7 +364,6 @@ def load_comms_bundle(
     folder: str | Path,
     *,
     compute: BundleInfo | None,
-    backend: str,
     world_size: int,
     local_world_size: int,
     intra_gb_per_s: float | None = None,
@@ -378,7 +377,6 @@ def load_comms_bundle(
         folder: The bundle.
         compute: The compute model in whose milliseconds to predict; None: in those of
             the run that measured the collectives.
-        backend: What the ranks will talk over: `gloo` or `nccl`.
         world_size: Ranks to predict for.
         local_world_size: Ranks per node.
         intra_gb_per_s: Bandwidth inside a node; None is as measured.
@@ -386,15 +384,10 @@ def load_comms_bundle(
 
     Raises:
         BundleCorruptError: A file is missing, truncated or damaged.
-        BundleMismatchError: It is of another backend or version of this package.
+        BundleMismatchError: It is of another version of this package.
         ConfigError: The ranks do not fill whole nodes, or a bandwidth is not known.
     """
     network, info = COMMS_BUNDLE.load(folder)
-    if info.backend != backend:
-        raise BundleMismatchError(
-            f"{folder} was measured over {info.backend}, {backend} was asked for; "
-            f"measure with 'neuroshard collect comms --backend {backend}' and train"
-        )
     if world_size > 2 * max(info.world_sizes):
         warnings.warn(
             f"collectives of {world_size} ranks are extrapolated: {folder} was "
@@ -404,7 +397,6 @@ def load_comms_bundle(
     model = LearnedCommsModel(
         network,
         time_scale=info.time_scale(compute),
-        backend=backend,
         world_size=world_size,
         local_world_size=local_world_size,
         measured_gb_per_s=(info.intra_gb_per_s, info.inter_gb_per_s),

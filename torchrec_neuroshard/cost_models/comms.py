@@ -127,7 +127,6 @@ class LearnedCommsModel(CommsModel):
         self,
         network: CommsNetwork,
         *,
-        backend: str,
         world_size: int,
         local_world_size: int,
         measured_gb_per_s: tuple[float, float],
@@ -142,7 +141,6 @@ class LearnedCommsModel(CommsModel):
 
         Args:
             network: Trained or loaded weights.
-            backend: What was measured: `gloo` or `nccl`.
             world_size: Ranks to predict for; need not have been measured.
             local_world_size: Ranks per node.
             measured_gb_per_s: Bandwidth inside a node and between nodes on the machine
@@ -169,7 +167,7 @@ class LearnedCommsModel(CommsModel):
                 "the topology lacks them: give intra_gb_per_s and inter_gb_per_s, or "
                 "run 'neuroshard collect comms' on several nodes"
             )
-        self.backend, self.source = backend, source
+        self.source = source
         self._time_scale = time_scale
         self.compute_slowdown = _at(local_world_size, slowdowns or {1: (1.0, 1.0)})
         order_ms = _at(local_world_size, column_order_ms_per_mb or {1: (0.0, 0.0)})

@@ -260,7 +260,6 @@ def load_comms_model(
         folder,
         # One unit for kernels and collectives.
         compute=_kernels_beside(folder, device_type),
-        backend=backend,
         world_size=world_size,
         local_world_size=local_world_size,
         intra_gb_per_s=intra_gb_per_s,

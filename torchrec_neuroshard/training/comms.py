@@ -10,7 +10,7 @@ group sizes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,11 +33,9 @@ __all__ = [
     "CommsCandidates",
     "CommsData",
     "CommsEvaluation",
-    "CommsStepReport",
     "CommsTrainConfig",
     "build_comms",
     "evaluate_comms",
-    "fit_bandwidth",
     "fit_coefficients",
     "make_candidates",
     "predict_comms",
@@ -171,32 +169,6 @@ def fit_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
     return fitted
 
 
-def fit_bandwidth(data: CommsData) -> npt.NDArray[np.float64]:
-    """Fit one latency and one bandwidth per collective: the yardstick.
-
-    Returns:
-        `L x 2`: milliseconds, and what they grow by per millisecond that the busiest
-        rank's bytes take at the nominal bandwidth.
-    """
-    fitted = np.zeros((len(COLLECTIVES), 2))
-    busiest_N, measured_N = _busiest(data), data.slowest_ms()
-    for number in range(len(COLLECTIVES)):
-        rows = data.collective_N == number
-        if rows.any():
-            matrix = np.stack([np.ones(rows.sum()), busiest_N[rows]], axis=1)
-            fitted[number] = fit_relative(matrix, measured_N[rows])
-    return fitted
-
-
-def _busiest(data: CommsData) -> npt.NDArray[np.float64]:
-    """Bytes that the busiest rank sends or receives, `N`, as nominal time [ms]."""
-    sums = []
-    for name in ("most_sent", "most_received"):
-        columns = [i for i, n in enumerate(TERM_NAMES) if n.rpartition("_")[0] == name]
-        sums.append(data.terms_NWK[:, 0, columns].sum(axis=1).astype(np.float64))
-    return np.asarray(np.maximum(*sums))
-
-
 class _Tensors:
     """A `CommsData` as tensors, with its distinct group sizes."""
 
@@ -224,14 +196,9 @@ def predict_comms(network: CommsNetwork, data: CommsData) -> npt.NDArray[np.floa
         return _forward(network, _Tensors(data)).double().numpy()
 
 
-CommsStepReport = Callable[[int, float, float], None]
-"""Called now and then with step, training loss and median error in validation."""
-
-
 def train_comms(
     data: CommsData,
     config: CommsTrainConfig,
-    report: CommsStepReport | None = None,
     init: CommsNetwork | None = None,
 ) -> CommsNetwork:
     """Train the model of collectives.
@@ -239,7 +206,6 @@ def train_comms(
     Args:
         data: Records to train on; a part picks the best step.
         config: Steps and rates.
-        report: Called 20 times.
         init: Start from these weights (fine-tuning) instead of a linear fit.
 
     Raises:
@@ -258,7 +224,7 @@ def train_comms(
             network = _network_of(start, config.hidden)
         else:
             network = copy.deepcopy(init)
-        _fit(network, _Tensors(training), validation, config, report)
+        _fit(network, _Tensors(training), validation, config)
     return network.eval()
 
 
@@ -267,7 +233,6 @@ def _fit(
     training: _Tensors,
     validation: CommsData,
     config: CommsTrainConfig,
-    report: CommsStepReport | None,
 ) -> None:
     optimizer = torch.optim.Adam(network.parameters(), lr=config.learning_rate)
     every = max(1, config.steps // 20)
@@ -277,10 +242,7 @@ def _fit(
         return config.bend_penalty * bends.square().sum(dim=2).mean()
 
     def validate(epoch: int, losses: Sequence[float]) -> float:
-        error = float(np.median(_slowest_error(network, validation)))
-        if report is not None:
-            report(epoch * every + len(losses) - 1, losses[-1], error)
-        return error
+        return float(np.median(_slowest_error(network, validation)))
 
     # Every step is over all records; so many of them are an epoch.
     starts = range(0, config.steps, every)
@@ -387,7 +349,6 @@ def make_candidates(
     test: CommsData,
     config: CommsTrainConfig,
     source: CommsNetwork | None = None,
-    report: CommsStepReport | None = None,
 ) -> CommsCandidates:
     """Make models of collectives and choose one.
 
@@ -396,7 +357,6 @@ def make_candidates(
         test: Records that judge and choose.
         config: Steps and rates.
         source: The model of another machine of this backend, to start from.
-        report: Called 20 times in each training.
 
     Raises:
         RecordError: Too few records.
@@ -404,9 +364,9 @@ def make_candidates(
     networks: dict[str, CommsNetwork] = {}
     if source is not None:
         scaled = _rescaled(source, training)
-        tuned = train_comms(training, config, report, scaled)
+        tuned = train_comms(training, config, scaled)
         networks = {"before": source, "scaled": scaled, "tuned": tuned}
-    networks["learned"] = train_comms(training, config, report)
+    networks["learned"] = train_comms(training, config)
     plain = {
         "linear": fit_coefficients(training),
         "bandwidth": _bandwidth_coefficients(training),
@@ -445,8 +405,6 @@ class CommsEvaluation:
     percentile_90: float
     kendall_tau: float
     """Not a number for fewer than three records."""
-    bandwidth_median: float
-    """Median error of one latency and one bandwidth, fitted to the same records."""
 
     def line(self) -> str:
         """Return the errors as printed."""
@@ -465,9 +423,6 @@ def evaluate_comms(
         One row per world size and collective, and one per world size for all.
     """
     predicted = predict_comms(network, test).max(axis=1)
-    latency_L2 = fit_bandwidth(training)
-    latency_N, factor_N = latency_L2[test.collective_N].T
-    plain = latency_N + factor_N * _busiest(test)
     measured = test.slowest_ms()
     seen = set(training.groups_N2[:, 0].astype(int))
     rows = []
@@ -479,7 +434,6 @@ def evaluate_comms(
             if not chosen.any():
                 continue
             error = np.abs(predicted[chosen] / measured[chosen] - 1)
-            plain_error = np.abs(plain[chosen] / measured[chosen] - 1)
             tau = float("nan")
             if chosen.sum() > 2:
                 tau = stats.kendalltau(predicted[chosen], measured[chosen]).statistic
@@ -493,7 +447,6 @@ def evaluate_comms(
                     mean=float(error.mean()),
                     percentile_90=float(np.quantile(error, 0.9)),
                     kendall_tau=float(tau),
-                    bandwidth_median=float(np.median(plain_error)),
                 )
             )
     return rows

@@ -216,16 +216,9 @@ def train_comms_bundle(
     test_data = build_comms(test, intra, inter)
     console.print(f"{len(training)} collectives to train on, {len(test)} to test")
 
-    def report(step: int, loss: float, error: float) -> None:
-        clear()
-        console.print(
-            f"step {step + 1:5d}/{config.steps}  loss {loss:.5f}  validation: median "
-            f"error {error:.2%}"
-        )
-
     init = _model_before(before, headers[0].backend)
     with phase("training"):
-        found = make_candidates(training_data, test_data, config, init, report)
+        found = make_candidates(training_data, test_data, config, init)
         network = found.network
         evaluations = evaluate_comms(network, training_data, test_data)
     sums = [float(sum(r.bytes_per_peer)) for r in training]
@@ -260,8 +253,7 @@ def train_comms_bundle(
         if e.collective == "all":
             console.print(
                 f"{e.world_size} ranks ({'' if e.trained else 'not '}in training): "
-                f"{e.line()}; one latency and one bandwidth: median "
-                f"{e.bandwidth_median:.2%}"
+                f"{e.line()}"
             )
     for line in (found.verdict(), noise, f"wrote {out}"):
         console.print(line, soft_wrap=True)
