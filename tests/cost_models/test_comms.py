@@ -215,22 +215,6 @@ def test_columns_and_samples_become_bytes_per_peer() -> None:
     )
 
 
-def test_bytes_scale_with_the_bandwidth_and_starts_do_not() -> None:
-    def at(intra: float) -> npt.NDArray[np.float64]:
-        model = LearnedCommsModel(
-            random_network(),
-            world_size=4,
-            local_world_size=4,
-            measured_gb_per_s=LINKS,
-            intra_gb_per_s=intra,
-        )
-        return model.predict("pooled_forward", np.full((1, 4), 3e6))
-
-    limit = at(1e12)
-    np.testing.assert_allclose(at(2.0) - limit, 2 * (at(4.0) - limit), rtol=1e-6)
-    assert (limit > 0).all()
-
-
 @pytest.mark.parametrize(
     ("local", "expected"),
     [(2, (1.4, 1.6)), (3, (1.9, 1.8)), (8, (4.4, 2.8))],

@@ -186,19 +186,6 @@ def test_rows_in_the_hosts_memory_pay_for_lookups_and_for_updates() -> None:
     assert none[1] == some[1] == 0  # sgd has no state, and rows are on the card
 
 
-def test_given_bandwidths_win_over_the_cards() -> None:
-    card = load_cost_model("h100", device_type="cuda")
-    given = load_cost_model(
-        "h100", device_type="cuda", hbm_gb_per_s=2_400.0, host_gb_per_s=20.0
-    )
-    assert isinstance(card, PhysicalCostModel) and isinstance(given, PhysicalCostModel)
-    assert card.constants.memory_gb_per_s == GPU_CARDS["h100"].hbm_gb_per_s.value
-    assert given.constants.memory_gb_per_s == 2_400.0
-    assert given.constants.host_gb_per_s == 20.0
-    assert given.constants.cache_mib == card.constants.cache_mib
-    assert given.name == "h100" and given.hardware == card.hardware
-
-
 def test_the_visible_card_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchrec_neuroshard.cost_models import loading
 

@@ -1,7 +1,6 @@
 """The shipped bundles are what their cards and data say."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,18 +167,6 @@ def test_predictions_are_the_same_whatever_torch_is_told(settings: Any) -> None:
         assert predictions() == expected
 
 
-def test_kernels_slow_down_among_others_as_measured() -> None:
-    models = [
-        load_comms_bundle(EPYC, compute=None, world_size=w, local_world_size=w)
-        for w in (1, 2, 8)
-    ]
-    assert models[0].compute_slowdown == pytest.approx((1.0, 1.0))
-    for few, many in itertools.pairwise(models):
-        assert min(many.compute_slowdown) > max(few.compute_slowdown)
-    order = models[1].column_order(np.array([1000.0]), 1024)
-    assert (order > 0).all()
-
-
 def test_a_cards_name_asks_for_its_estimate() -> None:
     with pytest.warns(UserWarning, match="measured on NVIDIA H100 SXM 80 GB: costs"):
         model = load_cost_model("H100", device_type="cuda")
@@ -217,10 +204,3 @@ def test_measured_collectives_stand_in_for_those_of_other_cpus(
     assert (
         load_comms_model("auto", device_type="cpu", intra_gb_per_s=5.0, **ranks) is None
     )
-
-
-def test_links_between_nodes_that_nobody_told_of_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"0\.0 between nodes"):
-        load_comms_model(
-            "cpu_epyc_zen5", device_type="cpu", world_size=16, local_world_size=8
-        )

@@ -37,26 +37,23 @@ def test_bad_options_are_refused_before_anything_is_measured(
     assert not out.exists()
 
 
-def test_measures_trains_and_goes_on(
+def test_measures_and_trains(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tiny sets, so that two runs of the whole command take seconds."""
+    """Tiny sets, so that the whole command takes seconds."""
     # The machine that runs the tests may be busy with others.
     monkeypatch.setattr(calibrate_cli, "steady_records", list)
     monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
     out = tmp_path / "mine"
     arguments = ["calibrate", "--out", str(out), "--max-gib", "0.001", "--steps", "4"]
-    # Time for too few to judge by; what was measured stays.
+    # Time for too few to judge by.
     limited = [*arguments, "--num-samples", "40", "--time-limit", "0.001"]
     assert main(limited) == 2
     assert "measure more sets" in capsys.readouterr().err
-    _, first = read_records([out / RECORDS_NAME])
     assert main([*arguments, "--num-samples", "20"]) == 0
     (header,), records = read_records([out / RECORDS_NAME])
-    known = {r.index: r for r in records}
-    assert first and all(known[r.index] == r for r in first)
     # Few of the first 20 are held out: further sets complete the split.
     assert sum(r.held_out for r in records[:20]) < MIN_SETS
     assert MIN_SETS <= sum(r.held_out for r in records) <= len(records) - MIN_SETS

@@ -19,7 +19,7 @@ from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
-from torchrec_neuroshard.errors import ConfigError, RecordError, RecordMismatchError
+from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle
@@ -132,18 +132,6 @@ def test_rescaled_network_multiplies_its_times(
 # Candidates
 
 
-def test_fine_tuning_bends_what_a_factor_cannot(source: NeuralCostModel) -> None:
-    training, test = split(make_records(160, 1, power=0.9, factor=0.6))
-    found = calibrate(source, SIZES, training, test, QUICK)
-    scores = {n: score(c.evaluation) for n, c in found.candidates.items()}
-    assert scores[TUNED] < 0.5 * scores[SCALED] < 0.5 * scores[BEFORE]
-    assert scores[TUNED] < scores[SCRATCH]
-    assert found.kept == TUNED
-    assert "Kept `tuned`" in found.verdict()
-    # 120 training sets, 18 of them to pick the epoch: 4 steps an epoch of 32.
-    assert QUICK.training(120, SIZES).epochs == 30
-
-
 def test_ranges_are_what_a_candidate_was_trained_on(source: NeuralCostModel) -> None:
     training, test = split(make_records(80, 1))
     config = dataclasses.replace(QUICK, steps=1)
@@ -231,6 +219,9 @@ def test_bundle_and_card_tell_what_was_done(
         "device": "there",
         "num_training_sets": 400,
     }
+    # Fine-tuning bends what a factor cannot.
+    scores = {n: score(c.evaluation) for n, c in found.candidates.items()}
+    assert scores[TUNED] < 0.5 * scores[SCALED] < 0.5 * scores[BEFORE]
     assert info.trained_on["kept"] == found.kept == TUNED
     assert info.ranges == found.candidates[TUNED].ranges
     _, test = split(make_records(120, 1, power=0.9, factor=0.6))
@@ -271,28 +262,3 @@ def test_the_source_is_not_written_over(
     with pytest.raises(ConfigError, match="is the bundle to start from"):
         calibrate_bundle(old, [], tmp_path / "x" / ".." / "old", "old", QUICK)
     assert (old / "bundle.json").read_bytes() == before
-
-
-def test_records_of_two_devices_are_not_mixed(
-    tmp_path: Path, source: NeuralCostModel
-) -> None:
-    old = save_source(tmp_path / "old", source)
-    files = [
-        write(tmp_path / f"{device}.parquet", make_records(4, 0), device)
-        for device in ("here", "elsewhere")
-    ]
-    with pytest.raises(RecordMismatchError, match="elsewhere"):
-        calibrate_bundle(old, files, tmp_path / "new", "new", QUICK)
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": 0}, "steps and batch_sets must be at least 1, got 0"),
-        ({"learning_rate": 0.0}, "learning_rate must be above 0, got 0.0"),
-    ],
-)
-def test_bad_configuration_is_refused(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(QUICK, **changes)  # type: ignore[arg-type]

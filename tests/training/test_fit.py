@@ -62,35 +62,6 @@ def test_one_error_is_of_the_whole_network(errors: list[float], best: int) -> No
     assert network.bias.tolist() == [float(best)] * 2
 
 
-def test_penalty_norm_and_schedule_act_on_every_step() -> None:
-    network = Members()
-    seen: list[list[float]] = []
-    optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
-
-    def validate(epoch: int, losses: Sequence[float]) -> float:
-        seen.append(list(losses))
-        assert not torch.is_grad_enabled()
-        return -float(epoch)
-
-    fit(
-        network,
-        optimizer,
-        [[0, 1], [2]],
-        network.loss,
-        validate,
-        penalty=lambda: -network.bias.sum(),  # doubles what the bias grows by
-        max_grad_norm=0.5,
-        schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-    )
-    step = 0.5 / math.sqrt(6 + 2 * 4)
-    grown = torch.tensor([0.0, 1.0, 1.5, 1.75]) * step
-    torch.testing.assert_close(network.weight, grown[3].expand(2, 3))
-    torch.testing.assert_close(network.bias, 2 * grown[3].expand(2))
-    expected = [-(6 + 2 * 2) * float(g) for g in grown[:3]]
-    assert [*seen[0], *seen[1]] == pytest.approx(expected)
-    assert [len(losses) for losses in seen] == [2, 1]
-
-
 def test_seed_decides_and_leaves_the_callers_state() -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     drawn = []

@@ -11,7 +11,7 @@ from tests.builders import draw_set, make_header, make_record, write_records
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
-from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.record_store import RecordStore
 from torchrec_neuroshard.records import CostRecord
@@ -128,10 +128,3 @@ def test_too_few_held_out_sets(tmp_path: Path) -> None:
     records = write(tmp_path / "r.parquet", num_held_out=4)
     with pytest.raises(RecordError, match="4 sets of held-out tables are too few"):
         train_bundle([records], tmp_path / "b", "b", TrainConfig(), Console(quiet=True))
-
-
-def test_records_of_two_machines_are_not_mixed(tmp_path: Path) -> None:
-    one = write(tmp_path / "one.parquet")
-    two = write(tmp_path / "two.parquet", device="another device")
-    with pytest.raises(RecordMismatchError, match="another device"):
-        train_bundle([one, two], tmp_path / "b", "b", TrainConfig())
