@@ -88,6 +88,8 @@ def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
             assert table.num_embeddings <= shard.num_embeddings
             wanted = shard.profile_at(request.batch_size).num_lookups
             assert table.profile_at(request.batch_size).num_lookups == wanted
+            if shard.num_embeddings == 10**8:  # its optimizer keeps no state worth it
+                assert table.num_embeddings == most // 4 // (64 * 4)
         seen.update(names)
     assert seen == {t.name for t in SHARDS}
 

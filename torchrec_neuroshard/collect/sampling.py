@@ -23,6 +23,7 @@ from torchrec_neuroshard.tables import (
 )
 
 __all__ = [
+    "STATE_BYTES",
     "AccessDistribution",
     "SampledSet",
     "SamplingConfig",
@@ -35,7 +36,7 @@ __all__ = [
     "short_numbers",
 ]
 
-_STATE_BYTES = {"adam": 8, "adagrad": 4}
+STATE_BYTES = {"adam": 8, "adagrad": 4}
 """Optimizer state per weight; row-wise Adagrad's, 4 bytes a row, is left out."""
 
 _GIB = 2**30
@@ -215,7 +216,7 @@ class SetSampler:
         data_type = "fp16" if rng.random() < config.fp16_share else "fp32"
         if optimizer == "adam":  # FBGEMM's kernel takes no other weights
             data_type = "fp32"
-        value_bytes = DATA_TYPE_BYTES[data_type] + _STATE_BYTES.get(optimizer, 0)
+        value_bytes = DATA_TYPE_BYTES[data_type] + STATE_BYTES.get(optimizer, 0)
         draw_width = _width_rule(rng, config)
 
         tables: list[TableConfig] = []

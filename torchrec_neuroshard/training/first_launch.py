@@ -35,7 +35,11 @@ from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
 from torchrec_neuroshard.collect.console import RateProgress
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.ranks import Ranks
-from torchrec_neuroshard.collect.sampling import AccessDistribution, SamplingConfig
+from torchrec_neuroshard.collect.sampling import (
+    STATE_BYTES,
+    AccessDistribution,
+    SamplingConfig,
+)
 from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.cost_models import CostModel
@@ -330,7 +334,9 @@ def draw_launch_set(
     for table in rng.permutation(tables)[:count]:
         ways = [i for i in mine if request.tables[i] == table]
         shard = request.shards[ways[int(rng.integers(len(ways)))]]
-        row_bytes = shard.embedding_dim * (DATA_TYPE_BYTES[shard.data_type] + 8)
+        value_bytes = DATA_TYPE_BYTES[shard.data_type]
+        value_bytes += STATE_BYTES.get(shard.optimizer, 0)
+        row_bytes = shard.embedding_dim * value_bytes
         rows = min(shard.num_embeddings, max(1, max_bytes // _SCALE_ROWS // row_bytes))
         if rows * row_bytes > free and drawn:
             continue
