@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,7 +336,14 @@ class PlanCosts:
         priced = self.price(options)
         found, simulator = priced.found, priced.simulator
         compute_N2 = simulator.single_compute(priced.shards)
-        self._check_finite(compute_N2, lambda n: table_name(options[found.table_N[n]]))
+        wrong = ~np.isfinite(compute_N2).all(axis=1) | (compute_N2 < 0).any(axis=1)
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise ConfigError(
+                f"cost model '{self.cost_model.name}' predicts {compute_N2[first]} ms "
+                f"for {table_name(options[found.table_N[first]])}; a time must be "
+                "finite and at least 0. Train the model again or pass another one"
+            )
         comms_N3 = priced.single_comms()
         perfs = iter(priced.perfs(compute_N2, comms_N3))
         return [[next(perfs) for _ in option.shards] for option in options]
@@ -378,15 +384,12 @@ class PlanCosts:
 
         Tables that the cost model has no price for count with the costs that their
         shards carry.
-
-        Raises:
-            ConfigError: The cost model predicts something that is not a time.
         """
         costed, stock = self._split(lowered)
         stages: list[StageCosts] = []
         uncertainty = 0.0
         if costed:
-            predicted = self._predicted(costed)
+            predicted = self.price(costed).predicted()
             stages += predicted.stages
             uncertainty = predicted.uncertainty
         if stock:
@@ -477,13 +480,6 @@ class PlanCosts:
         for option in lowered.others:
             others[self.reader.has_cost(option)].append(option)
         return others[True], others[False]
-
-    def _predicted(self, costed: Sequence[ShardingOption]) -> PredictedCosts:
-        predicted = self.price(costed).predicted()
-        for stage in predicted.stages:
-            phases_WP = np.array([[getattr(r, p) for p in PHASES] for r in stage.ranks])
-            self._check_finite(phases_WP, partial(_rank_name, stage.name))
-        return predicted
 
     def _compute_source(
         self, costed: Sequence[ShardingOption], stock: Sequence[ShardingOption]
@@ -732,17 +728,6 @@ class PlanCosts:
         }
         return texts + tuple(list(more.values())[:MAX_WARNINGS])
 
-    def _check_finite(
-        self, values: npt.NDArray[Any], name: Callable[[int], str]
-    ) -> None:
-        wrong = np.flatnonzero(~np.isfinite(values).all(axis=1) | (values < 0).any(1))
-        if len(wrong):
-            raise ConfigError(
-                f"cost model '{self.cost_model.name}' predicts {values[wrong[0]]} ms "
-                f"for {name(int(wrong[0]))}; a time must be finite and at least 0. "
-                "Train the model again or pass another cost_model"
-            )
-
 
 @dataclass(frozen=True, slots=True)
 class PricedOptions:
@@ -889,11 +874,9 @@ class CostedPart:
     Args:
         topology: The devices to plan for.
         constraints: Table name -> TorchRec's constraints on it.
-        costs: Shares one loaded cost model between parts. None: one of the part's own.
+        costs: Shares one loaded cost model between parts, in place of what is left.
+            None: one of the part's own.
         model: What `PlanCosts` takes: cost_model, comms_model, profiles.
-
-    Raises:
-        ConfigError: Both `costs` and some of these are given.
     """
 
     def __init__(
@@ -904,11 +887,6 @@ class CostedPart:
         costs: PlanCosts | None = None,
         **model: Any,
     ) -> None:
-        if costs is not None and model:
-            raise ConfigError(
-                f"costs has a model of its own: leave out {', '.join(sorted(model))}, "
-                "or costs"
-            )
         self.costs = costs or PlanCosts(topology, constraints, **model)
 
 
@@ -922,10 +900,6 @@ def _stock_phases(perf: Perf) -> tuple[float, ...]:
         perf.bwd_compute,
         perf.prefetch_compute,
     )
-
-
-def _rank_name(stage: str, rank: int) -> str:
-    return f"rank {rank} of {stage}"
 
 
 def _some(options: Sequence[ShardingOption], most: int = 3) -> str:
