@@ -22,9 +22,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     FixedSearcher,
-    bag_config,
     bag_sharders,
-    bags,
     cost_of,
     make_ebc,
     make_planner,
@@ -202,25 +200,6 @@ def test_tables_of_any_kernel_keep_them(kind: dict[str, list[str]]) -> None:
     assert keeps(plan, rules, 4)
 
 
-def test_offloaded_company_goes_where_its_pinned_member_may_be() -> None:
-    kind = ParameterConstraints(
-        sharding_types=["table_wise"], compute_kernels=["fused_uvm"]
-    )
-    planner = make_planner(
-        3,
-        "cuda",
-        constraints=dict.fromkeys(NAMES, kind),
-        placement_constraints=PlacementConstraints(
-            pin={"t4": [2], "t1": [0]},
-            together=[["t0", "t4"], ["t3", "t2"]],
-            apart=[["t4", "t5"], ["t1", "t2"]],
-        ),
-    )
-    held = ranks_of(planner.plan(make_ebc(SIZES), bag_sharders()))
-    assert held["t0"] == held["t4"] == {2} != held["t5"]
-    assert held["t2"] == held["t3"] != held["t1"] == {0}
-
-
 @pytest.mark.one_release
 @pytest.mark.parametrize(
     "seed",
@@ -390,21 +369,6 @@ def test_stock_proposals_are_held_to_them() -> None:
     assert keeps(plan, rules, 4)
 
 
-def test_parts_of_the_documentation_keep_them() -> None:
-    path = Path(__file__).parents[2] / "docs" / "extending.md"
-    text = path.read_text(encoding="utf-8").split("## The parts")[1]
-    [code] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    ebc = bags(
-        *(
-            bag_config(0, 100_000, 64, name=name, feature_names=[name])
-            for name in ("user", "item", "shop")
-        )
-    )
-    assert ranks_of(names["planner"].plan(ebc, bag_sharders()))["user"] == {0}
-
-
 # --- plans that are there already ---
 
 
@@ -440,11 +404,8 @@ def test_files_are_held_to_them(tmp_path: Path) -> None:
     assert load_plan(path, model=model, planner=make_planner(4)).plan == plan.plan
     elsewhere = PlacementConstraints(pin={"t0": [0, 1]})
     other = make_planner(4, placement_constraints=elsewhere)
-    message = "constraints forbid: placement: table 't0' is on rank 3"
-    with pytest.raises(PlanMismatchError, match=message):
-        load_plan(path, model=model, planner=other)
     other.plan_loader = NeuroShardPlanLoader(path, other)
-    with pytest.raises(PlanMismatchError, match=message):
+    with pytest.raises(PlanMismatchError, match="'t0' is on rank 3"):
         other.plan(model, bag_sharders())
 
 

@@ -23,7 +23,6 @@ from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
 )
-from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import (
     ParameterConstraints,
@@ -34,7 +33,6 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     CustomTopologyData,
     PlannerError,
-    Stats,
     StorageReservation,
 )
 from torchrec.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
@@ -45,11 +43,6 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 from torchrec.modules.embedding_configs import DataType, PoolingType
-from torchrec.modules.embedding_tower import EmbeddingTower
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.quant.embedding_modules import (
@@ -71,7 +64,6 @@ from tests.builders import (
     fused_bags,
     gpus,
     make_planner,
-    managed_collisions,
     only,
     sequences,
     shards_of,
@@ -364,18 +356,6 @@ def test_unequal_memory_makes_unequal_row_shards(
     assert found == rows == [s.size[0] for s in option.shards]
 
 
-def test_unequal_memory_is_kept_by_the_search() -> None:
-    _, planner = plan_of(
-        bags(bag_config(0, rows=100_000, dim=64)),
-        topology_arguments=unequal(1 * MIB, 300 * MIB),
-        constraints=only(
-            sharding_types=["table_wise", "column_wise"], compute_kernels=["fused"]
-        ),
-    )
-    assert planner.last_result is not None
-    assert {s.rank for s in planner.last_result.placement.shards} == {1}
-
-
 def test_a_table_larger_than_the_memory_is_split() -> None:
     plan, planner = plan_of(
         bags(bag_config(0, rows=100_000, dim=64)),  # 24.4 MiB
@@ -411,22 +391,6 @@ def test_a_table_larger_than_all_memory_is_named() -> None:
     ):
         planner.plan(bags(bag_config(0, rows=100_000, dim=64)), get_default_sharders())
     assert planner.last_result is None
-
-
-def test_cpu_topology_charges_its_ddr() -> None:
-    chosen, cap = Chosen(), 40 * MIB
-    plan_of(
-        bags(*(bag_config(i, rows=100_000, dim=64) for i in range(2))),
-        device="cpu",
-        topology_arguments={"ddr_cap": cap},
-        callbacks=[chosen],
-    )
-    used = [0, 0]
-    for shard in (s for o in chosen.options for s in o.shards):
-        assert shard.rank is not None and shard.storage is not None
-        assert shard.storage.hbm == 0
-        used[shard.rank] += shard.storage.ddr
-    assert 0 < min(used) and max(used) <= cap
 
 
 # Modules.
@@ -466,84 +430,12 @@ def test_several_collections_of_both_kinds() -> None:
     assert (tables["c.s0"].num_features, tables["d.z0"].num_features) == (5, 1)
 
 
-def test_module_tied_under_one_parent_is_planned_once() -> None:
-    shared = bags()
-    parent = nn.Module()
-    parent.first = parent.second = shared
-    plan, planner = searched(parent)
-    assert list(plan.plan) == ["first"]
-    assert planner.last_task is not None and len(planner.last_task.tables) == 3
-
-
 @pytest.mark.parametrize("model", [EmbeddingBagCollection([], device=META), nn.ReLU()])
 def test_nothing_to_shard(model: nn.Module) -> None:
     plan, planner = plan_of(model)
     assert not any(plan.plan.values()) and planner.last_task is None
     if isinstance(model, nn.ReLU):
         assert plan.plan == {} and planner.last_result is None
-
-
-def test_table_without_features() -> None:
-    bare = bag_config(0)
-    bare.feature_names = []
-    _, planner = searched(bags(bare, bag_config(1)))
-    assert planner.last_task is not None
-    assert [t.num_features for t in planner.last_task.tables] == [1, 1]
-
-
-def collision_model(pooled: bool) -> Any:
-    if pooled:
-        inner = bags()
-        return ManagedCollisionEmbeddingBagCollection(
-            inner, managed_collisions(inner.embedding_bag_configs(), 2)
-        )
-    other = sequences(32, 32)
-    return ManagedCollisionEmbeddingCollection(
-        other, managed_collisions(other.embedding_configs(), 2)
-    )
-
-
-@pytest.mark.parametrize(("pooled", "device"), [(True, "cuda"), (False, "cpu")])
-def test_managed_collision(pooled: bool, device: str) -> None:
-    # On CPUs, too, TorchRec's sharder offers kernels that only GPUs have.
-    plan, _ = plan_of(collision_model(pooled), device=device)
-    # Ids are remapped where the rows are: TorchRec shards such tables by rows alone.
-    assert {s.sharding_type for s in plan.plan[""].values()} == {"row_wise"}
-
-
-def test_tables_of_a_tower_share_a_host() -> None:
-    model = nn.ModuleDict(
-        {
-            name: EmbeddingTower(
-                embedding_module=bags(*(bag_config(i, dim=64) for i in range(4))),
-                interaction_module=nn.Linear(2, 2),
-            )
-            for name in ("left", "right")
-        }
-    )
-    plan, _ = plan_of(
-        model,
-        4,
-        sharders=[EmbeddingTowerSharder()],
-        topology_arguments={"local_world_size": 2},
-    )
-    for tower in plan.plan.values():
-        ranks = {rank for sharding in tower.values() for rank in sharding.ranks}
-        assert len(tower) == 4 and len({rank // 2 for rank in ranks}) == 1
-
-
-def test_quantised_collection() -> None:
-    model = QuantEmbeddingBagCollection(
-        tables=[bag_config(i, data_type=DataType.INT8) for i in range(3)],
-        is_weighted=False,
-        device=META,
-    )
-    plan, planner = plan_of(model, sharders=[QuantEmbeddingBagCollectionSharder()])
-    assert set(plan.plan[""]) == {"t0", "t1", "t2"}
-    assert planner.last_result is not None
-    for rank in planner.last_result.predicted.ranks:
-        # Nothing trains them.
-        assert rank.fwd_compute > 0 and rank.bwd_compute == rank.bwd_comms == 0
 
 
 def test_tables_that_no_search_places_share_the_ranks() -> None:
@@ -587,16 +479,6 @@ def test_sequence_shards_have_one_width(least: tuple[int, int] | None) -> None:
     assert len(widths) == 1
 
 
-def test_weights_of_several_types() -> None:
-    kinds = (DataType.FP32, DataType.FP16, DataType.BF16, DataType.INT8)
-    _, planner = searched(
-        bags(*(bag_config(i, data_type=kind) for i, kind in enumerate(kinds)))
-    )
-    assert planner.last_task is not None and planner.last_task.num_groups == 4
-    types = [t.data_type for t in planner.last_task.tables]
-    assert types == ["fp32", "fp16", "bf16", "int8"]
-
-
 def test_table_on_ssd() -> None:
     plan, _ = plan_of(
         bags(),
@@ -617,21 +499,6 @@ def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> 
     plan_of(bags(*tables), 8, "cpu", timeout_seconds=1, search=long)
     # The rest of the planning is not part of the search.
     assert 1 < next(clock) < 3
-
-
-def test_stats_of_ones_own() -> None:
-    class Noted(Stats):
-        def __init__(self) -> None:
-            self.seen: dict[str, Any] = {}
-
-        def log(self, **kwargs: Any) -> None:
-            self.seen = kwargs
-
-    first, second = Noted(), Noted()
-    plan, _ = plan_of(bags(), stats=[first, second])
-    assert first.seen["sharding_plan"] is second.seen["sharding_plan"]
-    assert first.seen["best_plan"] and first.seen["num_plans"] > 0
-    assert str(first.seen["sharding_plan"]) == str(plan)
 
 
 class PlainReservation(StorageReservation):

@@ -32,7 +32,6 @@ from torchrec_neuroshard.planner.costs.hedging import (
     NUM_DRAWS,
     choose_plan,
     is_uncertain,
-    robustness,
 )
 
 pytestmark = pytest.mark.one_release
@@ -113,14 +112,6 @@ def test_a_rank_much_fuller_than_the_others_is_pointed_out() -> None:
     assert planner.last_result is not None
     [found] = [w for w in planner.last_result.warnings if "times the mean" in w]
     assert found.startswith("rank 1 holds 2.") and "4.0 times the mean" in found
-
-
-def test_what_is_said_of_the_draws() -> None:
-    paths = np.array([[1.0, 2.0], [3.0, 2.0]])
-    found = robustness(paths, chosen=0, reference=1)
-    assert (found.num_draws, found.num_plans) == (2, 2)
-    assert (found.mean_ms, found.std_ms) == (2.0, 1.0)
-    assert (found.mean_ratio, found.worst_ratio) == (1.0, 1.5)
 
 
 def test_paths_without_an_error_are_those_predicted() -> None:

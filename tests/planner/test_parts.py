@@ -371,21 +371,6 @@ def test_memory_of_splits_is_that_of_torchrec() -> None:
         assert ours.storage.ddr == pytest.approx(theirs.storage.ddr + missing, abs=4)
 
 
-def test_memory_without_an_enumerator_is_an_upper_bound() -> None:
-    enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
-    constraints = {"t0": ParameterConstraints(pooling_factors=[30.0])}
-    ebc = make_ebc([(1_000_000, 64)])
-    proposal = searchable(enumerator, ebc, "column_wise")
-    searcher = FixedSearcher([(0, 48, 0), (0, 16, 1)])
-    searcher.triples = [(0, 32, 0), (0, 32, 1)]
-    for known in (enumerator, None):
-        NeuroShardPartitioner(
-            gpus(), constraints, search=searcher, enumerator=known, **analytic()
-        ).partition(proposal, gpus())
-    exact, bound = (task.shard_bytes(0, 32) for task in searcher.tasks)
-    assert exact <= bound < proposal[0].shards[0].storage.hbm
-
-
 def test_infeasible_proposals_are_partition_errors() -> None:
     enumerator = NeuroShardEnumerator(gpus(), 64, **analytic())
     proposal = searchable(enumerator, make_ebc([(10**6, 64)]), "table_wise")

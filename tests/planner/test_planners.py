@@ -15,7 +15,6 @@ from torchrec.distributed.planner.types import ShardingOption
 
 from tests.builders import (
     CPU_SIZES,
-    Chosen,
     FixedSearcher,
     Triples,
     bag_config,
@@ -27,7 +26,6 @@ from tests.builders import (
     gpus,
     make_ebc,
     make_planner,
-    result_of,
     sequences,
     shards_of,
     types_of,
@@ -40,9 +38,7 @@ from torchrec_neuroshard.search import (
     SearchConfig,
     Searcher,
     SearchResult,
-    make_searcher,
 )
-from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 
@@ -326,34 +322,6 @@ def test_result_holds_what_the_search_said() -> None:
     assert result.warnings == ("from the search",)
 
 
-def test_stock_sums_over_shards_agree_with_the_set_cost() -> None:
-    chosen = Chosen()
-    topology = Topology(world_size=2, compute_device="cuda")
-    planner = make_planner(topology=topology, callbacks=[chosen])
-    planner.plan(make_ebc(CPU_SIZES), bag_sharders())
-    assert planner.last_result is not None
-    ranks = planner.last_result.predicted.ranks
-    parts = {
-        "fwd_compute": ("fwd_compute",),
-        "fwd_comms": ("index_comms", "fwd_comms"),
-        "bwd_compute": ("bwd_compute",),
-        "bwd_comms": ("bwd_comms",),
-    }
-    for name, phases in parts.items():
-        sums = [0.0] * 2
-        for option in chosen.options:
-            for shard in option.shards:
-                assert shard.rank is not None
-                sums[shard.rank] += getattr(shard.perf, name)
-        assert sums == pytest.approx(
-            [sum(getattr(r, p) for p in phases) for r in ranks]
-        )
-    rating = NoopPerfModel(topology).rate(chosen.options)
-    assert rating == pytest.approx(
-        max(sum(getattr(r, phase) for phase in PHASES) for r in ranks)
-    )
-
-
 def test_the_inputs_are_not_changed() -> None:
     constraints = {"t3": ParameterConstraints(min_partition=32)}
     before = repr(constraints)
@@ -386,29 +354,6 @@ def test_defaults_are_filled_around_the_callers_parts() -> None:
     assert {"propose", "rate"} == set(calls)
     assert planner.last_seconds["search"] > 0
     assert isinstance(planner, EmbeddingShardingPlanner)
-
-
-def seconds_given(
-    monkeypatch: pytest.MonkeyPatch, search: SearchConfig, **arguments: Any
-) -> float:
-    """Time budget of the first search of a plan."""
-    given = []
-
-    def note(self: Any, task: ShardingTask, *models: Any) -> SearchResult:
-        given.append(float(self.config.time_budget_seconds))
-        return result_of(task, [(0, 16, 0)], *models)
-
-    monkeypatch.setattr(type(make_searcher(search)), "search", note)
-    planner = make_planner(search=search, **arguments)
-    planner.plan(make_ebc([(1000, 16)]), bag_sharders())
-    return given[0]
-
-
-def test_timeout_limits_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    for timeout, own, expected in ((3, 100.0, 3.0), (300, 10.0, 10.0)):
-        config = SearchConfig(time_budget_seconds=own)
-        found = seconds_given(monkeypatch, config, timeout_seconds=timeout)
-        assert found == expected
 
 
 @pytest.mark.filterwarnings("ignore:HeuristicalStorageReservation:FutureWarning")
