@@ -12,6 +12,7 @@ from torchrec.distributed.planner.perf_models import NoopPerfModel
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import ShardingOption
+from torchrec.modules.embedding_configs import DataType
 
 from tests.builders import (
     CPU_SIZES,
@@ -32,7 +33,7 @@ from tests.builders import (
 )
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.planner import NeuroShardPlanner
+from torchrec_neuroshard.planner import NeuroShardPlanner, PlacementConstraints
 from torchrec_neuroshard.profiles import uniform_profile
 from torchrec_neuroshard.search import (
     SearchConfig,
@@ -185,21 +186,26 @@ def test_other_sharding_types_where_asked_for(kind: str) -> None:
     assert result.predicted.critical_path_ms > alone.critical_path_ms
 
 
-def test_memory_of_stock_tables_is_left_out_of_the_search() -> None:
-    # The row-wise table takes 122 MiB of each rank; beside it, 244 MiB do not fit
-    # into the remaining 200 whole.
-    ebc = make_ebc([(1_000_000, 64), (1_000_000, 64)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_memory_of_unpriced_tables_is_left_out_of_the_search(rank: int) -> None:
+    """Its 244 MiB leave one rank no room for tables of 122 MiB; the other has it."""
+    whole = ParameterConstraints(
+        sharding_types=["table_wise"], compute_kernels=["fused"]
+    )
     planner = make_planner(
         2,
         "cuda",
-        constraints=columns_only(
-            ebc, {"t0": ParameterConstraints(sharding_types=["row_wise"])}
-        ),
+        constraints=dict.fromkeys(("t0", "t1", "t2"), whole),
         topology_arguments={"hbm_cap": 330 * 2**20},
+        placement_constraints=PlacementConstraints(pin={"t0": [rank]}),
+        strict_memory=True,
     )
-    planner.plan(ebc, bag_sharders())
-    assert planner.last_result is not None
-    assert [s.width for s in planner.last_result.placement.shards] == [32, 32]
+    sizes = [(2_000_000, 64), (500_000, 64), (500_000, 64)]
+    ebc = make_ebc(sizes, data_types={0: DataType.INT4})
+    ranks = {
+        n: r for n, [(*_, r)] in shards_of(planner.plan(ebc, bag_sharders())).items()
+    }
+    assert ranks == {"t0": rank, "t1": 1 - rank, "t2": 1 - rank}
 
 
 def test_table_wise_constraint_is_kept_in_a_split_module() -> None:
