@@ -144,9 +144,11 @@ def test_a_grid_has_no_more_blocks_than_nodes(
     assert planner.last_result is not None and planner.last_result.fallback is None
 
 
-def test_max_switches_is_ignored_with_a_word() -> None:
-    with pytest.warns(DeprecationWarning, match="max_switches is ignored"):
-        make_planner(2, max_switches=0)
+@pytest.mark.parametrize("name", ["max_switches", "measure_finalists"])
+def test_arguments_that_go_are_ignored_with_a_word(name: str) -> None:
+    arguments: dict[str, Any] = {name: 0}
+    with pytest.warns(DeprecationWarning, match=name):
+        make_planner(2, **arguments)
 
 
 def test_later_searches_share_what_is_left_of_the_budget() -> None:
