@@ -67,7 +67,7 @@ def _run_inside(
     """Run tests of one module in a child that has paper GPUs; the reports of each."""
     folder = config._tmp_path_factory.mktemp("paper_gpu")  # type: ignore[attr-defined]
     path = folder / "reports.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", ""]
     command += [f"--basetemp={folder / 'tmp'}", *(i.nodeid for i in items)]
     reports: dict[str, list[pytest.TestReport]] = {i.nodeid: [] for i in items}
     try:

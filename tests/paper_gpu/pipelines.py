@@ -18,27 +18,18 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.train_pipeline import train_pipelines as torchrec
 from torchrec.distributed.types import CacheParams
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from harness.models import build_collection
-from tests.builders import bag_sharders
-from torchrec_neuroshard import TableConfig
+from tests.builders import bag_config, bag_sharders, bags
 
 __all__ = ["PIPELINES", "journal_of"]
 
 NUM_BATCHES = 24
 _BATCH, _WIDTH = 4, 8
-_TABLES = tuple(
-    TableConfig(
-        name=f"t{i}",
-        num_embeddings=1_000,
-        embedding_dim=_WIDTH,
-        pooling_factor=2.0,
-        optimizer="rowwise_adagrad",
-    )
-    for i in range(2)
-)
+_TABLES = ("t0", "t1")
 
 PIPELINES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "train_base": (torchrec.TrainPipelineBase, {}),
@@ -73,7 +64,9 @@ class _Model(nn.Module):
 
     def __init__(self, device: torch.device, lookups_first: bool) -> None:
         super().__init__()
-        self.embeddings = build_collection(_TABLES)
+        self.embeddings = bags(*(bag_config(i, 1_000, _WIDTH) for i in range(2)))
+        tables = self.embeddings.parameters()
+        apply_optimizer_in_backward(RowWiseAdagrad, tables, {"lr": 0.1})
         self.below = nn.Linear(3, _WIDTH, device=device)
         self.above = nn.Linear(3 * _WIDTH, 1, device=device)
         self.lookups_first = lookups_first
@@ -97,7 +90,7 @@ def _batches(rank: int) -> Iterator[_Batch]:
         yield _Batch(
             torch.rand(_BATCH, 3, generator=generator),
             KeyedJaggedTensor(
-                keys=[t.name for t in _TABLES],
+                keys=["f0", "f1"],
                 values=torch.randint(1_000, (int(lengths.sum()),), generator=generator),
                 lengths=lengths,
             ),
@@ -114,7 +107,7 @@ def journal_of(name: str, device: torch.device, *, lookups_first: bool) -> list[
         constraint.cache_params = CacheParams(load_factor=0.2, prefetch_pipeline=True)
     topology = Topology(dist.get_world_size(), "cuda")
     planner = EmbeddingShardingPlanner(
-        topology=topology, constraints={t.name: constraint for t in _TABLES}
+        topology=topology, constraints=dict.fromkeys(_TABLES, constraint)
     )
     plan = planner.collective_plan(model, bag_sharders(), dist.group.WORLD)
     sharded = DistributedModelParallel(

@@ -8,22 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.builders import load_script, make_tables
 from torchrec_neuroshard.profiles import uniform_profile
 
+pytestmark = pytest.mark.nightly
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-GPU = torch.device("cuda", 0)
-
-
-def test_both_kinds_of_flushes_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    smoke = load_script(BENCHMARKS / "gpu" / "smoke.py")
-    monkeypatch.setattr(smoke, "ROWS", 100)
-    monkeypatch.setattr(smoke, "BATCH_SIZE", 8)
-    found = smoke.compare_flushes(GPU)
-    assert list(found) == ["ends in writes", "ends in a read"]
-    assert all(times["fwd_ms"] > 0 and times["bwd_ms"] > 0 for times in found.values())
 
 
 def test_every_kind_of_sets_is_tried(
