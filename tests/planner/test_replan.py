@@ -88,9 +88,12 @@ def make_job() -> MakeJob:
         }
         model = make_ebc(sizes, **(tables or {}))
         if optimizer is not None:
-            for parameter in model.parameters():
+            kinds_of = itertools.cycle(
+                optimizer if isinstance(optimizer, list) else [optimizer]
+            )
+            for parameter, kind_of in zip(model.parameters(), kinds_of, strict=False):
                 # As apply_optimizer_in_backward leaves it.
-                parameter._optimizer_classes = [optimizer]
+                parameter._optimizer_classes = [kind_of]
                 parameter._optimizer_kwargs = [{"lr": 0.1}]
         planner = make_planner(
             world_size,
@@ -316,6 +319,10 @@ def test_unequal_widths_only_on_cpu(
         (
             {"optimizer": torch.optim.Adam},
             "does not move all of the state of Adam",
+        ),
+        (
+            {"optimizer": [torch.optim.SGD, torch.optim.Adagrad]},
+            "some tables have no state",
         ),
         (
             {"kinds": {"t4": {"sharding_types": ["data_parallel"]}}},

@@ -362,6 +362,9 @@ class _Job:
                 if sum(reader.state_bytes(neighbour)) > 4:
                     name = reader.optimizer_name(neighbour)
                     reason = f"TorchRec does not move all of the state of {name}"
+            if len({any(reader.state_bytes(o)) for o in neighbours}) > 1:
+                # It moves the state of all tables of a module, or of none.
+                reason = "TorchRec moves no module where some tables have no state"
             if reason is not None:
                 yield index, reason
 
