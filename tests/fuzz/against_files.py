@@ -441,15 +441,6 @@ def draw(rng: np.random.Generator) -> Case:
     }
 
 
-def simpler(case: Case) -> Any:
-    """Cases with less damage."""
-    for damage in case["damage"]:
-        if len(case["damage"]) > 1:
-            yield {**case, "damage": [damage]}
-    if case["sealed"]:
-        yield {**case, "sealed": False}
-
-
 class _Evil:
     """Unpickled by whoever obeys pickles, it leaves a file."""
 
@@ -751,7 +742,7 @@ def main() -> int:
     """Run the campaign."""
     torch.set_num_threads(1)
     pa.set_cpu_count(1)
-    return run(__doc__ or "", draw, judge, simpler)
+    return run(__doc__ or "", draw, judge)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,12 @@
 
 A process of its own changes what an earlier one has written. Then what lies there must
 be whole: the old or the new; of records, all but the one in flight. And the same
-change, made again, must succeed. Most cases end a writer of the library before a
-certain touch of the disk, or in the midst of a write; the others (`--commands` picks
-them alone) end whole commands after a random time.
+change, made again, must succeed. A writer ends before a certain touch of the disk, or
+in the midst of a write.
 """
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import errno
 import functools
 import os
@@ -21,7 +18,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from tests.builders import (
-    ONE_PASS,
     draw_set,
     make_header,
     make_record,
@@ -40,8 +34,6 @@ from tests.builders import (
 )
 from tests.fuzz import against_files
 from tests.fuzz.campaign import Case, Outcome, run
-from torchrec_neuroshard import cli
-from torchrec_neuroshard.collect import timing
 from torchrec_neuroshard.cost_models import cache, load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE
 from torchrec_neuroshard.cost_models.loading import bundle_folder
@@ -49,8 +41,6 @@ from torchrec_neuroshard.planner import read_plan
 from torchrec_neuroshard.profiles import load_profiles, save_profiles, zipf_profile
 from torchrec_neuroshard.record_store import (
     RecordStore,
-    journal_path,
-    read_comms_records,
     read_records,
 )
 from torchrec_neuroshard.records import CostRecord
@@ -58,8 +48,6 @@ from torchrec_neuroshard.records import CostRecord
 NUM_RECORDS = 5
 PROGRESS = "told"
 """Beside the folder: what a writer said was safely written."""
-MAX_COMMAND_SECONDS = 60.0
-_SET_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 OUT_OF_SPACE, READ_ONLY = errno.ENOSPC, errno.EROFS
 
 
@@ -205,121 +193,12 @@ class Cache(Writer):
             load_bundle(found.folder)
 
 
-class Command(Writer):
-    """A command, killed after a random time."""
-
-    def arguments(self, folder: Path) -> list[str]:
-        raise NotImplementedError
-
-    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
-        assert cli.main(self.arguments(folder)) == 0
-
-
-class CollectCommand(Command):
-    """`neuroshard collect compute` of six sets."""
-
-    text = (
-        "collect compute --num-sets 6 --seed 5 --max-gib 0.001 --max-lookups 500 "
-        "--max-shards 2 --batch-sizes 16 32"
-    )
-    num_records = 6
-
-    def arguments(self, folder: Path) -> list[str]:
-        return [*self.text.split(), "--out", str(folder / "r.parquet")]
-
-    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
-        timing.CPU_PASSES = ONE_PASS  # in a process of its own
-        super().write(folder, tell)
-
-    def read(self, path: Path) -> int:
-        return len(read_records([path])[1])
-
-    def check(self, folder: Path, told: int) -> None:
-        path = folder / "r.parquet"
-        journal = journal_path(path)
-        begun = journal.exists() and b"\n" in journal.read_bytes()
-        found = self.read(path) if path.exists() or begun else 0
-        assert found >= (self.num_records if told else 0), f"{found} records"
-
-
-class CollectCommsCommand(CollectCommand):
-    """`neuroshard collect comms` of four samples by two ranks; rank 0 is killed."""
-
-    text = (
-        "collect comms --num-samples 4 --seed 5 --sample-seconds 0.01 --backend gloo "
-        "--max-bytes 65536"
-    )
-    num_records = 4
-
-    def write(self, folder: Path, tell: Callable[[int], None]) -> None:
-        store = f"file://{folder.with_name(f'store{os.getpid()}')}"
-        parent = os.getpid()
-        rank = int(os.fork() == 0)
-        if rank:  # ends with the other, which may be killed
-            ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        try:
-            assert not rank or os.getppid() == parent
-            os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-            super().write(folder, tell)
-        finally:
-            if rank:
-                os._exit(0)
-
-    def read(self, path: Path) -> int:
-        [(_, records)] = read_comms_records([path])
-        return len(records)
-
-
-class TrainCommand(Command):
-    """`neuroshard train`, over a bundle."""
-
-    text = "train {records} --epochs 1 --members 1"
-
-    def prepare(self, folder: Path) -> None:
-        Bundle().prepare(folder)
-        rng = np.random.default_rng(1)
-        records = [
-            make_record(
-                tables,
-                1.0 + index % 5,
-                index=index,
-                batch_size=batch_size,
-                held_out=index < 20,
-            )
-            for index in range(80)
-            for batch_size, tables in [draw_set(rng, f"s{index}", 2, 4)]
-        ]
-        write_records(folder / "r.parquet", make_header(), records)
-
-    def arguments(self, folder: Path) -> list[str]:
-        words = self.text.format(records=folder / "r.parquet").split()
-        return [*words, "--out", str(folder), "--name", "new"]
-
-    def check(self, folder: Path, told: int) -> None:
-        names = ("new",) if told else ("cpu", "new")
-        assert load_bundle(folder).name in names
-        assert len(read_records([folder / "r.parquet"])[1]) == 80
-
-
-class CalibrateCommand(TrainCommand):
-    """`neuroshard calibrate` by records, over a bundle."""
-
-    text = "calibrate --from cpu_epyc_zen5 --steps 2 --records {records}"
-
-
 WRITERS: dict[str, Writer] = {
     "records": Records(),
     "bundle": Bundle(),
     "plan": Plan(),
     "profiles": Profiles(),
     "cache": Cache(),
-}
-COMMANDS: dict[str, Command] = {
-    "collect compute": CollectCommand(),
-    "collect comms": CollectCommsCommand(),
-    "calibrate": CalibrateCommand(),
-    "train": TrainCommand(),
 }
 WAYS = ("kill", "kill in a write", "full", "full at once", "read-only")
 """Killed before a touch of the disk; killed once a file is so long; no file may be
@@ -336,24 +215,15 @@ def draw(rng: np.random.Generator) -> Case:
     }
 
 
-def draw_command(rng: np.random.Generator) -> Case:
-    """Choose a command and the moment when it is killed."""
-    name = str(rng.choice(list(COMMANDS)))
-    return {"writer": name, "way": "time", "moment": float(rng.random())}
-
-
 def judge(case: Case) -> Outcome:
     """End a writer, look at what it has left, and let it run again."""
     name, way, moment = case["writer"], case["way"], case["moment"]
-    writer = {**WRITERS, **COMMANDS}[name]
-    touches, longest, seconds = extent(name)
+    writer, (touches, longest) = WRITERS[name], extent(name)
     with tempfile.TemporaryDirectory(prefix="killed-") as held:
         folder = Path(held, "files")
         folder.mkdir()
         writer.prepare(folder)
-        if way == "time":
-            status = _in_process(writer, folder, kill_after=moment * seconds)
-        elif way in ("full", "kill in a write"):
+        if way in ("full", "kill in a write"):
             limit = int(moment * longest)
             status = _in_process(writer, folder, max_bytes=limit, kills=way != "full")
         else:
@@ -373,24 +243,22 @@ def judge(case: Case) -> Outcome:
                 ended = _in_process(writer, folder)
                 if ended:
                     return f"failure, {name} does not go on: {way}, {ended}"
-                told = max(told, _told(folder)) if name in WRITERS else 1
+                told = max(told, _told(folder))
     return f"{name}, {way}: {status}"
 
 
 @functools.cache
-def extent(name: str) -> tuple[int, int, float]:
-    """How often a writer touches the disk, its longest file, and how long it takes."""
-    writer = {**WRITERS, **COMMANDS}[name]
+def extent(name: str) -> tuple[int, int]:
+    """How often a writer touches the disk, and how long its longest file is."""
+    writer = WRITERS[name]
     with tempfile.TemporaryDirectory(prefix="whole-") as held:
         folder = Path(held, "files")
         folder.mkdir()
         writer.prepare(folder)
-        start = time.monotonic()
         assert not _in_process(writer, folder, step=10**9), f"{name} fails by itself"
-        seconds = time.monotonic() - start
         count = int(Path(held, "touches").read_text() or 0)
         sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
-    return count, max(sizes), min(seconds, MAX_COMMAND_SECONDS)
+    return count, max(sizes)
 
 
 def _told(folder: Path) -> int:
@@ -406,7 +274,6 @@ def _in_process(
     code: int = 0,
     max_bytes: int | None = None,
     kills: bool = False,
-    kill_after: float | None = None,
 ) -> str:
     """Run a writer in a process of its own.
 
@@ -417,7 +284,6 @@ def _in_process(
         code: How they fail; 0: the process is killed.
         max_bytes: No file gets longer.
         kills: Whether the process is killed where one would.
-        kill_after: Seconds after which it is killed.
 
     Returns:
         How it ended; "" when nothing was amiss.
@@ -432,9 +298,6 @@ def _in_process(
     if process:
         os.close(progress)
         os.close(touches)
-        if kill_after is not None:
-            time.sleep(kill_after)
-            os.kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         if os.WIFSIGNALED(status):
             return signal.Signals(os.WTERMSIG(status)).name
@@ -442,6 +305,7 @@ def _in_process(
     ended = 1
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
+        torch.set_num_threads(1)  # of more, a child of fork has none
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
         count = 0
@@ -489,14 +353,5 @@ def _touches(event: str, arguments: tuple[Any, ...], folder: str) -> bool:
     return False
 
 
-def main() -> int:
-    """Run the campaign."""
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--commands", action="store_true", help="kill whole commands")
-    known, sys.argv[1:] = parser.parse_known_args()
-    return run(__doc__ or "", draw_command if known.commands else draw, judge)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__ or "", draw, judge))

@@ -323,4 +323,4 @@ def options_of(
 
 
 if __name__ == "__main__":
-    sys.exit(run(__doc__ or "", cases.draw, judge, cases.shrunk))
+    sys.exit(run(__doc__ or "", cases.draw, judge))

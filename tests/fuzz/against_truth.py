@@ -11,9 +11,7 @@ itself.
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -244,29 +242,5 @@ def judge(case: Case) -> Outcome:
     return "best" if cost <= best_ms * (1 + 1e-6) else "within 1 %"
 
 
-def simpler(case: Case) -> Iterator[Case]:
-    """Yield cases with less in them."""
-    keys: list[tuple[Any, ...]] = [
-        (name,)
-        for name in ("even", "apart", "together", "memory", "host")
-        if name in case
-    ]
-    bound = {*case.get("apart", ()), *case.get("together", ())}
-    for index, table in enumerate(case["tables"]):
-        if len(case["tables"]) > 1 and not any(b >= index for b in bound):
-            keys.append(("tables", index))
-        if "allowed" in table:
-            keys.append(("tables", index, "allowed"))
-        if len(table["ways"]) > 1:
-            keys += [("tables", index, "ways", n) for n in range(len(table["ways"]))]
-    for *outer, last in keys:
-        other = copy.deepcopy(case)
-        inner: Any = other
-        for key in outer:
-            inner = inner[key]
-        del inner[last]
-        yield other
-
-
 if __name__ == "__main__":
-    sys.exit(run(__doc__ or "", draw, judge, simpler))
+    sys.exit(run(__doc__ or "", draw, judge))

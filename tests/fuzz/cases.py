@@ -7,10 +7,8 @@ left to the caller, which skips them.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,7 +60,6 @@ __all__ = [
     "draw",
     "planner_arguments",
     "sharders",
-    "shrunk",
     "topology_of",
 ]
 
@@ -400,100 +397,3 @@ def _build(spec: dict[str, Any]) -> Any:
     if kind == "tower":
         return EmbeddingTower(ebc, nn.Linear(3, 3, device=META))
     return ebc
-
-
-def shrunk(case: Case) -> Iterator[Case]:
-    """Yield simpler cases, those that leave out most first."""
-    for keys in _removable(case):
-        other = copy.deepcopy(case)
-        _drop(other, keys)
-        if all(m["tables"] for m in other["modules"]) and other["modules"]:
-            yield other
-    for index, module in enumerate(case["modules"]):
-        if module["kind"] != "ebc":
-            other = copy.deepcopy(case)
-            other["modules"][index]["kind"] = "ebc"
-            yield other
-        if module["path"] != f"m{index}":
-            other = copy.deepcopy(case)
-            other["modules"][index]["path"] = f"m{index}"
-            yield other
-        for place, table in enumerate(module["tables"]):
-            for field, values in (
-                ("rows", (1, 1000, _rounded(table["rows"]))),
-                ("dim", (4, 64, table["dim"] // 2)),
-                ("features", (["f"],)),
-            ):
-                for value in values:
-                    if (
-                        value
-                        and table[field] != value
-                        and _is_less(value, table[field])
-                    ):
-                        other = copy.deepcopy(case)
-                        other["modules"][index]["tables"][place][field] = value
-                        yield other
-    for field in ("world_size", "local_world_size"):
-        size = case["topology"].get(field, 1)
-        if size > 1 and size % 2 == 0 and "custom" not in case["topology"]:
-            other = copy.deepcopy(case)
-            other["topology"][field] = size // 2
-            yield other
-    for field in ("hbm_cap", "ddr_cap", "ssd_cap"):
-        if (value := case["topology"].get(field)) and value != _rounded(value):
-            other = copy.deepcopy(case)
-            other["topology"][field] = _rounded(value)
-            yield other
-    if case["planner"].get("batch_size", 64) != 64:
-        other = copy.deepcopy(case)
-        other["planner"]["batch_size"] = 64
-        yield other
-
-
-def _is_less(value: Any, known: Any) -> bool:
-    return not isinstance(value, int) or value < known
-
-
-def _rounded(value: int) -> int:
-    """Two digits of a number."""
-    unit = int(10 ** max(0, int(math.log10(max(1, value))) - 1))
-    return value // unit * unit
-
-
-def _removable(case: Case) -> Iterator[tuple[Any, ...]]:
-    """Yield the places of what may be left out."""
-    for name in ("tied", "dense", "optimizer"):
-        if name in case:
-            yield (name,)
-    if len(case["modules"]) > 1:
-        for index in range(len(case["modules"])):
-            yield "modules", index
-    for index, module in enumerate(case["modules"]):
-        if len(module["tables"]) > 1:
-            for place in range(len(module["tables"])):
-                yield "modules", index, "tables", place
-        if "weighted" in module:
-            yield "modules", index, "weighted"
-        for place, table in enumerate(module["tables"]):
-            for field in ("data_type", "mean"):
-                if field in table:
-                    yield "modules", index, "tables", place, field
-    for name, fields in case["constraints"].items():
-        yield "constraints", name
-        for field, value in fields.items():
-            yield "constraints", name, field
-            if field in ("sharding_types", "compute_kernels") and len(value) > 1:
-                for place in range(len(value)):
-                    yield "constraints", name, field, place
-    for field in case["planner"]:
-        yield "planner", field
-    for field in case["topology"]:
-        if field not in ("world_size", "compute_device"):
-            yield "topology", field
-
-
-def _drop(case: Case, keys: tuple[Any, ...]) -> None:
-    inner: Any = case
-    for key in keys[:-1]:
-        inner = inner[key]
-    del inner[keys[-1]]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz import against_truth
 
-SEED, NUM_CASES = 5, 8
+SEED = 5
 
 
 def table(
@@ -135,10 +135,13 @@ def test_what_was_found_is_mended(wrong: str) -> None:
     assert outcome.partition(":")[0] == expected, outcome
 
 
-def test_a_sample() -> None:
+@pytest.mark.parametrize(
+    "numbers", [range(3), pytest.param(range(3, 30), marks=pytest.mark.nightly)]
+)
+def test_a_sample(numbers: range) -> None:
     outcomes = [
         against_truth.judge(against_truth.draw(np.random.default_rng([SEED, number])))
-        for number in range(NUM_CASES)
+        for number in numbers
     ]
     assert [o for o in outcomes if o.startswith("failure")] == []
-    assert sum(o == "best" for o in outcomes) > NUM_CASES / 3
+    assert sum(o == "best" for o in outcomes) > len(numbers) / 3

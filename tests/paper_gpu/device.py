@@ -351,4 +351,14 @@ def _install() -> None:
     process_groups.install()
 
 
+def _permute_with_gradients(*arguments: Any) -> Any:
+    return torch.ops.fbgemm.permute_pooled_embs_auto_grad(*arguments)
+
+
 _install()
+# FBGEMM's build for CPUs has gradients of this operator for CPUs alone; its twin's it
+# has for all devices.
+_library = torch.library.Library("fbgemm", "IMPL")
+_library.impl(
+    "permute_pooled_embs_auto_grad_split", _permute_with_gradients, "AutogradCUDA"
+)

@@ -5,6 +5,7 @@ The other ranks of the world are not there: tables are sharded, nothing is excha
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import warnings
@@ -68,7 +69,7 @@ def one_rank(rank: int) -> Iterator[torch.device]:
 def build(rank: int, module: nn.Module, plan: ShardingPlan) -> Rank:
     with one_rank(rank) as device:
         sharded = DistributedModelParallel(
-            module, device=device, plan=plan, sharders=bag_sharders()
+            copy.deepcopy(module), device=device, plan=plan, sharders=bag_sharders()
         )
         kernels = [
             sorted({t.name for t in part._config.embedding_tables})

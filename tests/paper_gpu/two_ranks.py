@@ -150,7 +150,7 @@ def plans(device: torch.device) -> dict[str, Any]:
         budget_bytes=2**30,
         sharders=sharders,
     ).plan
-    named = {"ours": ours, "theirs": theirs, "replanned": moved}
+    named = {"theirs": theirs, "ours": ours, "replanned": moved}
     return {name: train(plan, device, num_steps=4) for name, plan in named.items()}
 
 
