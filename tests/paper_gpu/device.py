@@ -358,7 +358,7 @@ def _permute_with_gradients(*arguments: Any) -> Any:
 _install()
 # FBGEMM's build for CPUs has gradients of this operator for CPUs alone; its twin's it
 # has for all devices.
-_library = torch.library.Library("fbgemm", "IMPL")
+_library: Any = torch.library.Library("fbgemm", "IMPL")  # type: ignore[no-untyped-call]
 _library.impl(
     "permute_pooled_embs_auto_grad_split", _permute_with_gradients, "AutogradCUDA"
 )

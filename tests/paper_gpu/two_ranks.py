@@ -262,7 +262,7 @@ def run_rank(rank: int, parts: Sequence[str], folder: Path) -> None:
         store = f"file://{folder}/store{next(stores)}"
         init(backend, init_method=store, rank=rank, world_size=WORLD_SIZE)
 
-    dist.init_process_group = init_group
+    dist.init_process_group = init_group  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for part in parts:
         if part == "example":

@@ -89,7 +89,7 @@ def make_job() -> MakeJob:
         model = make_ebc(sizes, **(tables or {}))
         if optimizer is not None:
             kinds_of = itertools.cycle(
-                optimizer if isinstance(optimizer, list) else [optimizer]
+                optimizer if isinstance(optimizer, tuple) else [optimizer]
             )
             for parameter, kind_of in zip(model.parameters(), kinds_of, strict=False):
                 # As apply_optimizer_in_backward leaves it.
@@ -321,7 +321,7 @@ def test_unequal_widths_only_on_cpu(
             "does not move all of the state of Adam",
         ),
         (
-            {"optimizer": [torch.optim.SGD, torch.optim.Adagrad]},
+            {"optimizer": (torch.optim.SGD, torch.optim.Adagrad)},
             "some tables have no state",
         ),
         (
