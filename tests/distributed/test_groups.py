@@ -18,13 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
@@ -85,32 +78,6 @@ def collection_class() -> Any:
                         shard.placement = _remote_device(f"rank:{rank}/cpu")
 
     return OnCpus
-
-
-def torchrecs_plan(model: Any, plan: ShardingPlan) -> ShardingPlan:
-    """The same layout, by TorchRec's own means."""
-    makers: dict[str, Any] = {}
-    for name, sharding in plan.plan[""].items():
-        if sharding.sharding_type == "column_wise":
-            widths = [s.shard_sizes[1] for s in sharding.sharding_spec.shards]
-            makers[name] = column_wise(
-                ranks=sharding.ranks, size_per_rank=widths, compute_kernel="fused"
-            )
-        elif sharding.sharding_type == "table_wise":
-            makers[name] = table_wise(rank=sharding.ranks[0], compute_kernel="fused")
-        elif sharding.sharding_type == "row_wise":
-            makers[name] = row_wise(compute_kernel="fused")
-        else:
-            makers[name] = data_parallel()
-    made = construct_module_sharding_plan(
-        model,
-        makers,
-        sharder=SHARDERS[0],
-        local_size=GROUP_SIZE,
-        world_size=GROUP_SIZE,
-        device_type="cpu",
-    )
-    return ShardingPlan({"": made})
 
 
 class Run:
@@ -208,10 +175,9 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     )
     plan = planner.collective_plan(whole, SHARDERS, dist.group.WORLD)
     types = tuple(s.sharding_type for s in plan.plan[""].values())
-    theirs = Run(whole, torchrecs_plan(whole, plan), case)
     ours = Run(whole, plan, case)
     reference = Reference(whole, case)
-    outputs_off = same_off = 0.0
+    outputs_off = 0.0
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(50 + step)
         batches = [
@@ -219,34 +185,21 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
             for _ in range(WORLD_SIZE)
         ]
         expected = reference.step(batches)[rank]
-        got, same = ours.step(batches[rank]), theirs.step(batches[rank])
-        for key, value in got.items():
+        for key, value in ours.step(batches[rank]).items():
             outputs_off = max(outputs_off, _apart(value, expected[key]))
-            same_off = max(same_off, _apart(value, same[key]))
         if (step + 1) % SYNC_INTERVAL == 0:
             ours.sharded.sync()
-            theirs.sharded.sync()
             reference.sync()
     (group,) = (n for n, ranks in enumerate(case.groups) if rank in ranks)
     models = [
         {k: v.detach() for k, v in m.state_dict().items()} for m in reference.models
     ]
-    state, other = ours.sharded.state_dict(), theirs.sharded.state_dict()
-    parts = list(local_parts(state, models[group]))
+    parts = local_parts(ours.sharded.state_dict(), models[group])
     started = {k: v.detach() for k, v in whole.state_dict().items()}
     return {
         "types": types,
         "outputs": outputs_off,
         "weights": max(_apart(shard, part) for _, shard, part in parts),
-        "from_torchrecs": max(
-            same_off,
-            *(
-                _apart(a, b)
-                for (_, a, _), (_, b, _) in zip(
-                    parts, local_parts(other, models[group]), strict=True
-                )
-            ),
-        ),
         "moved": min(_apart(models[group][k], started[k]) for k in started),
         "replicas_apart": max(
             _apart(models[0][k], models[1][k]) for k in list(started)[:-1]
@@ -276,11 +229,6 @@ def test_groups_train_as_unsharded_replicas_do(results: OfJob, name: str) -> Non
         assert result["moved"] > 1e-2
         # One step came after the last average.
         assert result["replicas_apart"] > 1e-3
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_groups_train_as_torchrecs_own(results: OfJob, name: str) -> None:
-    assert max(result["from_torchrecs"] for result in results(name)) == 0.0
 
 
 def test_report_prices_the_average(results: OfJob) -> None:

@@ -1,22 +1,20 @@
 """What is planned, and trains as unsharded tables do: module, sharding type, kernel.
 
 Four gloo ranks in two nodes plan and train models with tables of every sharding type
-that TorchRec's sharder of a module offers on GPUs, three steps long, and hold outputs
-and weights of each table to those of unsharded ones. Where not all of them can be
-trained together they are tried type by type, and what TorchRec then says is noted. The
-outcome stands in docs/support.md; `make support-table` writes it.
+that TorchRec's sharder of a module offers on GPUs, two steps long, and hold outputs and
+weights of each table to those of unsharded ones. Where not all of them can be trained
+together they are tried type by type, and what TorchRec then says is noted. The outcome
+stands in docs/support.md; `make support-table` writes it.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
-from torchrec.distributed.fbgemm_qcomm_codec import (
-    CommType,
-    QCommsConfig,
-    get_qcomm_codecs_registry,
-)
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.train_pipeline import train_pipelines
-from torchrec.modules.embedding_configs import NoEvictionPolicy
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from tests.builders import (
     CPU,
@@ -45,13 +35,10 @@ from tests.builders import (
     managed_collisions,
 )
 from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results
-from tests.distributed.test_groups import collection_class
 from tests.distributed.unsharded import local_parts, loss_of
-from torchrec_neuroshard import group_topology
 from torchrec_neuroshard.placement import ShardingTask
-from torchrec_neuroshard.schedules import SCHEDULES
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 TYPES = (
     "table_wise",
@@ -62,25 +49,12 @@ TYPES = (
     "grid_shard",
     "data_parallel",
 )
-OFFLOADED = ("fused_uvm", "fused_uvm_caching")
-KERNELS = ("fused", "dense", *OFFLOADED, "quant")
-VIRTUAL = ("ssd_virtual_table", "dram_virtual_table", "dram_ssd_virtual_table")
-NEWER = ("fused_triton", "key_value", *VIRTUAL)
-"""Tried with two kinds of module."""
-LATE = "train_semi_sync"
-"""The pipeline that looks rows up before the update of the batch before."""
-PIPELINES = {
-    name: schedule.pipeline
-    for name, (schedule, _) in SCHEDULES.items()
-    if name not in ("none", "train_base")  # a loop like the plain one
-}
+KERNELS = ("fused", "dense", "fused_uvm", "fused_uvm_caching")
 SPLIT = ("column_wise", "table_column_wise", "grid_shard")
 
 LOCAL_BATCH, NUM_STEPS, NUM_ROWS, MAX_LENGTH = 8, 2, 12, 4
 LEARNING_RATE = 0.3
 WORLD_SIZE = TWO_NODES * NODE_SIZE
-GROUP_SIZE = NODE_SIZE
-"""Ranks of a sharding group, where there are several."""
 TABLES_PER_TYPE = WORLD_SIZE
 """So that what fails where a table is placed fails on every rank."""
 
@@ -98,21 +72,13 @@ def table_type(name: str) -> str:
     return name.split("/")[1]
 
 
-def tables_of(
-    part: str, types: Sequence[str], pooled: bool, kernel: str
-) -> list[Table]:
-    virtual = {
-        "use_virtual_table": True,
-        "total_num_buckets": NUM_ROWS,
-        "virtual_table_eviction_policy": NoEvictionPolicy(),
-    }
+def tables_of(part: str, types: Sequence[str], pooled: bool) -> list[Table]:
     return [
         {
             "name": f"{part}/{kind}/{i}",
             "num_embeddings": NUM_ROWS,
             "embedding_dim": 32 if kind in SPLIT and pooled else 16,
             "feature_names": [f"{part}/{kind}/{i}"],
-            **(virtual if kernel in VIRTUAL else {}),
         }
         for kind in types
         for i in range(TABLES_PER_TYPE)
@@ -144,17 +110,6 @@ def processed_bags(tables: Sequence[Table]) -> Any:
     for parameter in processor.parameters():
         parameter.data.copy_(torch.linspace(0.5, 1.5, MAX_LENGTH))
     return FeatureProcessedEmbeddingBagCollection(bags_of(tables, True), processor)
-
-
-def quantised_bags(tables: Sequence[Table]) -> Any:
-    from torchrec.modules.embedding_configs import DataType
-    from torchrec.quant.embedding_modules import EmbeddingBagCollection
-
-    return EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(**t, data_type=DataType.INT8) for t in tables],
-        is_weighted=False,
-        device=torch.device("cpu"),
-    )
 
 
 def remapped(inner: Any, configs: Sequence[Any]) -> Any:
@@ -189,28 +144,6 @@ class Part:
     """Whether the module chooses the rows of ids."""
     own_optimizer: bool = False
     """Whether the module brings its optimizer."""
-    codec: str = ""
-    """Of all collectives, both ways."""
-    distinct: bool = False
-    """Whether repeated ids are looked up once."""
-    pipeline: str = ""
-    """One of the schedules; "": a plain loop."""
-    in_groups: bool = False
-    """Whether each node holds a replica of the tables."""
-    kernels: Sequence[str] = KERNELS
-    """Those that are tried."""
-
-    def sharder_of(self) -> Any:
-        arguments: dict[str, Any] = {}
-        if self.codec:
-            kind = CommType(self.codec)
-            config = QCommsConfig(forward_precision=kind, backward_precision=kind)
-            # Said to be for CPUs, it would quantise to FP16 in place of BF16.
-            registry = get_qcomm_codecs_registry(config, device=torch.device("cuda"))
-            arguments["qcomm_codecs_registry"] = registry
-        if self.distinct:
-            arguments["use_index_dedup"] = True
-        return offering(self.sharder, NEWER[:1], **arguments)
 
 
 EBC = Part(bags_of, "EmbeddingBagCollectionSharder")
@@ -220,12 +153,9 @@ WEIGHTED = Part(
     weighted=True,
 )
 EC = Part(sequences_of, "EmbeddingCollectionSharder", pooled=False)
-FUSED_EBC, FUSED_EC = (replace(part, kernels=("fused",)) for part in (EBC, EC))
-CODECS = {"fp16": 2e-3, "bf16": 2e-2, "int8": 1e-2, "fp8": 0.0}
-"""Codec -> how far outputs and weights may be off; outputs are around 1."""
 
 MODELS: dict[str, dict[str, Part]] = {
-    "EmbeddingBagCollection": {"bags": replace(EBC, kernels=(*KERNELS, *NEWER))},
+    "EmbeddingBagCollection": {"bags": EBC},
     "EmbeddingBagCollection, weighted": {"bags": WEIGHTED},
     "EmbeddingBagCollection, variable batch": {"bags": EBC},
     "FeatureProcessedEmbeddingBagCollection": {
@@ -239,7 +169,7 @@ MODELS: dict[str, dict[str, Part]] = {
             own_optimizer=True,
         )
     },
-    "EmbeddingCollection": {"sequences": replace(EC, kernels=(*KERNELS, *NEWER))},
+    "EmbeddingCollection": {"sequences": EC},
     "ManagedCollisionEmbeddingBagCollection": {
         "bags": Part(
             managed_bags,
@@ -257,37 +187,7 @@ MODELS: dict[str, dict[str, Part]] = {
             renumbers=True,
         )
     },
-    "EmbeddingBagCollection, quantised": {
-        "bags": Part(
-            quantised_bags, "QuantEmbeddingBagCollectionSharder", unsharded=bags_of
-        )
-    },
     "three collections in one model": {"bags": EBC, "more": WEIGHTED, "sequences": EC},
-    **{
-        f"EmbeddingBagCollection, {codec.upper()} collectives": {
-            "bags": replace(FUSED_EBC, codec=codec)
-        }
-        for codec in CODECS
-    },
-    "EmbeddingCollection, FP16 collectives": {
-        "sequences": replace(FUSED_EC, codec="fp16")
-    },
-    "EmbeddingCollection, repeated ids once": {
-        "sequences": replace(FUSED_EC, distinct=True)
-    },
-    **{
-        f"EmbeddingBagCollection, {pipeline}": {
-            "bags": replace(
-                EBC,
-                pipeline=name,
-                kernels=(OFFLOADED[1] if "prefetch" in name else "fused",),
-            )
-        }
-        for name, pipeline in PIPELINES.items()
-    },
-    "EmbeddingBagCollection, two sharding groups": {
-        "bags": replace(EBC, in_groups=True, kernels=("fused", "dense"))
-    },
 }
 VARIABLE_BATCH = "EmbeddingBagCollection, variable batch"
 
@@ -317,28 +217,8 @@ class Model(nn.Module):
         return outputs
 
 
-class PipelinedModel(Model):
-    """What pipelines can trace: one part, which is called with the batch itself."""
-
-    def forward(self, batch: Any) -> Any:
-        (part,) = self.parts.values()
-        return loss_and_outputs(part(batch))
-
-
-class HostStream(torch.cpu.Stream):
-    """Does nothing, as all of them; pipelines ask for its device."""
-
-    device = CPU
-
-
-@torch.fx.wrap
-def loss_and_outputs(pooled: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    outputs = pooled.to_dict()
-    return loss_of(outputs, LOCAL_BATCH), outputs
-
-
-def offering(name: str, kernels: Sequence[str] = (), **arguments: Any) -> Any:
-    """TorchRec's sharder, but offering on CPUs what it offers on GPUs, and more."""
+def offering(name: str) -> Any:
+    """TorchRec's sharder, but offering on CPUs what it offers on GPUs."""
     from torchrec.distributed import (
         embedding,
         embeddingbag,
@@ -346,7 +226,6 @@ def offering(name: str, kernels: Sequence[str] = (), **arguments: Any) -> Any:
         fused_embeddingbag,
         mc_embedding,
         mc_embeddingbag,
-        quant_embeddingbag,
     )
 
     modules = (
@@ -356,7 +235,6 @@ def offering(name: str, kernels: Sequence[str] = (), **arguments: Any) -> Any:
         fused_embeddingbag,
         mc_embedding,
         mc_embeddingbag,
-        quant_embeddingbag,
     )
     base = next(getattr(m, name) for m in modules if hasattr(m, name))
 
@@ -365,10 +243,9 @@ def offering(name: str, kernels: Sequence[str] = (), **arguments: Any) -> Any:
             return list(super().sharding_types("cuda"))
 
         def compute_kernels(self, kind: str, compute_device_type: str) -> list[str]:
-            offered = list(super().compute_kernels(kind, "cuda"))
-            return [*offered, *(kernels if "fused" in offered else ())]
+            return list(super().compute_kernels(kind, "cuda"))
 
-    return Sharder(**arguments)
+    return Sharder()
 
 
 def in_turn(task: ShardingTask) -> Triples:
@@ -382,29 +259,18 @@ def in_turn(task: ShardingTask) -> Triples:
     return triples
 
 
-def planner_of(
-    names: Sequence[str], kernel: str, part: Part, varying: bool = False
-) -> Any:
-    topology = Topology(
-        WORLD_SIZE,
-        # TorchRec knows the other kernels for GPUs alone, and CPUs have no streams.
-        "cuda" if kernel not in KERNELS[:2] or part.pipeline else "cpu",
-        local_world_size=NODE_SIZE,
-        ssd_cap=2**40,
-    )
-    if part.in_groups:
-        topology = group_topology(topology, GROUP_SIZE, use_inter_host_allreduce=True)
+def planner_of(names: Sequence[str], kernel: str, varying: bool) -> Any:
+    # TorchRec knows tables in the host's memory for GPUs alone.
+    device = "cuda" if "uvm" in kernel else "cpu"
     return make_planner(
-        topology=topology,
+        topology=Topology(WORLD_SIZE, device, local_world_size=NODE_SIZE),
         batch_size=LOCAL_BATCH,
-        pipeline_type=part.pipeline or None,
         constraints={
             name: ParameterConstraints(
                 sharding_types=[table_type(name)],
                 compute_kernels=[kernel],
                 min_partition=16 if table_type(name) in SPLIT else None,
                 batch_sizes=[(1 + LOCAL_BATCH) // 2] if varying else None,
-                use_virtual_table=kernel in VIRTUAL,
             )
             for name in names
         },
@@ -476,21 +342,19 @@ def train(
     model: str, kernel: str, types: Sequence[str], rank: int, done: list[str]
 ) -> dict[str, Any]:
     """Plan, train and compare; returns the largest gaps of each type's tables."""
+    from torchrec.distributed import DistributedModelParallel
     from torchrec.optim.apply_optimizer_in_backward import (
         apply_optimizer_in_backward,
     )
 
     torch.manual_seed(1)
     parts = MODELS[model]
-    # Of several parts none has a loop or ranks of its own.
-    (*_, last) = parts.values()
-    sharders = {p.sharder: p.sharder_of() for p in parts.values()}
+    sharders = {p.sharder: offering(p.sharder) for p in parts.values()}
     tables = {
         name: tables_of(
             name,
             [t for t in types if is_offered(sharders[p.sharder], t, kernel)],
             p.pooled,
-            kernel,
         )
         for name, p in parts.items()
     }
@@ -498,15 +362,11 @@ def train(
     unsharded = Model(
         {n: (p.unsharded or p.build)(tables[n]) for n, p in parts.items()}
     )
-    original = (PipelinedModel if last.pipeline else Model)(
-        {n: p.build(tables[n]) for n, p in parts.items()}
-    )
+    original = Model({n: p.build(tables[n]) for n, p in parts.items()})
     own_optimizer = any(p.own_optimizer for p in parts.values())
     if not own_optimizer:
-        # Kernels of tables on disk know no other.
-        kind = torch.optim.SGD if kernel in KERNELS else RowWiseAdagrad
         apply_optimizer_in_backward(
-            kind, table_weights(original), {"lr": LEARNING_RATE}
+            torch.optim.SGD, table_weights(original), {"lr": LEARNING_RATE}
         )
 
     def draw(seed: int) -> dict[str, list[tuple[Any, Any]]]:
@@ -520,11 +380,13 @@ def train(
             for name, part in parts.items()
         }
 
-    planner = planner_of(names, kernel, last, model == VARIABLE_BATCH)
+    planner = planner_of(names, kernel, model == VARIABLE_BATCH)
     plan = on_cpu(planner.collective_plan(original, list(sharders.values())))
     done.append("planned")
     placed = {n: s for m in plan.plan.values() for n, s in m.items()}
-    sharded = sharded_model(original, plan, list(sharders.values()), last.in_groups)
+    sharded = DistributedModelParallel(
+        original, device=CPU, plan=plan, sharders=list(sharders.values())
+    )
     for seed in range((NUM_STEPS + 1) * any(p.renumbers for p in parts.values())):
         # Ids get rows of their own now, and keep them for the steps that follow.
         with torch.no_grad():
@@ -533,44 +395,28 @@ def train(
     with torch.no_grad():
         for _, shard, part in local_parts(by_table(sharded.state_dict()), start):
             shard.copy_(part)
-    # Pipelines are filled first.
-    num_steps = NUM_STEPS + (last.pipeline != "")
-    pairs = [draw(100 + step) for step in range(num_steps)]
-    steps = outputs_of_steps(
-        sharded,
-        [{n: of_rank[rank][0] for n, of_rank in p.items()} for p in pairs],
-        # Trained outside of any kernel.
-        [] if own_optimizer else table_weights(sharded, "data_parallel"),
-        last.pipeline,
+    # Replicas are trained outside of any kernel.
+    replicas = [] if own_optimizer else table_weights(sharded, "data_parallel")
+    optimizer = torch.optim.SGD(
+        [*table_weights(unsharded), *replicas], lr=LEARNING_RATE
     )
-    got, full = [], []
-    for pair, outputs in zip(pairs, steps, strict=True):
-        got.append(outputs)
-        batches = {name: of_rank[rank][1] for name, of_rank in pair.items()}
-        full.append(batches | sharded.module.remapped)
-    fed: list[Any] = [None] * WORLD_SIZE
-    dist.all_gather_object(fed, full)
-    optimizer = torch.optim.SGD(table_weights(unsharded), lr=LEARNING_RATE)
     forward = dict.fromkeys(names, 0.0)
-    expected: list[Any] = [[unsharded(of_rank[0]) for of_rank in fed]]
-    for step in range(num_steps):
-        for key, value in got[step].items():
-            gap = float((value - expected[step][rank][key]).abs().max())
+    for step in range(NUM_STEPS):
+        pair = draw(100 + step)
+        outputs = sharded({n: of_rank[rank][0] for n, of_rank in pair.items()})
+        full = {n: of_rank[rank][1] for n, of_rank in pair.items()}
+        fed: list[Any] = [None] * WORLD_SIZE
+        dist.all_gather_object(fed, full | sharded.module.remapped)
+        expected = [unsharded(of_rank) for of_rank in fed]
+        for key, value in outputs.items():
+            gap = float((value - expected[rank][key]).abs().max())
             forward[key] = max(forward[key], gap)
-
-        def look_up_next(step: int = step) -> None:
-            if step + 1 < num_steps:
-                expected.append([unsharded(of_rank[step + 1]) for of_rank in fed])
-
-        if last.pipeline == LATE:
-            look_up_next()
         optimizer.zero_grad()
+        torch.autograd.backward(loss_of(outputs, LOCAL_BATCH))
         # Gradients are means over the ranks.
-        losses = [loss_of(e, LOCAL_BATCH) for e in expected[step]]
+        losses = [loss_of(e, LOCAL_BATCH) for e in expected]
         torch.autograd.backward(torch.stack(losses).mean())
         optimizer.step()
-        if last.pipeline != LATE:
-            look_up_next()
     want = {k: v.detach() for k, v in by_table(unsharded.state_dict()).items()}
     weights = dict.fromkeys(names, 0.0)
     for key, shard, part in local_parts(by_table(sharded.state_dict()), want):
@@ -590,61 +436,6 @@ def train(
     }
 
 
-def sharded_model(
-    model: Model, plan: Any, sharders: Sequence[Any], in_groups: bool
-) -> Any:
-    from torchrec.distributed import DistributedModelParallel
-
-    arguments = {"device": CPU, "plan": plan, "sharders": sharders}
-    if not in_groups:
-        return DistributedModelParallel(model, **arguments)
-    return collection_class()(
-        model,
-        world_size=WORLD_SIZE,
-        sharding_group_size=GROUP_SIZE,
-        node_group_size=GROUP_SIZE,
-        global_pg=dist.group.WORLD,
-        use_inter_host_allreduce=True,
-        **arguments,
-    )
-
-
-def outputs_of_steps(
-    sharded: Any,
-    batches: Sequence[Mapping[str, Any]],
-    replicas: Sequence[nn.Parameter],
-    pipeline: str,
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Train on batches, one after another."""
-    if pipeline:
-        loop = getattr(train_pipelines, PIPELINES[pipeline])(
-            sharded,
-            sharded.fused_optimizer,
-            CPU,
-            **({"start_batch": 0} if pipeline == LATE else {}),
-        )
-        # TorchRec makes streams for GPUs alone.
-        loop._data_dist_stream, loop._stream_context = HostStream(), nullcontext
-        queue = (batch for of_parts in batches for batch in of_parts.values())
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-            for _ in batches:
-                yield loop.progress(queue)
-        return
-    optimizers = [torch.optim.SGD(replicas, lr=LEARNING_RATE)] if replicas else []
-    for batch in batches:
-        outputs: dict[str, torch.Tensor] = sharded(batch)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        torch.autograd.backward(loss_of(outputs, LOCAL_BATCH))
-        for optimizer in optimizers:
-            optimizer.step()
-        if hasattr(sharded, "sync"):
-            # After every step, groups are as one.
-            sharded.sync()
-        yield outputs
-
-
 def on_cpu(plan: Any) -> Any:
     """Return the plan, its tables on CPUs."""
     for module_plan in plan.plan.values():
@@ -658,46 +449,6 @@ def on_cpu(plan: Any) -> Any:
 def table_weights(module: nn.Module, kind: str = "") -> list[nn.Parameter]:
     named = module.named_parameters()
     return [p for n, p in named if n.endswith(".weight") and f"/{kind}" in n]
-
-
-def make_distinct(
-    hash_size_cumsum: torch.Tensor,
-    hash_size_offsets: torch.Tensor,
-    offsets: torch.Tensor,
-    indices: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """What FBGEMM's kernel returns, which it has for GPUs alone.
-
-    Returns:
-        Lengths and offsets of all bags, over which the distinct ids of each table are
-        spread; those ids; and where among them each id given is.
-    """
-    num_features = len(hash_size_offsets) - 1
-    lengths = offsets.diff()
-    of_feature = lengths.view(num_features, -1).sum(dim=1)
-    base = hash_size_cumsum[:-1].repeat_interleave(of_feature)
-    linear, reverse = torch.unique(indices + base, return_inverse=True)
-    spread, distinct, batch_size = [], [], len(lengths) // num_features
-    for first, end in itertools.pairwise(hash_size_offsets.tolist()):
-        if first == end:
-            continue
-        low, high = hash_size_cumsum[first], hash_size_cumsum[end]
-        own = linear[(linear >= low) & (linear < high)] - low
-        share, rest = divmod(len(own), (end - first) * batch_size)
-        bags = torch.full(((end - first) * batch_size,), share)
-        bags[:rest] += 1
-        spread.append(bags)
-        distinct.append(own)
-    found = torch.cat(spread)
-    ends = torch.cat([found.new_zeros(1), found.cumsum(0)])
-    return found, ends, torch.cat(distinct), reverse
-
-
-@functools.cache
-def distinct_ids_on_cpus() -> Any:
-    library: Any = torch.library.Library("fbgemm", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("jagged_unique_indices", make_distinct, "CPU")
-    return library
 
 
 def is_offered(sharder: Any, kind: str, kernel: str) -> bool:
@@ -727,8 +478,6 @@ def attempt(
 
 def run_model(model: str, kernel: str, rank: int) -> dict[str, Any]:
     """Train all types at once; where that fails, one after another."""
-    if any(part.distinct for part in MODELS[model].values()):
-        distinct_ids_on_cpus()
     types = offered_types(model, kernel)
     found, error = attempt(model, kernel, types, rank)
     if error and len(types) > 1:
@@ -739,7 +488,7 @@ def run_model(model: str, kernel: str, rank: int) -> dict[str, Any]:
 
 def offered_types(model: str, kernel: str) -> list[str]:
     """Sharding types that TorchRec has for some part of the model, with a kernel."""
-    sharders = [p.sharder_of() for p in MODELS[model].values() if kernel in p.kernels]
+    sharders = [offering(part.sharder) for part in MODELS[model].values()]
     return [t for t in TYPES if any(is_offered(s, t, kernel) for s in sharders)]
 
 
@@ -749,7 +498,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     return {
         f"{model}: {kernel}": functools.partial(run_model, model, kernel, rank)
         for model in MODELS
-        for kernel in (*KERNELS, *NEWER)
+        for kernel in KERNELS
         if offered_types(model, kernel)
     }
 
@@ -759,7 +508,7 @@ def outcomes(ranks: Results) -> Outcomes:
     return {
         (model, kernel): merged(ranks(__name__, TWO_NODES, f"{model}: {kernel}"))
         for model in MODELS
-        for kernel in (*KERNELS, *NEWER)
+        for kernel in KERNELS
         if offered_types(model, kernel)
     }
 
@@ -787,27 +536,17 @@ def test_trained_tables_equal_unsharded_ones(outcomes: Outcomes) -> None:
                 continue
             case = f"{model}, {kernel}, {kind}: {outcome}"
             assert outcome["placed"] == [[kind, kernel]], case
-            codec = codec_of(model)
-            most = CODECS.get(codec, 1e-5)
-            assert outcome["forward"] < most and outcome["weights"] < most, case
-            assert not codec or outcome["forward"] > 1e-5, case  # it was at work
+            assert outcome["forward"] < 1e-5 and outcome["weights"] < 1e-5, case
             assert outcome["moved"] > 1e-2, case  # the steps did something
             trained += 1
     assert trained > 50
-
-
-def codec_of(model: str) -> str:
-    return next((part.codec for part in MODELS[model].values()), "")
 
 
 def test_whatever_is_offered_is_planned(outcomes: Outcomes) -> None:
     for (model, _), by_type in outcomes.items():
         for kind, outcome in by_type.items():
             refused = str(outcome.get("error")).startswith("ConfigError")
-            cannot_run = codec_of(model) or (model, kind) == (
-                VARIABLE_BATCH,
-                "grid_shard",
-            )
+            cannot_run = (model, kind) == (VARIABLE_BATCH, "grid_shard")
             assert outcome.get("planned", True) or (cannot_run and refused)
 
 

@@ -1,8 +1,7 @@
 """Plans at work: gloo ranks train sharded tables and are held to unsharded ones.
 
-TorchRec's sharders offer row-wise, table-row-
-wise and grid sharding on GPUs alone, but all of them run over gloo: the sharder here
-offers them.
+TorchRec's sharders offer row-wise, table-row-wise and grid sharding on GPUs alone, but
+all of them run over gloo: the sharder here offers them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, OfJob
 from tests.distributed.unsharded import draw_batch, local_parts, loss_of
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.planner import PlacementConstraints
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
 
 pytestmark = pytest.mark.distributed
@@ -60,52 +58,40 @@ class Case:
     """Learning rates unlike the others': such tables need a kernel of their own."""
     sequence: bool = False
     num_nodes: int = ONE_NODE
-    chosen: bool = False
-    """Whether the planner may switch tables to other sharding types."""
-    consider_stock: bool = False
-    placement: dict[str, Any] = field(default_factory=dict)
-    """Which ranks tables may be on, and with whom."""
 
 
 TABLE, COLUMN, ROW = "table_wise", "column_wise", "row_wise"
 REPLICAS, NODE_ROW, GRID = "data_parallel", "table_row_wise", "grid_shard"
 
 CASES = {
-    "table-wise": Case(
-        dims=(16, 32, 8),
-        triples=[(0, 16, 0), (1, 32, 1), (2, 8, 0)],
-        types=(TABLE,) * 3,
-    ),
     "k-way": Case(
         dims=(32, 16),
         triples=[(0, 16, 0), (0, 16, 1), (1, 8, 0), (1, 8, 1)],
         types=(COLUMN,) * 2,
     ),
     "uneven": Case(
-        dims=(64, 32, 12),
-        triples=[(0, 48, 0), (0, 16, 1), (1, 12, 0), (1, 20, 1), (2, 12, 1)],
-        types=(COLUMN,) * 3,
-    ),
-    "mixed": Case(
-        dims=(32, 16, 64),
-        triples=[(0, 20, 1), (0, 12, 0), (1, 16, 1), (2, 64, 0)],
-        types=(COLUMN, TABLE, COLUMN),
-        whole=(1,),
+        dims=(64, 32, 12, 8),
+        triples=[
+            (0, 48, 0),
+            (0, 16, 1),
+            (1, 12, 0),
+            (1, 20, 1),
+            (2, 12, 1),
+            (3, 16, 1),
+        ],
+        types=(COLUMN, COLUMN, COLUMN, TABLE),
+        whole=(3,),
     ),
     "empty rank": Case(
-        dims=(16, 8), triples=[(0, 16, 1), (1, 8, 1)], types=(TABLE,) * 2
+        dims=(16, 8), triples=[(0, 16, 1), (1, 8, 1)], types=(TABLE,) * 2, whole=(0, 1)
     ),
-    "weighted": Case(
-        dims=(32, 16),
-        triples=[(0, 24, 0), (0, 8, 1), (1, 16, 1)],
-        types=(COLUMN,) * 2,
-        weighted=True,
-    ),
-    "shared feature": Case(
-        dims=(32, 16),
+    "weighted, shared feature": Case(
+        dims=(32, 16, 8),
         triples=[(0, 8, 0), (0, 24, 1), (1, 16, 0)],
-        types=(COLUMN,) * 2,
-        features={0: ["f0", "f2"], 1: ["f0"]},
+        types=(COLUMN, COLUMN, ROW),
+        other={2: ROW},
+        features={0: ["f0", "f2"], 1: ["f0"], 2: ["f0"]},
+        weighted=True,
     ),
     "mean and sum": Case(
         dims=(32, 16, 8),
@@ -119,38 +105,12 @@ CASES = {
         types=(COLUMN,) * 3,
         rates={1: 0.1},
     ),
-    "data-parallel": Case(
-        dims=(32, 16),
-        triples=[(0, 20, 0), (0, 12, 1)],
-        types=(COLUMN, REPLICAS),
-        other={1: REPLICAS},
-    ),
-    "row-wise": Case(
-        dims=(16, 32, 8),
-        triples=[(0, 32, 1)],
-        types=(ROW, TABLE, ROW),
-        other={0: ROW, 2: ROW},
-    ),
-    "row-wise, all": Case(
+    "rows alone": Case(
         dims=(16, 32, 8),
         triples=None,
         types=(ROW,) * 3,
         other={i: ROW for i in range(3)},
         mean=(1,),
-    ),
-    "row-wise, weighted": Case(
-        dims=(16, 8),
-        triples=None,
-        types=(ROW, ROW),
-        other={0: ROW, 1: ROW},
-        weighted=True,
-    ),
-    "row-wise, shared feature": Case(
-        dims=(16, 8),
-        triples=None,
-        types=(ROW, ROW),
-        other={0: ROW, 1: ROW},
-        features={0: ["f0", "f2"], 1: ["f0"]},
     ),
     "every kind": Case(
         dims=(16, 32, 8, 24),
@@ -159,49 +119,13 @@ CASES = {
         other={0: ROW, 2: REPLICAS},
         whole=(3,),
     ),
-    "row-wise by choice": Case(
-        dims=(16, 8),
-        triples=None,
-        types=(ROW, ROW),
-        whole=(0, 1),
-        chosen=True,
-    ),
-    "stock plan": Case(
-        dims=(16, 16),
-        triples=[(0, 16, 0), (1, 16, 0)],
-        types=(TABLE, TABLE),
-        whole=(0, 1),
-        consider_stock=True,
-    ),
     "search": Case(dims=(64, 48, 32, 16, 8), triples=None),
-    "placed by constraints": Case(
-        dims=(64, 48, 32, 16, 8, 8),
-        triples=None,
-        placement={
-            "pin": {"t0": [1], "t5": [0]},
-            "together": [["t1", "t4"]],
-            "apart": [["t2", "t3"], ["t1", "t5"]],
-        },
-    ),
-    "sequence": Case(
-        dims=(16, 16),
-        triples=[(0, 16, 1), (1, 16, 0)],
-        types=(TABLE,) * 2,
-        sequence=True,
-    ),
-    "sequence, row-wise": Case(
+    "sequences": Case(
         dims=(16, 16),
         triples=[(0, 16, 1)],
         types=(ROW, TABLE),
         other={0: ROW},
         sequence=True,
-    ),
-    "table-row-wise": Case(
-        dims=(16, 32, 8),
-        triples=[(0, 8, 3)],
-        types=(NODE_ROW, NODE_ROW, TABLE),
-        other={0: NODE_ROW, 1: NODE_ROW},
-        num_nodes=TWO_NODES,
     ),
     "grid": Case(
         dims=(32, 32, 16),
@@ -273,7 +197,7 @@ def types_for(case: Case, table: int) -> list[str]:
     if table in case.other:
         return [case.other[table]]
     if table in case.whole:
-        return [TABLE, ROW] if case.chosen else [TABLE]
+        return [TABLE]
     return [TABLE, COLUMN]
 
 
@@ -291,9 +215,7 @@ def build_planner(case: Case, **arguments: Any) -> Any:
             sharding_types=types_for(case, i),
             # A grid needs a column shard on each node.
             min_partition=16 if case.other.get(i) == GRID else None,
-            # For a choice: one table is looked up far more than the other.
-            pooling_factors=[50.0 if case.chosen and i == 0 else 1.0]
-            * len(case.features.get(i, [f"f{i}"])),
+            pooling_factors=[1.0] * len(case.features.get(i, [f"f{i}"])),
         )
         for i in range(len(case.dims))
     }
@@ -303,10 +225,8 @@ def build_planner(case: Case, **arguments: Any) -> Any:
         batch_size=LOCAL_BATCH,
         constraints=constraints,
         cost_model=AnalyticCostModel(launch_ms=0.0),
-        comms_model=AnalyticCommsModel(1e6 if case.chosen else 100.0),
+        comms_model=AnalyticCommsModel(100.0),
         search="default" if case.triples is None else FixedSearcher(given),
-        consider_stock=case.consider_stock,
-        placement_constraints=PlacementConstraints(**case.placement),
         **arguments,
     )
 
@@ -453,10 +373,8 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         "weights": weights,
         "moved": min(float((want[t] - start[t]).abs().max()) for t in want),
         "types": [plan.plan[""][f"t{i}"].sharding_type for i in range(len(case.dims))],
-        "ranks": [plan.plan[""][f"t{i}"].ranks for i in range(len(case.dims))],
         "num_shards": Counter(s.table for s in planner.last_result.placement.shards),
         "same_everywhere": len(set(digest)) == 1,
-        "fallback": planner.last_result.fallback,
         "kernels": kernels_of(sharded.module),
         "expected_kernels": layout["kernels"][rank],
         "num_collectives": len(sharded.module._output_dists),
@@ -474,10 +392,10 @@ def run_failure(rank: int) -> dict[str, Any]:
             raise ConfigError(f"refused on rank {rank}")
 
     seen = {}
-    planner = build_planner(CASES["table-wise"])
+    planner = build_planner(CASES["k-way"])
     planner.costs.cost_model = Refusing()
     try:
-        planner.collective_plan(build_model(CASES["table-wise"]))
+        planner.collective_plan(build_model(CASES["k-way"]))
     except Exception as error:
         seen["known"] = f"{type(error).__name__}: {error}"
 
@@ -489,7 +407,7 @@ def run_failure(rank: int) -> dict[str, Any]:
 
     planner.plan = fail
     try:
-        planner.collective_plan(build_model(CASES["table-wise"]))
+        planner.collective_plan(build_model(CASES["k-way"]))
     except Exception as error:
         seen["local"] = f"{type(error).__name__}: {error}"
     # Both ranks are still in step.
@@ -522,6 +440,8 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_unsharded_training(results: OfJob, name: str) -> None:
     for result in results(name):
+        assert result["types"] == list(CASES[name].types or result["types"])
+        assert result["same_everywhere"]
         assert result["forward"] < 1e-5
         assert result["weights"] < 1e-5
         assert result["moved"] > 1e-2  # the steps did something
@@ -544,31 +464,8 @@ def test_outputs_of_split_tables_are_put_in_order(
         assert result["reordered"] == result["expected_reordered"] == [kind]
 
 
-def test_stock_plan_is_trained(results: OfJob) -> None:
-    for result in results("stock plan"):
-        assert result["fallback"] is not None
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_rank_has_the_same_plan(results: OfJob, name: str) -> None:
-    assert all(r["same_everywhere"] for r in results(name))
-
-
-@pytest.mark.parametrize("name", [n for n, c in CASES.items() if c.types])
-def test_sharding_types(results: OfJob, name: str) -> None:
-    for result in results(name):
-        assert result["types"] == list(CASES[name].types)
-
-
-def test_tables_are_where_constraints_want_them(results: OfJob) -> None:
-    for result in results("placed by constraints"):
-        held = list(map(set, result["ranks"]))
-        assert held[0] == held[1] == held[4] == {1} and held[5] == {0}
-        assert held[2].isdisjoint(held[3])
-
-
 def test_search_splits_a_table(results: OfJob) -> None:
-    # Otherwise its case would train nothing that "table-wise" does not.
+    # Otherwise its case would train whole tables alone.
     assert max(results("search")[0]["num_shards"].values()) == 2
 
 

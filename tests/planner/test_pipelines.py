@@ -25,12 +25,9 @@ from tests.builders import (
 )
 from torchrec_neuroshard import DenseMs, NeuroShardPlanner, rehearse
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.monitor.report import Measured
 from torchrec_neuroshard.placement import Placement
 from torchrec_neuroshard.planner import (
-    ReplanResult,
     load_plan,
-    replan,
     save_plan,
 )
 from torchrec_neuroshard.planner.costs.given_plans import PlanOptions
@@ -123,30 +120,6 @@ def test_the_search_finds_the_shortest_path_of_the_schedule(pipeline: str) -> No
         assert result.gap == pytest.approx(0.0, abs=1e-6)
 
 
-def test_moves_are_searched_under_the_pipeline() -> None:
-    kinds = ("column_wise",)
-    plain, pipelined = (
-        planner_for(p, kinds=kinds) for p in (None, "train_sparse_dist")
-    )
-    whole = plain.plan(module(), bag_sharders())
-
-    def moved(planner: NeuroShardPlanner) -> ReplanResult:
-        return replan(
-            whole,
-            planner=planner,
-            model=module(),
-            budget_bytes=2**40,
-            executable_only=False,
-            sharders=bag_sharders(),
-        )
-
-    assert not moved(plain).moves
-    result = moved(pipelined)
-    assert result.moves
-    assert result.after.critical_path_ms < result.before.critical_path_ms
-    assert result.before.critical_path_ms == pytest.approx(path_of(pipelined, whole))
-
-
 @pytest.mark.parametrize("name", ["train_semi_sync", "train_fused_sparse_dist"])
 def test_pipelines_of_no_member_hold_the_batches_of_another(name: str) -> None:
     planner, plan = planned("train_sparse_dist")
@@ -201,22 +174,6 @@ def test_plan_files_say_the_pipeline(tmp_path: Path) -> None:
     assert load_plan(path, model=module(), planner=planner) == plan
     with pytest.warns(StalePlanWarning, match="pipeline_type: expected train_sparse"):
         load_plan(path, model=module(), planner=planner_for("train_sparse_dist"))
-
-
-def test_monitors_measure_the_other_layers() -> None:
-    measured = Measured(
-        iteration_ms=10.0,
-        modules=frozenset({"ebc"}),
-        critical_ms={"fwd_compute": 3.0, "fwd_comms": 1.5},
-        by_rank_ms=({"fwd_compute": 3.0},),
-    )
-    assert measured.rest_ms == 5.5
-
-
-def test_relearned_planners_keep_the_pipeline() -> None:
-    planner, _ = planned("train_semi_sync")
-    again = planner.relearned(profiles={}, factors={"index_comms": 2.0})
-    assert (again.costs.schedule, again.costs.dense) == (planner.costs.schedule, LAYERS)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -27,7 +27,6 @@ from torchrec_neuroshard.planner.costs.plan_conversion import (
 )
 from torchrec_neuroshard.planner.options.table_reader import (
     TableReader,
-    device_tier,
     note_sharders,
     table_configs,
 )
@@ -58,11 +57,6 @@ def whole(
     options: dict[tuple[str, str, str], ShardingOption], name: str
 ) -> ShardingOption:
     return options[(name, "table_wise", "fused")]
-
-
-def test_device_tier() -> None:
-    assert device_tier(Topology(world_size=1, compute_device="cpu")) == "ddr"
-    assert device_tier(Topology(world_size=1, compute_device="cuda")) == "hbm"
 
 
 def test_table_of_an_option() -> None:

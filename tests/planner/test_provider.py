@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 
 from tests.builders import (
-    GIB,
     QUICK,
     FixedSearcher,
     bags,
@@ -111,33 +109,6 @@ def test_unified_planner_returns_our_plan_with_its_costs() -> None:
 
 
 @needs_seam
-def test_plans_are_cached_by_fingerprint() -> None:
-    from torchrec.distributed.planner.dry_run import CacheMetadata, PlanCache
-
-    class Kept:
-        def __init__(self) -> None:
-            self.plans: dict[str, bytes] = {}
-
-        def get(self, request_fingerprint: str) -> Any:
-            found = self.plans.get(request_fingerprint)
-            return None if found is None else pickle.loads(found)
-
-        def put(self, request_fingerprint: str, plan: Any, metadata: Any) -> None:
-            self.plans[request_fingerprint] = pickle.dumps((plan, metadata))
-
-    cache = Kept()
-    assert isinstance(cache, PlanCache)
-    provider = NeuroShardPlannerProvider(**ANALYTIC)
-    results, ctx = dry_run(provider, ["a"])
-    fingerprint = results["a"].request_fingerprint
-    cache.put(fingerprint, results["a"].sharding_plan, CacheMetadata(sku="a"))
-    assert ctx.request.fingerprint("a") == fingerprint
-    plan, metadata = cache.get(fingerprint)
-    assert str(plan) == str(results["a"].sharding_plan)
-    assert metadata.sku == "a"
-
-
-@needs_seam
 @pytest.mark.filterwarnings("ignore:no cost model was measured")
 def test_dry_run_command_plans_cards_by_name(
     capsys: pytest.CaptureFixture[str],
@@ -170,24 +141,6 @@ def test_cost_models_go_by_sku() -> None:
     assert results["GRANDTETON"].success
     # TorchRec counts gibibytes.
     assert "memory of a rank 3.221 GB (given)" in ctx.hw_source["GRANDTETON"]
-
-
-@needs_seam
-def test_overrides_of_a_sku_are_kept() -> None:
-    from torchrec.distributed.planner.dry_run import SkuOverride
-
-    override = SkuOverride(hbm_gb=5.0, intra_host_bw=77.0)
-    _, ctx = dry_run(
-        NeuroShardPlannerProvider(**ANALYTIC),
-        ["a", "b"],
-        hbm_gb=3.0,
-        per_sku_overrides={"a": override},
-    )
-    one, other = (ctx.topology_cache[sku, 4, 2] for sku in ("a", "b"))
-    assert [t.devices[0].storage.hbm // GIB for t in (one, other)] == [5, 3]
-    assert one.intra_host_bw == pytest.approx(77e6)
-    assert other.intra_host_bw != one.intra_host_bw
-    assert one.inter_host_bw == other.inter_host_bw
 
 
 @needs_seam

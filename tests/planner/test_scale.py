@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import time
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
@@ -16,7 +13,7 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from tests.builders import bag_sharders, make_ebc, make_planner
+from tests.builders import bag_sharders, make_ebc
 from torchrec_neuroshard.planner import (
     NeuroShardEnumerator,
     PlanCosts,
@@ -27,22 +24,6 @@ from torchrec_neuroshard.planner.options.spread_options import (
 )
 from torchrec_neuroshard.planner.parts.search_space import MANY_TABLES, other_caches
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
-
-
-class CountingCostModel(AnalyticCostModel):
-    """Counts the shards that it is asked about."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoded = self.predicted = 0
-
-    def encode(self, features_NF: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        self.encoded += len(features_NF)
-        return super().encode(features_NF)
-
-    def predict_sums(self, sums_SE: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        self.predicted += len(sums_SE)
-        return super().predict_sums(sums_SE)
 
 
 @pytest.fixture
@@ -59,19 +40,7 @@ def list_options(
     return enumerator, enumerator.enumerate(ebc, bag_sharders())
 
 
-def test_shards_that_are_alike_are_asked_about_once(topology: Topology) -> None:
-    model = CountingCostModel()
-    _, options = list_options(topology, model)
-    assert sum(len(o.shards) for o in options) > 256  # row-wise and replicas
-    distinct = {
-        (o.name, o.sharding_type == "data_parallel", *s.size)
-        for o in options
-        for s in o.shards
-    }
-    assert len(distinct) <= model.encoded <= len(distinct) + 2  # launch, bandwidth
-
-
-@pytest.mark.parametrize("rows", [1, 3, 64, 65, 1001, 6400])
+@pytest.mark.parametrize("rows", [3, 64, 1001])
 def test_shards_are_listed_as_torchrec_would_when_they_are_read(
     topology: Topology, rows: int
 ) -> None:
@@ -147,17 +116,3 @@ def test_copies_of_options_can_be_changed(topology: Topology) -> None:
     assert list(map(hash, kept)) == list(map(hash, options))
     assert all(o.tensor is c.tensor for o, c in zip(options, copied, strict=True))
     assert [o.input_lengths for o in options] == [[1.0]] * len(options)
-
-
-def test_what_planning_took_is_told() -> None:
-    planner = make_planner(2, consider_stock=True)
-    assert planner.last_seconds == {}
-    start = time.monotonic()
-    planner.plan(make_ebc([(1001, 64), (500, 32)]), bag_sharders())
-    passed = time.monotonic() - start
-    parts = planner.last_seconds
-    assert list(parts) == ["options", "search", "stock", "stats", "result", "rest"]
-    assert min(parts.values()) >= 0 and parts["stock"] > 0
-    assert sum(parts.values()) <= passed
-    assert planner.last_result is not None
-    assert parts["search"] >= planner.last_result.search_seconds > 0

@@ -122,7 +122,6 @@ def test_values_of_the_caller_go_before_the_cards() -> None:
         ({"num_nodes": 0}, "num_nodes must be above 0 and finite, got 0"),
         ({"hbm_gb_per_s": -1.0}, r"hbm_gb_per_s must be above 0 and finite, got -1\.0"),
         ({"memory_gb": float("nan")}, "memory_gb must be above 0 and finite, got"),
-        ({"memory_gb": float("inf")}, "memory_gb must be above 0 and finite, got"),
     ],
 )
 def test_impossible_nodes_are_refused(options: dict[str, Any], match: str) -> None:
@@ -176,11 +175,7 @@ def test_defaults_of_no_card_are_said_once() -> None:
     [
         ("hbm_mem_bw", 3350, r"3,350 GB/s was meant, pass hbm_mem_bw=3\.35e\+09"),
         ("hbm_mem_bw", 3.35, r"3\.35 TB/s was meant, pass hbm_mem_bw=3\.35e\+09"),
-        ("hbm_mem_bw", 3.35e12, r"bytes per second was meant, .*=3\.35e\+09"),
-        ("intra_host_bw", 450, r"450 GB/s was meant, pass intra_host_bw=4\.5e\+08"),
-        ("inter_host_bw", 50, r"50 GB/s was meant, pass inter_host_bw=5e\+07"),
         ("inter_host_bw", 50e9, r"bytes per second was meant, .*=5e\+07"),
-        ("hbm_to_ddr_mem_bw", 64, r"64 GB/s was meant, .*=6\.4e\+07"),
     ],
 )
 def test_bandwidths_that_cannot_be(argument: str, value: float, meant: str) -> None:
@@ -215,14 +210,6 @@ def test_bandwidths_of_single_collectives() -> None:
     assert comms.row_wise(columns_CW, 1024) == pytest.approx(exchanged / 4)
     reduced = comms.all_reduce(columns_CW * 1024 * 4)
     assert reduced == pytest.approx(exchanged.sum(axis=2) / 8)
-
-
-def test_bandwidths_that_can_be() -> None:
-    for card in GPU_CARDS:
-        devices = PlannedDevices.of(topology_for(card, num_nodes=2))
-        assert devices.impossible == devices.left_out == ()
-    slow = {"intra_host_bw": 1e6, "inter_host_bw": 1.25e5}  # 1 Gbit/s
-    assert PlannedDevices.of(Topology(4, "cpu", None, **slow)).impossible == ()
 
 
 def test_the_card_here_is_as_large_as_it_is(

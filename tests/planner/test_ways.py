@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.types import PlannerError, ShardingOption
+from torchrec.distributed.planner.types import PlannerError
 
 from tests.builders import (
     FixedSearcher,
@@ -29,7 +28,6 @@ from torchrec_neuroshard.planner import (
     PlanCosts,
 )
 from torchrec_neuroshard.planner.options.topologies import topology_for
-from torchrec_neuroshard.planner.parts import torchrec_plan
 from torchrec_neuroshard.planner.parts.partitioners import SearchLog
 from torchrec_neuroshard.search import NeuroShardSearcher, SearchConfig, SearchResult
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -207,24 +205,6 @@ def test_stock_plan_is_not_taken_where_it_is_no_better() -> None:
     assert results[0] is not None and results[0].fallback is None
 
 
-def test_callers_callbacks_see_the_stock_plan_once() -> None:
-    calls = []
-
-    def callback(options: list[ShardingOption]) -> list[ShardingOption]:
-        calls.append({o.shards[0].rank for o in options})
-        return options
-
-    planner = make_planner(
-        2,
-        search=FixedSearcher([(0, 64, 0), (1, 64, 0)]),
-        consider_stock=True,
-        callbacks=[callback],
-        constraints={f"t{i}": only(TABLE) for i in range(2)},
-    )
-    planner.plan(make_ebc([(1000, 64)] * 2), bag_sharders())
-    assert calls == [{0, 1}]
-
-
 def test_stock_planner_without_a_plan_does_no_harm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -239,39 +219,6 @@ def test_stock_planner_without_a_plan_does_no_harm(
     monkeypatch.setattr(EmbeddingShardingPlanner, "plan", plan)
     planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     assert planner.last_result is not None and planner.last_result.fallback is None
-
-
-def test_stock_planner_gives_up_where_listing_options_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    planner = make_planner(2, consider_stock=True)
-    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 0.0)
-    monkeypatch.setattr(torchrec_plan, "ESTIMATING_SHARE", 0.0)
-    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
-    assert planner.last_result is not None
-    assert any("was no candidate" in w for w in planner.last_result.warnings)
-    monkeypatch.setattr(torchrec_plan, "LEAST_STOCK_SECONDS", 15.0)
-    monkeypatch.setattr(torchrec_plan, "ESTIMATING_SHARE", 0.75)
-    planner.plan(make_ebc([(2000, 64)]), bag_sharders())
-    assert not any("not looked at" in w for w in planner.last_result.warnings)
-
-
-def test_stock_planner_has_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeouts = []
-    original = EmbeddingShardingPlanner.plan
-
-    def plan(self: Any, *arguments: Any) -> Any:
-        if type(self) is EmbeddingShardingPlanner:
-            timeouts.append(self._timeout_seconds)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", plan)
-    planner = make_planner(2, consider_stock=True)
-    start = time.monotonic()
-    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
-    passed = time.monotonic() - start
-    (timeout,) = timeouts
-    assert 0 < timeout <= max(15.0, passed)
 
 
 def test_stock_plan_that_cannot_run_is_left_out() -> None:
@@ -312,20 +259,6 @@ def test_stock_plan_that_cannot_run_is_no_last_resort(widths: tuple[int, int]) -
         return
     planner.plan(module, sharders)
     assert planner.last_result is not None and planner.last_result.fallback is not None
-
-
-def test_stock_planner_keeps_the_callers_timeout() -> None:
-    class Slow(FixedSearcher):
-        def search(self, *arguments: Any) -> Any:
-            time.sleep(1.1)
-            return super().search(*arguments)
-
-    planner = make_planner(
-        2, consider_stock=True, timeout_seconds=1, search=Slow([(0, 64, 0)])
-    )
-    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
-    assert planner.last_result is not None
-    assert any("had none after 0.0 s" in w for w in planner.last_result.warnings)
 
 
 def test_stock_parts_of_the_caller_are_kept() -> None:
