@@ -11,13 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
+from torchrec_neuroshard.placement import ColumnShard, Placement
 from torchrec_neuroshard.report.plan_parts import (
     Bottleneck,
     PlanBasis,
     Robustness,
     ScheduleReport,
-    ShardReport,
     SplitReport,
     TableReport,
     WeightSync,
@@ -39,9 +38,9 @@ _ONE_MORE = ((0, 0), (0, 0), (0, 0), (0, 1))
 def explain(
     result: SearchResult,
     simulator: Simulator | None,
-    tables: Sequence[TableReport] | None = None,
-    memory_bytes: Sequence[int] | None = None,
-    max_splits: int = MAX_SPLITS,
+    tables: Sequence[TableReport],
+    memory_bytes: Sequence[int],
+    *,
     basis: PlanBasis | None = None,
     robustness: Robustness | None = None,
     weight_sync: WeightSync | None = None,
@@ -56,19 +55,14 @@ def explain(
         result: A search's, or `NeuroShardPlanner.last_result`.
         simulator: Of the task that the result is for; None where no table lies in
             column shards.
-        tables: All of them. None: those of the placement.
-        memory_bytes: What each rank has for them. None: as the task says.
-        max_splits: Split tables explained one by one.
+        tables: All of them.
+        memory_bytes: What each rank has for them.
         basis: What the costs rest on.
         robustness: How the plan does if its costs are off.
         weight_sync: How replicas are kept alike.
         bottleneck: What makes the critical path longest.
     """
     placement, predicted = result.placement, result.predicted
-    task = simulator.task if simulator is not None else None
-    if tables is None:
-        tables = [] if task is None else _placed_tables(task, placement)
-    memory = memory_bytes or (task.memory_bytes if task is not None else ())
     splits: list[SplitReport] = []
     if simulator is not None:
         splits = _explain_splits(simulator, placement, predicted)
@@ -84,10 +78,8 @@ def explain(
         search_seconds=result.search_seconds,
         num_evaluated=result.num_evaluated,
         num_tables=len(tables),
-        ranks=rank_reports(
-            tables, predicted.ranks, memory or (None,) * len(predicted.ranks)
-        ),
-        splits=tuple(splits[:max_splits]),
+        ranks=rank_reports(tables, predicted.ranks, memory_bytes),
+        splits=tuple(splits[:MAX_SPLITS]),
         tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
         bottleneck=bottleneck,
         fallback=result.fallback,
@@ -97,32 +89,6 @@ def explain(
         weight_sync=weight_sync,
         schedule=ScheduleReport.of(predicted),
     )
-
-
-def _placed_tables(task: ShardingTask, placement: Placement) -> list[TableReport]:
-    """Describe the tables of a placement; what each costs is not known."""
-    shards: dict[int, list[ColumnShard]] = {}
-    for shard in placement.shards:
-        shards.setdefault(shard.table, []).append(shard)
-    return [
-        TableReport(
-            table=task.tables[index].name,
-            sharding_type=task.sharding_type(index).name,
-            compute_kernel="fused",
-            num_embeddings=task.tables[index].num_embeddings,
-            embedding_dim=task.tables[index].embedding_dim,
-            shards=tuple(
-                ShardReport(
-                    rank=s.rank,
-                    num_embeddings=task.tables[index].num_embeddings,
-                    embedding_dim=s.width,
-                    used_bytes=task.shard_bytes(index, s.width),
-                )
-                for s in held
-            ),
-        )
-        for index, held in shards.items()
-    ]
 
 
 def _explain_splits(

@@ -139,12 +139,12 @@ class PlanReport(HtmlReport):
 
 def _head_lines(report: PlanReport) -> Iterator[str]:
     """What the text says before it comes to the ranks."""
-    searched = (
-        f"; {report.num_evaluated:,} rank sets evaluated in "
-        f"{report.search_seconds:.1f} s"
-        if report.num_evaluated
-        else ""
-    )
+    searched = ""
+    if report.num_evaluated:
+        searched = (
+            f"; {report.num_evaluated:,} rank sets evaluated in "
+            f"{report.search_seconds:.1f} s"
+        )
     yield (
         f"{report.num_tables} tables on {len(report.ranks)} ranks, "
         f"{report.layout}{searched}"
@@ -153,6 +153,13 @@ def _head_lines(report: PlanReport) -> Iterator[str]:
         yield "critical path not known"
         return
     yield f"critical path {report.critical_path_ms:.3f} ms, {report.bound}"
+    yield from _facts(report)
+    if report.basis is not None:
+        yield from _basis_lines(report.basis)
+
+
+def _facts(report: PlanReport) -> Iterator[str]:
+    """What text and page say of a plan's costs, in sentences without a full stop."""
     if report.bottleneck is not None:
         yield str(report.bottleneck)
     yield f"compute: {report.compute_source}; collectives: {report.comms_source}"
@@ -164,11 +171,9 @@ def _head_lines(report: PlanReport) -> Iterator[str]:
         yield str(report.schedule)
         yield report.schedule.alternatives
     if report.fallback is not None:
-        yield f"TorchRec's own plan: {report.fallback}"
+        yield f"TorchRec's own plan was taken: {report.fallback}"
     if report.robustness is not None:
         yield str(report.robustness)
-    if report.basis is not None:
-        yield from _basis_lines(report.basis)
 
 
 def _tail_lines(report: PlanReport) -> Iterator[str]:
@@ -332,30 +337,7 @@ def _summary(report: PlanReport) -> Iterator[str]:
     for title, value, more in cards:
         yield f"<div><span>{title}</span><b>{value}</b><span>{more}</span></div>"
     yield "</div>"
-    if report.bottleneck is not None:
-        yield f"<p>{escape(sentence(str(report.bottleneck)))}</p>"
-    uncertain = f" {escape(sentence(report.spread))}" if report.spread else ""
-    searched = (
-        f" {report.num_evaluated:,} rank sets evaluated in "
-        f"{report.search_seconds:.1f} s."
-        if report.num_evaluated
-        else ""
-    )
-    yield (
-        f"<p class='note'>Compute: {escape(report.compute_source)}. Collectives: "
-        f"{escape(report.comms_source)}.{uncertain}{searched}</p>"
-    )
-    if report.schedule is not None:
-        yield f"<p>{escape(sentence(str(report.schedule)))}</p>"
-        yield f"<p class='note'>{escape(sentence(report.schedule.alternatives))}"
-        yield "</p>"
-    for found in filter(None, (report.weight_sync, report.robustness)):
-        yield f"<p>{escape(sentence(str(found)))}</p>"
-    if report.fallback is not None:
-        yield (
-            "<p class='warning'>TorchRec's own plan was taken: "
-            f"{escape(report.fallback)}</p>"
-        )
+    yield from (f"<p>{escape(sentence(text))}</p>" for text in _facts(report))
 
 
 def _basis(basis: PlanBasis | None) -> Iterator[str]:
