@@ -9,8 +9,8 @@ TorchRec's with coefficients fitted to the same timings.
     python benchmarks/bench_published.py --out benchmarks/results/published_202611 \
         --trace a100x8_one_node.json.gz --trace a100x16_two_nodes.json.gz
 
-writes `<out>.json` (raw) and `<out>.md`. It needs no GPU. Traces are those of
-`torch.profiler`; two public ones are named in the result.
+writes `<out>.json` (raw) and `<out>.md`. It needs no GPU. Of traces of
+`torch.profiler` it tells what ran beside each collective.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from published.links import (
     read_links,
     table_left_out,
 )
-from published.page import card_table, kernel_table, link_table, trace_table
+from published.page import card_table, kernel_table, link_table, overlap_table
 from published.rivals import FittedStock, stock_estimate
-from published.traces import read_trace
+from published.traces import overlaps, read_trace
 from torchrec_neuroshard.cost_models.comms_published import CollectiveConstants
 from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 
@@ -127,7 +127,6 @@ def main() -> None:
     }
     both = CollectiveConstants(intra_gb_per_s=1.0, inter_gb_per_s=1.0)
     shipped_links = {n: getattr(both, n) for n in linked if n != "library_us"}
-    traces = [read_trace(path) for path in args.trace]
 
     constants_md = table(
         ["constant", "fitted", "shipped"],
@@ -144,7 +143,6 @@ def main() -> None:
         "cards_left_out": cards,
         "spreads": spread,
         "constants": {"fitted": {**fitted, **linked}, "shipped": shipped},
-        "traces": {title: [vars(line) for line in lines] for title, lines, _ in traces},
         "timings": [
             {
                 "source": r.source,
@@ -191,22 +189,9 @@ def main() -> None:
         "sizes of these very tables: what is left out is start and ramp. Tables of "
         "MI355X inside a node contradict each other by a quarter at equal sizes.\n",
     ]
-    if traces:
-        sections.append("## Two training jobs\n")
-        for title, lines, overlaps in traces:
-            shares = [
-                (f"{stream}", kind, " ".join(f"{share:.0%}" for share in own))
-                for (stream, kind), own in overlaps.items()
-            ]
-            head = ("stream", "collective", "share that compute ran beside")
-            sections += [f"{title}\n", trace_table(lines), "", table(head, shares), ""]
-        sections.append(
-            "Traces: facebookresearch/HolisticTraceAnalysis at f4d0062, "
-            "tests/data/trace_diff and negative_queue_length_values_check (MIT). "
-            "Shapes are the trace's, ids are taken as uniform, launch gaps left out. "
-            "A collective's time holds the wait for the slowest rank, also in the "
-            "shortest iteration; what other ranks send is not in a trace of one.\n"
-        )
+    for path in args.trace:
+        sections.append(f"## Beside the collectives of {path.name}\n")
+        sections.append(f"{overlap_table(overlaps(read_trace(path)))}\n")
     sections += ["## Constants\n", constants_md]
     args.out.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
     args.out.with_suffix(".md").write_text("\n".join(sections) + "\n")

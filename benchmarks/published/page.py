@@ -10,9 +10,9 @@ import numpy as np
 from harness.pages import table
 from published.kernels import KernelRow, family
 from published.links import CollectiveRow
-from published.traces import TraceLine
+from published.traces import Overlaps
 
-__all__ = ["card_table", "kernel_table", "link_table", "trace_table"]
+__all__ = ["card_table", "kernel_table", "link_table", "overlap_table"]
 
 Predicted = Mapping[KernelRow, float]
 
@@ -99,18 +99,10 @@ def link_table(
     return table(["table", "sizes", *models], lines)
 
 
-def trace_table(lines: Sequence[TraceLine]) -> str:
-    """Predicted and measured times of a trace."""
-    return table(
-        ("what", "predicted ms", "shortest ms", "ratio", "iterations"),
-        [
-            (
-                line.name,
-                f"{line.predicted_ms:.3f}",
-                f"{line.measured_ms:.3f}",
-                f"{line.predicted_ms / line.measured_ms:.2f}",
-                str(line.count),
-            )
-            for line in lines
-        ],
-    )
+def overlap_table(found: Overlaps) -> str:
+    """What compute ran beside, of each stream and kind of collective."""
+    rows = [
+        (kind, str(stream), " ".join(f"{share:.0%}" for share in shares))
+        for (stream, kind), shares in found.items()
+    ]
+    return table(("collective", "stream", "share that compute ran beside"), rows)

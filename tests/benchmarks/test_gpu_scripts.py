@@ -92,17 +92,6 @@ def test_plans_are_timed_until_time_is_over(
     assert plans.read(out)["passes"]["third"] == [["pass of third"]]
 
 
-def test_tasks_for_a_gpu_keep_its_batch() -> None:
-    plans = load_script(FOLDER / "plans.py")
-    command = ["make", "--bundle", "h100", "--out", "x", "--num-tasks", "5"]
-    tasks = plans.choose_tasks(plans.parse_arguments(command))
-    assert {t.batch_size for t in tasks} == {65_536}
-    assert {(t.world_size, t.cluster) for t in tasks} <= {
-        (8, "8 x H100"),
-        (16, "2 x 8 H100"),
-    }
-
-
 # --- prepare.sh, in a repository of its own ---
 
 
@@ -315,17 +304,6 @@ def test_where_no_form_of_fbgemm_works_the_command_ends(tmp_path: Path) -> None:
     assert not any("collect" in c for c in loan.calls())
 
 
-def test_the_second_command_takes_the_form_that_worked(tmp_path: Path) -> None:
-    loan = Loan(tmp_path).fake({})
-    (tmp_path / "gpu" / "how").write_text("moved\n")
-    (tmp_path / "gpu" / "plans.pkl").write_text("plans")
-    assert loan.run("two").returncode == 0
-    *unpack, plans = loan.calls()
-    # TorchRec is in the other pack alone.
-    assert [Path(u.split()[1]).name for u in unpack] == ["in_place", "moved"]
-    assert plans.startswith("benchmarks/gpu/plans.py time ")
-
-
 def test_results_of_a_failed_step_come_back_in_pieces(tmp_path: Path) -> None:
     journal = tmp_path / "work" / "compute.parquet.journal"
     write = f"head -c $((20 * 1024 * 1024)) /dev/urandom >{journal}; exit 3"
@@ -341,18 +319,6 @@ def test_results_of_a_failed_step_come_back_in_pieces(tmp_path: Path) -> None:
 
 
 # --- loan.sh for real, on a CPU ---
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_step_that_hangs_does_not_hold_the_command(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/bash\ntrap '' TERM\nsleep 1000\nsleep 1000\n")
-    python.chmod(0o755)
-    ended = Loan(tmp_path, str(python)).run("one", LIMIT="30")
-    assert ended.returncode == 1
-    assert "smoke: exit code 137" in ended.stdout
-    assert "no time for: columns" in ended.stdout
 
 
 @pytest.mark.slow

@@ -21,22 +21,18 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from harness.models import (
-    NUM_BATCHES,
     OPTIMIZER_CLASSES,
     ConcatDLRM,
     build_collection,
-    draw_batches,
     draw_clicks,
     fill_tables,
     local_tables,
-    profile_tables,
 )
 from harness.options import option, read_options
 from harness.provenance import commit
 from harness.ranks import machine_speeds, scaled_median
 from harness.training_runs import TrialConfig, TrialError, run_trial, take_turns
 from tests.builders import ATTACHES_OPTIMIZERS, CPU
-from torchrec_neuroshard import profile_inputs
 from torchrec_neuroshard.planner.options.table_reader import TableReader
 from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
@@ -124,14 +120,6 @@ TABLES = (
         optimizer="sgd",
     ),
 )
-
-
-def test_profile_is_of_what_all_ranks_read_first() -> None:
-    by_rank = [draw_batches(TABLES[1:], 8, 5, rank, CPU) for rank in range(3)]
-    drawn = {tuple(b.ids.values().tolist()) for batches in by_rank for b in batches}
-    assert len(drawn) == 3 * NUM_BATCHES
-    expected = profile_inputs(batches[0].ids for batches in by_rank)
-    assert profile_tables(TABLES[1:], 8, 5, 3) == expected
 
 
 Cut = tuple[int, int, int, int]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,15 +114,6 @@ def test_published_tables_say_what_collectives_take() -> None:
     assert ms(h100, "all_reduce", 8, 2**20) == pytest.approx(both)
 
 
-def test_some_clusters_judge_a_part_of_the_tasks(drawn: Any) -> None:
-    judged = [c.name for found in run.judged_on(drawn).values() for c in found]
-    of_one_node = sum(t.world_size in (4, 8) for t in drawn)
-    every = clusters.CLUSTERS["8 x A100"].every
-    assert judged.count("8 x H100") == of_one_node
-    assert judged.count("8 x A100") == -(-of_one_node // every)
-    assert judged.count("2 x 8 H100") == sum(t.world_size == 16 for t in drawn)
-
-
 class Halves(Searcher):
     """Halves every table that it can; parts go round the ranks."""
 
@@ -216,13 +206,6 @@ def test_a_rival_may_have_our_types(
     assert held.pop("row_wise") == {first}
     assert held.pop("data_parallel") == {second}
     assert set.union(*held.values()) == set(others)
-
-
-def test_plans_for_gpus_need_none(small: Any) -> None:
-    [rival] = named("torchrec, best practice")
-    outcome = ask(rival, small, "cuda")
-    assert outcome.status == "plan"
-    assert max(outcome.plan.rank_bytes) <= small.memory_bytes
 
 
 def test_nets_are_those_of_the_tasks_optimizer(small: Any) -> None:
@@ -456,32 +439,3 @@ def test_no_timed_pass_reads_the_warm_ups_short_batch(
     samples = [len(b.offsets) - 1 for b in read]
     assert samples == [8] * timing.CUDA_PASSES.warm_up + [64] * 4
     assert len({id(b) for b in read[-4:]}) == 4
-
-
-def test_a_task_that_was_begun_is_planned_once(
-    small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def plan(name: str, task: Any) -> Any:
-        asked.append((name, task.cluster))
-        return planning.Outcome(status=task.cluster, seconds=1.0)
-
-    monkeypatch.setattr(
-        planning, "ProcessPoolExecutor", lambda count, **_: ThreadPoolExecutor(count)
-    )
-    monkeypatch.setattr(planning, "_plan", plan)
-    names = ("random", "greedy-dim")
-    planners = planning.Planners(
-        planning.PlanningSettings(names=names, cost_model="cpu"), 1
-    )
-    on = [dataclasses.replace(small, cluster=c) for c in ("8 x H100", "8 x A100")]
-    for task in 2 * on:
-        planners.begin(task)
-    for task in on:
-        found = planners.plan(task)
-        assert {n: o.status for n, o in found.items()} == dict.fromkeys(
-            names, task.cluster
-        )
-    planners.close()
-    assert len(asked) == len(set(asked)) == 4
