@@ -167,6 +167,8 @@ def test_times_add_up_as_in_the_simulator(halved: Any) -> None:
         halved.notes["planner_predicts_ms"], rel=1e-3
     )
     assert added["kernel_path_ms"] < added["critical_path_ms"]
+    even = dict.fromkeys(halved.plan.kernels, (1.0, 2.0))  # of sets, and of the order
+    assert plans.add_up(halved.plan, even, {})["kernel_path_ms"] == 2 * (1.0 + 2.0)
 
 
 class Nothing(Halves):
