@@ -377,9 +377,10 @@ def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     found = results.read_results(tmp_path / "run")
     assert [t["cluster"] for t in found["tasks"]] == ["8 x H100", "8 x A100"]
     for task in found["tasks"]:
-        for entry in task["planners"].values():
-            assert entry["measured"]["kernel_path_ms"] == 2.0 + 4.0
-            assert entry["predicted"]["kernel_path_ms"] not in (0.0, 2.0 + 4.0)
+        whole, best = (task["planners"][name] for name in command[-2:])
+        assert whole["measured"]["kernel_path_ms"] == 2.0 + 4.0
+        assert whole["predicted"]["kernel_path_ms"] not in (0.0, 2.0 + 4.0)
+        assert best["status"] == "plan"
     assert str(tmp_path) not in (tmp_path / "run.json").read_text()
     assert "| greedy-size | 1/1 |" in (tmp_path / "run.md").read_text()
     with pytest.raises(SystemExit):  # results are not written over
