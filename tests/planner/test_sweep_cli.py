@@ -48,6 +48,7 @@ def test_cells_are_planned_one_by_one(
         rate = float(row["samples_per_s"])
         ms = float(row["iteration_ms"])
         assert rate == pytest.approx(int(row["num_ranks"]) * 512 / ms * 1e3)
+        assert 0 < float(row["kernels_ms"]) + float(row["links_ms"]) < ms * 1.001
         assert 0 < float(row["memory_bytes"]) < float(row["memory_limit_bytes"])
         if row["card"] == "h100":
             dollars = 3.6 * int(row["num_ranks"]) / 3600 / rate * 1e6
