@@ -153,8 +153,6 @@ def test_too_little_to_train_on() -> None:
     crossing = dataclasses.replace(measure(2, 1, 0)[0], local_world_size=1)
     with pytest.raises(RecordError, match=r"2\.0 inside a node and 0\.0 between"):
         build_comms([crossing], GB_PER_S, 0.0)
-    with pytest.raises(ConfigError, match="steps and hidden must be at least 1"):
-        CommsTrainConfig(steps=0)
 
 
 def noisy(found: CommsData, exact_N: np.ndarray, noise: float) -> CommsData:

@@ -117,5 +117,5 @@ def test_bad_input_is_named() -> None:
         build_sets([bad])
     with pytest.raises(RecordError, match="1 sets are too few"):
         train(build_sets(synthetic_records(1, 0)), QUICK)
-    with pytest.raises(ConfigError, match="validation_share"):
-        TrainConfig(validation_share=1.0)
+    with pytest.raises(ConfigError, match="at least 1, got 0 and 5"):
+        TrainConfig(epochs=0)

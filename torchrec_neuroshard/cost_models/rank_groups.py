@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel
 from torchrec_neuroshard.cost_models.estimate_error import EstimateFactors
-from torchrec_neuroshard.errors import ConfigError
 
 __all__ = ["RankGroups"]
 
@@ -40,12 +39,7 @@ class RankGroups(CommsModel):
             job: All ranks, where `world` is one of several groups with the same
                 tables: gradients of data-parallel ones are added up over all.
             job_size: How many these are.
-
-        Raises:
-            ConfigError: There are no ranks in a node.
         """
-        if node_size < 1:
-            raise ConfigError(f"node_size must be at least 1, got {node_size}")
         self.world, self.node, self.cross = world, node, cross
         self.node_size = node_size
         self.job, self.job_size = job, job_size

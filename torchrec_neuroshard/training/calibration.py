@@ -73,15 +73,8 @@ class CalibrationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch_sets < 1:
-            raise ConfigError(
-                "steps and batch_sets must be at least 1, got "
-                f"{self.steps} and {self.batch_sets}"
-            )
-        if not self.learning_rate > 0:
-            raise ConfigError(
-                f"learning_rate must be above 0, got {self.learning_rate}"
-            )
+        if self.steps < 1:
+            raise ConfigError(f"steps must be at least 1, got {self.steps}")
 
     def training(self, num_sets: int, sizes: Mapping[str, int]) -> TrainConfig:
         """Return the configuration of one training.

@@ -24,10 +24,10 @@ from torchrec_neuroshard.cost_models.comms_network import (
     CommsNetwork,
     physical_terms,
 )
-from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
 from torchrec_neuroshard.training.compute import fit_relative
-from torchrec_neuroshard.training.fit import check_share, fit, hold_out, seeded
+from torchrec_neuroshard.training.fit import fit, hold_out, seeded
 
 __all__ = [
     "CommsCandidates",
@@ -64,13 +64,6 @@ class CommsTrainConfig:
     validation_share: float = 0.15
     """Share of the training records that picks the best step."""
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.hidden < 1:
-            raise ConfigError(
-                f"steps and hidden must be at least 1, got {self.steps}, {self.hidden}"
-            )
-        check_share(self.validation_share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import FEATURE_NAMES, table_features
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.training.fit import (
-    check_share,
     fit,
     hold_out,
     seeded,
@@ -70,12 +69,11 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.epochs, self.batch_sets, self.num_members) < 1:
+        if min(self.epochs, self.num_members) < 1:
             raise ConfigError(
-                "epochs, batch_sets and num_members must be at least 1, got "
-                f"{self.epochs}, {self.batch_sets}, {self.num_members}"
+                "epochs and members must be at least 1, got "
+                f"{self.epochs} and {self.num_members}"
             )
-        check_share(self.validation_share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from torchrec_neuroshard.devices import torch_threads
-from torchrec_neuroshard.errors import ConfigError
 
-__all__ = ["Fit", "check_share", "fit", "hold_out", "seeded", "shuffled_batches"]
+__all__ = ["Fit", "fit", "hold_out", "seeded", "shuffled_batches"]
 
 _Batch = TypeVar("_Batch")
 
@@ -26,18 +25,6 @@ def seeded(seed: int) -> Iterator[None]:
     with torch_threads(1), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def check_share(validation_share: float) -> None:
-    """Refuse a share of samples that leaves none to validate, or none to train.
-
-    Raises:
-        ConfigError: It is not between 0 and 1.
-    """
-    if not 0 < validation_share < 1:
-        raise ConfigError(
-            f"validation_share must lie between 0 and 1, got {validation_share}"
-        )
 
 
 def hold_out(
