@@ -81,7 +81,8 @@ NODE = 8
 RESERVED = 0.1
 """Share of the memory that no planner may fill."""
 MEMORY_SHARE = 1.5
-"""Of production tasks: memory of all ranks over the bytes of all weights."""
+"""Of production tasks: memory of all ranks over the bytes of all weights, beside room
+for optimizers and buffers."""
 START_SECONDS = 30.0
 """That a process may take to start, load the model and make its task."""
 TOLERANCE = 1e-3
@@ -205,7 +206,7 @@ def _tasks(sets: Mapping[str, Sequence[TableConfig]]) -> Iterator[Task]:
             label=f"{count}x{ranks}",
             tables=own,
             ranks=ranks,
-            memory_bytes=int(MEMORY_SHARE * total / ranks + GIB / 4),
+            memory_bytes=int(MEMORY_SHARE * total / ranks) + 4 * GIB,
             **plain,
         )
     yield Task(family="huge", label="exact", tables=tables_of(EXACT), ranks=64)
