@@ -137,17 +137,17 @@ def test_unknown_data_types_are_not_column_sharded() -> None:
 
 def test_fusion_key_separates_what_torchrec_separates() -> None:
     ebc = make_ebc(
-        [(100, 16)] * 5,
+        [(100, 16)] * 6,
         data_types={1: DataType.FP16},
         poolings={2: PoolingType.MEAN},
     )
-    apply_optimizer_in_backward(
-        torch.optim.SGD, [ebc.embedding_bags["t3"].weight], {"lr": 0.5}
-    )
+    for name, rate in (("t3", 0.5), ("t4", 0.1)):
+        weight = ebc.embedding_bags[name].weight
+        apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": rate})
     reader, options = options_of(ebc)
-    keys = [fusion_key(whole(options, f"t{i}"), reader, "table_wise") for i in range(5)]
-    assert len({repr(k) for k in keys}) == 4
-    assert keys[0] == keys[4]
+    keys = [fusion_key(whole(options, f"t{i}"), reader, "table_wise") for i in range(6)]
+    assert len({repr(k) for k in keys}) == 5
+    assert keys[0] == keys[5]
     column = fusion_key(whole(options, "t0"), reader, "column_wise")
     assert column != keys[0]
 
