@@ -59,7 +59,10 @@ def test_needs_neither_pytest_nor_torchrec() -> None:
 
 @pytest.mark.parametrize(
     ("named", "contract"),
-    [("TestMeasuredLaunch", CostModelContract), ("TestBestOfThree", SearcherContract)],
+    [
+        ("TestMeasuredLaunch", CostModelContract),
+        pytest.param("TestBestOfThree", SearcherContract, marks=pytest.mark.nightly),
+    ],
 )
 def test_examples_of_the_documentation_keep_their_contract(
     named: str, contract: type

@@ -147,9 +147,11 @@ def greedy(key: str, seed: int) -> Searcher:
 
 
 WHOLE = {"splits_tables": False}
+NIGHTLY = {"pytestmark": [pytest.mark.nightly]}
+"""For what takes long and has a quick neighbour."""
 SEARCHERS: dict[str, tuple[Callable[[int], Searcher], dict[str, Any]]] = {
     "default": (default, {}),
-    "inexact": (lambda seed: default(seed, exhaustive_limit=0, restarts=1), {}),
+    "inexact": (lambda seed: default(seed, exhaustive_limit=0, restarts=1), NIGHTLY),
     "exhaustive": (lambda seed: ExhaustiveSearcher(), {"num_tables": 4}),
     "random": (RandomSearcher, WHOLE),
     **{f"greedy-{k}": (functools.partial(greedy, k), WHOLE) for k in GREEDY_KEYS},
@@ -163,7 +165,7 @@ SEARCHERS: dict[str, tuple[Callable[[int], Searcher], dict[str, Any]]] = {
     # Faithful, it gives up where its caps on columns rule every plan out.
     "paper": (
         lambda seed: PaperSearcher(NeuroShardConfig(faithful=False)),
-        {},
+        NIGHTLY,
     ),
     "autoshard": (lambda seed: untrained(AutoShardSearcher), WHOLE),
     "dreamshard": (lambda seed: untrained(DreamShardSearcher), WHOLE),
@@ -207,122 +209,113 @@ def contract_cases(contract: type) -> set[str]:
     return {n for n, _ in inspect.getmembers(contract) if n.startswith("test_")}
 
 
-class BrokenCostModel(AnalyticCostModel):
-    """Each fault is a method of this class's subclasses."""
-
-    name = "broken"
+RNG = np.random.default_rng(0)
 
 
-class NarrowEncodings(BrokenCostModel):
-    def encode(self, features_NF: Features) -> Floats:
-        return super().encode(features_NF)[:, :2]
+def broken_sums(bend: Callable[[Floats, Floats], Floats]) -> type[CostModel]:
+    """Bend the costs of sums; the second argument is the sums."""
+
+    class Broken(AnalyticCostModel):
+        def predict_sums(self, sums_SE: Floats) -> Floats:
+            return bend(super().predict_sums(sums_SE), sums_SE)
+
+    return Broken
 
 
-class NegativeTimes(BrokenCostModel):
-    def predict_sums(self, sums_SE: Floats) -> Floats:
-        return super().predict_sums(sums_SE) - 0.05
+def broken_encodings(
+    bend: Callable[[Callable[[Features], Floats], Features], Floats],
+) -> type[CostModel]:
+    """Bend what is encoded, or what comes of it."""
+
+    class Broken(AnalyticCostModel):
+        def encode(self, features_NF: Features) -> Floats:
+            return bend(super().encode, features_NF)
+
+    return Broken
 
 
-class LaunchesNothing(BrokenCostModel):
-    """Pays the launch of a kernel for a set without shards."""
-
-    def predict_sums(self, sums_SE: Floats) -> Floats:
-        return super().predict_sums(sums_SE) + 0.01
-
-
-class FirstShardCountsTwice(BrokenCostModel):
-    def predict_sets(
-        self, features_NF: Features, set_ids_N: npt.NDArray[np.int64], num_sets: int
-    ) -> Floats:
+class FirstShardCountsTwice(AnalyticCostModel):
+    def predict_sets(self, features_NF: Features, *sets: Any) -> Floats:
         features_NF = features_NF.copy()
         features_NF[0] *= 2
-        return super().predict_sets(features_NF, set_ids_N, num_sets)
+        return super().predict_sets(features_NF, *sets)
 
 
-class SetsWithoutSums(BrokenCostModel):
-    """Answers for sets by another rule than for sums."""
-
-    def predict_sets(
-        self, features_NF: Features, set_ids_N: npt.NDArray[np.int64], num_sets: int
-    ) -> Floats:
-        return 1.1 * super().predict_sets(features_NF, set_ids_N, num_sets)
+class SetsWithoutSums(AnalyticCostModel):
+    def predict_sets(self, *arguments: Any) -> Floats:
+        return 1.1 * super().predict_sets(*arguments)
 
 
-class NormalisedByTheBatch(BrokenCostModel):
-    """Scores relative to the other sets of the call."""
-
-    def predict_sums(self, sums_SE: Floats) -> Floats:
-        costs = super().predict_sums(sums_SE)
-        scaled: Floats = costs / max(costs.max(initial=0.0), 1e-9)
-        return scaled
-
-
-class TakesAnyFeatures(BrokenCostModel):
-    def encode(self, features_NF: Features) -> Floats:
-        padded = np.zeros((len(features_NF), len(FEATURE_NAMES)), dtype=np.float32)
-        width = min(padded.shape[1], features_NF.shape[1])
-        padded[:, :width] = features_NF[:, :width]
-        return super().encode(padded)
-
-
-class Noisy(BrokenCostModel):
-    _rng = np.random.default_rng(0)
-
-    def predict_sums(self, sums_SE: Floats) -> Floats:
-        return super().predict_sums(sums_SE) * self._rng.uniform(1.0, 1.1)
-
-
-class WritesToItsArguments(BrokenCostModel):
-    def predict_sums(self, sums_SE: Floats) -> Floats:
-        costs = super().predict_sums(sums_SE)
-        sums_SE[:, 0] = 1.0
-        sums_SE *= 1.5
-        return costs
-
-
-class NegativeUncertainty(BrokenCostModel):
+class NegativeUncertainty(AnalyticCostModel):
     def relative_uncertainty(self, sums_SE: Floats) -> Floats:
         return np.full(len(sums_SE), -0.1)
 
 
-class WarnsOfAnotherShard(BrokenCostModel):
+class WarnsOfAnotherShard(AnalyticCostModel):
     def range_warnings(self, features_NF: Features) -> Sequence[RangeWarning]:
-        column = features_NF[:, FEATURE_NAMES.index("log2_rows")]
+        rows = features_NF[:, FEATURE_NAMES.index("log2_rows")]
         return [
-            RangeWarning(0, "log2_rows", float(column[i]), 0.0, 20.0)
-            for i in np.flatnonzero(column > 20.0)
+            RangeWarning(0, "log2_rows", float(value), 0.0, 20.0)
+            for value in rows[rows > 20.0]
         ]
 
 
-class NeedsShards(BrokenCostModel):
-    def encode(self, features_NF: Features) -> Floats:
-        scale = features_NF.max()  # an error where there is no row
-        return super().encode(features_NF) * float(scale / scale)
-
-
-class Nameless(BrokenCostModel):
+class Nameless(AnalyticCostModel):
     source = ""
 
 
+def written_to(costs: Floats, arguments: Floats) -> Floats:
+    arguments += 1.0
+    return costs
+
+
+def any_columns(encode: Callable[[Features], Floats], features_NF: Features) -> Floats:
+    padded = np.zeros((len(features_NF), len(FEATURE_NAMES)), dtype=np.float32)
+    width = min(padded.shape[1], features_NF.shape[1])
+    padded[:, :width] = features_NF[:, :width]
+    return encode(padded)
+
+
 BROKEN_COST_MODELS: dict[str, tuple[type[CostModel], str]] = {
-    "test_encodings_have_the_stated_shape": (NarrowEncodings, "shape .* is not"),
-    "test_times_are_finite_and_not_negative": (NegativeTimes, "of some sets: .*-0.0"),
-    "test_empty_set_is_free": (LaunchesNothing, "the empty set costs"),
+    "test_encodings_have_the_stated_shape": (
+        broken_encodings(lambda encode, features_NF: encode(features_NF)[:, :2]),
+        "shape .* is not",
+    ),
+    "test_times_are_finite_and_not_negative": (
+        broken_sums(lambda costs, sums: costs - 0.05),
+        "of some sets: .*-0.0",
+    ),
+    # The launch of a kernel without shards.
+    "test_empty_set_is_free": (
+        broken_sums(lambda costs, sums: costs + 0.01),
+        "the empty set costs",
+    ),
     "test_order_of_shards_does_not_matter": (FirstShardCountsTwice, "another order"),
     "test_sets_are_sums_of_encodings": (SetsWithoutSums, "against predict_sets"),
-    "test_other_sets_of_a_call_do_not_matter": (NormalisedByTheBatch, "among others"),
+    # Scores relative to the other sets of the call.
+    "test_other_sets_of_a_call_do_not_matter": (
+        broken_sums(lambda costs, sums: costs / max(costs.max(initial=0.0), 1e-9)),
+        "among others",
+    ),
     "test_wrong_number_of_features_is_refused": (
-        TakesAnyFeatures,
+        broken_encodings(any_columns),
         "no FeatureSchemaError was raised",
     ),
-    "test_predictions_repeat": (Noisy, "something else when asked again"),
-    "test_arguments_are_left_alone": (WritesToItsArguments, "changed the sums"),
+    "test_predictions_repeat": (
+        broken_sums(lambda costs, sums: costs * RNG.uniform(1.0, 1.1)),
+        "something else when asked again",
+    ),
+    "test_arguments_are_left_alone": (broken_sums(written_to), "changed the sums"),
     "test_uncertainty_is_a_share": (NegativeUncertainty, "uncertainties of"),
     "test_range_warnings_name_shard_and_feature": (
         WarnsOfAnotherShard,
         r"a warning calls \(0, 'log2_rows'\)",
     ),
-    "test_no_shards_at_all": (NeedsShards, "zero-size array"),
+    # An error where there is no row.
+    "test_no_shards_at_all": (
+        broken_encodings(lambda encode, f_NF: encode(f_NF) * float(f_NF.max() > 0)),
+        "zero-size array",
+    ),
     "test_says_what_it_rests_on": (Nameless, "source is ''"),
 }
 
@@ -350,74 +343,35 @@ def test_silence_about_ranges_is_caught() -> None:
         Contract().test_range_warnings_name_shard_and_feature()
 
 
-class BrokenCommsModel(AnalyticCommsModel):
-    """Bent by its subclasses, by way of `bend`."""
+def broken_comms(bend: Callable[[Floats, Floats], Floats]) -> type[CommsModel]:
+    """Bend the times of an all-to-all; the second argument is the columns."""
 
-    def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
-        return self.bend(super().all_to_all(columns_CW, batch_size), columns_CW)
+    class Broken(AnalyticCommsModel):
+        def all_to_all(self, columns_CW: Floats, batch_size: int) -> Floats:
+            return bend(super().all_to_all(columns_CW, batch_size), columns_CW)
 
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        raise NotImplementedError
-
-
-class ForwardOnly(BrokenCommsModel):
-    def index_all_to_all(self, bytes_CW: Floats) -> Floats:
-        return super().index_all_to_all(bytes_CW)[:, :1]
-
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        return ms_CW2
+    return Broken
 
 
-class NotANumber(BrokenCommsModel):
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        with np.errstate(invalid="ignore"):
-            return ms_CW2 * (columns_CW / columns_CW)[..., None]
+def not_a_number(ms_CW2: Floats, columns_CW: Floats) -> Floats:
+    with np.errstate(invalid="ignore"):
+        return ms_CW2 * (columns_CW / columns_CW)[..., None]
 
 
-class LongIdle(BrokenCommsModel):
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        return ms_CW2 + 60.0
+def cheaper_when_full(ms_CW2: Floats, columns_CW: Floats) -> Floats:
+    return np.where((columns_CW > 1000.0)[..., None], 0.5, 1.0) * ms_CW2
 
 
-class CheaperWhenFull(BrokenCommsModel):
-    """Full buffers look faster than half-full ones."""
-
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        return np.where((columns_CW > 1000.0)[..., None], 0.5, 1.0) * ms_CW2
-
-
-class RelievedByAnother(BrokenCommsModel):
+def relieved_by_another(ms_CW2: Floats, columns_CW: Floats) -> Floats:
     """The busiest rank seems to help the others."""
-
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        peak_C = (columns_CW.max(axis=1) + 1.0) / (columns_CW.mean(axis=1) + 1.0)
-        bent: Floats = ms_CW2 / peak_C[:, None, None] ** 3
-        return bent
+    peak_C = (columns_CW.max(axis=1) + 1.0) / (columns_CW.mean(axis=1) + 1.0)
+    bent: Floats = ms_CW2 / peak_C[:, None, None] ** 3
+    return bent
 
 
-class FirstRankIsSlower(BrokenCommsModel):
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        ms_CW2 = ms_CW2.copy()
-        ms_CW2[:, 0] *= 2
-        return ms_CW2
-
-
-class ScaledByTheCall(BrokenCommsModel):
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        return ms_CW2 * len(columns_CW)
-
-
-class NoisyComms(BrokenCommsModel):
-    _rng = np.random.default_rng(0)
-
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        return ms_CW2 * self._rng.uniform(1.0, 1.1)
-
-
-class WritesToItsColumns(BrokenCommsModel):
-    def bend(self, ms_CW2: Floats, columns_CW: Floats) -> Floats:
-        columns_CW += 1.0
-        return ms_CW2
+def first_rank_is_slower(ms_CW2: Floats, columns_CW: Floats) -> Floats:
+    slower = np.where(np.arange(columns_CW.shape[1]) == 0, 2.0, 1.0)
+    return ms_CW2 * slower[:, None]
 
 
 class NamelessComms(AnalyticCommsModel):
@@ -425,14 +379,32 @@ class NamelessComms(AnalyticCommsModel):
 
 
 BROKEN_COMMS_MODELS: dict[str, tuple[type[CommsModel], str]] = {
-    "test_shapes": (ForwardOnly, "index_all_to_all of 2 ranks.* shape"),
-    "test_times_are_finite_and_not_negative": (NotANumber, "nan"),
-    "test_nothing_to_send_takes_next_to_no_time": (LongIdle, "for nothing"),
-    "test_more_bytes_do_not_take_less_time": (CheaperWhenFull, "through sooner"),
-    "test_ranks_are_interchangeable": (FirstRankIsSlower, "in another order"),
-    "test_other_candidates_of_a_call_do_not_matter": (ScaledByTheCall, "one by one"),
-    "test_predictions_repeat": (NoisyComms, "another time when asked again"),
-    "test_arguments_are_left_alone": (WritesToItsColumns, "changed its argument"),
+    "test_shapes": (broken_comms(lambda ms, columns: ms[..., :1]), "all_to_all.*shape"),
+    "test_times_are_finite_and_not_negative": (broken_comms(not_a_number), "nan"),
+    "test_nothing_to_send_takes_next_to_no_time": (
+        broken_comms(lambda ms, columns: ms + 60.0),
+        "for nothing",
+    ),
+    "test_more_bytes_do_not_take_less_time": (
+        broken_comms(cheaper_when_full),
+        "through sooner",
+    ),
+    "test_ranks_are_interchangeable": (
+        broken_comms(first_rank_is_slower),
+        "in another order",
+    ),
+    "test_other_candidates_of_a_call_do_not_matter": (
+        broken_comms(lambda ms, columns: ms * len(columns)),
+        "one by one",
+    ),
+    "test_predictions_repeat": (
+        broken_comms(lambda ms, columns: ms * RNG.uniform(1.0, 1.1)),
+        "another time when asked again",
+    ),
+    "test_arguments_are_left_alone": (
+        broken_comms(written_to),
+        "changed its argument",
+    ),
     "test_says_what_it_rests_on": (NamelessComms, "source is ' '"),
 }
 
@@ -455,182 +427,147 @@ def test_comms_model_contract_catches(case: str) -> None:
 
 
 def test_relief_by_another_ranks_bytes_is_caught() -> None:
+    broken = broken_comms(relieved_by_another)
     with pytest.raises(AssertionError, match="more bytes on one rank"):
-        comms_contract(RelievedByAnother).test_more_bytes_do_not_take_less_time()
+        comms_contract(broken).test_more_bytes_do_not_take_less_time()
+
+
+Spoil = Callable[[SearchResult, Simulator], SearchResult]
 
 
 class BrokenSearcher(GreedySearcher):
-    """A greedy search whose result is spoiled by its subclasses, by way of `spoil`."""
+    """A greedy search that knows no limits, and whose result is spoiled."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, spoil: Spoil, name: str) -> None:
         super().__init__("lookup")
-        self.seed = seed
+        self.spoil, self.name = spoil, name
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
     ) -> SearchResult:
-        simulator = Simulator(task, cost_model, comms_model)
         free = dataclasses.replace(task, memory_bytes=())
         result = super().search(free, cost_model, comms_model)
-        return self.spoil(result, simulator)
-
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        return result
-
-    @staticmethod
-    def placed(
-        simulator: Simulator, triples: Sequence[tuple[int, int, int]]
-    ) -> SearchResult:
-        models = simulator.cost_model, simulator.comms_model
-        return result_of(simulator.task, triples, *models)
+        return self.spoil(result, Simulator(task, cost_model, comms_model))
 
 
-class LosesColumns(BrokenSearcher):
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        first, *rest = result.placement.shards
-        less = dataclasses.replace(first, width=first.width - 4)
-        kept = [less] if less.width else []
-        return dataclasses.replace(
-            result,
-            placement=Placement(simulator.task.world_size, (*kept, *rest)),
-        )
+def other_shards(
+    result: SearchResult, shards: Sequence[ColumnShard], ranks: int
+) -> SearchResult:
+    return dataclasses.replace(result, placement=Placement(ranks, tuple(shards)))
 
 
-class SplitsOnOneRank(BrokenSearcher):
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        shards = []
-        for s in result.placement.shards:
-            if s.width > 4:
-                shards.append(ColumnShard(s.table, 0, 4, s.rank))
-                shards.append(ColumnShard(s.table, 4, s.width - 4, s.rank))
-            else:
-                shards.append(s)
-        placement = Placement(simulator.task.world_size, tuple(shards))
-        return dataclasses.replace(result, placement=placement)
+def loses_columns(result: SearchResult, simulator: Simulator) -> SearchResult:
+    first, *rest = result.placement.shards
+    less = (
+        [dataclasses.replace(first, width=first.width - 4)] if first.width > 4 else []
+    )
+    return other_shards(result, [*less, *rest], simulator.task.world_size)
 
 
-class ForgetsEmptyRanks(BrokenSearcher):
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        placement = result.placement
-        used = 1 + max(s.rank for s in placement.shards)
-        return dataclasses.replace(result, placement=Placement(used, placement.shards))
+def splits_on_one_rank(result: SearchResult, simulator: Simulator) -> SearchResult:
+    shards = []
+    for s in result.placement.shards:
+        shards.append(ColumnShard(s.table, 0, 4, s.rank))
+        if s.width > 4:
+            shards.append(ColumnShard(s.table, 4, s.width - 4, s.rank))
+    return other_shards(result, shards, simulator.task.world_size)
 
 
-class IgnoresMemory(BrokenSearcher):
-    """Places as if there were no limit, on the fullest rank and on all others."""
+def forgets_empty_ranks(result: SearchResult, simulator: Simulator) -> SearchResult:
+    shards = result.placement.shards
+    return other_shards(result, shards, 1 + max(s.rank for s in shards))
 
 
-class SplitsEvenly(BrokenSearcher):
+def placed(simulator: Simulator, triples: list[tuple[int, int, int]]) -> SearchResult:
+    models = simulator.cost_model, simulator.comms_model
+    return result_of(simulator.task, triples, *models)
+
+
+def splits_evenly(result: SearchResult, simulator: Simulator) -> SearchResult:
     """Every table over all ranks, in pieces as even as possible, whatever the rules."""
-
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        task = simulator.task
-        triples = []
-        for i, table in enumerate(task.tables):
-            units, extra = divmod(table.embedding_dim // 4, task.world_size)
-            triples += [
-                (i, 4 * (units + (r < extra)), r)
-                for r in range(task.world_size)
-                if units + (r < extra)
-            ]
-        return self.placed(simulator, triples)
+    triples = []
+    for i, table in enumerate(simulator.task.tables):
+        units, extra = divmod(table.embedding_dim // 4, simulator.task.world_size)
+        widths = [4 * (units + (r < extra)) for r in range(simulator.task.world_size)]
+        triples += [(i, width, r) for r, width in enumerate(widths) if width]
+    return placed(simulator, triples)
 
 
-class SaysNothing(BrokenSearcher):
-    """Finds out that the tables do not fit, and keeps to itself what is wrong."""
-
-    def search(self, task: ShardingTask, *models: Any) -> SearchResult:
-        raise InfeasibleError("no plan")
-
-
-class GuessesCosts(BrokenSearcher):
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        first = simulator.evaluate(
-            Placement.from_widths(
-                simulator.task.world_size,
-                [(i, t.embedding_dim, 0) for i, t in enumerate(simulator.task.tables)],
-            )
-        )
-        return dataclasses.replace(result, predicted=first)
+def at_random(result: SearchResult, simulator: Simulator) -> SearchResult:
+    """By the process's own generator."""
+    ranks = range(simulator.task.world_size)
+    tables = enumerate(simulator.task.tables)
+    triples = [(i, t.embedding_dim, random.choice(ranks)) for i, t in tables]
+    return placed(simulator, triples)
 
 
-class WrongGap(BrokenSearcher):
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        bound = 0.5 * result.predicted.critical_path_ms
-        return dataclasses.replace(result, lower_bound_ms=bound, gap=0.1)
+def guesses_costs(result: SearchResult, simulator: Simulator) -> SearchResult:
+    tables = enumerate(simulator.task.tables)
+    other = placed(simulator, [(i, t.embedding_dim, 0) for i, t in tables])
+    return dataclasses.replace(result, predicted=other.predicted)
 
 
-class OptimisticBound(BrokenSearcher):
+def wrong_gap(result: SearchResult, simulator: Simulator) -> SearchResult:
+    bound = 0.5 * result.predicted.critical_path_ms
+    return dataclasses.replace(result, lower_bound_ms=bound, gap=0.1)
+
+
+def optimistic_bound(result: SearchResult, simulator: Simulator) -> SearchResult:
     """Takes the cost of its own plan for the least there is."""
-
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        bound = result.predicted.critical_path_ms
-        return dataclasses.replace(result, lower_bound_ms=bound, gap=0.0)
+    bound = result.predicted.critical_path_ms
+    return dataclasses.replace(result, lower_bound_ms=bound, gap=0.0)
 
 
-class UsesTheGlobalGenerator(BrokenSearcher):
-    def spoil(self, result: SearchResult, simulator: Simulator) -> SearchResult:
-        task = simulator.task
-        return self.placed(
-            simulator,
-            [
-                (i, t.embedding_dim, random.randrange(task.world_size))
-                for i, t in enumerate(task.tables)
-            ],
-        )
+def says_nothing(result: SearchResult, simulator: Simulator) -> SearchResult:
+    raise InfeasibleError("no plan")
 
 
-class NamelessSearcher(BrokenSearcher):
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.name = Searcher.name
+def unspoiled(result: SearchResult, simulator: Simulator) -> SearchResult:
+    return result
 
 
-BROKEN_SEARCHERS: dict[str, tuple[Callable[[int], Searcher], str]] = {
-    "test_every_column_is_placed_once": (LosesColumns, "are placed never or twice"),
-    "test_one_rank_takes_all_tables": (SplitsOnOneRank, "two shards of a table"),
-    "test_more_ranks_than_tables": (ForgetsEmptyRanks, "for 2 ranks, not 6"),
-    "test_memory_is_kept": (IgnoresMemory, "bytes, it has"),
-    "test_a_table_larger_than_a_rank": (SaysNothing, "no plan"),
-    "test_a_table_that_fits_nowhere_is_named": (SaysNothing, "does not name 'giant'"),
-    "test_a_total_that_does_not_fit_is_told": (SaysNothing, "neither a table nor"),
-    "test_min_widths_are_kept": (SplitsEvenly, "min_widths says"),
-    "test_max_shards_are_kept": (SplitsEvenly, "max_shards says"),
-    "test_widths_are_equal_where_they_must_be": (SplitsEvenly, "uneven is off"),
-    "test_result_agrees_with_the_simulator": (GuessesCosts, "against the simulator"),
-    "test_result_is_filled_in": (WrongGap, "against the predicted critical path"),
-    "test_bound_holds": (OptimisticBound, "the best plan takes"),
-    "test_same_seed_gives_the_same_plan": (UsesTheGlobalGenerator, "two plans"),
-    "test_has_a_name": (NamelessSearcher, "give the class a name"),
+BROKEN_SEARCHES: dict[str, tuple[Spoil, str]] = {
+    "test_every_column_is_placed_once": (loses_columns, "are placed never or twice"),
+    "test_one_rank_takes_all_tables": (splits_on_one_rank, "two shards of a table"),
+    "test_more_ranks_than_tables": (forgets_empty_ranks, "for 2 ranks, not 6"),
+    "test_memory_is_kept": (unspoiled, "bytes, it has"),
+    "test_a_table_larger_than_a_rank": (says_nothing, "no plan"),
+    "test_a_table_that_fits_nowhere_is_named": (says_nothing, "does not name 'giant'"),
+    "test_a_total_that_does_not_fit_is_told": (says_nothing, "neither a table nor"),
+    "test_min_widths_are_kept": (splits_evenly, "min_widths says"),
+    "test_max_shards_are_kept": (splits_evenly, "max_shards says"),
+    "test_widths_are_equal_where_they_must_be": (splits_evenly, "uneven is off"),
+    "test_result_agrees_with_the_simulator": (guesses_costs, "against the simulator"),
+    "test_result_is_filled_in": (wrong_gap, "against the predicted critical path"),
+    "test_bound_holds": (optimistic_bound, "the best plan takes"),
+    "test_same_seed_gives_the_same_plan": (at_random, "two plans"),
+    "test_has_a_name": (unspoiled, "give the class a name"),
 }
 
 
-def searcher_contract(
-    broken: Callable[[int], Searcher], splits: bool
-) -> SearcherContract:
+def searcher_contract(spoil: Spoil, splits: bool, name: str) -> SearcherContract:
     class Contract(SearcherContract):
         splits_tables = splits
 
         def make_searcher(self, seed: int) -> Searcher:
-            return broken(seed)
+            return BrokenSearcher(spoil, name)
 
     return Contract()
 
 
 @pytest.mark.parametrize("case", sorted(contract_cases(SearcherContract)))
 def test_searcher_contract_catches(case: str) -> None:
-    broken, message = BROKEN_SEARCHERS[case]
+    spoil, message = BROKEN_SEARCHES[case]
+    name = Searcher.name if case == "test_has_a_name" else "broken"
     with pytest.raises((AssertionError, InfeasibleError), match=message):
-        getattr(searcher_contract(broken, splits=True), case)()
+        getattr(searcher_contract(spoil, True, name), case)()
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"),
-    [(SaysNothing, "does not name 'giant'"), (IgnoresMemory, "no InfeasibleError")],
+    ("spoil", "message"),
+    [(says_nothing, "does not name 'giant'"), (unspoiled, "no InfeasibleError")],
 )
-def test_whole_tables_that_do_not_fit_are_caught(
-    broken: Callable[[int], Searcher], message: str
-) -> None:
-    contract = searcher_contract(broken, splits=False)
+def test_whole_tables_that_do_not_fit_are_caught(spoil: Spoil, message: str) -> None:
+    contract = searcher_contract(spoil, False, "broken")
     with pytest.raises(AssertionError, match=message):
         contract.test_a_table_larger_than_a_rank()

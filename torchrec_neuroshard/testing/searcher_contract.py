@@ -260,17 +260,14 @@ class SearcherContract(ABC):
         """Whatever state the process's own random generators are in."""
         python, legacy = random.getstate(), np.random.get_state()
         try:
-            for task in self._tasks():
-                found = []
-                for state in (1, 2):
-                    random.seed(state)
-                    np.random.seed(state)
-                    with torch.random.fork_rng(devices=[]):
-                        torch.manual_seed(state)
-                        found.append(self._search(task, seed=7).placement)
-                expect(
-                    found[0] == found[1], "two searches with one seed give two plans"
-                )
+            found = []
+            for state in (1, 2):
+                random.seed(state)
+                np.random.seed(state)
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(state)
+                    found.append(self._search(self._tasks()[-1], seed=7).placement)
+            expect(found[0] == found[1], "two searches with one seed give two plans")
         finally:
             random.setstate(python)
             np.random.set_state(legacy)
