@@ -133,6 +133,7 @@ def test_bad_profile_files_are_named(
     assert "not a feature profile" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_tables_that_do_not_fit_get_caches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def test_installing_leaves_torch_and_fbgemm_alone(wheel: Path) -> None:
     assert "fbgemm-gpu-cpu" in cpu and not cpu & {"torchrec", "fbgemm-gpu"}
 
 
+@pytest.mark.nightly
 def test_installed_wheel_plans(wheel: Path, tmp_path: Path) -> None:
     call(sys.executable, "-m", "venv", "--without-pip", "fresh", cwd=tmp_path)
     python = tmp_path / "fresh/bin/python"

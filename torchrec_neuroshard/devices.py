@@ -103,10 +103,7 @@ def gpu_uuid(device: Any) -> str | None:
 
 def cpu_name() -> str:
     """Model name of this machine's CPU, with family and model number."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or platform.machine()
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     fields: dict[str, str] = {}
     for line in text.split("\n\n")[0].splitlines():
         key, _, value = line.partition(":")
@@ -150,27 +147,19 @@ def as_device(name: str) -> torch.device:
         return device
     module = accelerator(device.type)
     count = module.device_count() if module.is_available() else 0
-    if not count:
+    if (device.index or 0) >= count:
         raise ConfigError(
-            f"device '{name}' was asked for but torch sees none; use --device cpu or "
-            "run 'neuroshard doctor'"
-        )
-    if device.index is not None and device.index >= count:
-        raise ConfigError(
-            f"no device '{name}': torch sees {count}, {device.type}:0 to "
-            f"{device.type}:{count - 1}"
+            f"no device '{name}': torch sees {count} of them; use --device cpu or run "
+            "'neuroshard doctor'"
         )
     return device
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """All memory of an accelerator; None for a CPU, and for one that is not here."""
+    """All memory of an accelerator that is here; None for a CPU."""
     if not is_accelerator(device.type):
         return None
-    module = accelerator(device.type)
-    if not module.is_available():
-        return None
-    return int(module.get_device_properties(device).total_memory)
+    return int(accelerator(device.type).get_device_properties(device).total_memory)
 
 
 @contextlib.contextmanager
