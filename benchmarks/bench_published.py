@@ -3,8 +3,7 @@
 On a GPU that nothing was measured on, plans rest on a physical estimate. Its constants
 are fitted here to published timings of fused kernels on six GPUs and of collectives on
 two (`published/*.tsv`, each row with its source); and it is held against timings of
-cards, and of sources, that were left out of the fit. Beside it stand TorchRec's, and
-TorchRec's with coefficients fitted to the same timings.
+cards, and of sources, that were left out of the fit. Beside it stands TorchRec's.
 
     python benchmarks/bench_published.py --out benchmarks/results/published_202611 \
         --trace a100x8_one_node.json.gz --trace a100x16_two_nodes.json.gz
@@ -20,7 +19,6 @@ import csv
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +36,20 @@ from published.links import (
     table_left_out,
 )
 from published.page import card_table, kernel_table, link_table, overlap_table
-from published.rivals import FittedStock, stock_estimate
+from published.rivals import stock_estimate
 from published.traces import overlaps, read_trace
 from torchrec_neuroshard.cost_models.comms_published import CollectiveConstants
 from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 
 
-def fitted_stock_left_out(
-    rows: Sequence[KernelRow], key: Callable[[KernelRow], Any]
-) -> dict[KernelRow, float]:
-    """Predict each timing by TorchRec's coefficients fitted without its key's."""
-    out: dict[KernelRow, float] = {}
-    for value in sorted({key(r) for r in rows}):
-        model = FittedStock.fit([r for r in rows if key(r) != value])
-        out.update({r: model.predict(r) for r in rows if key(r) == value})
-    return out
-
-
 def kernel_models(rows: list[KernelRow]) -> dict[str, dict[KernelRow, float]]:
     """Predict all timings by all models [ms]."""
-    stock = FittedStock.fit(rows)
     shipped = predict(rows, shared_of(PhysicalConstants())).tolist()
     return {
         "TorchRec": {r: stock_estimate(r) for r in rows},
-        "TorchRec, coefficients fitted": {r: stock.predict(r) for r in rows},
-        "- source left out": fitted_stock_left_out(rows, lambda r: r.source),
-        "- card left out": fitted_stock_left_out(rows, lambda r: family(r.card)),
         "ours": dict(zip(rows, shipped, strict=True)),
-        "- source left out ": left_out(rows, lambda r: r.source),
-        "- card left out ": card_left_out(rows),
+        "- source left out": left_out(rows, lambda r: r.source),
+        "- card left out": card_left_out(rows),
     }
 
 
@@ -118,7 +101,7 @@ def main() -> None:
     logging.disable(logging.WARNING)  # of topologies that TorchRec's factory lacks
     rows, sizes = read_kernels(), read_links()
     models = kernel_models(rows)
-    cards_md, cards = card_table(rows, models["- card left out "])
+    cards_md, cards = card_table(rows, models["- card left out"])
     fitted, shipped = fit(rows), shared_of(PhysicalConstants())
     linked = fit_links(sizes)
     link_models = {
@@ -136,7 +119,7 @@ def main() -> None:
             for n, v in linked.items()
         ],
     )
-    left = models["- card left out "]
+    left = models["- card left out"]
     spread = {**spreads(cards), "tables": spread_of_tables(left)}
     raw = {
         **describe_run(),
@@ -166,9 +149,7 @@ def main() -> None:
         "\nTimings of one source, card and quantity weigh as much as any other such "
         "group in the fits, which minimise log ratios, large ones less. *TorchRec* is "
         "its `EmbeddingPerfEstimator`, run with the cards' memory bandwidths, and what "
-        "each cache misses as `CacheParams.stats`. *Coefficients fitted* is the same "
-        "with a `HardwarePerfConfig`: four coefficients per direction and kernel, and "
-        "three of what a cache fetches. A dash: "
+        "each cache misses as `CacheParams.stats`. A dash: "
         "without that source or card, no timing of such kernels is left. Of caches, "
         "one source states the size: what they miss was not checked.\n",
         cards_md,
