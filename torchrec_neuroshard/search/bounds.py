@@ -57,7 +57,6 @@ forward and backward, `3` both and collectives, or the loads of collectives.
 from __future__ import annotations
 
 import bisect
-import heapq
 import math
 import time
 from collections.abc import Sequence
@@ -106,12 +105,10 @@ NUM_ROUNDS, NUM_PHASE_ROUNDS, NUM_CASE_ROUNDS = 4, 6, 2
 case."""
 MAX_CHECKS = 3
 """Times that rounds go on after a longer search found cheaper sets."""
-MAX_CASES, MAX_CASE_TABLES = 2, 40
-"""Cases that are looked at, and tables of which some one's way makes a difference."""
+MAX_CASE_TABLES = 40
+"""Most tables with choices for which cases are told apart."""
 LEAST_MIXED = 0.02
 """Part of a table that has to be in another way before cases are told apart by it."""
-LEAST_INTERVAL = 2e-3
-"""Part of the path below which an interval is not halved."""
 FIRST_REACH, REACH_SHRINKS = 0.3, 0.75
 """How far prices may move in a round, relative; less after each without a gain."""
 POOL_BASE, POOL_PER_PRICE = 300, 4
@@ -238,40 +235,23 @@ def _part_bound(
     part.is_proven &= prices.holds_all
     first = _Case(prices, _View(), cutoff_ms)
     bound = max(part.least_ms, first.bound(rounds, deadline))
-    cases: list[tuple[float, int, _Case | None]] = [(bound, 0, first)]
-    enough = cutoff_ms * (1 - MIN_GAP)
-    count = 1
-    if part.has_choices and part.num_own > MAX_CASE_TABLES:
-        rounds = 0
-    while rounds and count < MAX_CASES and time.monotonic() < deadline:
-        bound, _, case = cases[0]
-        if bound >= enough or case is None:
-            break
-        found = case.split(deadline)
-        if not found:
-            break
-        heapq.heappop(cases)
-        for new_ms, new in found:
-            heapq.heappush(cases, (max(bound, new_ms), count, new))
-            count += 1
-    return cases[0][0]
+    few = not part.has_choices or part.num_own <= MAX_CASE_TABLES
+    enough = bound >= cutoff_ms * (1 - MIN_GAP)
+    if rounds and few and not enough and time.monotonic() < deadline:
+        bound = max(bound, first.split(deadline))
+    return bound
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _View:
-    """What is bound: phases, where the forward takes between two times."""
+    """The phases that are bound."""
 
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    low_ms: float = 0.0
-    high_ms: float = math.inf
 
     def cost(self, costs_L3: Floats) -> Floats:
-        """Cost of sets [ms]; infinite where none of these plans can hold them."""
-        forward = np.maximum(costs_L3[:, 0], self.low_ms)
-        phases = (forward, costs_L3[:, 1], costs_L3[:, 2])
-        used = [w * ms for w, ms in zip(self.weights, phases, strict=True) if w]
-        cost: Floats = np.sum(used, axis=0)
-        cost[costs_L3[:, 0] > self.high_ms * (1 + TOLERANCE)] = np.inf
+        """Cost of sets [ms]."""
+        phases = zip(self.weights, costs_L3.T, strict=True)
+        cost: Floats = np.sum([w * ms for w, ms in phases if w], axis=0)
         return cost
 
 
@@ -1010,17 +990,11 @@ class _Limit:
 class _Case:
     """The bound of one view, made better round by round."""
 
-    def __init__(
-        self,
-        prices: _Prices,
-        view: _View,
-        cutoff_ms: float,
-        start_V: Floats | None = None,
-    ) -> None:
-        """Take over prices, or start with those that are guessed."""
+    def __init__(self, prices: _Prices, view: _View, cutoff_ms: float) -> None:
+        """Start with prices that are guessed."""
         self.prices, self.view = prices, view
         self.cutoff_ms = cutoff_ms * (1 + TOLERANCE)
-        self.best_V = prices.start(view.weights) if start_V is None else start_V
+        self.best_V = prices.start(view.weights)
         self.best_ms = 0.0
         self.cost_L = view.cost(prices.costs_L3)
         self.limits = self._limits()
@@ -1028,36 +1002,16 @@ class _Case:
 
     # Cases of which one has to hold.
 
-    def split(self, deadline: float) -> list[tuple[float, _Case | None]]:
-        """Tell cases apart and bound each [ms]; empty where there is nothing to tell.
-
-        None is a case that needs no prices: nothing is left to choose.
-        """
+    def split(self, deadline: float) -> float:
+        """Tell cases apart and return the least of their bounds [ms]."""
         table = self._undecided()
         if table is not None:
             return self._split_ways(table, deadline)
-        prices, part, view = self.prices, self.prices.part, self.view
-        if math.isinf(view.high_ms):
-            least = [part.least_ms]
-            for weights in ((0.0, 1.0, 0.0), (1.0, 0.0, 0.0)):
-                case = _Case(
-                    prices, _View(weights=weights), self.cutoff_ms - sum(least)
-                )
-                least.append(case.bound(NUM_PHASE_ROUNDS, deadline))
-            comms_ms, backward_ms, low = least
-            high = self.cutoff_ms - backward_ms - comms_ms
-            self.best_ms = max(self.best_ms, low + backward_ms + comms_ms)
-            self.view = _View(low_ms=low, high_ms=max(low, high))
-            return [(self.best_ms, self)]
-        low, high = view.low_ms, view.high_ms
-        if high - low < LEAST_INTERVAL * self.cutoff_ms:
-            return []
-        found: list[tuple[float, _Case | None]] = []
-        for ends in ((low, (low + high) / 2), ((low + high) / 2, high)):
-            new = _View(low_ms=ends[0], high_ms=ends[1])
-            case = _Case(prices, new, self.cutoff_ms, self.best_V)
-            found.append((case.bound(NUM_CASE_ROUNDS, deadline), case))
-        return found
+        least = [self.prices.part.least_ms]
+        for weights in ((0.0, 1.0, 0.0), (1.0, 0.0, 0.0)):
+            case = _Case(self.prices, _View(weights), self.cutoff_ms - sum(least))
+            least.append(case.bound(NUM_PHASE_ROUNDS, deadline))
+        return max(self.best_ms, sum(least))
 
     def _undecided(self) -> int | None:
         """The table proper, if any, of which the program mixes ways most."""
@@ -1083,25 +1037,23 @@ class _Case:
         most = int((mixed_N * cost_N).argmax())
         return most if mixed_N[most] > LEAST_MIXED else None
 
-    def _split_ways(
-        self, own: int, deadline: float
-    ) -> list[tuple[float, _Case | None]]:
-        """Cases by the stage that a table's way is of."""
+    def _split_ways(self, own: int, deadline: float) -> float:
+        """Tell cases apart by the stage that a table's way is of."""
         part = self.prices.part
         ways = np.flatnonzero(part.own_T == own)
-        found: list[tuple[float, _Case | None]] = []
+        found = []
         for stage in np.unique(part.stage_T[ways]).tolist():
             others = part.tables[ways[part.stage_T[ways] != stage]].tolist()
             less = _Part(part.bank, part.stages.tolist(), part.banned.union(others))
             less.loosen(part.excess_ms)
             if not len(less.tables):
                 cost_ms = float(self.view.cost(less.least_3[None])[0])
-                found.append((min(cost_ms, self.cutoff_ms), None))
+                found.append(min(cost_ms, self.cutoff_ms))
                 continue
             prices = _Prices(less, self.prices, self.cutoff_ms, self.prices.rng)
             case = _Case(prices, self.view, self.cutoff_ms)
-            found.append((case.bound(NUM_CASE_ROUNDS, deadline), case))
-        return found
+            found.append(case.bound(NUM_CASE_ROUNDS, deadline))
+        return min(found)
 
     def _limits(self) -> list[_Limit]:
         """List limits of a rank's cost that plans can keep to, the cutoff last.
