@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 
 from torchrec_neuroshard.cost_models import PhysicalCostModel
-from torchrec_neuroshard.cost_models.base import CostModel
 from torchrec_neuroshard.cost_models.comms_published import published_comms_model
 from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.gpu_cards import card_named
@@ -18,7 +16,7 @@ from torchrec_neuroshard.placement import (
     ShardingTask,
     WireCodec,
 )
-from torchrec_neuroshard.simulator import RankCosts, Simulator, critical_path
+from torchrec_neuroshard.simulator import RankCosts, Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
 
@@ -81,26 +79,6 @@ def test_phases_by_hand() -> None:
         3 * max(expected) + 2 * float(comms.max()) + index.max()
     )
     assert costs.compute_source == costs.comms_source == "analytic"
-
-
-def test_splitting_pays_the_lookups_again() -> None:
-    sim = simulator()
-    whole, left, right = sim.single_costs([(0, 16), (0, 12), (0, 4)])[:, 0]
-    assert left + right - whole == pytest.approx(LAUNCH + A * LOOKUP * 1e-6)
-
-
-def test_fusion_saves_a_launch() -> None:
-    placement = Placement.from_widths(2, [(0, 16, 0), (1, 8, 0), (2, 4, 1)])
-    fused = simulator().evaluate(placement).ranks[0].fwd_compute
-    apart = simulator(groups=(0, 1, 0)).evaluate(placement).ranks[0].fwd_compute
-    assert apart - fused == pytest.approx(LAUNCH)
-
-
-def test_empty_rank_costs_nothing_to_compute() -> None:
-    placement = Placement.from_widths(3, [(0, 16, 0), (1, 8, 0), (2, 4, 0)])
-    idle = simulator(world_size=3).evaluate(placement).ranks[2]
-    assert (idle.fwd_compute, idle.bwd_compute) == (0, 0)
-    assert idle.fwd_comms > 0  # it receives its samples' outputs
 
 
 def test_rank_loads_are_sums_over_shards() -> None:
@@ -187,52 +165,3 @@ def test_a_stage_without_tables_has_no_collectives() -> None:
         loads[number, :, kind] = 1.0
     used = sim.comms_costs(loads).any(axis=(1, 3))
     np.testing.assert_array_equal(used, [[0, 0, 0], *np.eye(3)])
-
-
-def test_sets_predict_as_their_sums() -> None:
-    sim = simulator()
-    pairs = [(0, 16), (1, 8), (2, 4)]
-    found = sim.cost_model.predict_sets(sim.features(pairs), np.array([1, 1, 0]), 3)
-    np.testing.assert_allclose(
-        found[:, 0], [forward((C, 4)), forward((A, 16), (B, 8)), 0], rtol=1e-6
-    )
-
-
-class CountingModel(AnalyticCostModel):
-    """Counts the shards it encodes."""
-
-    num_encoded = 0
-
-    def encode(self, features_NF: np.ndarray) -> np.ndarray:
-        """Count, then encode."""
-        self.num_encoded += len(features_NF)
-        return super().encode(features_NF)
-
-
-def test_a_shard_is_encoded_once() -> None:
-    model = CountingModel()
-    sim = Simulator(simulator().task, model, AnalyticCommsModel())
-    sim.encodings([(0, 16), (0, 16), (1, 8)])
-    sim.single_costs([(1, 8), (2, 4)])
-    assert model.num_encoded == 3
-    assert sim.encodings([]).shape == (0, 3)
-    assert isinstance(model, CostModel)
-
-
-def test_json_holds_all_phases() -> None:
-    placement = Placement.from_widths(2, [(0, 16, 0), (1, 8, 1), (2, 4, 1)])
-    costs = simulator().evaluate(placement)
-    data = json.loads(json.dumps(costs.to_json()))
-    assert data["critical_path_ms"] == costs.critical_path_ms
-    assert len(data["ranks"]) == 2
-    assert data["ranks"][1]["bwd_compute"] == costs.ranks[1].bwd_compute
-
-
-def test_critical_path_waits_for_the_slowest_of_each_phase() -> None:
-    phases = np.array(
-        [
-            [[[1.0, 10.0, 0.5]], [[4.0, 2.0, 3.0]]],
-            [[[0.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]],
-        ]
-    )
-    np.testing.assert_array_equal(critical_path(phases), [4 + 10 + 3, 1])

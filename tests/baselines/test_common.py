@@ -33,8 +33,3 @@ def test_rules_on_ranks_are_kept_or_refused(name: str, rules: dict[str, Any]) ->
         assert f"'{name}' cannot keep to {named} of the task" in str(error)
     else:
         placement.check(task)
-
-
-@pytest.mark.parametrize("name", sorted(set(SEARCHES) - {"default"}))
-def test_searches_are_called_what_they_are_asked_for_by(name: str) -> None:
-    assert make_searcher(name).name == name

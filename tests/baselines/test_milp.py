@@ -9,7 +9,7 @@ import pytest
 
 from tests.builders import make_tables, make_task
 from torchrec_neuroshard.baselines.milp import MilpConfig, MilpSearcher
-from torchrec_neuroshard.errors import ConfigError, InfeasibleError
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search.exhaustive import ExhaustiveSearcher
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
@@ -24,7 +24,7 @@ def alike(count: int, world_size: int, width: int = 16, **kwargs: Any) -> Shardi
     return make_task(make_tables([width] * count, pooling=9), world_size, **kwargs)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_assignment_is_better_where_costs_add_up(seed: int) -> None:
     problem = dataclasses.replace(sample_task(5, 3, seed=seed), max_shards=(1,) * 5)
     best = ExhaustiveSearcher().search(problem, *MODELS)
@@ -73,12 +73,6 @@ def test_without_a_plan_of_its_own_it_takes_the_greedys_and_says_so() -> None:
     found = hurried.search(alike(3, 4, width=64, memory_bytes=caps), *MODELS)
     assert found.fallback is not None
     assert "HiGHS found no plan" in found.fallback and "any that fits" in found.fallback
-
-
-def test_what_cannot_fit_is_named() -> None:
-    problem = alike(2, 2, memory_bytes=(1000, 1000), min_widths=(16, 16))
-    with pytest.raises(InfeasibleError, match="table 't0'"):
-        MilpSearcher(EXACT).search(problem, *MODELS)
 
 
 def test_bad_limits_are_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -82,49 +81,6 @@ def kernel_ms(task: ShardingTask, shards: list[Shard]) -> float:
 
 def whole(task: ShardingTask) -> list[Shard]:
     return [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
-
-
-def greedy_again(
-    task: ShardingTask, shards: list[Shard], cap: float
-) -> dict[int, list[Shard]] | None:
-    """The greedy rule once more, all of it worked out anew at every step."""
-    held: dict[int, list[Shard]] = {r: [] for r in range(task.world_size)}
-    mean = sum(w for _, w in shards) / task.world_size
-
-    def used(rank: int) -> float:
-        return sum(task.shard_bytes(*s) for s in held[rank])
-
-    for shard in sorted(shards, key=lambda s: kernel_ms(task, [s]), reverse=True):
-        allowed = []
-        for rank, mine in held.items():
-            columns = sum(w for _, w in [*mine, shard])
-            fits = used(rank) + task.shard_bytes(*shard) <= task.memory_bytes[rank]
-            if columns <= cap * mean and fits:
-                allowed.append((kernel_ms(task, mine), used(rank), rank))
-        if not allowed:
-            return None
-        held[min(allowed)[2]].append(shard)
-    return held
-
-
-def test_greedy_is_the_rule_worked_out_anew() -> None:
-    found = missing = 0
-    for seed in range(6):
-        task = random_task(seed)
-        sizes = [t.weight_bytes for t in task.tables]
-        memory = max(*sizes, int(0.45 * sum(sizes)))
-        task = dataclasses.replace(task, memory_bytes=(memory,) * 3)
-        loops = make_loops(task)
-        for cap in (1.0, 1.1, 1.25, 1.5, math.inf):
-            expected = greedy_again(task, whole(task), cap)
-            ranks = loops.greedy(whole(task), cap)
-            if expected is None:
-                assert ranks is None
-                missing += 1
-            else:
-                assert ranks == list(expected.values())
-                found += 1
-    assert found > 7 and missing > 2
 
 
 def test_greedy_takes_the_rank_that_is_cheapest_before() -> None:
@@ -269,23 +225,6 @@ def test_joined_halves_are_one_shard_only_without_the_faults() -> None:
         assert twice == pytest.approx(once + extra)
 
 
-def test_cache_is_by_order_or_by_set() -> None:
-    task = drawn_task((32, 8, 8))
-    shards = whole(task)
-    for faithful, expected in ((True, 6), (False, 1)):
-        loops = make_loops(task, NeuroShardConfig(faithful=faithful))
-        for _ in range(2):
-            for order in itertools.permutations(shards):
-                loops.compute_ms(list(order))
-        assert loops.num_predictions == expected
-
-
-def test_fusion_groups_are_kernels_of_their_own() -> None:
-    task = drawn_task((32, 8, 8), groups=(0, 1, 1))
-    expected = kernel_ms(task, [(0, 32)]) + kernel_ms(task, [(1, 8), (2, 8)])
-    assert make_loops(task).compute_ms(whole(task)) == pytest.approx(expected)
-
-
 def test_a_spent_budget_gives_the_plan_until_then() -> None:
     task = random_task(1)
     result = paper_search(task, dataclasses.replace(QUICK, time_budget_seconds=1e-9))
@@ -337,19 +276,6 @@ def test_own_costs_are_what_the_nets_say(models: NeuroShardModels) -> None:
     expected = float((start + forward).max())
     loops = NeuroShardLoops(task, costs, NeuroShardConfig(costs="own"))
     assert loops.total_ms(ranks) == pytest.approx(expected, rel=1e-5)
-
-
-def test_search_by_own_nets_reports_by_the_models_given(
-    models: NeuroShardModels,
-) -> None:
-    task = random_task(0)
-    searcher = PaperSearcher(dataclasses.replace(QUICK, costs="own"), models=models)
-    result = searcher.search(task, COMPUTE, COMMS)
-    result.placement.check(task)
-    assert result.predicted.compute_source == "analytic"
-    assert not result.warnings
-    other = searcher.search(task, AnalyticCostModel(launch_ms=9.0), COMMS)
-    assert other.placement == result.placement
 
 
 def test_the_model_given_stands_in_for_nets_of_other_ranks(

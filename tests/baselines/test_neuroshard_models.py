@@ -26,7 +26,6 @@ from torchrec_neuroshard.baselines.neuroshard_models import (
 from torchrec_neuroshard.errors import (
     BundleCorruptError,
     BundleMismatchError,
-    FeatureSchemaError,
 )
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.tables import TableConfig
@@ -75,19 +74,6 @@ def test_at_the_paper_s_batch_inputs_are_the_paper_s() -> None:
     np.testing.assert_array_equal(columns_in_paper_batch([40, 8], 65_536), [40, 8])
     np.testing.assert_array_equal(columns_in_paper_batch([40, 8], 16_384), [10, 2])
     assert features[: len(PAPER_FEATURES) - 3].sum() == pytest.approx(1.0, rel=1e-5)
-
-
-def test_a_set_is_the_sum_of_its_shards() -> None:
-    net = ComputeNet()
-    features = torch.rand(6, 20)
-    ids = torch.tensor([0, 0, 0, 1, 1, 2])
-    costs = net(features, ids, 4)
-    turned = net(features.flip(0), ids.flip(0), 4)
-    torch.testing.assert_close(costs, turned)
-    empty = net.cost(torch.zeros(1, 32))
-    torch.testing.assert_close(costs[3:], empty)
-    with pytest.raises(FeatureSchemaError, match="takes 20 features, got 19"):
-        net.encode(features[:, :19])
 
 
 # On disk.

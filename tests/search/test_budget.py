@@ -13,7 +13,7 @@ import pytest
 
 from torchrec_neuroshard.placement import ColumnShard, Placement, ShardingTask
 from torchrec_neuroshard.search import SearchConfig
-from torchrec_neuroshard.search.budget import MAX_ORDERED, MoveBudget, Shards
+from torchrec_neuroshard.search.budget import MoveBudget, Shards
 from torchrec_neuroshard.search.refine import Plan, refine_within
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
@@ -118,20 +118,6 @@ def test_columns_are_dealt_out_with_the_fewest_bytes(all_leave: bool) -> None:
             assert sorted(new) == list(new) and {r for *_, r in new} == set(held)
 
 
-def test_many_shards_keep_their_order() -> None:
-    count = MAX_ORDERED + 3
-    task = task_of([4 * count], count + 1)
-    ranks = np.random.default_rng(2).permutation(count).tolist()
-    old = in_order([4] * count, ranks)
-    budget = budget_of(task, [old], np.inf)
-    row = budget.width_TW[0].copy()
-    row[[3, count]] = [0, 4]
-    # The new rank takes the place of the one that leaves.
-    assert budget.bytes(np.array([0]), row[None]).tolist() == [4 * ROWS * 5]
-    new = budget.shards(0, row)
-    assert [r for *_, r in new] == [count if r == 3 else r for r in ranks]
-
-
 def test_what_may_not_change_has_no_price() -> None:
     task = task_of([16, 16, 16], 3)
     at_work = [in_order([8, 8], [0, 1])] * 3
@@ -178,8 +164,8 @@ def all_rows(dim: int, world_size: int) -> Iterator[Ints]:
             yield np.array(units, dtype=np.int64) * 4
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("seed", range(2))
 def test_best_plan_within_the_budget_is_reached(seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)
     dims, num_ranks = [8, 8, 4, 12], 2 + seed % 2

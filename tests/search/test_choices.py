@@ -231,44 +231,6 @@ def test_every_way_is_searched(limited: bool) -> None:
     assert limited == (infeasible > 0)
 
 
-def test_more_choices_are_no_worse_than_columns_alone() -> None:
-    # Row-wise tables gain nothing here, but there are many such choices to look at.
-    rng, count = np.random.default_rng(8), 24
-    tables = [
-        TableConfig(
-            name=f"t{i}",
-            num_embeddings=int(10 ** rng.uniform(2, 5)),
-            embedding_dim=int(rng.choice([16, 32, 64])),
-            pooling_factor=float(rng.lognormal(1, 1.2)),
-        )
-        for i in range(count)
-    ]
-
-    def best_ms(*kinds: str) -> float:
-        size = len(kinds)
-        task = ShardingTask(
-            tables=tuple(t for t in tables for _ in kinds),
-            world_size=4,
-            batch_size=512,
-            groups=tuple(range(size)) * count,
-            stages=tuple(range(size)),
-            sharding_types=kinds * count,
-            alternatives=tuple(
-                tuple(range(i, i + size))
-                for i in range(0, size * count, size)
-                if size > 1
-            ),
-        )
-        config = SearchConfig(effort=0.1, restarts=2, max_rounds=3)
-        result = NeuroShardSearcher(config).search(
-            task, AnalyticCostModel(launch_ms=0.05), AnalyticCommsModel(30.0)
-        )
-        return result.predicted.critical_path_ms
-
-    columns_ms = best_ms("column_wise")
-    assert best_ms("column_wise", "row_wise") <= columns_ms * (1 + 1e-9)
-
-
 def test_hot_tables_are_split_by_rows_though_columns_alone_are_far_from_good() -> None:
     """Eight large tables fill the ranks, and one of two hot ones has to be split."""
     kinds, num_ranks, max_rows = ("column_wise", "row_wise"), 8, 400_000
@@ -347,19 +309,6 @@ def test_choices_are_made_table_by_table_at_last() -> None:
         assert choices.costs(others).min() >= found_ms * (1 - MIN_SINGLE_GAIN)
 
 
-def test_of_few_choices_that_relieve_one_shards_all_hot_tables_anew() -> None:
-    choices = choices_of_many_types()
-    first = choices.first()
-    every = choices.relieving(first, 10**6, math.inf)
-    few = choices.relieving(first, 2, math.inf)
-    assert len(few) == 2
-    assert choices.costs(few)[0] == pytest.approx(choices.costs(every).min())
-    num_changed = (every != first).sum(axis=1)
-    assert (few[1] != first).sum() == num_changed.max()
-    all_hot = every[num_changed == num_changed.max()]
-    assert choices.costs(few)[1] == pytest.approx(choices.costs(all_hot).min())
-
-
 @pytest.mark.parametrize("kind", ["row_wise", "table_row_wise", "data_parallel"])
 def test_parts_of_tables_stand_for_all_ranks(kind: str) -> None:
     rows = [1, 2, 5, 6, 8, 9]  # equal parts, a smaller last one, ranks without any
@@ -412,18 +361,3 @@ def test_ranks_alike_take_as_long() -> None:
             assert (kinds.max(axis=1) == ms.max(axis=1)).all()
         ms_CW = groups.index_all_to_all(loads)
         assert (ms_CW[:, [0, alike, -1]].max(axis=1) == ms_CW.max(axis=1)).all()
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_choices_of_blocks_only_keep_columns_where_there_is_nothing_else(
-    seed: int,
-) -> None:
-    task = random_task(seed)
-    bank = ShardBank(
-        Simulator(task, AnalyticCostModel(), AnalyticCommsModel()), merge=True
-    )
-    found = Choices(bank, blocks_only=True).best(4, math.inf)
-    for chosen in found:
-        for way, ways in zip(chosen.tolist(), task.ways, strict=True):
-            assert way in ways
-            assert not bank.moves_T[way] or bank.moves_T[list(ways)].all()
