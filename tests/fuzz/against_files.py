@@ -81,7 +81,6 @@ from torchrec_neuroshard.records import (
     steady_records,
 )
 from torchrec_neuroshard.report.html import html_report
-from torchrec_neuroshard.workloads import load_dlrm_dataset
 from torchrec_neuroshard.workloads.loaders import load_tables
 
 SECONDS = 5
@@ -322,19 +321,6 @@ def _use_cache(folder: Path) -> None:
     bundle_cache.find(KEY)
 
 
-def _dataset(folder: Path) -> None:
-    lengths = torch.tensor([[1, 2, 0], [3, 0, 1]])
-    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.flatten().cumsum(0)])
-    tensors = torch.arange(7), offsets, lengths
-    torch.save(tensors, folder / "d.pt")
-    (folder / "d.pt.gz").write_bytes(gzip.compress((folder / "d.pt").read_bytes()))
-
-
-def _use_dataset(folder: Path) -> None:
-    load_dlrm_dataset(folder / "d.pt")
-    load_dlrm_dataset(folder / "d.pt.gz")
-
-
 def _failures(folder: Path) -> None:
     line = json.dumps({"index": 3, "error": "CUDA error"})
     failures_path(folder / "r").write_text(f"{line}\n{line}\n")
@@ -375,7 +361,6 @@ KINDS: dict[str, Kind] = {
     ),
     "constraints": Kind(_constraints, _use_constraints),
     "cache": Kind(_cache, _use_cache),
-    "dataset": Kind(_dataset, _use_dataset),
     "failures": Kind(_failures, lambda folder: read_failures(folder / "r")),
 }
 

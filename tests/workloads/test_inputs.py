@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -80,12 +82,17 @@ def test_features_of_one_table_share_its_lookups() -> None:
     assert not np.array_equal(batch["t:0"][0], batch["t:1"][0])
 
 
-def test_bad_requests_are_refused() -> None:
-    with pytest.raises(TableError, match="no tables given"):
-        draw_batch([], 4, seed=0)
-    with pytest.raises(TableError, match="'cat_0' is given twice"):
-        draw_batch([TABLES[0], TABLES[0]], 4, seed=0)
-    with pytest.raises(ConfigError, match="batch_size must be at least 1"):
-        draw_batch(TABLES, 0, seed=0)
-    with pytest.raises(ConfigError, match="seed at least 0"):
-        draw_batch(TABLES, 1, seed=-1)
+@pytest.mark.parametrize(
+    ("tables", "batch_size", "seed", "value"),
+    [
+        ([], 4, 0, "no tables"),
+        ([TABLES[0], TABLES[0]], 4, 0, "cat_0"),
+        (TABLES, 0, 0, "batch_size"),
+        (TABLES, 1, -1, "seed"),
+    ],
+)
+def test_bad_requests_are_refused(
+    tables: Sequence[TableConfig], batch_size: int, seed: int, value: str
+) -> None:
+    with pytest.raises((ConfigError, TableError), match=value):
+        draw_batch(tables, batch_size, seed)

@@ -1,16 +1,9 @@
 """Table sets to shard: published models, generators, loaders and task sampling."""
 
-from torchrec_neuroshard.workloads.dlrm_dataset import (
-    generate_dlrm_tables,
-    load_dlrm_dataset,
-)
+from torchrec_neuroshard.workloads.dlrm_dataset import generate_dlrm_tables
 from torchrec_neuroshard.workloads.inputs import draw_batch, feature_names
 from torchrec_neuroshard.workloads.loaders import load_json, load_tables
-from torchrec_neuroshard.workloads.mlperf import (
-    criteo_1tb,
-    criteo_kaggle,
-    mlperf_dlrm_v2,
-)
+from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 from torchrec_neuroshard.workloads.tasks import (
     PRODUCTION_WIDTHS,
     TaskConfig,
@@ -23,12 +16,9 @@ __all__ = [
     "PRODUCTION_WIDTHS",
     "TaskConfig",
     "cap_rows",
-    "criteo_1tb",
-    "criteo_kaggle",
     "draw_batch",
     "feature_names",
     "generate_dlrm_tables",
-    "load_dlrm_dataset",
     "load_json",
     "load_tables",
     "mlperf_dlrm_v2",

@@ -1,35 +1,23 @@
-"""The DLRM embedding-lookup dataset: its file, and tables that look like it.
+"""Tables that look like those of the DLRM embedding-lookup dataset.
 
 facebookresearch/dlrm_datasets (MIT licence) holds what 856 production-like tables read
-in one batch of 65,536 samples. `load_dlrm_dataset` reads the file that users have;
-`generate_dlrm_tables` makes tables with the same published aggregates without it.
+in one batch of 65,536 samples. `generate_dlrm_tables` makes tables with the same
+published aggregates.
 
-Shapes: `T` tables, `B` samples, `L` lookups, `C` = 17 count bins.
+Shapes: `T` tables, `C` = 17 count bins.
 """
 
 from __future__ import annotations
 
-import gzip
 import math
-import shutil
-import tempfile
-import zipfile
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special
 
-from torchrec_neuroshard.errors import ConfigError, TableError
-from torchrec_neuroshard.profiles import NUM_COUNT_BINS, FeatureProfile, count_histogram
+from torchrec_neuroshard.errors import ConfigError
+from torchrec_neuroshard.profiles import NUM_COUNT_BINS, FeatureProfile
 from torchrec_neuroshard.tables import TableConfig
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "DLRM_BATCH_SIZE",
@@ -38,7 +26,6 @@ __all__ = [
     "DLRM_NUM_LOOKUPS",
     "DLRM_NUM_TABLES",
     "generate_dlrm_tables",
-    "load_dlrm_dataset",
 ]
 
 DLRM_NUM_TABLES = 856
@@ -62,9 +49,6 @@ _MEAN_COUNTS = np.array([
 ])
 """Mean count of an id in each bin: lookup share over distinct share."""
 # fmt: on
-
-MIN_ROWS = 100
-"""Rows of a table are its largest index + 1, at least this: the seed papers' rule."""
 
 # Quantiles of the set: (share of the tables, value), straight lines between, in the
 # logarithm for reuse. Flat stretches are what many tables share: the floor
@@ -316,149 +300,3 @@ def _solve_tilts(
         high = np.where(above, middle, high)
         low = np.where(above, low, middle)
     return (low + high) / 2
-
-
-def load_dlrm_dataset(
-    path: str | Path, embedding_dim: int = 64
-) -> tuple[TableConfig, ...]:
-    """Load tables with exact profiles from a file of the DLRM dataset.
-
-    Such a file, `fbgemm_t856_bs65536.pt` or one like it, is what `torch.save` made of
-    three tensors: indices (`L`, table after table, sample after sample), offsets
-    (`T * B + 1`) and lengths (`T x B`). It is mapped into memory, not read as a whole;
-    a gzipped one is decompressed into the folder for temporary files first (TMPDIR;
-    some 6 GB for the 2021 set).
-
-    Args:
-        path: The file, gzipped or not.
-        embedding_dim: Columns of every table; the dataset has none.
-
-    Returns:
-        Tables `<file>/0`, ...: rows are the largest index + 1, at least 100, as in the
-        seed papers; the profile counts every lookup.
-
-    Raises:
-        TableError: The file is missing, damaged, truncated or of another kind.
-    """
-    path = Path(path)
-    with _unpacked(path) as plain:
-        indices_L, offsets, lengths_TB = _load_tensors(path, plain)
-        name = path.name.split(".")[0]
-        return tuple(
-            _read_table(
-                path,
-                f"{name}/{i}",
-                indices_L,
-                offsets[i * len(lengths) : (i + 1) * len(lengths) + 1].numpy(),
-                lengths.numpy(),
-                embedding_dim,
-            )
-            for i, lengths in enumerate(lengths_TB)
-        )
-
-
-@contextmanager
-def _unpacked(path: Path) -> Iterator[Path]:
-    """Yield the file itself, or a decompressed copy that lives as long as needed."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise TableError(f"{path} cannot be read ({error})") from error
-    if start.startswith(b"version https://git-lfs"):
-        raise TableError(
-            f"{path} is a Git LFS pointer, not the data; run 'git lfs pull' there"
-        )
-    if not start.startswith(b"\x1f\x8b"):
-        yield path
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "plain.pt"
-        try:
-            with gzip.open(path, "rb") as packed, plain.open("wb") as file:
-                shutil.copyfileobj(packed, file, 1 << 22)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise TableError(
-                f"{path} is damaged or truncated ({error}); download it again"
-            ) from error
-        yield plain
-
-
-def _load_tensors(
-    path: Path, plain: Path
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    import torch  # here, since nothing else of the workloads needs it
-
-    try:
-        data: Any = torch.load(
-            plain, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(plain)
-        )
-    except Exception as error:  # bytes that are no such file can raise anything
-        reason = str(error).strip().split("\n")[0][:200]
-        raise TableError(
-            f"{path} is not a file of torch.save, or it is truncated "
-            f"({type(error).__name__}: {reason}); download it again"
-        ) from error
-    if (
-        not isinstance(data, tuple | list)
-        or len(data) != 3
-        or not all(isinstance(t, torch.Tensor) for t in data)
-        or [t.dim() for t in data] != [1, 1, 2]
-        or any(t.is_floating_point() or t.is_complex() for t in data)
-    ):
-        raise TableError(
-            f"{path} holds {_describe(data)}; a file of the DLRM dataset holds three "
-            "integer tensors: indices (1-D), offsets (1-D) and lengths (2-D)"
-        )
-    indices, offsets, lengths = data
-    if lengths.numel() == 0 or len(offsets) != lengths.numel() + 1:
-        raise TableError(
-            f"{path}: lengths of shape {tuple(lengths.shape)} need "
-            f"{lengths.numel() + 1} offsets, and at least one; got {len(offsets)}"
-        )
-    if int(offsets[0]) != 0 or int(offsets[-1]) != len(indices):
-        raise TableError(
-            f"{path}: offsets run from {int(offsets[0])} to {int(offsets[-1])}, not "
-            f"from 0 to the number of indices, {len(indices)}"
-        )
-    return indices, offsets, lengths
-
-
-def _describe(data: object) -> str:
-    if isinstance(data, tuple | list):
-        parts = [
-            f"{getattr(t, 'dtype', type(t).__name__)}{list(getattr(t, 'shape', ()))}"
-            for t in data[:4]
-        ]
-        return f"{len(data)} items: {', '.join(parts)}"
-    return f"a {type(data).__name__}"
-
-
-def _read_table(
-    path: Path,
-    name: str,
-    indices_L: torch.Tensor,
-    offsets_B: npt.NDArray[np.int64],
-    lengths_B: npt.NDArray[np.int64],
-    embedding_dim: int,
-) -> TableConfig:
-    if (np.diff(offsets_B) != lengths_B).any() or lengths_B.min() < 0:
-        raise TableError(f"{path}: offsets and lengths of table {name} disagree")
-    ids, counts = np.unique(
-        indices_L[int(offsets_B[0]) : int(offsets_B[-1])].numpy(), return_counts=True
-    )
-    if len(ids) and ids[0] < 0:
-        raise TableError(f"{path}: table {name} has the negative index {ids[0]}")
-    num_lookups = int(counts.sum())
-    return TableConfig(
-        name=name,
-        num_embeddings=max(MIN_ROWS, int(ids[-1]) + 1) if len(ids) else MIN_ROWS,
-        embedding_dim=embedding_dim,
-        pooling_factor=num_lookups / len(lengths_B),
-        profile=FeatureProfile(
-            batch_size=len(lengths_B),
-            num_lookups=float(num_lookups),
-            pooling_std=float(lengths_B.std()),
-            access_histogram=count_histogram(counts),
-        ),
-    )

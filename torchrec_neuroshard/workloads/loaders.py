@@ -37,6 +37,7 @@ TABLE_FIELDS: Mapping[str, str] = {
     "embedding_dim": "a whole number, in digits alone",
     "pooling_factor": "a finite number, such as 2.5",
     "num_features": "a whole number, in digits alone",
+    "outputs_per_sample": "a finite number, such as 2.5",
     "weighted": "true or false",
     "data_type": "a name",
     "optimizer": "a name",
@@ -343,8 +344,8 @@ def load_json(path: str | Path) -> dict[str, tuple[TableConfig, ...]]:
 
 def _tables(name: str, workload: Mapping[str, Any]) -> Iterable[TableConfig]:
     if "tables" in workload:
-        for table in workload["tables"]:
-            yield TableConfig.from_json(table)
+        for number, table in enumerate(workload["tables"]):
+            yield _one_table(f"table {number}", table)
     elif "groups" in workload:
         yield from _group_tables(name, workload["groups"])
     else:

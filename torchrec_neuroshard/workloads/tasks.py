@@ -81,14 +81,12 @@ class TaskConfig:
     """Samples over all ranks."""
     num_tables: int | tuple[int, int] = NEUROSHARD_NUM_TABLES
     """Tables per task, or an inclusive range to draw from."""
-    widths: tuple[int, ...] | None = PRODUCTION_WIDTHS
-    """Widths, drawn evenly for each table; None keeps the tables' own."""
+    widths: tuple[int, ...] = PRODUCTION_WIDTHS
+    """Widths, drawn evenly for each table."""
     max_total_bytes: int | None = None
     """A task with more weight bytes is drawn again, number of tables included."""
     memory_bytes_per_rank: int | None = None
     """Bytes each rank has for shards; None is unlimited."""
-    with_replacement: bool = False
-    """Whether one table may stand in a task several times, with different widths."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,12 +95,10 @@ class TaskConfig:
             raise ConfigError(
                 f"num_tables needs 1 <= low <= high, got {self.num_tables}"
             )
-        if self.widths is not None and (
-            not self.widths or any(w < 1 or w % COLUMN_MULTIPLE for w in self.widths)
-        ):
+        if not self.widths or any(w < 1 or w % COLUMN_MULTIPLE for w in self.widths):
             raise ConfigError(
                 f"widths must be positive multiples of {COLUMN_MULTIPLE}, got "
-                f"{self.widths}; None keeps the tables' own"
+                f"{self.widths}"
             )
         for name in ("max_total_bytes", "memory_bytes_per_rank"):
             value = getattr(self, name)
@@ -132,10 +128,6 @@ def sample_tasks(
         config: What the tasks look like.
         num_tasks: How many.
 
-    Returns:
-        The tasks. A table that stands in a task more than once is named `name#2`, ...
-        from its second time on.
-
     Raises:
         ConfigError: More distinct tables are asked for than there are.
         InfeasibleError: No draw stays below `max_total_bytes`.
@@ -144,10 +136,10 @@ def sample_tasks(
     if num_tasks < 0:
         raise ConfigError(f"num_tasks must be at least 0, got {num_tasks}")
     most = config.table_range[1]
-    if most > len(tables) and not config.with_replacement:
+    if most > len(tables):
         raise ConfigError(
             f"tasks of up to {most} distinct tables were asked for, there are "
-            f"{len(tables)}; lower num_tables or set with_replacement"
+            f"{len(tables)}; lower num_tables"
         )
     return tuple(_sample_task(tables, config, number) for number in range(num_tasks))
 
@@ -169,7 +161,7 @@ def _sample_task(
         )
     memory = config.memory_bytes_per_rank
     return ShardingTask(
-        tables=_with_unique_names(chosen),
+        tables=tuple(chosen),
         world_size=config.world_size,
         batch_size=config.batch_size,
         memory_bytes=() if memory is None else (memory,) * config.world_size,
@@ -181,23 +173,6 @@ def _draw_tables(
 ) -> list[TableConfig]:
     low, high = config.table_range
     count = int(rng.integers(low, high + 1))
-    picks = rng.choice(len(tables), size=count, replace=config.with_replacement)
-    if config.widths is None:
-        return [tables[i] for i in picks]
+    picks = rng.choice(len(tables), size=count, replace=False)
     widths = rng.choice(config.widths, size=count)
     return [tables[i].with_width(int(w)) for i, w in zip(picks, widths, strict=True)]
-
-
-def _with_unique_names(tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
-    taken = {t.name for t in tables}
-    seen: dict[str, int] = {}
-    renamed = []
-    for table in tables:
-        copy = seen[table.name] = seen.get(table.name, 0) + 1
-        name = table.name
-        while copy > 1 and name in taken:
-            name = f"{table.name}#{copy}"
-            copy += 1
-        taken.add(name)
-        renamed.append(dataclasses.replace(table, name=name))
-    return tuple(renamed)
