@@ -31,6 +31,7 @@ __all__ = [
     "device_type_of",
     "find_gpu_monitor",
     "free_cached_memory",
+    "free_host_bytes",
     "gpu_uuid",
     "is_accelerator",
     "plain_torch",
@@ -182,6 +183,13 @@ def plain_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(dtype)
+
+
+def free_host_bytes() -> int:
+    """Memory of the host that is free or can be freed [bytes], by Linux's count."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    sizes = dict(line.split(":", 1) for line in lines)
+    return int(sizes["MemAvailable"].split()[0]) * 1024
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ __all__ = [
     "FEATURE_VERSION",
     "NUM_TOTALS",
     "OUTPUT_BYTES_PER_VALUE",
-    "WIDTH_FEATURES",
     "ShardFeaturizer",
     "check_schema",
     "table_features",
@@ -77,22 +76,6 @@ FEATURE_NAMES: tuple[str, ...] = (
     *(f"distinct_share_{j}" for j in range(NUM_COUNT_BINS)),
 )
 """Columns of a feature matrix, in order."""
-
-WIDTH_FEATURES: tuple[str, ...] = (
-    "lookup_bytes",
-    "distinct_bytes",
-    "output_bytes",
-    "weighted_bytes",
-    "lookup_lines",
-    "distinct_lines",
-    "unfused_values",
-    "half_distinct_values",
-    "half_weighted_values",
-    "weight_bytes",
-    "log2_width",
-    "width_mod_16",
-)
-"""Those that depend on a shard's width; shards of one table share all others."""
 
 OUTPUT_BYTES_PER_VALUE = 4
 """Pooled outputs leave the kernel as fp32."""

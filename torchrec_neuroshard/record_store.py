@@ -1,21 +1,19 @@
 """Keeping measurements: a journal that survives any end of the process, and Parquet.
 
-While a run is under way each record is one line of `<file>.journal`, handed to the
-system before the next sample starts: JSON, compressed, as base64. A finished or
-interrupted run is folded into one Parquet file, written beside the old one and moved
-over it. Reading takes both together.
+While a run is under way each record is one line of JSON in `<file>.journal`, handed to
+the system before the next sample starts. A finished or interrupted run is folded into
+one Parquet file, written beside the old one and moved over it. Reading takes both
+together.
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import errno
 import io
 import json
 import os
 import time
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,9 +182,9 @@ class JournaledStore(Generic[_HeaderT, _RecordT]):
         If the process is killed, the record stays; if the machine stops, the records
         of the last second may be lost.
         """
-        line = zlib.compress(json.dumps(record.to_json()).encode(), 1)
+        line = json.dumps(record.to_json()).encode() + b"\n"
         sync = time.monotonic() > self._synced + _SYNC_S
-        _append(self._journal_path, base64.b64encode(line) + b"\n", sync=sync)
+        _append(self._journal_path, line, sync=sync)
         if sync:
             self._synced = time.monotonic()
         self._records[record.index] = record
@@ -241,12 +239,27 @@ def read_header(path: str | Path) -> RunHeader | None:
     Raises:
         RecordError: The file or its journal cannot be read.
     """
-    return _read_all(Path(path), _COMPUTE)[0]
+    return _find_header(Path(path), _COMPUTE)
 
 
 def read_comms_header(path: str | Path) -> CommsHeader | None:
     """Same as `read_header` for records of collectives."""
-    return _read_all(Path(path), _COMMS)[0]
+    return _find_header(Path(path), _COMMS)
+
+
+def _find_header(
+    path: Path, record_format: RecordFormat[_HeaderT, _RecordT]
+) -> _HeaderT | None:
+    data = _raw_header(path)
+    return None if data is None else _header(data, path, record_format)
+
+
+def _raw_header(path: Path) -> dict[str, Any] | None:
+    if path.exists():
+        return _read_parquet_header(path)
+    journal = journal_path(path)
+    line = next(complete_lines(journal), None)
+    return None if line is None else _parse(line, journal)
 
 
 def record_kind(path: str | Path) -> str:
@@ -255,14 +268,9 @@ def record_kind(path: str | Path) -> str:
     Raises:
         RecordError: There is no such file, or it is not a file of records.
     """
-    file, journal = Path(path), journal_path(Path(path))
-    if file.exists():
-        header = _read_parquet_header(file)
-    else:
-        line = next(complete_lines(journal), None)
-        if line is None:
-            raise RecordError(f"{file} does not exist; measure with {_command(file)}")
-        header = _parse(line, journal)
+    header = _raw_header(Path(path))
+    if header is None:
+        raise RecordError(f"{path} does not exist; measure with {_command(Path(path))}")
     return str(header.get("kind", _COMPUTE.kind))
 
 
@@ -391,12 +399,8 @@ def _header(
 
 def _parse(line: str, path: Path) -> dict[str, Any]:
     try:
-        if not line.startswith(("{", "[")):
-            line = zlib.decompress(
-                base64.b64decode(line.strip(), validate=True)
-            ).decode()
         data = parse_json(line)
-    except (ValueError, zlib.error) as error:
+    except ValueError as error:
         raise RecordError(
             f"{path} is damaged ({error}); delete the line or the file"
         ) from error

@@ -99,10 +99,7 @@ class KernelTimer:
             device,
             arena_bytes,
             reference_ms=reference_ms or None,
-            budget_seconds=0.0,
-            min_passes=settings.passes,
-            max_passes=settings.passes,
-            num_batches=settings.passes,
+            num_passes=settings.passes,
         )
         self._device = device
         self._speeds: list[float] = []

@@ -3,16 +3,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,29 +20,24 @@ from rich.console import Console
 from tests.builders import ONE_PASS
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.compute import (
-    MAX_ATTEMPTS,
     MAX_ROUNDS,
     CollectConfig,
     add_arguments,
     collect_compute,
-    failures_path,
     read_failures,
     sampling_from,
-    summary,
     unit_factor,
 )
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.timing import CPU_PASSES, SetTimer
+from torchrec_neuroshard.collect.timing import CPU_PASSES, Reference
 from torchrec_neuroshard.devices import GpuMonitor, GpuState
 from torchrec_neuroshard.errors import (
     ConfigError,
     DeviceFailureError,
-    RecordMismatchError,
 )
 from torchrec_neuroshard.record_store import journal_path, read_header, read_records
-from torchrec_neuroshard.records import CostRecord, repeatability
-from torchrec_neuroshard.tables import TableConfig
+from torchrec_neuroshard.records import CostRecord
 
 OPTIONS = (
     "--max-gib 0.001 --max-lookups 3000 --max-shards 3 --batch-sizes 64 128 --seed 5"
@@ -108,7 +101,6 @@ def test_command_goes_on_where_it_stopped(
     [
         (["--seed", "6"], "seed: 5 against 6"),
         (["--max-shards", "4"], "sampling: "),
-        (["--num-threads", "2"], "num_threads: 1 against 2"),
     ],
 )
 def test_command_refuses_to_mix_runs(
@@ -122,19 +114,6 @@ def test_command_refuses_to_mix_runs(
     error = capsys.readouterr().err
     assert "holds records of another run" in error and message in error
     assert collected.read_bytes() == before
-
-
-def test_records_of_another_machine_are_refused(
-    collected: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = device_fingerprint(torch.device("cpu"), 1)
-    monkeypatch.setattr(
-        "torchrec_neuroshard.collect.compute.device_fingerprint",
-        lambda *_: dataclasses.replace(here, device="another cpu"),
-    )
-    config = CollectConfig(out=collected, num_sets=9, seed=5, sampling=SAMPLING)
-    with pytest.raises(RecordMismatchError, match=r"device: .* against 'another cpu'"):
-        collect_compute(config, Console(quiet=True))
 
 
 def test_real_tables_are_drawn_from_files(tmp_path: Path) -> None:
@@ -164,65 +143,18 @@ def test_real_tables_are_drawn_from_files(tmp_path: Path) -> None:
         collect_compute(missing, Console(quiet=True))
 
 
-def ended_by(number: signal.Signals, path: Path) -> int:
-    """Send a signal to a collector that has kept three sets; return its exit code."""
-    arguments = ["--out", str(path), "--num-sets", "100000", *OPTIONS]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchrec_neuroshard", "collect", "compute", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and process.poll() is None:
-            # Sets that were disturbed are measured again: a set may have two lines.
-            kept = journal_path(path).exists() and read_header(path)
-            if kept and len(read_records([path])[1]) >= 3:
-                break
-            time.sleep(0.05)
-    finally:
-        process.send_signal(number)
-        process.communicate(timeout=60)
-    return process.returncode
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_collector_folds_its_journal(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    path = tmp_path / "r.parquet"
-    assert ended_by(number, path) == 130
-    assert not journal_path(path).exists()
-    assert len(read_records([path])[1]) >= 3
-
-
-def test_killed_collector_loses_only_the_sample_in_flight(tmp_path: Path) -> None:
-    path = tmp_path / "r.parquet"
-    assert ended_by(signal.SIGKILL, path) == -signal.SIGKILL
-    assert not path.exists()
-    complete = journal_path(path).read_bytes().count(b"\n") - 1
-    headers, before = read_records([path])
-    assert [r.index for r in before] == list(range(complete))
-    assert collect(path, complete + 2) == 0
-    again, after = read_records([path])
-    assert again == headers
-    assert [r.index for r in after] == list(range(complete + 2))
-    assert [r.fwd_ms for r in after[:complete]] == [r.fwd_ms for r in before]
-    assert not journal_path(path).exists()
-
-
-def timed(index: int, ms: float, repeat_of: int | None = None) -> CostRecord:
-    return CostRecord(
-        index=index,
-        repeat_of=repeat_of,
-        batch_size=64,
-        tables=sample_set(0, 0, SAMPLING, []).tables,
-        fwd_ms=ms,
-        bwd_ms=ms,
-        num_passes=1,
-        spread=0.0,
-    )
+def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
+    fields: dict[str, Any] = {
+        "index": index,
+        "tables": sample_set(0, 0, SAMPLING, []).tables,
+        "batch_size": 64,
+        "fwd_ms": ms,
+        "bwd_ms": ms,
+        "num_passes": 1,
+        "spread": 0.01,
+        "reference_ms": 1.0,
+    }
+    return CostRecord(**{**fields, **changes})
 
 
 def test_a_slower_reference_after_a_restart_is_made_up_for() -> None:
@@ -232,308 +164,200 @@ def test_a_slower_reference_after_a_restart_is_made_up_for() -> None:
     assert unit_factor([], []) == 1.0
 
 
-def test_repeatability_compares_with_the_first_time() -> None:
-    records = [timed(0, 2.0), timed(1, 4.0), timed(2, 2.2, 0), timed(3, 3.0, 1)]
-    assert repeatability(records) == pytest.approx([0.1, 0.25])
-    assert repeatability([timed(5, 1.0, repeat_of=4)]) == []
+@pytest.fixture
+def collect_as(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[list[CostRecord], str]]:
+    """Collect sets whose measurements are made up."""
+    monkeypatch.setattr(Reference, "nominal_ms", lambda self: 1.0)
+
+    def run(
+        measure: Callable[[int], CostRecord], num_sets: int, min_split: int = 0
+    ) -> tuple[list[CostRecord], str]:
+        monkeypatch.setattr(
+            "torchrec_neuroshard.collect.compute._SetMeter.measure",
+            lambda self, index, following=None: measure(index),
+        )
+        config = CollectConfig(
+            out=tmp_path / "r.parquet",
+            num_sets=num_sets,
+            sampling=SAMPLING,
+            min_split=min_split,
+        )
+        file = io.StringIO()
+        collect_compute(config, Console(width=500, file=file))
+        return read_records([config.out])[1], file.getvalue()
+
+    return run
 
 
-def spread_out(record: CostRecord, index: int, spread: float) -> CostRecord:
-    return dataclasses.replace(record, index=index, spread=spread, reference_ms=1.0)
+Collect = Callable[..., tuple[list[CostRecord], str]]
 
 
-@pytest.mark.parametrize("second", [0.05, 0.9])
-def test_disturbed_sets_are_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: float
+@pytest.mark.parametrize(
+    ("first", "second", "num_times"),
+    [
+        ({"spread": 0.5}, {"spread": 0.05}, 1),
+        ({"spread": 0.5}, {"spread": 0.9}, MAX_ROUNDS),
+        ({"throttled": "power brake"}, {}, 1),
+        ({"throttled": "power brake"}, {"throttled": "power brake"}, MAX_ROUNDS),
+    ],
+)
+def test_disturbed_and_throttled_sets_are_measured_again(
+    collect_as: Collect, first: dict[str, Any], second: dict[str, Any], num_times: int
 ) -> None:
-    """Set 2 is disturbed at first; of both times the steadier one is kept."""
+    """Of both measurements of set 2 the better one is kept."""
     measured: list[int] = []
 
-    def measure(self: Any, index: int, following: object = None) -> CostRecord:
+    def measure(index: int) -> CostRecord:
         measured.append(index)
-        first = 0.5 if index == 2 else 0.01
-        spread = second if measured.count(index) > 1 else first
-        return spread_out(timed(index, 1.0), index, spread)
+        again = measured.count(2) > 1
+        return timed(index, **((second if again else first) if index == 2 else {}))
 
-    monkeypatch.setattr(
-        "torchrec_neuroshard.collect.compute._SetMeter.measure", measure
+    records, printed = collect_as(measure, 9)
+    assert measured == [*range(9), *[2] * num_times]
+    assert records[2].spread < 0.6
+    assert records[2].throttled == (first | second if num_times > 1 else second).get(
+        "throttled", ""
     )
-    config = CollectConfig(out=tmp_path / "r.parquet", num_sets=9, sampling=SAMPLING)
-    collect_compute(config, Console(quiet=True))
-    _, records = read_records([config.out])
-    assert [r.index for r in records] == list(range(9))
-    assert measured == [*range(9), *[2] * (1 if second < 0.1 else MAX_ROUNDS)]
-    assert records[2].spread == pytest.approx(min(0.5, second))
+    assert records[2].num_throttled == ("throttled" in first and num_times == 1)
+    told = "1 kept though the device was throttled" in printed
+    assert told == bool(records[2].throttled)
 
 
-def test_split_comes_first_and_is_completed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_split_comes_first_and_is_completed(collect_as: Collect) -> None:
     order: list[bool] = []
 
-    def measure(self: Any, index: int, following: object = None) -> CostRecord:
+    def measure(index: int) -> CostRecord:
         sampled = sample_set(index, 0, SAMPLING, [])
         order.append(sampled.held_out)
-        record = spread_out(timed(index, 1.0, sampled.repeat_of), index, 0.01)
-        return dataclasses.replace(record, held_out=sampled.held_out)
+        return timed(index, repeat_of=sampled.repeat_of, held_out=sampled.held_out)
 
-    monkeypatch.setattr(
-        "torchrec_neuroshard.collect.compute._SetMeter.measure", measure
-    )
-    config = CollectConfig(
-        out=tmp_path / "r.parquet", num_sets=30, sampling=SAMPLING, min_split=8
-    )
-    collect_compute(config, Console(quiet=True))
+    collect_as(measure, 30, min_split=8)
     within = [sample_set(i, 0, SAMPLING, []).held_out for i in range(30)]
     assert 0 < sum(within) < 8
     assert sum(order) == 8 and len(order) == 30 + 8 - sum(within)
     assert sum(order[: 8 + sum(within)]) == sum(within)
 
 
-def test_summary_counts(collected: Path) -> None:
-    (header,), records = read_records([collected])
-    hot = [dataclasses.replace(r, throttled="power brake") for r in records[:2]]
-    text = summary(collected, header, [*hot, *records[2:]])
-    assert f": {len(records)} records on {header.fingerprint.device}" in text
-    assert text.endswith("; 2 kept though the device was throttled")
-
-
-def test_missing_gpu_is_named(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has one")
-    config = CollectConfig(out=tmp_path / "r.parquet", device="cuda")
-    with pytest.raises(ConfigError, match="no device 'cuda'"):
-        collect_compute(config, Console(quiet=True))
-
-
-def test_bad_configs_are_refused(tmp_path: Path) -> None:
-    good = CollectConfig(out=tmp_path / "r.parquet")
-    for name in ("num_sets", "num_threads"):
-        with pytest.raises(ConfigError, match="must be at least 1"):
-            dataclasses.replace(good, **{name: 0})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="time limit must be above 0 s, got 0"):
-        dataclasses.replace(good, time_limit_seconds=0)
-    with pytest.raises(ConfigError, match="set must be at least 0, got -1"):
-        dataclasses.replace(good, set_seconds=-1)
-
-
-# Limits, and a GPU that gets hot, with stand-ins for its driver
-
-
-def state(reasons: int) -> GpuState:
-    return GpuState(
-        sm_clock_mhz=1_980.0,
-        memory_clock_mhz=3_201.0,
-        temperature_c=60.0 + reasons,
-        throttle_reasons=reasons,
-    )
-
-
-HOT, FINE = 0x20, 0x0
-
-
-@pytest.fixture
-def watched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., tuple[list[CostRecord], str]]:
-    """Collect sets on a device that is, after each measurement, in a given state."""
-    monkeypatch.setattr("torchrec_neuroshard.collect.compute.COOL_DOWN_S", 0.0)
-    monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
-
-    def run(
-        reasons: Iterator[int] | None, num_sets: int
-    ) -> tuple[list[CostRecord], str]:
-        monitor = None
-        if reasons is not None:
-            # Sets that other work disturbs are measured again at the end.
-            monitor = GpuMonitor(lambda: state(next(reasons, FINE)))
-        monkeypatch.setattr(
-            "torchrec_neuroshard.collect.compute.gpu_uuid", lambda _: "GPU-0"
-        )
-        monkeypatch.setattr(
-            "torchrec_neuroshard.collect.compute.find_gpu_monitor", lambda _: monitor
-        )
-        config = CollectConfig(
-            out=tmp_path / "r.parquet", num_sets=num_sets, seed=5, sampling=SAMPLING
-        )
-        console = Console(width=200, file=io.StringIO())
-        collect_compute(config, console)
-        return read_records([config.out])[1], console.file.getvalue()  # type: ignore[attr-defined]
-
-    return run
-
-
-def test_throttled_measurements_are_dropped_counted_and_repeated(
-    watched: Callable[..., tuple[list[CostRecord], str]],
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_set_gets_a_second_chance_at_memory(
+    collect_as: Collect, num_failures: int
 ) -> None:
-    records, printed = watched(iter([FINE, HOT, HOT, FINE, FINE]), 3)
-    assert [r.num_throttled for r in records] == [0, 2, 0]
-    assert "clocks and temperature are read by pynvml" in printed
-    for record in records:
-        assert record.sm_clock_mhz == 1_980.0
-        assert record.memory_clock_mhz == 3_201.0
-        assert record.temperature_c == 60.0
-    assert "2 measurements were dropped: the device was throttled" in printed
-    assert "2 measurements dropped for throttling" in printed
+    failures = iter(range(num_failures))
 
-
-def test_drops_stay_counted_where_a_disturbed_set_is_measured_again(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        "torchrec_neuroshard.collect.compute.steady_records",
-        lambda records: [r for r in records if r.index != 1],
-    )
-    # The new measurement of set 1 is always the steadier one.
-    disturbances = itertools.cycle([0.5, 2.0])
-    monkeypatch.setattr(
-        "torchrec_neuroshard.collect.compute.disturbance",
-        lambda record, usual_ms: next(disturbances),
-    )
-    records, printed = watched(iter([FINE, HOT, FINE, FINE, HOT, HOT, FINE]), 3)
-    assert [r.num_throttled for r in records] == [0, 3, 0]
-    assert "3 measurements were dropped: the device was throttled" in printed
-
-
-def test_a_set_that_stays_throttled_is_kept_and_says_so(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-) -> None:
-    hot_on_set_1 = [FINE, *[HOT] * MAX_ATTEMPTS, FINE]
-    records, printed = watched(itertools.chain(hot_on_set_1, itertools.repeat(HOT)), 3)
-    assert [r.throttled for r in records] == ["", "software thermal slowdown", ""]
-    assert records[1].num_throttled >= MAX_ATTEMPTS - 1
-    assert "1 kept though the device was throttled" in " ".join(printed.split())
-
-
-def test_a_throttled_set_is_measured_again_when_the_card_has_cooled(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-) -> None:
-    hot_on_set_1 = [FINE, *[HOT] * MAX_ATTEMPTS, FINE]
-    records, _ = watched(iter(hot_on_set_1), 3)
-    assert [r.throttled for r in records] == [""] * 3
-    assert [r.num_throttled for r in records] == [0, MAX_ATTEMPTS, 0]
-
-
-def test_a_card_that_is_always_throttled_costs_little_time(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each dropped measurement takes as if 8 s, of the 20 s that a run has for them."""
-    ticks = itertools.count(step=8)
-    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda _: None)
-    monkeypatch.setattr("torchrec_neuroshard.collect.compute.time", clock)
-    # Nothing is measured again for other work on this machine.
-    monkeypatch.setattr("torchrec_neuroshard.collect.compute.steady_records", list)
-    records, printed = watched(itertools.repeat(HOT), 6)
-    assert [r.num_throttled for r in records] == [3, 0, 0, 0, 0, 0]
-    assert {r.throttled for r in records} == {"software thermal slowdown"}
-    assert "3 measurements were dropped: the device was throttled" in printed
-
-
-def test_a_set_too_large_for_the_device_is_left_out_and_told(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    measure = SetTimer.measure
-
-    def limited(self: SetTimer, tables: Sequence[TableConfig], *rest: Any) -> Any:
-        if tables == sample_set(1, 5, SAMPLING, []).tables:
+    def measure(index: int) -> CostRecord:
+        if index == 1 and next(failures, None) is not None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore lines")
-        return measure(self, tables, *rest)
+        return timed(index)
 
-    monkeypatch.setattr(SetTimer, "measure", limited)
-    records, printed = watched(iter([FINE, FINE]), 3)
-    assert [r.index for r in records] == [0, 2]
-    assert "set 1 was left out: CUDA out of memory. Tried\n" in printed
-
-
-def test_a_set_that_finds_memory_the_second_time_is_kept(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    measure, failed = SetTimer.measure, list[bool]()
-
-    def limited(self: SetTimer, tables: Sequence[TableConfig], *rest: Any) -> Any:
-        if tables == sample_set(1, 5, SAMPLING, []).tables and not failed:
-            failed.append(True)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return measure(self, tables, *rest)
-
-    monkeypatch.setattr(SetTimer, "measure", limited)
-    records, printed = watched(iter([FINE] * 3), 3)
-    assert failed and [r.index for r in records] == [0, 1, 2]
-    assert "left out" not in printed
+    records, printed = collect_as(measure, 3)
+    assert [r.index for r in records] == [[0, 1, 2], [0, 2]][num_failures - 1]
+    told = "set 1 was left out: CUDA out of memory. Tried\n"
+    assert (told in printed) == (num_failures == 2)
 
 
 def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    collect_as: Collect, tmp_path: Path
 ) -> None:
-    measure = SetTimer.measure
-
-    def breaking(self: SetTimer, tables: Sequence[TableConfig], *rest: Any) -> Any:
-        if tables == sample_set(1, 5, SAMPLING, []).tables:
+    def measure(index: int) -> CostRecord:
+        if index == 1:
             raise RuntimeError("CUDA error: an illegal memory access\nmore lines")
-        return measure(self, tables, *rest)
+        return timed(index)
 
-    monkeypatch.setattr(SetTimer, "measure", breaking)
-    with pytest.raises(DeviceFailureError, match=r"set 1 failed on the device \(CUDA"):
-        watched(iter([FINE] * 9), 3)
-    path = tmp_path / "r.parquet"
-    assert read_failures(path) == {1: "CUDA error: an illegal memory access"}
-    records, printed = watched(iter([FINE] * 9), 3)
+    with pytest.raises(DeviceFailureError, match="set 1"):
+        collect_as(measure, 3)
+    noted = read_failures(tmp_path / "r.parquet")
+    assert noted == {1: "CUDA error: an illegal memory access"}
+    records, printed = collect_as(measure, 3)
     assert [r.index for r in records] == [0, 2]
-    assert "set 1 ended an earlier run and is left out: CUDA error: an ill" in printed
+    assert "set 1 ended an earlier run" in printed
 
+    def faulty(index: int) -> CostRecord:
+        raise RuntimeError("shapes differ")  # our fault, not the device's
 
-def test_faults_of_our_own_are_not_taken_for_the_device_s(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    def faulty(*_: Any) -> Any:
-        raise RuntimeError("shapes differ")
-
-    monkeypatch.setattr(SetTimer, "measure", faulty)
     with pytest.raises(RuntimeError, match=r"^shapes differ$"):
-        watched(iter([FINE]), 1)
-    assert not failures_path(tmp_path / "r.parquet").exists()
+        collect_as(faulty, 4)
+    assert read_failures(tmp_path / "r.parquet") == noted
 
 
-def test_no_set_is_begun_after_the_time_limit(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("watched", [True, False])
+def test_what_a_gpus_driver_says_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, watched: bool
 ) -> None:
-    now = time.monotonic()
-    monkeypatch.setattr("torchrec_neuroshard.cli._STARTED", now)
+    state = GpuState(
+        sm_clock_mhz=1_980.0,
+        memory_clock_mhz=3_201.0,
+        temperature_c=60.0,
+        throttle_reasons=0,
+    )
+    module = "torchrec_neuroshard.collect.compute"
+    monkeypatch.setattr("torchrec_neuroshard.collect.timing.CPU_PASSES", ONE_PASS)
+    monkeypatch.setattr(f"{module}.gpu_uuid", lambda _: "GPU-0")
+    monitor = GpuMonitor(lambda: state) if watched else None
+    monkeypatch.setattr(f"{module}.find_gpu_monitor", lambda _: monitor)
+    config = CollectConfig(
+        out=tmp_path / "r.parquet", num_sets=1, seed=5, sampling=SAMPLING
+    )
+    collect_compute(config, Console(quiet=True))
+    _, (record,) = read_records([config.out])
+    found = record.sm_clock_mhz, record.memory_clock_mhz, record.temperature_c
+    assert found == ((1_980.0, 3_201.0, 60.0) if watched else (None,) * 3)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_ended_collector_loses_only_the_sample_in_flight(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     path = tmp_path / "r.parquet"
-    assert collect(path, 100_000, "--time-limit", "0.5") == 0
-    assert "stopped at the time limit of 0.5 s" in capsys.readouterr().out
-    _, records = read_records([path])
-    assert [r.index for r in records] == list(range(len(records)))
-    assert len(records) < 100
+    arguments = ["--out", str(path), "--num-sets", "100000", *OPTIONS]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchrec_neuroshard", "collect", "compute", *arguments],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+    )
+    while process.poll() is None:
+        begun = journal_path(path).exists() and read_header(path)
+        if begun and len(read_records([path])[1]) >= 3:
+            break
+        time.sleep(0.05)
+    process.send_signal(number)
+    code = process.wait()
+    headers, before = read_records([path])
+    assert len(before) >= 3
+    assert [r.index for r in before] == list(range(len(before)))
+    if number == signal.SIGTERM:
+        assert code == 130 and not journal_path(path).exists()
+    assert collect(path, len(before) + 2) == 0
+    again, after = read_records([path])
+    assert again == headers
+    assert [r.index for r in after] == list(range(len(before) + 2))
+    assert not journal_path(path).exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_sets": 0}, {"time_limit_seconds": -5}, {"set_seconds": -1}]
+)
+def test_bad_configs_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=str(*changes.values())):
+        CollectConfig(out=tmp_path / "r", **changes)
 
 
 def test_the_time_limit_counts_from_the_start_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What imports and models took before is part of it."""
     begun = time.monotonic() - 100
     monkeypatch.setattr("torchrec_neuroshard.cli._STARTED", begun)
     path = tmp_path / "r.parquet"
-    assert collect(path, 2, "--time-limit", "10000") == 0
+    assert collect(path, 2, "--time-limit", "10000", "--set-seconds", "0") == 0
+    assert {r.num_passes for r in read_records([path])[1]} == {CPU_PASSES.min_passes}
     assert collect(path, 9, "--time-limit", "50") == 0
     assert len(read_records([path])[1]) == 2
-
-
-def test_a_set_is_repeated_for_the_seconds_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "r.parquet"
-    assert collect(path, 3, "--set-seconds", "0") == 0
-    _, records = read_records([path])
-    assert [r.num_passes for r in records] == [CPU_PASSES.min_passes] * 3
+    assert "stopped at the time limit of 50 s" in capsys.readouterr().out
 
 
 def options(*arguments: str) -> SamplingConfig:
@@ -563,11 +387,3 @@ def test_options_change_what_the_device_would_get(
         fp16_share=0.0,
         max_shards=7,
     )
-
-
-def test_a_device_that_nothing_watches_is_measured(
-    watched: Callable[..., tuple[list[CostRecord], str]],
-) -> None:
-    records, printed = watched(None, 1)
-    assert [r.sm_clock_mhz for r in records] == [None]
-    assert "pynvml does not answer" in printed

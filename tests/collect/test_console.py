@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 
 from torchrec_neuroshard.collect.console import RateProgress
@@ -46,11 +45,3 @@ def test_a_terminal_gets_bars_alone(phases: list[str]) -> None:
     assert "3/3" in file.getvalue() and "0.50 sets/s" in file.getvalue()
     assert "3 of 3 sets" not in file.getvalue()
     assert phases == [""]  # nothing is shown of the phase around the bars
-
-
-@pytest.mark.parametrize("completed", [0, 5])
-def test_nothing_to_do_is_said_at_once(completed: int) -> None:
-    file = io.StringIO()
-    with RateProgress(Console(file=file), "sets") as progress:
-        progress.add_bar("collect", completed, completed=completed)
-    assert file.getvalue() == f"collect: {completed} of {completed} sets\n"

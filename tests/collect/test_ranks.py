@@ -29,21 +29,19 @@ def test_needs_torchrun(
     assert "torchrun --nproc-per-node" in printed
 
 
-def test_needs_two_ranks(torchrun: pytest.MonkeyPatch) -> None:
-    torchrun.setenv("WORLD_SIZE", "1")
-    torchrun.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="at least 2 ranks, got 1"):
-        Ranks("gloo", 5.0)
-
-
-def test_nodes_must_be_alike(torchrun: pytest.MonkeyPatch) -> None:
-    torchrun.setenv("LOCAL_WORLD_SIZE", "4")
-    message = r"world_size \(6\) must be a multiple of local_world_size \(4\)"
-    with pytest.raises(ConfigError, match=message):
-        Ranks("gloo", 5.0)
-
-
-def test_nccl_needs_devices(torchrun: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "backend", "value"),
+    [
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "gloo", "got 1"),
+        ({"LOCAL_WORLD_SIZE": "4"}, "gloo", r"local_world_size \(4\)"),
+        ({}, "nccl", "0 for 3 ranks"),
+    ],
+)
+def test_ranks_that_cannot_be(
+    torchrun: pytest.MonkeyPatch, changes: dict[str, str], backend: str, value: str
+) -> None:
     torchrun.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="this node has 0 for 3 ranks"):
-        Ranks("nccl", 5.0)
+    for name, number in changes.items():
+        torchrun.setenv(name, number)
+    with pytest.raises(ConfigError, match=value):
+        Ranks(backend, 5.0)

@@ -43,6 +43,7 @@ from torchrec_neuroshard.devices import (
     accelerator,
     backend_of,
     default_device_type,
+    free_host_bytes,
     is_accelerator,
     synchronize,
     torch_threads,
@@ -448,15 +449,10 @@ def _open_together(config: CommsConfig, ranks: Ranks) -> tuple[CommsHeader | Non
 def _memory_cap(ranks: Ranks) -> int:
     """Most bytes per rank that the buffers of this node's ranks have room for."""
     on_host = not is_accelerator(ranks.device.type)
-    if not on_host:
-        free = int(accelerator(ranks.device.type).mem_get_info()[0])
+    if on_host:
+        free = free_host_bytes() // ranks.local_world_size
     else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        with contextlib.suppress(OSError):
-            text = Path("/proc/meminfo").read_text(encoding="ascii")
-            lines = dict(line.split(":", 1) for line in text.splitlines())
-            free = int(lines["MemAvailable"].split()[0]) * 1024
-        free //= ranks.local_world_size
+        free = int(accelerator(ranks.device.type).mem_get_info()[0])
     # Input, send buffer, output and its copy; one rank may send for all.
     copies = 2 + 2 * (1 if on_host else ranks.world_size)
     return max(1024, int(free * _MEMORY_SHARE / copies))

@@ -58,8 +58,6 @@ from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 from torchrec_neuroshard.workloads.loaders import load_json
 
 __all__ = [
-    "MAX_ATTEMPTS",
-    "MAX_DROPPING_S",
     "MAX_ROUNDS",
     "NUM_ANCHORS",
     "CollectConfig",
@@ -78,15 +76,9 @@ NUM_ANCHORS = 25
 """Earlier sets that a resumed run measures again, to go on in the same unit."""
 
 MAX_ROUNDS = 2
-"""How often a run returns to those of its sets that other work disturbed."""
+"""How often a run returns to sets that other work or throttling disturbed."""
 _MOST_MORE = 5
 """Sets beyond `num_sets`, per one that `min_split` asks for."""
-
-MAX_ATTEMPTS = 4
-"""Measurements of one set on a throttled GPU; the last one is kept as it is."""
-COOL_DOWN_S = 2.0
-MAX_DROPPING_S = 20.0
-"""Seconds of a run that go into dropped measurements and pauses after them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +91,6 @@ class CollectConfig:
     """Records the file shall hold."""
     seed: int = 0
     device: str = "cpu"
-    num_threads: int = 1
-    """CPU threads of the kernel: a rank on a CPU has one core."""
     tables: tuple[Path, ...] = ()
     """JSON files of real tables to draw from beside generated ones."""
     workloads: tuple[str, ...] = ()
@@ -118,11 +108,8 @@ class CollectConfig:
     with: they are measured first, and beyond `num_sets` until there are enough."""
 
     def __post_init__(self) -> None:
-        if self.num_sets < 1 or self.num_threads < 1:
-            raise ConfigError(
-                "num_sets and num_threads must be at least 1, got "
-                f"{self.num_sets} and {self.num_threads}"
-            )
+        if self.num_sets < 1:
+            raise ConfigError(f"num_sets must be at least 1, got {self.num_sets}")
         if self.time_limit_seconds is not None and not self.time_limit_seconds > 0:
             raise ConfigError(
                 f"the time limit must be above 0 s, got {self.time_limit_seconds}"
@@ -165,14 +152,10 @@ def _base_tables(config: CollectConfig) -> list[TableConfig]:
 def collect_compute(config: CollectConfig, console: Console | None = None) -> None:
     """Measure until the file holds `config.num_sets` records, or time is over.
 
-    Sets that other work disturbed, or that stayed throttled while most did not, are
-    measured again while there is time. The better measurement is kept.
-
-    A measurement during which a GPU's clocks were held down is dropped, counted in the
-    record that replaces it, and made again after a pause. A set that stays throttled is
-    kept, and after `MAX_DROPPING_S` nothing is dropped any more: each record says
-    whether it was throttled. Sets that do not fit into the device's memory are left
-    out, told, and tried again by the next run.
+    Sets that other work disturbed, or that a GPU measured with its clocks held down
+    while most were not, are measured again at the end while there is time. The better
+    measurement is kept; each record says whether it was throttled. Sets that do not fit
+    into the device's memory are left out, told, and tried again by the next run.
 
     Raises:
         RecordMismatchError: The file holds records of another machine or run.
@@ -182,7 +165,7 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
     device = as_device(config.device)
     base_tables = _base_tables(config)
     header = RunHeader(
-        fingerprint=device_fingerprint(device, config.num_threads),
+        fingerprint=device_fingerprint(device, 1),
         reference_ms=0.0,
         seed=config.seed,
         sampling={
@@ -194,7 +177,7 @@ def collect_compute(config: CollectConfig, console: Console | None = None) -> No
         created=utc_now(),
         bounds_check=BOUNDS_CHECK,
     )
-    with torch_threads(config.num_threads):
+    with torch_threads(1):  # a rank on a CPU has one core
         _collect(config, header, base_tables, device, console)
 
 
@@ -315,8 +298,7 @@ class _Run:
                     return False
                 new = self._measured(old.index)
                 if new is not None and _doubt(new, usual_ms) < _doubt(old, usual_ms):
-                    num_throttled = old.num_throttled + new.num_throttled
-                    num_throttled += bool(old.throttled)
+                    num_throttled = old.num_throttled + bool(old.throttled)
                     store.append(dataclasses.replace(new, num_throttled=num_throttled))
                 advance()
         return True
@@ -345,7 +327,7 @@ class _Run:
 
     def _measured(self, index: int, following: int | None = None) -> CostRecord | None:
         try:
-            return self._meter.measure_steadily(index, following)
+            return self._meter.measure_if_it_fits(index, following)
         except RuntimeError as error:
             raise _device_failure(self._config.out, index, error) from error
 
@@ -406,7 +388,6 @@ class _SetMeter:
         self._sampler = SetSampler(config.sampling, config.seed, base_tables)
         self._timer, self._monitor = timer, monitor
         self._ahead: SampledSet | None = None
-        self._num_dropped, self._dropping_s = 0, 0.0
         self._left_out: dict[int, str] = {}
 
     def measure(self, index: int, following: int | None = None) -> CostRecord:
@@ -473,41 +454,19 @@ class _SetMeter:
         free_cached_memory(torch.device(self._config.device))
         return self.measure(index, following)
 
-    def measure_steadily(
+    def measure_if_it_fits(
         self, index: int, following: int | None = None
     ) -> CostRecord | None:
-        """Measure a set, again while the device is throttled and there is time for it.
-
-        Returns:
-            None where the set did not fit into the device's memory.
-        """
-        num_dropped = 0
-        while True:
-            start = time.monotonic()
-            try:
-                record = self._measure_within_memory(index, following)
-            except torch.OutOfMemoryError as error:
-                self._left_out[index] = str(error).splitlines()[0]
-                return None
-            may_drop = (
-                num_dropped + 1 < MAX_ATTEMPTS and self._dropping_s < MAX_DROPPING_S
-            )
-            if not record.throttled or not may_drop:
-                return dataclasses.replace(record, num_throttled=num_dropped)
-            num_dropped += 1
-            self._num_dropped += 1
-            time.sleep(COOL_DOWN_S)
-            self._dropping_s += time.monotonic() - start
+        """Measure a set; None where the device has no memory for it."""
+        try:
+            return self._measure_within_memory(index, following)
+        except torch.OutOfMemoryError as error:
+            self._left_out[index] = str(error).splitlines()[0]
+            return None
 
     def troubles(self) -> list[str]:
         """What there is to tell, one line each."""
-        lines = []
-        if self._num_dropped:
-            lines.append(
-                f"{self._num_dropped} measurements were dropped: the device was "
-                "throttled"
-            )
-        lines += [f"set {i} was left out: {why}" for i, why in self._left_out.items()]
+        lines = [f"set {i} was left out: {why}" for i, why in self._left_out.items()]
         failures = 0 if self._monitor is None else self._monitor.num_failures
         if failures:
             lines.append(f"the driver did not tell its state {failures} times")
@@ -567,9 +526,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default=default_device_type(),
         help="cpu or cuda[:N] (default: the GPU where there is one)",
-    )
-    parser.add_argument(
-        "--num-threads", type=int, default=1, help="CPU threads of the kernel"
     )
     parser.add_argument(
         "--tables",

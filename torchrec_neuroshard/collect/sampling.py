@@ -24,7 +24,6 @@ from torchrec_neuroshard.tables import (
 
 __all__ = [
     "STATE_BYTES",
-    "AccessDistribution",
     "SampledSet",
     "SamplingConfig",
     "SetSampler",

@@ -146,21 +146,17 @@ class Clock(Protocol):
 class HostClock:
     """The processor's own clock."""
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        """Take what tells the seconds."""
-        self._now = now
-
     def start(
         self,
         forward: Callable[[], torch.Tensor],
         backward: Callable[[torch.Tensor], None],
     ) -> Times:
         """Run both; see `Clock`."""
-        start = self._now()
+        start = time.perf_counter()
         output = forward()
-        middle = self._now()
+        middle = time.perf_counter()
         backward(output)
-        end = self._now()
+        end = time.perf_counter()
         return lambda: ((middle - start) * 1e3, (end - middle) * 1e3)
 
 
@@ -386,10 +382,7 @@ class SetTimer:
         reference_ms: float | None = None,
         *,
         budget_seconds: float | None = None,
-        min_passes: int | None = None,
-        max_passes: int | None = None,
-        num_batches: int | None = None,
-        now: Callable[[], float] = time.perf_counter,
+        num_passes: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Allocate the arena and the reference.
@@ -399,25 +392,24 @@ class SetTimer:
             arena_bytes: Most weight bytes of a set.
             reference_ms: Nominal time of the reference; None measures it now. A GPU
                 has none.
-            budget_seconds: Stop repeating a sample after this time. None, as for the
-                three below, takes the device's: `CPU_PASSES` or `CUDA_PASSES`.
-            min_passes: Timed passes that every sample gets.
-            max_passes: Most timed passes.
-            num_batches: Different inputs that the timed passes take in turn.
-            now: Tells a CPU's seconds: `time.thread_time` leaves out what other work
-                took of a core.
+            budget_seconds: Stop repeating a sample after this time. None takes the
+                device's: `CPU_PASSES` or `CUDA_PASSES`.
+            num_passes: Timed passes that every sample gets, each with an input of its
+                own. None takes the device's.
             clock: What times an accelerator's passes; None: a `DeviceClock`.
         """
         self._device = device
-        defaults = CUDA_PASSES if is_accelerator(device.type) else CPU_PASSES
-        given = {
-            "budget_seconds": budget_seconds,
-            "min_passes": min_passes,
-            "max_passes": max_passes,
-            "num_batches": num_batches,
-        }
-        changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-        self._counts = dataclasses.replace(defaults, **changes)
+        counts = CUDA_PASSES if is_accelerator(device.type) else CPU_PASSES
+        if budget_seconds is not None:
+            counts = dataclasses.replace(counts, budget_seconds=budget_seconds)
+        if num_passes is not None:
+            counts = dataclasses.replace(
+                counts,
+                min_passes=num_passes,
+                max_passes=num_passes,
+                num_batches=num_passes,
+            )
+        self._counts = counts
         self._arena: Arena | None = None
         self._reference: Reference | None = None
         self.reference_ms = 0.0
@@ -427,7 +419,7 @@ class SetTimer:
             reserve_memory(device, arena_bytes)
             return
         keep_freed_memory()
-        self._clock, self._arena = HostClock(now), Arena(device, arena_bytes)
+        self._clock, self._arena = HostClock(), Arena(device, arena_bytes)
         self._reference = Reference(device, self._clock)
         self.reference_ms = (
             self._reference.nominal_ms() if reference_ms is None else reference_ms

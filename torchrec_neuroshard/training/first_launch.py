@@ -30,16 +30,13 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from torchrec_neuroshard.access import AccessDistribution
 from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
 from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
 from torchrec_neuroshard.collect.console import RateProgress
 from torchrec_neuroshard.collect.fingerprint import device_fingerprint
 from torchrec_neuroshard.collect.ranks import Ranks
-from torchrec_neuroshard.collect.sampling import (
-    STATE_BYTES,
-    AccessDistribution,
-    SamplingConfig,
-)
+from torchrec_neuroshard.collect.sampling import STATE_BYTES, SamplingConfig
 from torchrec_neuroshard.collect.tbe import BOUNDS_CHECK
 from torchrec_neuroshard.collect.timing import SetTimer
 from torchrec_neuroshard.cost_models import CostModel
@@ -58,6 +55,7 @@ from torchrec_neuroshard.devices import (
     accelerator,
     backend_of,
     free_cached_memory,
+    free_host_bytes,
     is_accelerator,
     torch_threads,
 )
@@ -581,10 +579,7 @@ def _free_bytes(device: torch.device, num_ranks: int) -> int:
     if is_accelerator(device.type):
         free, _ = accelerator(device.type).mem_get_info(device)
         return min(usual, int(_FREE_SHARE * free))
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = {k: v for k, _, v in (line.partition(":") for line in lines)}
-    free = int(available["MemAvailable"].split()[0]) * 1024
-    return min(usual, int(_FREE_SHARE * free / num_ranks))
+    return min(usual, int(_FREE_SHARE * free_host_bytes() / num_ranks))
 
 
 def _fit(request: LaunchRequest, bundle: Path) -> None:
