@@ -9,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.builders import make_header, make_record, write_records
-from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.record_store import (
@@ -98,14 +97,6 @@ def test_records_are_readable_before_the_end(tmp_path: Path) -> None:
     assert read_records([path])[1] == [record(0), record(5)]
 
 
-def test_an_exception_keeps_what_was_measured(tmp_path: Path) -> None:
-    path = tmp_path / "r.parquet"
-    with pytest.raises(KeyboardInterrupt), RecordStore(path, HEADER) as store:
-        store.append(record(0))
-        raise KeyboardInterrupt
-    assert read_records([path])[1] == [record(0)]
-
-
 @pytest.mark.parametrize("torn", ['{"index": 3, "repeat', "{"])
 def test_torn_last_line_is_dropped(tmp_path: Path, torn: str) -> None:
     path = tmp_path / "r.parquet"
@@ -143,13 +134,6 @@ def test_killed_between_parquet_and_journal(tmp_path: Path) -> None:
     assert read_records([path])[1] == [record(0)]
     write(path, 1)
     assert read_records([path])[1] == [record(0), record(1)]
-
-
-def test_empty_run_leaves_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "r.parquet"
-    write(path)
-    assert not path.exists()
-    assert read_records([path])[1] == []
 
 
 def test_other_runs_are_refused(tmp_path: Path) -> None:
@@ -215,24 +199,6 @@ def test_repeats_are_of_sets_of_their_own_file(tmp_path: Path) -> None:
     assert [r.index for r in found] == [0, 1, 2]
     assert [r.repeat_of for r in found] == [None, None, 1]
     assert repeatability(found) == [0.0]
-
-
-def test_a_journal_takes_a_third_of_its_records_as_json(tmp_path: Path) -> None:
-    sampled = sample_set(1, 0, SamplingConfig(max_shards=40), [])
-    assert len(sampled.tables) > 10
-    path = tmp_path / "r.parquet"
-    store = RecordStore(path, HEADER)
-    before = journal_path(path).stat().st_size
-    store.append(make_record(sampled.tables, batch_size=sampled.batch_size))
-    added = journal_path(path).stat().st_size - before
-    as_json = len(json.dumps(store.records[0].to_json()))
-    assert as_json > 5_000 and added < as_json / 3
-
-
-def test_missing_file_names_the_command(tmp_path: Path) -> None:
-    assert read_header(tmp_path / "none.parquet") is None
-    with pytest.raises(RecordError, match="does not exist; measure with 'neuroshard"):
-        read_records([tmp_path / "none.parquet"])
 
 
 @pytest.mark.parametrize("keep", [0, 3, 0.5, 0.99])

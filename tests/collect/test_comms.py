@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,6 @@ from torchrec_neuroshard.records import (
     COLLECTIVES,
     CommsHeader,
     CommsRecord,
-    repeatability,
 )
 
 SAMPLING = CommsSamplingConfig(bytes_per_rank=(1024, 2**20))
@@ -57,14 +57,6 @@ def record(
 
 
 # Sampling
-
-
-def test_samples_depend_on_seed_and_index_alone() -> None:
-    first = [sample_collective(i, 7, SAMPLING, WORLD_4) for i in range(50)]
-    again = [sample_collective(i, 7, SAMPLING, WORLD_4) for i in reversed(range(50))]
-    assert first == again[::-1]
-    other = [sample_collective(i, 8, SAMPLING, WORLD_4) for i in range(50)]
-    assert first != other
 
 
 def test_samples_cover_sizes_collectives_and_skews() -> None:
@@ -103,61 +95,21 @@ def test_repeats_measure_an_earlier_sample_again() -> None:
         )
 
 
-def test_every_group_is_drawn_at_its_size() -> None:
-    sizes = {"world": 4, "local": 2, "cross": 3}
-    samples = [sample_collective(i, 0, SAMPLING, sizes) for i in range(60)]
-    assert {s.group for s in samples} == set(sizes)
-    assert all(len(s.bytes_per_peer) == sizes[s.group] for s in samples)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"bytes_per_rank": (0, 5)}, r"bytes_per_rank needs 0 < low <= high"),
-        ({"bytes_per_rank": (9, 5)}, r"got \(9, 5\)"),
-        ({"repeat_every": 1}, "repeat_every must be at least 2, got 1"),
-    ],
-)
-def test_bad_sampling_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(SAMPLING, **changes)  # type: ignore[arg-type]
-
-
 # Records and their files
 
 
-def test_record_survives_json() -> None:
-    data = json.loads(json.dumps(record(3, repeat_of=1).to_json()))
-    assert CommsRecord.from_json(data) == record(3, repeat_of=1)
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "value"),
     [
-        ({"collective": "gossip"}, "collective 'gossip'; known are pooled_forward"),
-        (
-            {"world_size": 3},
-            r"world_size \(3\) must be a multiple of local_world_size \(2\)",
-        ),
-        ({"num_passes": 0}, "record 0 needs a pass.*num_passes 0"),
-        ({"bytes_per_peer": (1,)}, r"needs one value per rank \(2\)"),
-        ({"transfer_ms": (1.5,)}, r"needs one value per rank \(2\)"),
+        ({"collective": "gossip"}, "gossip"),
+        ({"world_size": 3}, r"world_size \(3\)"),
+        ({"num_passes": 0}, "num_passes 0"),
+        ({"transfer_ms": (1.5,)}, "transfer_ms"),
     ],
 )
-def test_bad_records_are_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(RecordError, match=message):
-        dataclasses.replace(record(), **changes)  # type: ignore[arg-type]
-
-
-def test_unknown_keys_are_refused() -> None:
-    with pytest.raises(RecordError, match=r"not a record of a collective.*colour"):
-        CommsRecord.from_json({**record().to_json(), "colour": "red"})
-
-
-def test_total_is_the_slowest_rank_and_repeats_are_compared() -> None:
-    records = [record(0, ms=2.0), record(1, repeat_of=0, ms=3.0)]
-    assert records[0].total_ms == 2.0
-    assert repeatability(records) == [0.5]
+def test_bad_records_are_refused(changes: dict[str, Any], value: str) -> None:
+    with pytest.raises(RecordError, match=value):
+        dataclasses.replace(record(), **changes)
 
 
 def test_store_goes_on_after_a_torn_line(tmp_path: Path) -> None:
@@ -193,26 +145,20 @@ def test_records_whose_ranks_start_late_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("asked", "value"),
     [
-        (
-            make_comms_header(world_size=4),
-            "holds records of world_size 2, 4 was asked for",
-        ),
-        (
-            make_comms_header(backend="nccl"),
-            "holds records of backend 'gloo', 'nccl' was asked",
-        ),
-        (make_comms_header(device="other"), "device: 'test device' against 'other'"),
+        (make_comms_header(world_size=4), "world_size 2"),
+        (make_comms_header(backend="nccl"), "'nccl'"),
+        (make_comms_header(device="other"), "'other'"),
     ],
 )
 def test_store_refuses_another_run(
-    tmp_path: Path, asked: CommsHeader, message: str
+    tmp_path: Path, asked: CommsHeader, value: str
 ) -> None:
     path = tmp_path / "c.parquet"
     with CommsStore(path, make_comms_header()) as store:
         store.append(record())
-    with pytest.raises(RecordMismatchError, match=message):
+    with pytest.raises(RecordMismatchError, match=value):
         CommsStore(path, asked)
 
 
@@ -220,7 +166,7 @@ def test_backends_are_not_mixed(tmp_path: Path) -> None:
     for name in ("gloo", "nccl"):
         with CommsStore(tmp_path / name, make_comms_header(backend=name)) as store:
             store.append(record())
-    with pytest.raises(RecordMismatchError, match="different backends: gloo, nccl"):
+    with pytest.raises(RecordMismatchError, match="gloo, nccl"):
         read_comms_records([tmp_path / "gloo", tmp_path / "nccl"])
 
 
@@ -245,16 +191,22 @@ def test_kinds_of_records_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "value"),
     [
-        ({"backend": "mpi"}, "backend must be gloo or nccl, got 'mpi'"),
-        ({"num_samples": 0}, "num_samples must be at least 1"),
-        ({"min_passes": 9, "max_passes": 3}, "1 <= min <= max"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds must be above 0"),
+        ({"backend": "mpi"}, "mpi"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"min_passes": 9, "max_passes": 3}, "9, 3"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds"),
     ],
 )
 def test_bad_configuration_is_refused(
-    tmp_path: Path, changes: dict[str, object], message: str
+    tmp_path: Path, changes: dict[str, Any], value: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        CommsConfig(out=tmp_path / "c", **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=value):
+        CommsConfig(out=tmp_path / "c", **changes)
+
+
+@pytest.mark.parametrize("changes", [{"bytes_per_rank": (9, 5)}, {"repeat_every": 1}])
+def test_bad_sampling_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        CommsSamplingConfig(**changes)

@@ -18,9 +18,7 @@ from torchrec_neuroshard.collect.tbe import (
     FusedTables,
     InputBatch,
     draw_inputs,
-    fbgemm_version,
     join_inputs,
-    length_distribution,
     quiet_import,
     reserve_memory,
 )
@@ -118,10 +116,14 @@ def arena() -> Arena:
     return Arena(CPU, 1 << 16)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("data_type", ["fp32", "fp16"])
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd"])
-@pytest.mark.parametrize("use_arena", [False, True])
+@pytest.mark.parametrize(
+    ("weighted", "data_type", "optimizer", "use_arena"),
+    [
+        (False, "fp32", "rowwise_adagrad", True),
+        (True, "fp16", "sgd", True),
+        (True, "fp32", "adagrad", False),
+    ],
+)
 def test_forward_is_the_sum_over_each_bag(
     weighted: bool, data_type: str, optimizer: str, use_arena: bool
 ) -> None:
@@ -224,30 +226,6 @@ def test_drawn_ids_follow_the_distribution() -> None:
     assert (np.abs(np.array(count_histogram(counts)) - expected) <= noise).all()
 
 
-def test_seed_decides_the_draw() -> None:
-    first, same, other = (
-        draw_inputs(TABLES, ACCESS, BATCH, seed, CPU)
-        for seed in ((1, 2), (1, 2), (1, 3))
-    )
-    assert torch.equal(first.indices_L, same.indices_L)
-    assert torch.equal(first.offsets, same.offsets)
-    assert not torch.equal(first.offsets, other.offsets)
-
-
-def test_arena_is_one_memory_for_all_sets() -> None:
-    memory = arena()
-    first = FusedTables(TABLES, CPU, memory).split_weights()[0]
-    second = FusedTables(TABLES[::-1], CPU, memory).split_weights()[0]
-    assert first.data_ptr() == second.data_ptr()
-    assert first.data_ptr() == memory.view("weights", torch.float32, 1).data_ptr()
-    assert memory.view("weights", torch.float32, 5).shape == (5,)
-
-
-def test_arena_grows_when_asked_for_more() -> None:
-    memory = Arena(CPU, 400)
-    assert memory.view("weights", torch.float32, 1_000).numel() == 1_000
-
-
 def test_types_share_the_arena_and_find_usual_values() -> None:
     memory = arena()
     first = memory.view("weights", torch.float32, 50)
@@ -267,48 +245,13 @@ def test_types_share_the_arena_and_find_usual_values() -> None:
     torch.testing.assert_close(state, torch.full((100,), 0.1))
 
 
-def test_arena_keeps_values_of_one_type() -> None:
-    memory = arena()
-    memory.view("weights", torch.float32, 100).fill_(7)
-    values = memory.view("weights", torch.float32, 200)
-    assert (values[:100] == 7).all() and float(values[100:].abs().max()) <= 0.05
-
-
-def test_mixed_sets_are_refused() -> None:
+def test_kernels_that_do_not_exist_are_refused() -> None:
+    for changes in ({"optimizer": "adam"}, {"data_type": "int8"}):
+        with pytest.raises(ConfigError, match=str(*changes.values())):
+            FusedTables(variants(**changes), CPU)
     mixed = [TABLES[0], dataclasses.replace(TABLES[1], optimizer="sgd")]
-    with pytest.raises(ConfigError, match="one optimizer, weight type and weighting"):
+    with pytest.raises(ConfigError, match="one optimizer"):
         FusedTables(mixed, CPU)
-
-
-@pytest.mark.parametrize("change", [{"optimizer": "adam"}, {"data_type": "int8"}])
-def test_kernels_that_do_not_exist_are_refused(change: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"cpu kernels for .* cannot be measured"):
-        FusedTables(variants(**change), CPU)
-
-
-def test_adagrad_takes_steps_of_the_learning_rate_at_first() -> None:
-    """The gradient over its own root mean square, which starts from nothing."""
-    tables = variants(optimizer="adagrad")
-    kernel = FusedTables(tables, CPU)
-    batch = draw_inputs(tables, ACCESS, BATCH, (1,), CPU)
-    before = [w.detach().clone().zero_() for w in kernel.split_weights()]
-    for weights in kernel.split_weights():
-        weights.data.zero_()
-    output = kernel.forward(batch)
-    torch.autograd.backward(output, torch.ones_like(output))
-    for table, (indices, *_) in zip(FEATURES, bags(batch), strict=True):
-        after = kernel.split_weights()[table].detach()
-        read = torch.unique(indices)
-        expected = torch.full_like(after[read], -LEARNING_RATE)
-        torch.testing.assert_close(after[read], expected, rtol=1e-2, atol=0.0)
-        rest = torch.ones(len(after), dtype=torch.bool)
-        rest[read] = False
-        if FEATURES.count(table) == 1:
-            assert torch.equal(after[rest], before[table][rest])
-
-
-def test_version_is_reported() -> None:
-    assert fbgemm_version().count(".") >= 1
 
 
 def test_what_fbgemm_logs_of_its_own_release_is_dropped(
@@ -352,7 +295,7 @@ def test_fbgemm_without_preallocated_buffers_looks_up_the_same(
 
 
 @pytest.mark.parametrize(
-    ("mean", "std"), [(2.0, 0.0), (2.3, 0.0), (0.4, 0.5), (7.0, 2.6), (5.0, 9.0)]
+    ("mean", "std"), [(2.3, 0.0), (0.4, 0.5), (7.0, 2.6), (5.0, 9.0)]
 )
 def test_lengths_are_those_drawn_by_numpy(mean: float, std: float) -> None:
     count = 40_000
@@ -363,8 +306,12 @@ def test_lengths_are_those_drawn_by_numpy(mean: float, std: float) -> None:
         access_histogram=ACCESS[1].histogram(count * mean),
     )
     table = dataclasses.replace(TABLES[1], num_features=1, profile=known)
-    there = draw_inputs([table], ACCESS[1:2], count, (1, 2), CPU).offsets.diff()
-    assert there.dtype == torch.int64 and there.shape == (count,)
+    batches = [
+        draw_inputs([table], ACCESS[1:2], count, (1, seed), CPU) for seed in (2, 2, 3)
+    ]
+    assert torch.equal(batches[0].indices_L, batches[1].indices_L)
+    assert not torch.equal(batches[0].offsets, batches[2].offsets)
+    there = batches[0].offsets.diff()
     here = draw_lengths(np.random.default_rng(1), mean, std, count)
     spread = here.std()
     assert float(there.double().mean()) == pytest.approx(
@@ -375,28 +322,6 @@ def test_lengths_are_those_drawn_by_numpy(mean: float, std: float) -> None:
         assert np.quantile(there.numpy(), quantile) == pytest.approx(
             np.quantile(here, quantile), abs=1
         )
-
-
-@pytest.mark.parametrize("std", [0.0, 1.0, 4.0])
-def test_length_distribution_rises_to_one(std: float) -> None:
-    cumulative = length_distribution(3.5, std)
-    assert (np.diff(cumulative) >= 0).all()
-    assert cumulative[0] >= 0 and cumulative[-1] == 1
-    mean = (1 - cumulative).sum()
-    assert mean == pytest.approx(3.5, rel=1e-6)
-
-
-def test_inputs_are_whole_batches() -> None:
-    batch = draw_inputs(TABLES, ACCESS, BATCH, (1, 2), CPU)
-    assert len(batch.offsets) == BATCH * len(FEATURES) + 1
-    assert int(batch.offsets[0]) == 0 and (batch.offsets.diff() >= 0).all()
-    assert int(batch.offsets[-1]) == len(batch.indices_L)
-    for table, (indices, _, _) in zip(FEATURES, bags(batch), strict=True):
-        assert ((indices >= 0) & (indices < TABLES[table].num_embeddings)).all()
-    again = draw_inputs(TABLES, ACCESS, BATCH, (1, 2), CPU)
-    assert torch.equal(batch.indices_L, again.indices_L)
-    output = FusedTables(TABLES, CPU).forward(batch)
-    assert output.shape == (BATCH, 12 + 2 * 32 + 4)
 
 
 def test_memory_is_taken_once_and_no_more_than_there_is(

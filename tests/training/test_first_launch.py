@@ -95,9 +95,7 @@ def test_sets_are_of_one_kernel_hold_a_table_once_and_fit() -> None:
 
 
 def test_a_set_without_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer = SetTimer(
-        torch.device("cpu"), 2**20, 1.0, min_passes=1, max_passes=1, num_batches=1
-    )
+    timer = SetTimer(torch.device("cpu"), 2**20, 1.0, num_passes=1)
 
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")

@@ -45,10 +45,15 @@ def test_tasks_are_as_the_config_says() -> None:
             assert table.num_embeddings == 100 * (int(table.name[1:]) + 1)
 
 
-def test_tasks_follow_from_seed_and_number_in_any_process() -> None:
+def test_tasks_follow_from_seed_and_number() -> None:
     here = sample_tasks(TABLES, CONFIG, 3)
     assert sample_tasks(TABLES, CONFIG, 5)[:3] == here
     assert sample_tasks(TABLES, dataclasses.replace(CONFIG, seed=12), 3) != here
+
+
+@pytest.mark.nightly
+def test_another_process_draws_the_same() -> None:
+    here = sample_tasks(TABLES, CONFIG, 3)
     found = printed_elsewhere(_IN_ANOTHER_PROCESS, hash_seed=123)
     assert found == [[t.to_json() for t in task.tables] for task in here]
 
