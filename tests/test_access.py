@@ -5,7 +5,6 @@ import pytest
 
 from torchrec_neuroshard.access import (
     AccessDistribution,
-    coprime_step,
     draw_ids,
     draw_lengths,
 )
@@ -25,14 +24,6 @@ def test_lengths_have_the_mean_and_spread(mean: float, std: float) -> None:
         assert lengths.std() == pytest.approx(std, rel=0.03)
     else:
         assert set(lengths) <= {int(mean), int(mean) + 1}
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 100, 99_991, 1_000_000])
-def test_rows_are_permuted(rows: int) -> None:
-    step = coprime_step(rows)
-    assert np.gcd(step, rows) == 1
-    if rows <= 100:
-        assert len({i * step % rows for i in range(rows)}) == rows
 
 
 @pytest.mark.parametrize(
@@ -103,8 +94,3 @@ def test_profile_of_nothing_is_uniform() -> None:
     uniform = AccessDistribution((10.0,), (1.0,))
     assert AccessDistribution.from_profile(empty, 10) == uniform
     assert AccessDistribution.of_batch(empty, 10) == uniform
-
-
-def test_profile_of_more_ids_than_rows_is_cut() -> None:
-    profile = zipf_profile(batch_size=4_096, pooling_factor=2, num_embeddings=5_000)
-    assert sum(AccessDistribution.from_profile(profile, 40).num_ids) <= 40 + 1e-9

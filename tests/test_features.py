@@ -125,22 +125,6 @@ def test_ids_are_sorted_by_eight_bits_at_a_time(rows: int, digits: int) -> None:
     assert named(table_features([table], 8)[0])["sorted_digits"] == 16 * digits
 
 
-def test_batch_moves_lookups_in_proportion() -> None:
-    small, large = table_features(TABLES, 8), table_features(TABLES, 32)
-    column = FEATURE_NAMES.index("num_lookups")
-    np.testing.assert_allclose(large[:, column], 4 * small[:, column])
-    column = FEATURE_NAMES.index("num_distinct")
-    assert (large[:, column] > small[:, column]).all()
-    assert (large[:, column] < 4 * small[:, column] + 1e-3).all()
-
-
-def test_order_of_tables_does_not_matter_to_a_set() -> None:
-    rows = table_features(TABLES, 64)
-    backwards = table_features(TABLES[::-1], 64)
-    np.testing.assert_array_equal(rows, backwards[::-1])
-    np.testing.assert_allclose(rows.sum(axis=0), backwards.sum(axis=0), rtol=1e-6)
-
-
 def test_totals_in_bytes_are_conserved_by_a_split() -> None:
     featurizer = ShardFeaturizer(TABLES, 64)
     whole = featurizer.features([0], [32])[0]
@@ -156,23 +140,6 @@ def test_shard_is_the_narrower_table() -> None:
     np.testing.assert_array_equal(
         featurizer.features([1], [8]), table_features([narrow], 64)
     )
-
-
-def test_shape_and_type() -> None:
-    rows = table_features(TABLES, 64)
-    assert rows.shape == (3, len(FEATURE_NAMES)) and rows.dtype == np.float32
-    assert np.isfinite(rows).all()
-    assert ShardFeaturizer(TABLES, 64).features([], []).shape == (
-        0,
-        len(FEATURE_NAMES),
-    )
-
-
-def test_table_that_is_never_read_stays_finite() -> None:
-    empty = FeatureProfile(batch_size=8, num_lookups=0, access_histogram=(0,) * 17)
-    rows = table_features([dataclasses.replace(TABLES[0], profile=empty)], 64)
-    assert np.isfinite(rows).all()
-    assert named(rows[0])["num_lookups"] == 0
 
 
 def test_schema() -> None:

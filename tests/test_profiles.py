@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import math
@@ -19,7 +20,6 @@ from torchrec_neuroshard.profiles import (
     COUNT_BIN_LOW,
     FeatureProfile,
     count_histogram,
-    expected_histogram,
     merge_profiles,
     profile_inputs,
     uniform_profile,
@@ -138,9 +138,9 @@ def test_growth_is_what_twice_the_draws_show(exponent: float, rows: int) -> None
     assert difference.max() <= 0.1 * whole.num_distinct
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 0.8, 1.05, 1.4])
-@pytest.mark.parametrize("rows", [1_000, 100_000, 5_000_000])
-@pytest.mark.parametrize("pooling_factor", [0.03, 1.0, 30.0])
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.4])
+@pytest.mark.parametrize("rows", [1_000, 5_000_000])
+@pytest.mark.parametrize("pooling_factor", [0.03, 30.0])
 def test_growth_stays_within_the_stated_error(
     exponent: float, rows: int, pooling_factor: float
 ) -> None:
@@ -158,16 +158,6 @@ def test_growth_stays_within_the_stated_error(
         assert grown.num_distinct == pytest.approx(expected, rel=tolerance)
 
 
-def test_ids_seen_once_each_stay_new() -> None:
-    profile = FeatureProfile(
-        batch_size=10, num_lookups=10, access_histogram=(10, *[0] * 16)
-    )
-    assert profile.at_batch_size(40).num_distinct == pytest.approx(40, rel=1e-3)
-    assert profile.at_batch_size(40, num_embeddings=15).num_distinct == pytest.approx(
-        15
-    )
-
-
 def test_ids_seen_often_bring_no_new_ones() -> None:
     profile = FeatureProfile(
         batch_size=10, num_lookups=1_200, access_histogram=(*[0] * 7, 10, *[0] * 9)
@@ -175,36 +165,18 @@ def test_ids_seen_often_bring_no_new_ones() -> None:
     assert profile.at_batch_size(30).num_distinct == pytest.approx(10)
 
 
-def test_unknown_histogram_stays_unknown() -> None:
-    profile = FeatureProfile(
-        batch_size=10, num_lookups=30, pooling_std=2, weighted=True
-    )
-    assert profile.at_batch_size(5) == FeatureProfile(
-        batch_size=5, num_lookups=15, pooling_std=2, weighted=True
-    )
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "value"),
     [
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 0}, "got 0"),
         ({"num_lookups": math.nan}, "num_lookups=nan"),
-        ({"num_lookups": -1.0}, "finite values of at least 0"),
-        ({"pooling_std": math.inf}, "pooling_std=inf"),
-        ({"access_histogram": (math.nan, *[0.0] * 16)}, "finite values of at least 0"),
-        ({"access_histogram": (-1.0, *[0.0] * 16)}, "finite values of at least 0"),
-        ({"access_histogram": (1.0, 2.0)}, "needs 17 bins, got 2"),
+        ({"pooling_std": -1.0}, "pooling_std=-1"),
+        ({"access_histogram": (1.0, 2.0)}, "17 bins"),
     ],
 )
-def test_bad_profiles_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ProfileError, match=message):
+def test_bad_profiles_are_refused(options: dict[str, Any], value: str) -> None:
+    with pytest.raises(ProfileError, match=value):
         FeatureProfile(**{"batch_size": 4, "num_lookups": 2.0, **options})
-
-
-def test_bad_batch_is_refused() -> None:
-    profile = FeatureProfile(batch_size=4, num_lookups=2.0)
-    with pytest.raises(ProfileError, match="batch_size must be at least 1, got 0"):
-        profile.at_batch_size(0)
 
 
 def test_json_round_trip() -> None:
@@ -225,8 +197,8 @@ def test_histogram_bins_are_half_open_powers_of_two() -> None:
     assert count_histogram(np.array([], dtype=np.int64)) == (0.0,) * 17
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 1_000, 12_345_678])
-@pytest.mark.parametrize("exponent", [0.0, 0.7, 1.3])
+@pytest.mark.parametrize("rows", [1, 17, 1_000, 12_345_678])
+@pytest.mark.parametrize("exponent", [0.0, 1.3])
 def test_power_law_groups_cover_all_rows(rows: int, exponent: float) -> None:
     num_ids, share = zipf_groups(rows, exponent)
     assert num_ids.sum() == rows
@@ -237,13 +209,6 @@ def test_power_law_groups_cover_all_rows(rows: int, exponent: float) -> None:
         assert share[0] == pytest.approx(exact[0] / exact.sum(), rel=0.01)
 
 
-def test_power_law_over_nothing_is_refused() -> None:
-    with pytest.raises(ProfileError, match="num_embeddings of at least 1"):
-        zipf_groups(0, 1.0)
-    with pytest.raises(ProfileError, match="exponent of at least 0, got 5 and -1"):
-        zipf_groups(5, -1.0)
-
-
 def test_uniform_profile_by_hand() -> None:
     profile = uniform_profile(batch_size=100, pooling_factor=2, num_embeddings=400)
     rate = 200 / 400
@@ -252,12 +217,6 @@ def test_uniform_profile_by_hand() -> None:
     assert profile.access_histogram[1] == pytest.approx(
         400 * rate**2 / 2 * math.exp(-rate)
     )
-
-
-def test_expected_histogram_of_nothing_is_empty() -> None:
-    one = np.array([1.0])
-    assert expected_histogram(one, one, 0) == (0.0,) * 17
-    assert expected_histogram(one * 0, one, 5) == (0.0,) * 17
 
 
 def test_merging_adds_up() -> None:
@@ -277,14 +236,6 @@ def test_merging_adds_up() -> None:
     assert merged.pooling_std == pytest.approx(math.sqrt((9 + 16) / 2))
     bare = FeatureProfile(batch_size=4, num_lookups=2)
     assert merge_profiles([first, bare]).access_histogram == ()
-
-
-def test_bad_merges_are_refused() -> None:
-    with pytest.raises(ProfileError, match="at least one profile"):
-        merge_profiles([])
-    small, large = (FeatureProfile(batch_size=b, num_lookups=1) for b in (2, 4))
-    with pytest.raises(ProfileError, match=r"share a batch size, got \[2, 4\]"):
-        merge_profiles([small, large])
 
 
 def count_profile(ids: np.ndarray, batch_size: int) -> FeatureProfile:
@@ -310,82 +261,46 @@ def jagged(
     )
 
 
-def test_inputs_are_counted_over_all_batches() -> None:
-    found = profile_inputs(
-        [
-            jagged({"a": [[1, 1], []], "b": [[9], [8]]}),
-            jagged({"a": [[1, 2, 3], [3]], "b": [[9], [9]]}),
-        ]
-    )
-    assert list(found) == ["a", "b"]
-    a, b = found["a"], found["b"]
-    assert (a.batch_size, a.num_lookups, a.weighted) == (4, 6, False)
-    # a: 1 three times, 2 once, 3 twice; b: 9 three times, 8 once.
-    assert a.access_histogram == (1, 1, 1, *[0] * 14)
-    assert b.access_histogram == (1, 0, 1, *[0] * 14)
-    assert a.pooling_std == pytest.approx(np.std([2, 0, 3, 1]))
-    assert (a.pooling_factor, b.pooling_std) == (1.5, 0)
-
-
-def test_weights_are_noticed() -> None:
-    found = profile_inputs([jagged({"a": [[1]]}, weights=True)])
-    assert found["a"].weighted
-
-
-def test_key_order_may_change() -> None:
-    batches = [
-        jagged({"a": [[1]], "b": [[2, 2]]}),
-        jagged({"b": [[2]], "a": [[3]]}),
-    ]
-    found = profile_inputs(batches)
-    assert (found["a"].num_lookups, found["b"].num_lookups) == (2, 3)
-
-
-def test_random_inputs_match_a_count_by_hand() -> None:
+def test_inputs_match_a_count_by_hand() -> None:
+    """Over all batches, in which the order of features may differ."""
     rng = np.random.default_rng(0)
-    bags = {
-        key: [list(rng.zipf(1.5, rng.poisson(6)) % 50) for _ in range(200)]
-        for key in ("x", "y")
-    }
-    found = profile_inputs([jagged(bags)])
-    for key, rows in bags.items():
-        counts: dict[int, int] = {}
-        for bag in rows:
-            for i in bag:
-                counts[int(i)] = counts.get(int(i), 0) + 1
-        expected = [
+    batches: list[dict[str, list[list[int]]]] = [
+        {
+            key: [list(rng.zipf(1.5, rng.poisson(6)) % 50) for _ in range(100)]
+            for key in keys
+        }
+        for keys in (("x", "y"), ("y", "x"))
+    ]
+    batches += [{"x": [[]], "y": [[]]}, {"x": [], "y": []}]
+    found = profile_inputs([jagged(b, weights=i == 1) for i, b in enumerate(batches)])
+    assert list(found) == ["x", "y"]
+    for key, profile in found.items():
+        bags = [bag for b in batches for bag in b[key]]
+        counts = collections.Counter(int(i) for bag in bags for i in bag)
+        assert profile.batch_size == len(bags) == 201
+        assert profile.num_lookups == counts.total()
+        assert profile.pooling_std == pytest.approx(np.std([len(bag) for bag in bags]))
+        assert profile.weighted
+        assert profile.access_histogram == tuple(
             sum(low <= c <= high for c in counts.values())
             for low, high in zip(COUNT_BIN_LOW, COUNT_BIN_HIGH, strict=True)
-        ]
-        assert found[key].access_histogram == tuple(expected)
+        )
 
 
-def test_features_that_are_never_read_have_empty_profiles() -> None:
-    found = profile_inputs([jagged({"a": [[], []]})])
-    assert found["a"].num_lookups == 0
-    assert found["a"].access_histogram == (0.0,) * 17
-    assert found["a"].at_batch_size(100).num_distinct == 0
-
-
-def test_bad_inputs_are_refused() -> None:
-    with pytest.raises(ProfileError, match="got no batches"):
-        profile_inputs([])
-    with pytest.raises(ProfileError, match=r"batch 1 has other features.*\['a', 'b'\]"):
-        profile_inputs([jagged({"a": [[1]]}), jagged({"b": [[1]]})])
-    with pytest.raises(ProfileError, match="feature 'a' has no samples"):
-        profile_inputs([jagged({"a": []})])
-
-
-def test_inputs_of_other_types_are_named() -> None:
-    odd: Any = [jagged({"a": [[1]]}), {"a": [[1]]}]
-    with pytest.raises(ProfileError, match="batch 1 is a dict, not a KeyedJagged"):
-        profile_inputs(odd)
-    one: Any = jagged({"a": [[1]]})
-    with pytest.raises(ProfileError, match=r"got one \w+\. Pass \[batch\]"):
-        profile_inputs(one)
-    number: Any = 3
-    with pytest.raises(ProfileError, match="takes several batches"):
-        profile_inputs(number)
+@pytest.mark.parametrize(
+    ("batches", "value"),
+    [
+        ([], "no batches"),
+        ([jagged({"a": [[1]]}), jagged({"b": [[1]]})], r"\['a', 'b'\]"),
+        ([jagged({"a": []})], "feature 'a' has no samples"),
+        ([jagged({"a": [[1]]}), {"a": [[1]]}], "batch 1 is a dict"),
+        (jagged({"a": [[1]]}), r"Pass \[batch\]"),
+        (3, "several batches"),
+    ],
+)
+def test_bad_inputs_are_refused(batches: Any, value: str) -> None:
+    with pytest.raises(ProfileError, match=value):
+        profile_inputs(batches)
 
 
 def test_all_but_empty_bins_are_thinned_like_empty_ones() -> None:

@@ -18,31 +18,21 @@ def table(**options: object) -> TableConfig:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "value"),
     [
-        ({"num_embeddings": 0}, "'t': num_embeddings must be at least 1, got 0"),
-        ({"num_embeddings": math.nan}, "num_embeddings must be at least 1, got nan"),
-        ({"embedding_dim": 0}, "positive multiple of 4, got 0; pad the table to 4"),
-        ({"embedding_dim": 10}, "positive multiple of 4, got 10; pad the table to 12"),
-        ({"embedding_dim": -4}, "positive multiple of 4, got -4"),
-        ({"pooling_factor": -0.5}, "finite and at least 0, got -0.5"),
-        ({"pooling_factor": math.nan}, "finite and at least 0, got nan"),
-        ({"pooling_factor": math.inf}, "finite and at least 0, got inf"),
-        ({"num_features": 0}, "num_features must be at least 1, got 0"),
-        ({"data_type": "fp8"}, "unknown data_type 'fp8'; one of fp32, fp16"),
-        ({"optimizer": "lamb"}, "unknown optimizer 'lamb'; one of rowwise_adagrad"),
+        ({"num_embeddings": math.nan}, "'t': num_embeddings .* nan"),
+        ({"embedding_dim": 10}, "got 10; pad the table to 12"),
+        ({"embedding_dim": -4}, "got -4"),
+        ({"pooling_factor": -0.5}, r"pooling_factor .* -0\.5"),
+        ({"pooling_factor": math.inf}, "pooling_factor .* inf"),
+        ({"num_features": 0}, "num_features .* 0"),
+        ({"data_type": "fp8"}, "'fp8'"),
+        ({"optimizer": "lamb"}, "'lamb'"),
     ],
 )
-def test_bad_tables_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(TableError, match=message):
+def test_bad_tables_are_refused(options: dict[str, object], value: str) -> None:
+    with pytest.raises(TableError, match=value):
         table(**options)
-
-
-@pytest.mark.parametrize(
-    ("data_type", "value_bytes"), [("fp32", 4), ("fp16", 2), ("bf16", 2), ("int8", 1)]
-)
-def test_weight_bytes(data_type: str, value_bytes: int) -> None:
-    assert table(data_type=data_type).weight_bytes == 100 * 8 * value_bytes
 
 
 def test_column_shards_conserve_bytes() -> None:
@@ -77,13 +67,6 @@ def test_profile_decides_the_lookups() -> None:
     without = table(pooling_factor=7.0, weighted=True).profile_at(128)
     assert (without.num_lookups, without.weighted) == (896, True)
     assert 0 < without.num_distinct <= 100 + 1e-9
-
-
-def test_profile_without_histogram_gets_a_power_law() -> None:
-    bare = FeatureProfile(batch_size=64, num_lookups=128.0, pooling_std=1.5)
-    filled = table(profile=bare).profile_at(64)
-    assert filled.access_histogram == PROFILE.access_histogram
-    assert filled.pooling_std == 1.5
 
 
 def test_sets_need_tables_with_different_names() -> None:
