@@ -11,7 +11,7 @@ import pytest
 from published.fitting import fit, shared_of
 from published.kernels import read_kernels
 from published.links import fit_links, read_links
-from published.rivals import FittedStock, stock_estimate
+from published.rivals import stock_estimate
 from torchrec_neuroshard.cost_models.comms_published import CollectiveConstants
 from torchrec_neuroshard.cost_models.estimate_error import CHECKED_CARDS
 from torchrec_neuroshard.cost_models.physical import PhysicalConstants
@@ -49,5 +49,3 @@ def test_the_rival_is_torchrecs_own_estimator() -> None:
     forward = ids * (8 + 512 + 512) / 3_350e6 * slower
     both = forward * (row.has_forward + 2 * row.has_backward)
     np.testing.assert_allclose(stock_estimate(row), both, rtol=1e-6)
-    same = FittedStock({(row.location, row.is_forward): (1.0, 1.0, 1.0, 0.0)})
-    np.testing.assert_allclose(same.predict(row), both / (1 + row.has_backward))

@@ -215,6 +215,7 @@ def test_the_report_says_what_host_memory_costs() -> None:
     assert {t["table"] for t in shown if t["host"]} == set(hosts)
 
 
+@pytest.mark.nightly
 @pytest.mark.one_release
 def test_no_host_is_filled_beyond_its_memory() -> None:
     room = planner_of(4, local_world_size=2, hbm_cap=HBM // 2)
