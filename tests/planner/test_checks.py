@@ -9,84 +9,97 @@ from typing import Any
 import pytest
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints, Topology
+from torchrec.distributed.types import CacheAlgorithm, CacheParams
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.builders import bag_sharders, make_ebc, make_planner
+from tests.builders import bag_sharders, make_ebc, make_planner, only
 from torchrec_neuroshard.errors import ConfigError, ProfileError
-from torchrec_neuroshard.planner.options.checks import (
-    check_profiles,
-    unmatched_constraints,
-)
+from torchrec_neuroshard.planner.options.checks import check_profiles
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
 from torchrec_neuroshard.profiles import FeatureProfile
 
 SIZES = [(1000, 64)] * 2
 
 
-def on_t0(**fields: Any) -> dict[str, ParameterConstraints]:
-    return {"t0": ParameterConstraints(**fields)}
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pooling_factors": [math.nan]}, r"'t0': pooling_factors\[0\] is nan"),
-        ({"pooling_factors": [1.0, math.inf]}, r"'t0': pooling_factors\[1\] is inf"),
-        ({"num_poolings": [-3.0]}, r"'t0': num_poolings\[0\] is -3.0"),
+        ({"pooling_factors": [1.0, math.nan]}, r"'t0': pooling_factors\[1\] is nan"),
         ({"min_partition": -4}, "'t0': min_partition is -4"),
-        ({"pooling_factors": 20.0}, r"'t0': pooling_factors is 20\.0"),
         ({"sharding_types": "row_wise"}, "'t0': sharding_types is 'row_wise'"),
         ({"batch_sizes": [8, 8]}, "'t0': batch_sizes has 2 values"),
+        ({"cache_params": CacheParams(load_factor=0.0)}, r"'t0'.*load_factor is 0\.0"),
+        ({"cache_params": CacheParams(load_factor=1.0)}, r"'t0'.*load_factor is 1\.0"),
+        ({"enforce_hbm": True}, "'t0'.*enforce_hbm is True"),
+        (
+            {
+                "cache_params": CacheParams(
+                    algorithm=CacheAlgorithm.LFU, prefetch_pipeline=True
+                )
+            },
+            "'t0'.*LFU and prefetch_pipeline",
+        ),
     ],
 )
 def test_values_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+    cached = {"compute_kernels": ["fused_uvm_caching"], **fields}
     with pytest.raises(ConfigError, match=message):
-        make_planner(2, "cuda", constraints=on_t0(**fields))
+        make_planner(2, "cuda", constraints=only(**cached))
 
 
-def test_pooling_factors_of_other_features_are_pointed_out() -> None:
-    message = "'t0': pooling_factors has 2 values for 1 feature"
-    planner = make_planner(2, "cuda", constraints=on_t0(pooling_factors=[1.0, 3.0]))
+@pytest.mark.parametrize(
+    ("name", "factors", "message"),
+    [
+        ("t0", [1.0, 3.0], "'t0': pooling_factors has 2 values for 1 feature"),
+        ("t_0", [3.0], "table 't_0', which the model .* did you mean 't0'"),
+    ],
+)
+def test_constraints_that_no_table_reads_are_pointed_out(
+    name: str, factors: list[float], message: str
+) -> None:
+    constraints = only(name, pooling_factors=factors)
+    planner = make_planner(2, "cuda", constraints=constraints)
     with pytest.warns(UserWarning, match=message):
-        planner.plan(make_ebc(SIZES), bag_sharders())
-    assert planner.last_result is not None
-    assert any(message in text for text in planner.last_result.warnings)
+        plan = planner.plan(make_ebc(SIZES), bag_sharders())
+    assert set(plan.plan[""]) == {"t0", "t1"} and planner.last_result is not None
+    with pytest.warns(UserWarning, match=message):
+        report = planner.evaluate(plan, make_ebc(SIZES), bag_sharders())
+    for warnings in (planner.last_result.warnings, report.warnings):
+        assert any(re.search(message, text) for text in warnings)
 
 
 def test_misspelt_type_is_pointed_out_before_torchrec_gives_up() -> None:
-    message = "lists 'colum_wise', .*; did you mean 'column_w"
-    with pytest.warns(UserWarning, match=message):
-        planner = make_planner(
-            2, "cuda", constraints=on_t0(sharding_types=["colum_wise"])
-        )
+    constraints = only(sharding_types=["colum_wise"])
+    with pytest.warns(UserWarning, match="'colum_wise', .* did you mean 'column_w"):
+        planner = make_planner(2, "cuda", constraints=constraints)
     with pytest.raises(RuntimeError, match="No available sharding type"):
         planner.plan(make_ebc(SIZES), bag_sharders())
 
 
 def test_things_of_another_kind_are_named() -> None:
     odd: Any = {"t0": {"pooling_factors": [3.0]}}
-    for options, message in (
-        ({"constraints": odd}, r"'t0' is a dict"),
-        ({"constraints": ["t0"]}, "constraints is a list"),
-        ({"profiles": [3.0]}, "profiles is a list"),
-        ({"placement_constraints": odd}, "placement_constraints is a dict"),
-        ({"topology": "h100"}, "topology is a str, 'h100'"),
-    ):
-        arguments: Any = {"topology": Topology(2, compute_device="cuda"), **options}
+    given: list[tuple[str, Any, str]] = [
+        ("constraints", odd, "'t0' is a dict"),
+        ("constraints", ["t0"], "constraints is a list"),
+        ("profiles", [3.0], "profiles is a list"),
+        ("placement_constraints", odd, "placement_constraints is a dict"),
+        ("topology", "h100", "topology is a str, 'h100'"),
+        *(("batch_size", size, "samples per rank") for size in (-1, math.nan, "512")),
+    ]
+    for name, value, message in given:
         with pytest.raises(ConfigError, match=message):
-            NeuroShardPlanner(**arguments)
+            make_planner(**{name: value})
     with pytest.raises(ConfigError, match="process group"):
         NeuroShardPlanner()
-    planner = make_planner(2, "cuda")
+    planner, model = make_planner(2), make_ebc(SIZES)
+    with pytest.raises(RuntimeError, match="init_process_group first, or plan"):
+        planner.collective_plan(model)
     swapped: Any = bag_sharders()
-    with pytest.raises(ConfigError, match=r"model is a list, .* not a Module"):
-        planner.plan(swapped, make_ebc(SIZES))
-    for sharders in ([EmbeddingBagCollectionSharder], [None]):
-        with pytest.raises(
-            ConfigError, match=r"sharders\[0\] is .* no sharder: pass ob"
-        ):
-            planner.plan(make_ebc(SIZES), sharders)
+    with pytest.raises(ConfigError, match="model is a list"):
+        planner.plan(swapped, model)
+    classes: Any = [EmbeddingBagCollectionSharder]
+    with pytest.raises(ConfigError, match=r"sharders\[0\] is .* no sharder"):
+        planner.plan(model, classes)
 
 
 class MyCollection(EmbeddingBagCollection):
@@ -102,30 +115,6 @@ def test_tables_that_no_sharder_takes_are_named() -> None:
         plan = planner.plan(model, bag_sharders())
     assert set(plan.plan) == {"a"} and planner.last_result is not None
     assert any(re.search(message, text) for text in planner.last_result.warnings)
-
-
-def test_constraints_of_a_table_that_is_not_there() -> None:
-    constraints = {"t_0": ParameterConstraints(pooling_factors=[3.0])}
-    planner = make_planner(2, "cuda", constraints=constraints)
-    message = "name table 't_0', which the model does not have; did you mean 't0'"
-    with pytest.warns(UserWarning, match=message):
-        plan = planner.plan(make_ebc(SIZES), bag_sharders())
-    assert set(plan.plan[""]) == {"t0", "t1"}
-    with pytest.warns(UserWarning, match=message):
-        report = planner.evaluate(plan, make_ebc(SIZES), bag_sharders())
-    assert any(re.search(message, text) for text in report.warnings)
-
-
-def test_tables_of_one_name_and_several_numbers_of_features() -> None:
-    """Constraints mean all of them: none is said to be missing."""
-    model = nn.ModuleDict({"a": make_ebc([(10, 8)]), "b": make_ebc([(10, 8)])})
-    assert unmatched_constraints(model, on_t0(pooling_factors=[2.0])) == ()
-
-
-@pytest.mark.parametrize("size", [-1, math.nan, "512"])
-def test_batch_sizes_that_cannot_be(size: Any) -> None:
-    with pytest.raises(ConfigError, match=r"samples per rank, such as 512; got"):
-        make_planner(2, "cuda", batch_size=size)
 
 
 def test_check_profiles() -> None:

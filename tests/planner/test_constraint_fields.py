@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pytest
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import BoundsCheckMode
 from torchrec.modules.embedding_configs import DataType
 
-from tests.builders import bag_sharders, make_ebc, make_planner
+from tests.builders import bag_sharders, entry_of, make_ebc, make_planner
 
 IN_PLAN: dict[str, Any] = {
     "enforce_hbm": True,
@@ -20,51 +19,28 @@ IN_PLAN: dict[str, Any] = {
 }
 """Fields that `DistributedModelParallel` reads off the plan."""
 
-SIZES = [(1000, 64)] * 2
-
-TESTED_ELSEWHERE = {
-    "sharding_types",
-    "compute_kernels",
-    "min_partition",
-    "pooling_factors",
-    "num_poolings",
-    "batch_sizes",
-    "is_weighted",
-    "cache_params",
-    "device_group",
-    "key_value_params",
-}
-"""In the tests of edge cases: what they change is more than one value."""
+OTHERS = """sharding_types compute_kernels min_partition pooling_factors num_poolings
+batch_sizes is_weighted cache_params device_group key_value_params feature_names
+use_virtual_table"""
+"""Fields that the planner itself reads, or TorchRec's enumerator."""
 
 
 def test_no_field_is_left_out() -> None:
     known = {f.name for f in dataclasses.fields(ParameterConstraints)}
-    here = {"feature_names", "use_virtual_table", *IN_PLAN}
-    assert known - {"use_virtual_table"} == (TESTED_ELSEWHERE | here) - {
-        "use_virtual_table"
-    }
+    assert known <= {*OTHERS.split(), *IN_PLAN}
 
 
-@pytest.mark.parametrize("name", IN_PLAN)
-def test_settings_reach_the_plan(name: str) -> None:
-    whole = ["table_wise"]
+def test_settings_reach_the_plan() -> None:
+    fields = [{}, *({name: value} for name, value in IN_PLAN.items())]
     constraints = {
-        "t0": ParameterConstraints(sharding_types=whole, **{name: IN_PLAN[name]}),
-        "t1": ParameterConstraints(sharding_types=whole),
+        f"t{i}": ParameterConstraints(sharding_types=["table_wise"], **field)
+        for i, field in enumerate(fields)
     }
     planner = make_planner(2, "cuda", constraints=constraints)
-    entries = planner.plan(make_ebc(SIZES), bag_sharders()).plan[""]
-    assert getattr(entries["t0"], name) == IN_PLAN[name]
-    assert getattr(entries["t1"], name) is None
+    plan = planner.plan(make_ebc([(1000, 64)] * len(fields)), bag_sharders())
+    for i, field in enumerate(fields):
+        entry = entry_of(plan, f"t{i}")
+        assert {n: getattr(entry, n) for n in IN_PLAN} == dict.fromkeys(IN_PLAN) | field
     # TorchRec gives tables of unlike settings kernels of their own.
-    assert planner.last_task is not None and planner.last_task.num_groups == 2
-
-
-def test_virtual_tables_go_through_torchrecs_path() -> None:
-    if "use_virtual_table" not in {
-        f.name for f in dataclasses.fields(ParameterConstraints)
-    }:
-        pytest.skip("this TorchRec has no virtual tables")
-    constraints = {"t0": ParameterConstraints(use_virtual_table=True)}
-    planner = make_planner(2, "cuda", constraints=constraints)
-    assert set(planner.plan(make_ebc(SIZES), bag_sharders()).plan[""]) == {"t0", "t1"}
+    assert planner.last_task is not None
+    assert planner.last_task.num_groups == len(fields)

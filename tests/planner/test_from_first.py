@@ -50,8 +50,6 @@ def _rank(rank: int, odd: int, way: str, backend: str | None, folder: Path) -> N
         ("dies", 1, "gloo"),
         ("is slow", 1, "gloo"),
         pytest.param("dies", 0, "gloo", marks=pytest.mark.nightly),
-        pytest.param("is silent", 0, "gloo", marks=pytest.mark.nightly),
-        pytest.param("is silent", 1, "gloo", marks=pytest.mark.nightly),
         # torch's choice, gloo on CPUs, has another name
         pytest.param("is silent", 1, None, marks=pytest.mark.nightly),
     ],
