@@ -12,11 +12,9 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from torchrec.distributed.planner import Topology
 
 from tests.builders import load_script
@@ -41,6 +39,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.distributed
+@pytest.mark.nightly
 def test_training_plans_first_and_the_loss_falls() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(EXAMPLES / "train_dlrm.py")]
@@ -61,75 +60,47 @@ def test_training_plans_first_and_the_loss_falls() -> None:
     assert losses[-1] < min(losses[0], math.log(2)) - 0.1  # better than chance, too
 
 
-@pytest.fixture(scope="module")
-def plan_on_cpu() -> Iterator[ModuleType]:
-    yield load_script(EXAMPLES / "plan_on_cpu.py")
-
-
 def test_plan_for_gpus_places_all_columns_and_names_its_sources(
-    plan_on_cpu: ModuleType, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert plan_on_cpu.main(["--ranks", "4", "--ranks-per-node", "4"]) == 0
+    script = load_script(EXAMPLES / "plan_on_cpu.py")
+    assert script.main(["--ranks", "4", "--ranks-per-node", "4"]) == 0
     out = capsys.readouterr().out
     ranks = [line.split() for line in out.splitlines() if line[:5].strip().isdigit()]
     assert [int(cells[0]) for cells in ranks] == [0, 1, 2, 3]
     assert sum(int(cells[2].replace(",", "")) for cells in ranks) == 26 * 128
     assert "4 x H100" in out and "planned in" in out
-    assert "estimated bound" in out and "gap" in out
     # 100 of the 214 ids per sample read this table: no rank can take it whole.
     assert "\ncat_20: " in out and "in one piece, at best on rank" in out
-    if not torch.cuda.is_available():
-        assert "compute: physical estimate, not measured" in out
-        assert "times TorchRec's plan on average" in out
-        assert "- no cost model was measured on" in out
-
-
-def test_plan_for_gpus_says_why_there_is_none(
-    plan_on_cpu: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plan_on_cpu.main(["--hbm-gb", "2"]) == 2
+    assert script.main(["--hbm-gb", "2"]) == 2
     assert "table 'cat_0' (num_embeddings=40000000" in capsys.readouterr().err
-    assert plan_on_cpu.main(["--cost-model", "nowhere"]) == 2
-    assert "unknown cost model 'nowhere'" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def profile_my_data() -> Iterator[ModuleType]:
-    yield load_script(EXAMPLES / "profile_my_data.py")
 
 
 def test_profiles_survive_the_file(
-    profile_my_data: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(tmp_path / "profiles.json")
-    arguments = ["--num-batches", "2", "--batch-size", "256", "--max-rows", "10000"]
-    assert profile_my_data.main([*arguments, "--save", path]) == 0
-    made = capsys.readouterr().out
-    assert profile_my_data.main(["--load", path]) == 0
-    assert capsys.readouterr().out == made
-    cells = next(line for line in made.splitlines() if "cat_20" in line).split()
-    assert cells[1:3] == ["512", "100.00"]
-    assert cells[4] == f"{512 * 100:,}"
-    assert float(cells[6]) == pytest.approx(
-        512 * 100 / int(cells[5].replace(",", "")), abs=0.05
+    script = load_script(EXAMPLES / "profile_my_data.py")
+    path = tmp_path / "profiles.json"
+
+    def told(*arguments: str) -> str:
+        assert script.main([*arguments]) == 0
+        return capsys.readouterr().out
+
+    few = ("--num-batches", "2", "--batch-size", "256", "--max-rows", "10000")
+    made = told(*few, "--save", str(path))
+    assert told("--load", str(path)) == made
+    thinned = told("--load", str(path), "--at-batch-size", "128")
+    whole, part = (
+        next(line for line in text.splitlines() if "cat_20" in line).split()
+        for text in (made, thinned)
     )
-    assert "NeuroShardPlanner(..., profiles=profiles)" in made
-
-    assert profile_my_data.main(["--load", path, "--at-batch-size", "128"]) == 0
-    thinned = capsys.readouterr().out
-    cells_128 = next(line for line in thinned.splitlines() if "cat_20" in line).split()
-    assert cells_128[1] == "128" and cells_128[4] == "12,800"
-    assert float(cells_128[6]) < float(cells[6])  # fewer samples, less reuse
-
-
-def test_bad_profile_files_are_named(
-    profile_my_data: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert profile_my_data.main(["--load", str(tmp_path / "none.json")]) == 2
-    assert "none.json" in capsys.readouterr().err
-    bad = tmp_path / "bad.json"
-    bad.write_text('{"cat_0": {"batch_size": 8, "num_lookups": 3, "odd": 1}}')
-    assert profile_my_data.main(["--load", str(bad)]) == 2
+    assert whole[1:3] == ["512", "100.00"] and part[1] == "128"
+    assert (whole[4], part[4]) == ("51,200", "12,800")
+    distinct = int(whole[5].replace(",", ""))
+    assert float(whole[6]) == pytest.approx(51_200 / distinct, abs=0.05)
+    assert float(part[6]) < float(whole[6])  # fewer samples, less reuse
+    path.write_text('{"cat_0": {"batch_size": 8, "num_lookups": 3, "odd": 1}}')
+    assert script.main(["--load", str(path)]) == 2
     assert "not a feature profile" in capsys.readouterr().err
 
 
@@ -199,8 +170,9 @@ def test_readme_shows_what_its_quick_start_prints(
     ).groups()
     monkeypatch.chdir(EXAMPLES.parent)
     page = tmp_path / "plan.html"
-    with quiet():
-        assert main(command.replace("plan.html", str(page)).split()) == 0
+    command = command.replace("plan.html", str(page))
+    with quiet():  # and with seconds enough, so that the search ends by itself
+        assert main([*command.split(), "--seconds", "600"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert "TorchRec" in page.read_text(encoding="utf-8")
     found = {masked(line): line for line in reversed(printed)}
@@ -224,10 +196,6 @@ def test_readme_changes_two_lines_of_a_training_script() -> None:
     exec("\n".join(lines[:-1]), made)
     assert type(made["planner"]) is NeuroShardPlanner
     assert lines[-1].startswith("plan = planner.collective_plan(model, sharders, ")
-
-
-def test_readme_is_read_in_two_minutes() -> None:
-    assert len(README.splitlines()) <= 110
 
 
 def test_the_table_file_is_mlperfs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ TASK = bench_search.Task(
 )
 
 
-@pytest.mark.parametrize("method", ["ours, rows", "torchrec, min 32, dp", "neuroshard"])
+@pytest.mark.parametrize("method", ["ours, rows", "torchrec, min 32, dp"])
 def test_every_method_places_every_table(method: str) -> None:
     found = bench_search.measure(TASK, method, 60.0)
     assert sum(found["types"].values()) == len(TASK.tables)
@@ -42,11 +41,6 @@ def test_a_worse_plan_is_named() -> None:
     rows = [row("ours", ms=2.0), row("torchrec", ms=1.9), row("ours, columns", ms=2.1)]
     (loss,) = bench_search.losses(rows)
     assert loss == "- `t` ours: 2 ms, torchrec: 1.9 ms"
-    (loss,) = bench_search.losses([row("ours, free", failed="x"), row("ours", ms=1.0)])
-    assert "ours, free: inf ms" in loss
-    failed = row("torchrec", failed="not done in 3 s")
-    larger = dataclasses.replace(TASK, family="f", ranks=4)
-    assert bench_search.too_slow(larger, "torchrec", [failed])
 
 
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:

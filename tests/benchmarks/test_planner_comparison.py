@@ -7,18 +7,14 @@ import itertools
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from tests.builders import ATTACHES_OPTIMIZERS, CPU, result_of
-from torchrec_neuroshard.collect import timing
+from tests.builders import ATTACHES_OPTIMIZERS, result_of
 from torchrec_neuroshard.collect.sampling import is_held_out_table
-from torchrec_neuroshard.collect.tbe import FusedTables, InputBatch
-from torchrec_neuroshard.cost_models import BandwidthCommsModel, StockCostModel
+from torchrec_neuroshard.cost_models import BandwidthCommsModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import SearchResult
@@ -38,7 +34,6 @@ pytestmark = ATTACHES_OPTIMIZERS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RANKS = 4
-NOTHING = Path("nothing trained")
 COMMS = BandwidthCommsModel(
     world_size=RANKS,
     local_world_size=RANKS,
@@ -61,12 +56,8 @@ def small() -> Any:
     return dataclasses.replace(first, cluster="8 x H100")
 
 
-def named(*names: str) -> Any:
-    return rivals.make_rivals(names, NOTHING, 1.0, "unknown")
-
-
-def ask(rival: Any, task: Any, device: str = "cpu", seconds: float = 60.0) -> Any:
-    return planning.ask(rival, task, COSTS, device, seconds)
+def ask(rival: Any, task: Any) -> Any:
+    return planning.ask(rival, task, COSTS, "cpu", 60.0)
 
 
 def test_tasks_fit_and_are_of_unseen_tables(drawn: Any) -> None:
@@ -85,33 +76,6 @@ def test_tasks_fit_and_are_of_unseen_tables(drawn: Any) -> None:
             assert table.profile.num_distinct <= table.num_embeddings * (1 + 1e-9)
             if task.family == "dlrm":
                 assert (table.pooling_factor, table.profile) not in seen
-
-
-def test_a_gpus_batches_are_not_halved_by_a_cpus_limit() -> None:
-    on_cpu, on_gpu = (tasks.TaskSettings(device_type=d) for d in ("cpu", "cuda"))
-    assert on_cpu.fitting_batch(65_536, 1_000.0) == 8_192
-    assert on_gpu.fitting_batch(65_536, 1_000.0) == 65_536
-
-
-def test_published_tables_say_what_collectives_take() -> None:
-    h100, pairs = (clusters.CLUSTERS[n] for n in ("8 x H100", "2 x 8 H100"))
-
-    def ms(cluster: Any, kind: str, ranks: int, whole: float) -> float:
-        sent = (int(whole / ranks),) * ranks
-        return float(cluster.collective_ms(plans.Collective(kind, sent, 64)))
-
-    # A large message moves at the published rate, a small one starts as the table's.
-    large = 2**34 * 7 / 8 / 370e9 * 1e3
-    assert ms(h100, "pooled_forward", 8, 2**34) == pytest.approx(large, rel=0.01)
-    assert ms(h100, "index", 8, 1_024) == pytest.approx(11.1e-3, rel=0.02)
-    # Of four ranks, three quarters leave a rank, not seven eighths.
-    four, eight = (ms(h100, "pooled_backward", n, 2**34) for n in (4, 8))
-    assert four == pytest.approx(6 / 7 * eight, rel=0.01)
-    # What planners are told of the network is what the table comes to.
-    between = 2**34 * 8 / 16 / pairs.inter_gb_per_s / 1e6
-    assert ms(pairs, "pooled_forward", 16, 2**34) == pytest.approx(between, rel=0.1)
-    both = ms(h100, "reduce_scatter", 8, 2**20) + ms(h100, "all_gather", 8, 2**20)
-    assert ms(h100, "all_reduce", 8, 2**20) == pytest.approx(both)
 
 
 class Halves(Searcher):
@@ -176,88 +140,9 @@ class Nothing(Halves):
         raise InfeasibleError("nothing fits anywhere")
 
 
-class Endless(Halves):
-    def search(self, *given: Any) -> SearchResult:
-        while True:
-            pass
-
-
-@pytest.mark.parametrize(
-    ("search", "seconds", "status"),
-    [(Nothing, 60.0, "no plan"), (Endless, 0.3, "timed out")],
-)
-def test_a_search_without_a_plan_is_not_replaced(
-    small: Any, search: Any, seconds: float, status: str
-) -> None:
-    outcome = ask(rivals.search_rival("x", "", search), small, seconds=seconds)
-    assert (outcome.status, outcome.plan) == (status, None)
-
-
-def test_a_rival_may_have_our_types(
-    small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second, *others = sorted(t.name for t in small.tables)
-    given = {first: ["row_wise"], second: ["data_parallel"]}
-    given |= {name: ["table_wise", "column_wise"] for name in others}
-    monkeypatch.setattr(rivals, "_our_types", lambda *_: given)
-    [rival] = named("embark, our types")
-    held = {
-        s.sharding_type: {t.name for k in s.kernels for t in k.shards}
-        for s in ask(rival, small).plan.stages
-    }
-    assert held.pop("row_wise") == {first}
-    assert held.pop("data_parallel") == {second}
-    assert set.union(*held.values()) == set(others)
-
-
-def test_nets_are_those_of_the_tasks_optimizer(small: Any) -> None:
-    nets = [
-        SimpleNamespace(trained_on={"settings": {"recipe": {"optimizer": name}}})
-        for name in ("sgd", "adam")
-    ]
-    for own, optimizer in zip(nets, ("sgd", "adam"), strict=True):
-        table = dataclasses.replace(small.tables[0], optimizer=optimizer)
-        task = dataclasses.replace(small, tables=(table,))
-        assert rivals.nets_for(nets, task) is own
-
-
-def test_whose_nets_are_not_there_is_left_out(tmp_path: Path) -> None:
-    """Policies ship: AutoShard and DreamShard plan by these."""
-    found = {r.name for r in rivals.make_rivals(None, NOTHING, 1.0, "unknown")}
-    assert {paired.PAPER_NETS, paired.PAPER_MEASURED}.isdisjoint(found)
-    assert {"autoshard", "dreamshard"} <= found
-    with pytest.raises(ValueError, match="'nobody'"):
-        named("nobody")
-    for wrong in (["--trained", str(tmp_path / "missing")], ["--unknown"]):
-        with pytest.raises(SystemExit):
-            run.parse_arguments(["--out", "x", *wrong])
-
-
-def test_rows_may_be_split_although_kernels_run_on_cpus(small: Any) -> None:
-    """TorchRec's sharder keeps that back on CPUs; here they stand in for GPUs."""
-    hot = dataclasses.replace(
-        small.tables[0], num_embeddings=20_000, embedding_dim=4, pooling_factor=200.0
-    )
-    task = dataclasses.replace(
-        small, tables=(hot, *small.tables[1:]), memory_bytes=10**9, batch_size=2_048
-    )
-    [rival] = named("torchrec")
-    outcome = ask(rival, task)
-    split = {s.sharding_type for s in outcome.plan.stages}
-    assert split & set(plans.ROW_TYPES)
-
-
-def test_the_hottest_shard_is_split_until_ranks_are_even(small: Any) -> None:
-    split, whole = (ask(r, small) for r in named("embark", "greedy-cost"))
-    assert [split.status, whole.status] == ["plan", "plan"]
-    assert split.notes["planner_predicts_ms"] <= whole.notes["planner_predicts_ms"]
-    assert max(split.plan.rank_bytes) <= small.memory_bytes
-
-
-def test_torchrecs_bandwidth_is_fitted_to_measured_costs() -> None:
-    fitted = rivals.fitted_gb_per_s
-    assert fitted(StockCostModel(200.0), "cuda") == pytest.approx(200.0)
-    assert fitted(StockCostModel(200.0), "cpu") == pytest.approx(400.0)
+def test_a_search_without_a_plan_is_not_replaced(small: Any) -> None:
+    outcome = ask(rivals.search_rival("x", "", Nothing), small)
+    assert (outcome.status, outcome.plan) == ("no plan", None)
 
 
 def measured(paths: Mapping[str, Sequence[float | None]], family: str = "dlrm") -> Any:
@@ -295,28 +180,6 @@ def test_ratios_are_paired_and_turn_round() -> None:
     assert ours.mean * theirs.mean == pytest.approx(1.0)
     assert (ours.worst, ours.worst_task) == (2.0, "dlrm-1")
     assert ours.low <= ours.mean <= ours.high
-
-
-def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(0)
-    covered = [
-        low <= 1.0 <= high
-        for low, high in (
-            paired.bootstrap(np.exp(rng.normal(0, 0.2, 40)).tolist())
-            for _ in range(100)
-        )
-    ]
-    assert 85 <= sum(covered) <= 100
-
-
-def test_what_chance_makes_is_what_a_plan_differs_from_itself_by() -> None:
-    rng = np.random.default_rng(0)
-    ours = rng.uniform(1, 9, 200)
-    again = ours * np.exp(rng.normal(0, 0.03, 200))
-    both = measured({"default": ours.tolist(), "default, again": again.tolist()})
-    deviation, count = paired.noise(both)
-    assert (deviation, count) == (pytest.approx(0.03, rel=0.15), 200)
-    assert paired.detectable(both) == pytest.approx(2.8 * deviation / 200**0.5)
 
 
 def test_the_page_drops_no_loss(tmp_path: Path) -> None:
@@ -421,28 +284,3 @@ def test_a_table_reads_the_same_in_all_kernels_of_a_round(small: Any) -> None:
     before = ids(one)
     inputs.begin(1)
     assert ids(one) != before
-
-
-def test_no_timed_pass_reads_the_warm_ups_short_batch(
-    small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU warms up three times and has two inputs unless it is told otherwise."""
-    monkeypatch.setattr(timing, "CPU_PASSES", timing.CUDA_PASSES)
-    kernel = plans.KernelSet((small.tables[0],), 64)
-    plan = SimpleNamespace(kernels=[kernel])
-    read: list[InputBatch] = []
-    settings = kernels.KernelSettings(rounds=1, passes=4)
-    timer = kernels.KernelTimer(CPU, 2**20, 1.0, settings)
-    forward = FusedTables.forward
-
-    def watched(self: FusedTables, batch: InputBatch) -> torch.Tensor:
-        if self.output_dim == kernel.shards[0].embedding_dim:  # not the reference
-            read.append(batch)
-        return forward(self, batch)
-
-    monkeypatch.setattr(FusedTables, "forward", watched)
-    [passes] = timer.measure([plan]).values()
-    assert len(passes) == 4
-    samples = [len(b.offsets) - 1 for b in read]
-    assert samples == [8] * timing.CUDA_PASSES.warm_up + [64] * 4
-    assert len({id(b) for b in read[-4:]}) == 4

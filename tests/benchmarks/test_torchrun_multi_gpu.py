@@ -7,13 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import torchrun_multi_gpu as multi_gpu
-from harness.options import RunError
-from torchrec_neuroshard.simulator import PHASES
 
 PLANNERS = ["ours", "torchrec-best"]
 
@@ -55,46 +52,3 @@ def test_every_plan_is_predicted_trained_and_told(tmp_path: Path) -> None:
     assert "A dry run on CPUs" in text
     for name in PLANNERS:
         assert text.count(f"| `{name}` |") == 2
-
-
-def a_round(ms: float, loss: float) -> dict[str, Any]:
-    return {
-        **{name: [ms] for name in ("iteration_ms", "embedding_ms", "reference_ms")},
-        "phases_ms": {name: [ms] for name in PHASES},
-        "weight_bytes": [2**30, 2**29],
-        "peak_bytes": [0, 0],
-        "losses": [loss],
-    }
-
-
-def test_failed_plans_and_other_losses_are_told() -> None:
-    predicted = {"embedding_ms": 1.0, "phases_ms": dict.fromkeys(PHASES, 1.0)}
-    known = {"predicted": predicted, "planning_seconds": 1.0, "sharding_types": {}}
-    entries: dict[str, dict[str, Any]] = {
-        "torchrec-best": {**known, "rounds": [a_round(4.0, 0.5)]},
-        "ours": {**known, "rounds": [a_round(2.0, 0.6)]},
-        "torchrec": {"failed": "planning: none fits", "rounds": []},
-    }
-    workload = {"planners": entries, "exact_steps": 1}
-    judged = multi_gpu.judge(
-        {**workload, "nominal_reference_ms": 0.0, "reference_slowdown": 1.0}
-    )
-    assert judged["ours"]["iteration_ratios"] == [0.5]
-    text = multi_gpu._times_table(entries, judged)
-    assert "| differ (2.0e-01) |" in text
-    assert "| `torchrec` | after 0 rounds: planning: none fits |" in text
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({}, "cost-model"),
-        ({"planners": "nobody"}, "nobody"),
-        ({"memory_share": 2.0}, "2.0"),
-    ],
-)
-def test_settings_are_checked(given: dict[str, Any], named: str) -> None:
-    if given:
-        given = {"cost_model": "x", **given}
-    with pytest.raises(RunError, match=named):
-        multi_gpu.RunConfig(out="x", **given)

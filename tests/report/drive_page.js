@@ -16,12 +16,10 @@ window.addEventListener("load", () => {
   };
   try {
     {
-      const { page, at, all, view, names, fire, words } = inside("plan");
+      const { all, view, names, fire, words } = inside("plan");
       const bars = all(".col", view("phases"));
       const parts = all("i", bars[0]);
       const plan = { tables: names("tables"), heights: [] };
-      plan.images = all("img").length;
-      plan.scripts = page.scripts.length;
       plan.heights = parts.map((part) => parseFloat(part.style.height));
       fire(parts[4], "mousemove", { clientX: 9, clientY: 9 });
       const lines = all(".tip div").map((line) =>
@@ -31,17 +29,12 @@ window.addEventListener("load", () => {
       plan.rank = words(view("tables").querySelector(".note"));
       view("tables").querySelector("td button").click();
       plan.shards = all(".shards span").map(words);
-      const color = () => at.getComputedStyle(page.body).backgroundColor;
-      plan.themes = [color()];
-      page.getElementById("theme").click();
-      plan.themes.push(color());
       found.plan = plan;
     }
     {
       const { all, view, names, press } = inside("compared");
       const compared = { moves: names("moves") };
       press("moves", 0);
-      compared["by name"] = names("moves");
       press("moves", 0);
       compared["by name, down"] = names("moves");
       compared.tops = all("[data-view=phases]").slice(0, 2).map((host) => {
@@ -71,8 +64,6 @@ window.addEventListener("load", () => {
       select.value = "5";
       select.dispatchEvent(new at.Event("change"));
       large["on rank 5"] = status.textContent;
-      large["columns of ranks"] = all(".col").length;
-      large.lit = all(".col.on").length;
       const heads = all("th", view("ranks"));
       heads[1].querySelector("button").click();
       large.sorted = heads.map((head) => head.getAttribute("aria-sort"));

@@ -150,11 +150,6 @@ REPORT = PlanReport(
 )
 
 
-@pytest.fixture(scope="module")
-def page() -> Page:
-    return Page(html_report(REPORT, "Plan of <mine>"))
-
-
 def comparison() -> PlanComparison:
     theirs = (rank(0, 1.0, 2.0, 3.0, 4.0, 5.0), rank(1, 2.0, 8.0, 6.0, 8.0, 4.0))
     return PlanComparison(
@@ -182,32 +177,29 @@ def test_page_needs_nothing_else_and_runs_its_own_script_alone() -> None:
     assert f"script-src 'sha256-{digest}'" in policy
 
 
-def test_names_are_shown_as_they_are(page: Page) -> None:
-    assert "rows < 10 & so on" in page.text
+def test_page_holds_the_names_and_figures_of_the_report() -> None:
+    page = Page(html_report(REPORT, "Plan of <mine>"))
+    (plan,) = page.data["plans"]
     assert page.text.startswith("Plan of <mine>") and page.title == "Plan of <mine>"
-    (plan,) = page.data["plans"]
-    assert plan["splits"][0][0] == "user<b>&co" and plan["tables"][0][0] == HOSTILE
     assert not [tag for tag, _ in page.tags if tag in ("b>", "img")]
-
-
-def test_page_holds_the_figures_of_the_report(page: Page) -> None:
-    (plan,) = page.data["plans"]
     assert page.data["phases"] == list(PHASES)
     assert (plan["path_ms"], plan["bound_ms"]) == (17.0, 16.0)
     assert plan["ranks"] == [
         [1, 1_000, 2**30, 4 * 2**30, [1, 2, 3, 4, 5]],
         [2, 2_000, 2 * 2**30, 4 * 2**30, [1, 4, 3, 4, 2]],
     ]
-    _, *what, shards = plan["tables"][0]
-    assert what == ["row_wise", "fused", 4_000, 8, ""]
+    name, *what, shards = plan["tables"][0]
+    assert [name, *what] == [HOSTILE, "row_wise", "fused", 4_000, 8, ""]
     assert shards == [[r, 2_000, 8, 2**28, 1.0, 0.25, 0.5] for r in (0, 1)]
     assert plan["splits"] == [["user<b>&co", "48 (0), 16 (1)", SPLIT.reason(17.0)]]
-    assert "... and 2 more" in page.text
-    assert "17.000 ms estimated bound 16.000 ms, gap 6.2%" in page.text
-    proven = Page(html_report(dataclasses.replace(REPORT, bound_is_proven=True)))
-    assert "17.000 ms lower bound 16.000 ms, gap 6.2%" in proven.text
-    assert "on 2 ranks, 3 split by columns, 1 split by rows" in page.text
-    assert "2.00 GiB of 4.00 GiB, rank 1" in page.text
+    for shown in (
+        "rows < 10 & so on",
+        "... and 2 more",
+        "17.000 ms estimated bound 16.000 ms, gap 6.2%",
+        "on 2 ranks, 3 split by columns, 1 split by rows",
+        "2.00 GiB of 4.00 GiB, rank 1",
+    ):
+        assert shown in page.text
 
 
 def test_plan_without_splits_limits_or_bound() -> None:
@@ -227,10 +219,6 @@ def test_plan_without_splits_limits_or_bound() -> None:
     assert "None split." in page.text and "Warnings" not in page.text
     assert "not known lower bound not known" in page.text
     assert "TorchRec's own plan was taken: it is <faster>" in page.text
-    stored = dataclasses.replace(plain, tables=REPORT.tables)  # without reasons
-    assert (
-        "What the splits are good for is not known." in Page(html_report(stored)).text
-    )
     (plan,) = page.data["plans"]
     assert len(plan["ranks"]) == 100 and plan["ranks"][7][3] is None
     assert plan["path_ms"] == 0.0  # JSON has no NaN
@@ -242,13 +230,10 @@ def test_two_plans_are_shown_side_by_side() -> None:
     assert "Ours takes 17.000 ms of 20.000 (-15.0%): it saves 3.000 ms" in page.text
     assert "theirs <1> ours change critical path [ms] 20.000 17.000 -15.0%" in page.text
     assert "fwd_compute, slowest rank [ms] 8.000 4.000 -50.0%" in page.text
-    assert "memory, fullest rank [GiB] 2.000 2.000" in page.text
     assert "2 of 7; ranks would fetch 1.00 GiB of weights." in page.text
     assert page.data["moves"][1] == [HOSTILE, "row_wise", "", 2**30]
     assert [p["name"] for p in page.data["plans"]] == ["theirs <1>", "ours"]
     assert "batch <differs>" in page.text
-    assert page.text.count("Memory of each rank") == 2
-    assert page.text.count("rows < 10 & so on") == 1
     text = str(found)
     assert "little: not there -> here, 1.00 MiB" in text
     assert "- batch <differs>" in text
@@ -272,31 +257,16 @@ def test_notebooks_show_the_page_in_a_frame_of_its_own() -> None:
 
 def large_report() -> PlanReport:
     """2,000 tables on 128 ranks."""
-    tables = tuple(
-        TableReport(
-            table=f"table_{number}",
-            sharding_type="column_wise",
-            compute_kernel="fused",
-            num_embeddings=1_000 + number,
-            embedding_dim=128,
-            shards=tuple(
-                ShardReport(
-                    rank=(number + piece) % 128,
-                    num_embeddings=1_000 + number,
-                    embedding_dim=32,
-                    used_bytes=number * 2**20,
-                    compute_ms=number / 100,
-                    path_ms=number / 100,
-                )
-                for piece in range(4)
-            ),
+    tables = []
+    for number in range(2_000):
+        table = in_columns(f"table_{number}", *[32] * 4)
+        shards = tuple(
+            dataclasses.replace(s, rank=(number + s.rank) % 128, used_bytes=number)
+            for s in table.shards
         )
-        for number in range(2_000)
-    )
+        tables.append(dataclasses.replace(table, shards=shards))
     ranks = tuple(rank(i, 1.0, 1.0 + i, 1.0, 1.0, 1.0) for i in range(128))
-    return dataclasses.replace(
-        REPORT, ranks=ranks, tables=tables, num_tables=len(tables)
-    )
+    return dataclasses.replace(REPORT, ranks=ranks, tables=tuple(tables))
 
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Debian's package 'chromium'")
@@ -334,7 +304,6 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
 
     plan = found["plan"]
     assert plan["tables"] == [HOSTILE, "user<b>&co", "b", "c", "whole"]
-    assert plan["images"] == 0 and plan["scripts"] == 2
     # Rank 0's phases, upwards, on the scale of the highest bar.
     heights = plan["heights"]
     assert [h / heights[0] for h in heights] == pytest.approx([1, 2, 3, 4, 5], rel=1e-3)
@@ -342,12 +311,9 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert "bwd_compute 5.000 ms, slowest" in plan["tip"]
     assert "1 shards, 1.00 of 4.00 GiB (25%), 15.000 ms" in plan["rank"]
     assert plan["shards"] == ["rank 0: 2,000 \u00d7 8, 0.25 GiB, 1.250 ms"]
-    light, dark = (sum(map(int, re.findall(r"\d+", c)[:3])) for c in plan["themes"])
-    assert light > 600 > 150 > dark
 
     compared = found["compared"]
     assert compared["moves"] == [HOSTILE, "little"]  # most bytes first
-    assert compared["by name"] == [HOSTILE, "little"]
     assert compared["by name, down"] == ["little", HOSTILE]
     first, second = compared["tops"]  # rank 1's 28 ms and 14 ms on one scale
     assert first / second == pytest.approx(2, rel=1e-3)
@@ -357,10 +323,8 @@ def test_pages_work_in_a_browser(tmp_path: Path) -> None:
     assert large["costliest"] == "table_1999"
     assert large["by name"] == ["table_0", "table_1", "table_2"]  # 2 before 10
     assert large["filtered"] == ["table_1777", "1 of 2,000 tables"]
-    assert large["columns of ranks"] == 2 * 128
     held = sum(5 in t.ranks for t in large_report().tables)
     assert large["on rank 5"] == f"{held} tables" and 0 < held < 100
-    assert large["lit"] == 2  # in both charts
     assert large["sorted"][:3] == [None, "descending", None]
     assert large["by the list"].startswith("Rank 127 alone: ")  # the slowest
 
