@@ -169,5 +169,4 @@ def _fit_ranks(
     mean, deviation = _mean_and_deviation(inputs)
     net.mean_I.copy_(mean)
     net.std_I.copy_(deviation)
-    single = inputs.float()
-    return _fit(net, lambda chosen: net(single[chosen]), target, config, what)
+    return _fit(net, lambda s: net(inputs[s].float()), target, config, what)
