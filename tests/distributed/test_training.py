@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,17 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import Chosen, FixedSearcher, Triples, make_planner
-from tests.distributed.ranks import NODE_SIZE, ONE_NODE, TWO_NODES, Jobs, OfJob
+from tests.distributed.ranks import (
+    NODE_SIZE,
+    ONE_NODE,
+    TWO_NODES,
+    Jobs,
+    OfJob,
+    daily,
+)
 from tests.distributed.unsharded import draw_batch, local_parts, loss_of
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
 from torchrec_neuroshard.placement import Placement, ShardingTask
@@ -57,6 +67,10 @@ class Case:
     rates: dict[int, float] = field(default_factory=dict)
     """Learning rates unlike the others': such tables need a kernel of their own."""
     sequence: bool = False
+    distinct: bool = False
+    """Whether repeated ids are sent and looked up once."""
+    pipeline: str = ""
+    """The pipeline of TorchRec's that trains; "": a plain loop."""
     num_nodes: int = ONE_NODE
 
 
@@ -141,6 +155,29 @@ CASES = {
         other={0: GRID, 1: NODE_ROW, 2: ROW, 3: REPLICAS},
         num_nodes=TWO_NODES,
     ),
+    "distinct ids": Case(
+        dims=(16, 16),
+        triples=[(0, 16, 1)],
+        types=(ROW, TABLE),
+        other={0: ROW},
+        features={0: ["f0", "f1"], 1: ["f2"]},
+        sequence=True,
+        distinct=True,
+    ),
+    **{
+        pipeline: Case(
+            dims=(32, 16, 8),
+            triples=[(0, 20, 0), (0, 12, 1), (1, 16, 1)],
+            types=(COLUMN, COLUMN, ROW),
+            other={2: ROW},
+            pipeline=pipeline,
+        )
+        for pipeline in ("TrainPipelineSemiSync", "TrainPipelineFusedSparseDist")
+    },
+}
+DAILY = {
+    *("failure", "subgroup"),
+    *(name for name, case in CASES.items() if not (case.pipeline or case.distinct)),
 }
 
 
@@ -159,6 +196,80 @@ class SequenceSharder(EmbeddingCollectionSharder):
 
 
 SHARDERS: list[Any] = [BagSharder(), SequenceSharder()]
+
+
+class Pipelined(nn.Module):
+    """What TorchRec's pipelines train: a loss, and the outputs beside it."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables = tables
+
+    def forward(self, batch: Any) -> Any:
+        return loss_and_outputs(self.tables(batch))
+
+
+@torch.fx.wrap
+def loss_and_outputs(pooled: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    outputs = pooled.to_dict()
+    return loss_of(outputs, LOCAL_BATCH), outputs
+
+
+class HostStream(torch.cpu.Stream):
+    """Does nothing; pipelines ask for its device."""
+
+    device = torch.device("cpu")
+
+
+def pipelined(
+    case: Case, sharded: Any, batches: Sequence[Any]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Train by a pipeline; yield each batch's outputs."""
+    from torchrec.distributed.train_pipeline import train_pipelines
+
+    semi_sync = {"start_batch": 0} if "SemiSync" in case.pipeline else {}
+    loop = getattr(train_pipelines, case.pipeline)(
+        sharded, sharded.fused_optimizer, torch.device("cpu"), **semi_sync
+    )
+    # TorchRec makes streams for GPUs alone.
+    loop._data_dist_stream, loop._stream_context = HostStream(), nullcontext
+    queue = iter(batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        for _ in batches:
+            yield loop.progress(queue)
+
+
+def distinct_ids(
+    table_first_F: torch.Tensor,
+    feature_first_F: torch.Tensor,
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """What FBGEMM's kernel, which is for GPUs alone, finds for each table.
+
+    Returns:
+        Lengths and offsets of bags that hold a table's distinct ids, those ids, and
+        where among them each id is.
+    """
+    lengths = offsets.diff().view(len(feature_first_F) - 1, -1)
+    base = table_first_F[:-1].repeat_interleave(lengths.sum(dim=1))
+    linear, reverse = torch.unique(indices + base, return_inverse=True)
+    found, distinct = torch.zeros_like(lengths), []
+    for first, end in pairwise(sorted(set(feature_first_F.tolist()))):
+        low, high = table_first_F[first], table_first_F[end]
+        own = linear[(linear >= low) & (linear < high)] - low
+        found[first, 0] = len(own)
+        distinct.append(own)
+    ends = torch.cat([found.new_zeros(1), found.flatten().cumsum(0)])
+    return found.flatten(), ends, torch.cat(distinct), reverse
+
+
+@functools.cache
+def distinct_ids_on_cpus() -> Any:
+    library: Any = torch.library.Library("fbgemm", "IMPL")  # type: ignore[no-untyped-call]
+    library.impl("jagged_unique_indices", distinct_ids, "CPU")
+    return library
 
 
 def build_model(case: Case) -> Any:
@@ -245,6 +356,8 @@ def global_batch(case: Case, step: int) -> list[Any]:
 
 def outputs_of(model: nn.Module, batch: Any, case: Case) -> dict[str, torch.Tensor]:
     out = model(batch)
+    if case.pipeline:
+        return dict(out[1])
     if case.sequence:
         return {k: v.values() for k, v in out.items()}
     found: dict[str, torch.Tensor] = out.to_dict()
@@ -310,15 +423,23 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
     )
 
     whole = build_model(case)
+    sharders = SHARDERS
+    if case.distinct:
+        distinct_ids_on_cpus()
+        sharders = [SequenceSharder(use_index_dedup=True)]
     model = copy.deepcopy(whole)
     for i, parameter in enumerate(model.parameters()):
         rate = case.rates.get(i, LEARNING_RATE)
         apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": rate})
     chosen = Chosen()
     planner = build_planner(case, callbacks=[chosen])
-    plan = planner.collective_plan(model, SHARDERS)
+    plan = planner.collective_plan(model, sharders)
+    entries = plan.plan[""]
+    if case.pipeline:
+        plan = ShardingPlan({"tables": entries})
+        model, whole = Pipelined(model), Pipelined(whole)
     sharded = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=plan, sharders=SHARDERS
+        model, device=torch.device("cpu"), plan=plan, sharders=sharders
     )
     # TorchRec starts from weights of its own.
     start = {k: v.detach().clone() for k, v in whole.state_dict().items()}
@@ -336,10 +457,15 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         ]
     )
     forward = 0.0
-    for step in range(NUM_STEPS):
-        batches = global_batch(case, step)
-        expected = [outputs_of(whole, b, case) for b in batches]
-        got = outputs_of(sharded, batches[rank], case)
+    steps = [global_batch(case, step) for step in range(NUM_STEPS)]
+    loop = pipelined(case, sharded, [batches[rank] for batches in steps])
+    ahead: list[dict[str, torch.Tensor]] | None = None
+    for step, batches in enumerate(steps):
+        expected = ahead or [outputs_of(whole, b, case) for b in batches]
+        got = next(loop) if case.pipeline else outputs_of(sharded, batches[rank], case)
+        if "SemiSync" in case.pipeline and step + 1 < NUM_STEPS:
+            # Rows are looked up before the update of the batch before.
+            ahead = [outputs_of(whole, b, case) for b in steps[step + 1]]
         assert set(got) == set(expected[rank])
         for key, value in got.items():
             forward = max(forward, float((value - expected[rank][key]).abs().max()))
@@ -351,9 +477,11 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         optimizer.step()
         if rest_optimizer is not None:
             rest_optimizer.zero_grad()
-        torch.autograd.backward(loss_of(got, LOCAL_BATCH))
+        if not case.pipeline:
+            torch.autograd.backward(loss_of(got, LOCAL_BATCH))
         if rest_optimizer is not None:
             rest_optimizer.step()
+    tables = sharded.module.tables if case.pipeline else sharded.module
     want = {k: v.detach() for k, v in whole.state_dict().items()}
     weights = max(
         (
@@ -372,14 +500,14 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         "forward": forward,
         "weights": weights,
         "moved": min(float((want[t] - start[t]).abs().max()) for t in want),
-        "types": [plan.plan[""][f"t{i}"].sharding_type for i in range(len(case.dims))],
+        "types": [entries[f"t{i}"].sharding_type for i in range(len(case.dims))],
         "num_shards": Counter(s.table for s in planner.last_result.placement.shards),
         "same_everywhere": len(set(digest)) == 1,
-        "kernels": kernels_of(sharded.module),
+        "kernels": kernels_of(tables),
         "expected_kernels": layout["kernels"][rank],
-        "num_collectives": len(sharded.module._output_dists),
+        "num_collectives": len(tables._output_dists),
         "num_stages": layout["num_stages"],
-        "reordered": [] if case.sequence else reordered_types(sharded.module),
+        "reordered": [] if case.sequence else reordered_types(tables),
         "expected_reordered": layout["reordered"],
     }
 
@@ -437,7 +565,7 @@ def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:
     return jobs
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", daily(CASES, DAILY))
 def test_training_equals_unsharded_training(results: OfJob, name: str) -> None:
     for result in results(name):
         assert result["types"] == list(CASES[name].types or result["types"])
@@ -447,7 +575,7 @@ def test_training_equals_unsharded_training(results: OfJob, name: str) -> None:
         assert result["moved"] > 1e-2  # the steps did something
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", daily(CASES, DAILY))
 def test_simulated_kernels_are_the_real_ones(results: OfJob, name: str) -> None:
     for result in results(name):
         assert result["kernels"] == result["expected_kernels"]

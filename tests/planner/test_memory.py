@@ -9,27 +9,29 @@ import torch
 from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec import optim
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
     ATTACHES_OPTIMIZERS,
+    GIB,
     META,
-    Nested,
+    MIB,
     bag_sharders,
     gpus,
-    keep_nothing_back,
     make_ebc,
     make_planner,
     only,
+    sequences,
 )
 from torchrec_neuroshard.planner import NeuroShardEnumerator
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
 
-GIB = 2**30
 CLASSES = [
     torch.optim.SGD,
     torch.optim.Adagrad,
@@ -48,7 +50,6 @@ def planned(
     kernel: str = "fused",
     kind: str = "row_wise",
     factors: tuple[float, ...] = (1.0, 20.0, 5.0),
-    **settings: Any,
 ) -> tuple[Any, list[Any]]:
     """A plan for GPUs, and its options with what shards take."""
     module = make_ebc([(100_000, 64), (100_000, 128), (100_000, 32)])
@@ -58,25 +59,15 @@ def planned(
         )
         for i, p in enumerate(factors)
     }
-    options: list[Any] = []
-
-    def take(found: list[Any]) -> list[Any]:
-        options[:] = found
-        return found
-
     planner = make_planner(
-        callbacks=[take],
         topology=gpus(4, hbm_cap=8 * GIB, ddr_cap=64 * GIB),
         constraints=constraints,
         batch_size=4096,
-        storage_reservation=keep_nothing_back(),
-        consider_stock=False,
-        **settings,
     )
     fused_params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_params)
     planner.plan(module, [sharder])
-    return planner, options
+    return planner, planner.get_selected_options()
 
 
 def memory_of(planner: Any) -> MemoryModel:
@@ -86,29 +77,50 @@ def memory_of(planner: Any) -> MemoryModel:
     return enumerator.memory
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
-@pytest.mark.parametrize("kernel", ["fused", "fused_uvm_caching"])
-def test_shards_of_a_plan_add_up_to_what_ranks_take(kind: str, kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("fused", "row_wise"),
+        ("fused", "column_wise"),
+        ("fused_uvm_caching", "table_wise"),
+    ],
+)
+def test_shards_add_up_to_what_ranks_take_and_the_search_counts_no_less(
+    kernel: str, kind: str
+) -> None:
     planner, options = planned(kernel, kind)
-    ranks = memory_of(planner).ranks(options)
-    for rank, found in enumerate(ranks):
-        held = [s for o in options for s in o.shards if s.rank == rank]
-        if held:
-            total = sum(s.storage.hbm for s in held)
-            assert total == pytest.approx(found.peak, abs=len(held))
-
-
-@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "column_wise"])
-def test_what_the_search_counts_bounds_ranks_from_above(kind: str) -> None:
-    planner, options = planned(kind=kind)
     memory = memory_of(planner)
-    common = memory.common_bytes(options)
-    used = [common] * 4
+    bounds = [memory.common_bytes(options)] * 4
+    held: list[list[float]] = [[] for _ in bounds]
     for option, sizes in zip(options, memory.shard_bytes(options), strict=True):
         for shard in option.shards:
-            used[shard.rank] += sizes[tuple(shard.size)][0]
-    for bound, found in zip(used, memory.ranks(options), strict=True):
+            held[shard.rank].append(shard.storage.hbm)
+            bounds[shard.rank] += sizes[tuple(shard.size)][0]
+    for own, bound, found in zip(held, bounds, memory.ranks(options), strict=True):
         assert bound >= found.peak
+        if own:
+            assert sum(own) == pytest.approx(found.peak, abs=len(own))
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_kernels_sort_beside_the_gradients_of_their_outputs(pooled: bool) -> None:
+    topology, module = gpus(2, hbm_cap=8 * GIB), make_ebc([(1000, 64)])
+    sharders: list[Any] = bag_sharders()
+    if not pooled:
+        module, sharders = sequences(4, prefix="t"), [EmbeddingCollectionSharder()]
+    limits = only(sharding_types=["table_wise"], pooling_factors=[50.0])
+    planner = make_planner(topology=topology, constraints=limits, batch_size=4096)
+    planner.plan(module, sharders)
+    options = planner.get_selected_options()
+    found = memory_of(planner).ranks(options)[options[0].shards[0].rank]
+    bags = 2 * 4096
+    lookups = 50 * bags
+    # Ids, offsets, gradients, what sorting takes; the allocator's rounding.
+    expected = 8 * lookups + 8 * bags + 4 * 64 * bags + 40 * lookups
+    if not pooled:  # lengths come and go back
+        expected = 8 * lookups + (8 + 2 * 4) * bags + 4 * 4 * lookups + 48 * lookups
+    assert found.instant == "kernel"
+    assert found.activations == expected + 2 * MIB
 
 
 def test_row_wise_state_stays_on_the_device_whatever_the_kernel() -> None:
@@ -222,9 +234,8 @@ def test_a_pipeline_holds_the_batches_that_it_prepares() -> None:
         assert grown == pytest.approx(came + sent + next_one)
 
 
-def activations_without_shards(pipeline: str | None) -> float:
-    """What a rank takes for its own samples; columns of two tables are on others."""
-    module = make_ebc([(1000, 64), (1000, 64)])
+def test_a_rank_holds_its_outputs_and_sends_every_column_shard_the_ids() -> None:
+    """Columns of two tables are on others; it has its own samples alone."""
     planner = make_planner(
         topology=gpus(5, hbm_cap=8 * GIB),
         constraints={
@@ -236,46 +247,33 @@ def activations_without_shards(pipeline: str | None) -> float:
         batch_size=4096,
     )
     options: dict[str, ShardingOption] = {}
-    for option in planner.enumerator.enumerate(module, bag_sharders()):
+    for option in planner.enumerator.enumerate(
+        make_ebc([(1000, 64), (1000, 64)]), bag_sharders()
+    ):
         if option.compute_kernel == "fused" and len(option.shards) == 2:
             options.setdefault(option.name, option)
     for rank, shard in enumerate(s for o in options.values() for s in o.shards):
         shard.rank = rank
-    model = MemoryModel(planner.topology, planner.costs.reader, pipeline_type=pipeline)
-    return model.ranks(list(options.values()))[4].activations
-
-
-def test_a_plain_loop_holds_outputs_and_their_gradients_once() -> None:
-    """Outputs beside what they came in as, gradients beside those by rank."""
-    outputs = 4 * 4096 * (64 + 64)
-    rounding = activations_without_shards(None) - 3 * outputs
-    assert 0 <= rounding <= 2 << 20
-
-
-def test_every_column_shard_is_sent_the_ids() -> None:
     plain, ahead, prefetched = (
-        activations_without_shards(pipeline)
+        MemoryModel(planner.topology, planner.costs.reader, pipeline_type=pipeline)
+        .ranks(list(options.values()))[4]
+        .activations
         for pipeline in (None, "train_sparse_dist", "train_prefetch_sparse_dist")
     )
+    # Outputs beside what they came in as, gradients beside those by rank.
+    assert plain == 3 * 4 * 4096 * (64 + 64) + 2 * MIB
     batch = (8 + 4) * 4096 * 2  # one id in each bag
     assert ahead - plain == 3 * batch + 2 * batch
     assert ahead - prefetched == 2 * batch
 
 
 def test_a_callers_estimator_keeps_counting() -> None:
-    from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-
     topology = gpus(2, hbm_cap=8 * GIB)
     theirs = EmbeddingEnumerator(topology, 512)
-    kept: list[ShardingOption] = []
-
-    def keep(options: list[ShardingOption]) -> list[ShardingOption]:
-        kept.extend(options)
-        return options
-
-    planner = make_planner(topology=topology, enumerator=theirs, callbacks=[keep])
+    planner = make_planner(topology=topology, enumerator=theirs)
     planner.plan(make_ebc([(1000, 16), (1000, 32)]), bag_sharders())
     listed = {o.storage_hash(): o.shards for o in theirs.last_stored_search_space or ()}
+    kept = planner.get_selected_options()
     assert len(kept) == 2
     for option in kept:
         known = listed[option.storage_hash()]
@@ -283,26 +281,6 @@ def test_a_callers_estimator_keeps_counting() -> None:
 
 
 def test_ranks_with_room_for_tables_but_not_for_outputs_are_full() -> None:
-    module = Nested(make_ebc([(1000, 128)]))
-    planner = make_planner(
-        topology=gpus(2, hbm_cap=2**21),
-        batch_size=65_536,
-        storage_reservation=keep_nothing_back(),
-    )
+    planner = make_planner(topology=gpus(2, hbm_cap=2 * MIB), batch_size=65_536)
     with pytest.raises(PlannerError):
-        planner.plan(module, bag_sharders())
-
-
-def test_tables_make_room_for_what_replicas_take_beside_them() -> None:
-    replicas = ParameterConstraints(sharding_types=["data_parallel"])
-    planner = make_planner(
-        topology=gpus(2, hbm_cap=9_250_000),
-        constraints={"t0": replicas},
-        batch_size=512,
-    )
-    planner.plan(make_ebc([(100, 128), (200_000, 16)]), bag_sharders())
-    options = planner.get_selected_options()
-    # By the bounds of single shards its rows would fit on the devices.
-    assert [o.compute_kernel for o in options] == ["dense", "fused_uvm"]
-    assert all(r.peak <= 9_250_000 for r in memory_of(planner).ranks(options))
-    assert planner.last_result is not None and planner.last_result.fallback is None
+        planner.plan(make_ebc([(1000, 128)]), bag_sharders())
