@@ -65,23 +65,27 @@ def test_help_lists_every_command_and_loads_none() -> None:
         assert command.help in done.stdout
 
 
-def test_missing_module_of_another_command_does_no_harm(
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (InfeasibleError("table 'a' fits nowhere"), 2, "table 'a' fits nowhere"),
+        (OSError(28, "No space left", "plan.json"), 2, "No space left: 'plan.json'"),
+        (KeyboardInterrupt(), 130, None),
+    ],
+)
+def test_an_error_is_one_line_on_stderr(
     use_command: Callable[[Run], None],
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    said: str | None,
 ) -> None:
-    use_command(lambda args: 0)
-    assert cli.main(["act"]) == 0
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_wrote"):
-        cli.main(["absent"])
-
-
-def test_package_error_is_one_line_on_stderr(
-    use_command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    use_command(raising(InfeasibleError("table 'a' fits nowhere")))
-    assert cli.main(["act"]) == 2
+    use_command(raising(error))
+    assert cli.main(["act"]) == code
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err == "neuroshard: error: table 'a' fits nowhere\n"
+    if said is not None:
+        assert printed.err == f"neuroshard: error: {said}\n"
 
 
 def test_debug_shows_where_an_error_came_from(
@@ -108,30 +112,6 @@ def test_missing_framework_names_the_doctor(
     use_command(run)
     assert cli.main(["act"]) == 2
     assert "torchrec_neuroshard doctor`" in capsys.readouterr().err
-
-
-def test_interrupt_exits_like_a_shell(use_command: Callable[[Run], None]) -> None:
-    use_command(raising(KeyboardInterrupt()))
-    assert cli.main(["act"]) == 130
-
-
-@pytest.mark.parametrize("arguments", [["nonsense"], ["doctor", "--nonsense"]])
-def test_bad_arguments_exit_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(arguments)
-    assert stopped.value.code == 2
-    assert "nonsense" in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written_is_named(
-    use_command: Callable[[Run], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    use_command(raising(OSError(28, "No space left on device", "plan.json")))
-    assert cli.main(["act"]) == 2
-    said = capsys.readouterr().err
-    assert said == "neuroshard: error: No space left on device: 'plan.json'\n"
 
 
 def test_nobody_who_reads_the_output_is_no_fault(

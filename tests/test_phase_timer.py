@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.phase_timer import (
-    PhaseTimer,
     PhaseTimes,
     critical_times,
     embedding_ms,
@@ -62,15 +59,3 @@ def test_embedding_lasts_from_the_last_start_to_the_last_end() -> None:
     assert embedding_ms([EARLY, LATE, EMPTY]) == pytest.approx(13 + 7)
     two = [[*r, *r] for r in (EARLY, LATE, EMPTY)]
     assert embedding_ms(two) == pytest.approx(2 * (13 + 7))
-
-
-def test_phases_that_no_rank_has_take_no_time() -> None:
-    idle = rank([(0, 1)], [], [(1, 2)], [], [])
-    (found,) = critical_times([idle, idle])
-    assert found["fwd_compute"] == found["bwd_comms"] == found["bwd_compute"] == 0
-    assert embedding_ms([idle, idle]) == pytest.approx(2)
-
-
-def test_nothing_sharded_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no sharded EmbeddingBagCollection"):
-        PhaseTimer(torch.nn.Linear(2, 2), torch.device("cpu"))

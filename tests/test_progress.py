@@ -44,9 +44,6 @@ def stream(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
     return found
 
 
-on_a_terminal = pytest.mark.parametrize("stream", [True], indirect=True)
-
-
 def test_files_get_a_line_now_and_then(stream: Stream) -> None:
     with shown(), phase("reading"):
         written = stream.until(lambda text: text.count("\n") > 2)
@@ -55,7 +52,7 @@ def test_files_get_a_line_now_and_then(stream: Stream) -> None:
     }
 
 
-@on_a_terminal
+@pytest.mark.parametrize("stream", [True], indirect=True)
 def test_a_terminal_gets_one_line_that_goes(
     stream: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,27 +78,6 @@ def test_the_innermost_phase_is_shown(stream: Stream) -> None:
             before = stream.getvalue()
             time.sleep(0.05)
             assert stream.getvalue() == before
-
-
-def test_a_phase_left_behind_by_a_thread_goes_with_the_one_around_it(
-    stream: Stream,
-) -> None:
-    with shown(), phase("all"):
-        left_behind = phase("comparing")
-        with phase("planning"):
-            left_behind.__enter__()
-        stream.until(lambda text: ": all, " in text)
-        left_behind.__exit__(None, None, None)
-        stream.until(lambda text: text.count("all") > 2)
-
-
-def test_short_phases_show_nothing(
-    stream: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 10.0)
-    with shown(), phase("reading"):
-        time.sleep(0.05)
-    assert not stream.getvalue()
 
 
 def test_nothing_is_shown_where_no_command_runs(stream: Stream) -> None:

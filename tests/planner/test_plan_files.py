@@ -21,7 +21,6 @@ from torchrec.distributed.types import (
     KeyValueParams,
     ShardingPlan,
 )
-from torchrec.modules.embedding_configs import PoolingType
 
 from tests.builders import (
     Chosen,
@@ -33,7 +32,6 @@ from tests.builders import (
     sequences,
     stock_planner,
 )
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import (
     NeuroShardPlanLoader,
     NeuroShardPlanner,
@@ -158,14 +156,6 @@ def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
     assert plan != other
 
 
-def test_planner_or_topology_is_asked_for(stored: Stored) -> None:
-    path, model, planner, _ = stored
-    with pytest.raises(ConfigError, match="pass the planner or the topology"):
-        load_plan(path, model=model)
-    with pytest.raises(ConfigError, match="a planner has its own"):
-        load_plan(path, model=model, planner=planner, batch_size=4)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -174,16 +164,8 @@ def test_planner_or_topology_is_asked_for(stored: Stored) -> None:
             "num_embeddings of table 'sparse.ebc.t2': expected 31, found 30",
         ),
         (
-            {"sizes": [(100, 32), (50, 16), (30, 12)]},
-            "embedding_dim of table 'sparse.ebc.t2': expected 12, found 8",
-        ),
-        (
             {"data_types": {0: DataType.FP16}},
             "data_type of table 'sparse.ebc.t0': expected fp16, found fp32",
-        ),
-        (
-            {"poolings": {1: PoolingType.MEAN}},
-            "pooling of table 'sparse.ebc.t1': expected mean, found sum",
         ),
         (
             {"sizes": [*SIZES, (5, 4)]},
@@ -233,7 +215,6 @@ def test_tables_outside_the_plan_count(stored: Stored) -> None:
     ("arguments", "message"),
     [
         ({"world_size": 4}, "world_size: expected 4, found 2"),
-        ({"local_world_size": 1}, "local_world_size: expected 1, found 2"),
         ({"compute_device": "cuda"}, "compute_device: expected cuda, found cpu"),
     ],
 )
@@ -272,26 +253,22 @@ def test_files_of_earlier_versions_are_read(stored: Stored) -> None:
         data["fingerprint"]["versions"]["torch"] = "2.13.0"
         for name in ("tables", "memory_bytes", "bottleneck"):
             del data["predicted"][name]
+        stored_entry(data)["setting_of_a_newer_torchrec"] = None
 
     edit_json(path, change)
     assert load_plan(path, model=model, planner=planner) == plan
     assert "memory is that of the weights alone" in str(read_plan(path).report())
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
+def test_what_constraints_forbid_is_refused(stored: Stored) -> None:
+    path, model, _, _ = stored
+    for kind, message in (
         ({"sharding_types": ["table_wise"]}, "expected table_wise, found column_wise"),
         ({"compute_kernels": ["dense"]}, "expected dense, found fused"),
-    ],
-)
-def test_what_constraints_forbid_is_refused(
-    stored: Stored, kind: dict[str, Any], message: str
-) -> None:
-    path, model, _, _ = stored
-    planner = make_planner(constraints={"t0": ParameterConstraints(**kind)})
-    with pytest.raises(PlanMismatchError, match=rf"'sparse\.ebc\.t0': {message}"):
-        load_plan(path, model=model, planner=planner)
+    ):
+        planner = make_planner(constraints={"t0": ParameterConstraints(**kind)})
+        with pytest.raises(PlanMismatchError, match=rf"'sparse\.ebc\.t0': {message}"):
+            load_plan(path, model=model, planner=planner)
 
 
 def stored_entry(data: dict[str, Any]) -> dict[str, Any]:
@@ -302,19 +279,10 @@ def stored_entry(data: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format="other"), "its format is not"),
         (lambda d: d.update(schema=2), "has schema 2, this version reads 1"),
-        (lambda d: d.update(plan=[]), "damaged"),
         (lambda d: d["fingerprint"].pop("tables"), "'tables' is missing"),
-        (lambda d: d["fingerprint"]["memory_bytes"].pop(), "not one per rank"),
-        (lambda d: d["plan"]["sparse.ebc"].pop("t1"), "'t1' .* in the model alone"),
-        (lambda d: stored_entry(d)["shards"].pop(), "exactly once"),
         (lambda d: stored_entry(d)["shards"][1].update(offset=[1, 20]), "exactly once"),
         (lambda d: stored_entry(d).update(ranks=[0, 2]), "rank 2 is not in 0 to 1"),
-        (
-            lambda d: stored_entry(d)["shards"][0].update(placement="here"),
-            r"placed on ranks \[None, 1\]",
-        ),
         (
             lambda d: stored_entry(d).update(new_setting=3),
             "knows no setting 'new_setting'",
@@ -350,53 +318,35 @@ def test_files_that_cannot_be_read_are_named(stored: Stored) -> None:
         read_plan(path)
 
 
-def test_a_setting_left_at_none_by_a_newer_torchrec_is_ignored(stored: Stored) -> None:
-    path, _, _, plan = stored
-    edit_json(path, lambda d: stored_entry(d).update(new_setting=None))
-    assert read_plan(path).plan == plan
-
-
 def test_what_cannot_be_stored_is_named(stored: Stored, tmp_path: Path) -> None:
-    _, model, planner, plan = stored
+    _, _, planner, plan = stored
+    model = Nested(make_ebc(SIZES[:2]))
     with pytest.raises(PlanFileError, match=r"'t2' of module 'sparse.ebc' is in the p"):
-        save_plan(
-            plan, tmp_path / "x", model=Nested(make_ebc(SIZES[:2])), planner=planner
-        )
-
-    class Chunks:
-        shards = plan.plan["sparse.ebc"]["t1"].sharding_spec.shards
-
-    plan.plan["sparse.ebc"]["t1"].sharding_spec = Chunks()
-    with pytest.raises(PlanFileError, match=r"listed one by one .* not Chunks"):
         save_plan(plan, tmp_path / "x", model=model, planner=planner)
     assert list(tmp_path.glob("x*")) == []
 
 
-def test_our_planner_returns_the_stored_plan(stored: Stored) -> None:
+def test_planners_return_the_stored_plan(stored: Stored) -> None:
     path, model, first, plan = stored
     searcher = FixedSearcher([])
-    planner = make_planner(search=searcher)
-    planner.plan_loader = NeuroShardPlanLoader(path, planner)
-    assert planner.plan(model, bag_sharders()) == plan
+    ours = make_planner(search=searcher)
+    ours.plan_loader = NeuroShardPlanLoader(path, ours)
+    assert ours.plan(model, bag_sharders()) == plan
     assert searcher.tasks == []  # nothing was searched
-    assert planner.last_result is not None and first.last_result is not None
-    assert planner.last_result.predicted == first.last_result.predicted
-
-
-def test_torchrecs_callbacks_see_the_stored_plan(stored: Stored) -> None:
-    path, model, _, plan = stored
+    assert ours.last_result is not None and first.last_result is not None
+    assert ours.last_result.predicted == first.last_result.predicted
     chosen = Chosen()
-    planner = stock_planner(CPUS, callbacks=[chosen], batch_size=64)
-    planner.plan_loader = NeuroShardPlanLoader(path, planner)
-    assert planner.plan(model, bag_sharders()) == plan
-    # The stats and validators need both.
+    theirs = stock_planner(CPUS, callbacks=[chosen], batch_size=64)
+    theirs.plan_loader = NeuroShardPlanLoader(path, theirs)
+    assert theirs.plan(model, bag_sharders()) == plan
+    # TorchRec's stats and validators need both.
     assert len(chosen.options) == len(SIZES)
     for shard in (s for o in chosen.options for s in o.shards):
         assert shard.perf is not None and shard.perf.total > 0
         assert shard.storage is not None and shard.storage.ddr > 0
 
 
-def test_a_loader_compares_as_load_plan_does(stored: Stored, tmp_path: Path) -> None:
+def test_a_loader_compares_as_load_plan_does(stored: Stored) -> None:
     path, model, _, plan = stored
     planner = make_planner(batch_size=32)
     planner.plan_loader = NeuroShardPlanLoader(path, planner)
@@ -404,6 +354,3 @@ def test_a_loader_compares_as_load_plan_does(stored: Stored, tmp_path: Path) -> 
         assert planner.plan(model, bag_sharders()) == plan
     with pytest.raises(PlanMismatchError, match=r"'sparse\.ebc\.t3': expected a table"):
         planner.plan(Nested(make_ebc([*SIZES, (9, 8)])), bag_sharders())
-    planner.plan_loader = NeuroShardPlanLoader(tmp_path / "none", planner)
-    with pytest.raises(PlanFileError, match="cannot read"):
-        planner.plan(model, bag_sharders())

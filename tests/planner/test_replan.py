@@ -10,10 +10,6 @@ import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
-from torchrec.distributed.planner.storage_reservations import (
-    FixedPercentageStorageReservation,
-)
 from torchrec.distributed.sharding_plan import placement
 from torchrec.distributed.types import (
     EnumerableShardingSpec,
@@ -88,12 +84,9 @@ def make_job() -> MakeJob:
         }
         model = make_ebc(sizes, **(tables or {}))
         if optimizer is not None:
-            kinds_of = itertools.cycle(
-                optimizer if isinstance(optimizer, tuple) else [optimizer]
-            )
-            for parameter, kind_of in zip(model.parameters(), kinds_of, strict=False):
+            for parameter in model.parameters():
                 # As apply_optimizer_in_backward leaves it.
-                parameter._optimizer_classes = [kind_of]
+                parameter._optimizer_classes = [optimizer]
                 parameter._optimizer_kwargs = [{"lr": 0.1}]
         planner = make_planner(
             world_size,
@@ -143,20 +136,10 @@ def test_slowest_rank_is_relieved(make_job: MakeJob) -> None:
     assert result.executable and not result.obstacles
     assert result.after.critical_path_ms < 0.8 * result.before.critical_path_ms
     old, new = shards_of(job.plan), shards_of(result.plan)
-    assert {(m.table, m.from_rank, m.to_rank) for m in result.moves} == {
-        (name, old[name][0][2], new[name][0][2])
-        for name in old
-        if old[name] != new[name]
-    }
-    assert (
-        set(result.changed[""])
-        == set(result.replaced[""])
-        == {m.table for m in result.moves}
-    )
-    assert result.changed[""] == {
-        n: result.plan.plan[""][n] for n in result.changed[""]
-    }
-    assert result.replaced[""] == {n: job.plan.plan[""][n] for n in result.changed[""]}
+    moved = {n: (old[n][0][2], new[n][0][2]) for n in old if old[n] != new[n]}
+    assert {m.table: (m.from_rank, m.to_rank) for m in result.moves} == moved
+    assert result.changed == {"": {n: result.plan.plan[""][n] for n in moved}}
+    assert result.replaced == {"": {n: job.plan.plan[""][n] for n in moved}}
 
 
 def test_predictions_are_the_planners(make_job: MakeJob) -> None:
@@ -167,39 +150,9 @@ def test_predictions_are_the_planners(make_job: MakeJob) -> None:
     assert job.replan(0, plan=own).before == known.predicted
     result = job.replan()
     assert result.after == job.replan(0, plan=result.plan).before
-
-
-def test_a_planner_that_planned_before_replans_another_plan() -> None:
-    """Table-wise and column-wise tables run one after the other: two stages."""
-    ebc = make_ebc(SIZES)
-    kinds = [TABLE, COLUMN, TABLE, COLUMN, TABLE]
-    mixed = EmbeddingShardingPlanner(
-        topology=Topology(2, "cpu"),
-        batch_size=64,
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
-        stats=[],
-        constraints={
-            f"t{i}": ParameterConstraints(**kind, min_partition=16)
-            for i, kind in enumerate(kinds)
-        },
-    ).plan(ebc, bag_sharders())
-    results = []
-    for planned in (True, False):
-        planner = make_planner(2)
-        if planned:
-            planner.plan(ebc, bag_sharders())
-        results.append(
-            replan(
-                mixed,
-                planner=planner,
-                model=ebc,
-                sharders=bag_sharders(),
-                budget_bytes=HUGE,
-            )
-        )
-    used, fresh = results
-    assert len(used.before.stages) == 2
-    assert used == dataclasses.replace(fresh, search_seconds=used.search_seconds)
+    first, move, *_ = str(result).splitlines()
+    assert f"{result.before.critical_path_ms:.3f} -> " in first
+    assert f"; {len(result.moves)} moves of" in first and "from rank 0 to 1" in move
 
 
 @pytest.mark.parametrize("optimizer", [None, RowWiseAdagrad, torch.optim.Adagrad])
@@ -217,17 +170,17 @@ def test_moves_weigh_what_they_send(make_job: MakeJob, optimizer: Any) -> None:
     assert result.moved_bytes == sum(m.num_bytes for m in result.moves)
 
 
-@pytest.mark.parametrize("budget", [0, 64_000, 200_000])
-def test_budget_is_kept(make_job: MakeJob, budget: int) -> None:
+def test_budget_is_kept(make_job: MakeJob) -> None:
     job = make_job(ALL_ON_0)
-    result = job.replan(budget)
-    assert result.moved_bytes <= budget == result.budget_bytes
-    assert result.after.critical_path_ms <= result.before.critical_path_ms
-    if budget == 0:
-        assert result.moves == () and result.plan == job.plan
-        assert result.changed == {}
-    if budget == 64_000:
-        assert {m.table for m in result.moves} <= {"t3", "t4"} and result.moves
+    for budget in (0, 64_000, 200_000):
+        result = job.replan(budget)
+        assert result.moved_bytes <= budget == result.budget_bytes
+        assert result.after.critical_path_ms <= result.before.critical_path_ms
+        if budget == 0:
+            assert result.moves == () and result.plan == job.plan
+            assert result.changed == {}
+        if budget == 64_000:
+            assert {m.table for m in result.moves} <= {"t3", "t4"} and result.moves
 
 
 def iteration_ms(job: Job) -> float:
@@ -280,20 +233,21 @@ def test_splits_need_a_rank_of_their_own_over_gloo(make_job: MakeJob) -> None:
     assert gpu.executable and [m.width for m in gpu.moves] == [32]
 
 
-@pytest.mark.parametrize("optimizer", [RowWiseAdagrad, torch.optim.Adagrad])
-def test_optimizer_state_is_not_split(make_job: MakeJob, optimizer: Any) -> None:
-    arguments: dict[str, Any] = {
-        "sizes": [(4000, 64)],
-        "kind": COLUMN,
-        "compute_device": "cuda",
-    }
-    job = make_job([(0, 64, 0)], optimizer=optimizer, **arguments)
-    assert job.replan().moves == ()
-    every = job.replan(executable_only=False)
-    state = 4 if optimizer is RowWiseAdagrad else 32 * 4
-    assert [m.num_bytes for m in every.moves] == [4000 * (32 * 4 + state)]
+def test_optimizer_state_is_not_split(make_job: MakeJob) -> None:
+    def job(optimizer: Any) -> Job:
+        return make_job(
+            [(0, 64, 0)],
+            optimizer=optimizer,
+            sizes=[(4000, 64)],
+            kind=COLUMN,
+            compute_device="cuda",
+        )
+
+    assert job(RowWiseAdagrad).replan().moves == ()
+    every = job(RowWiseAdagrad).replan(executable_only=False)
+    assert [m.num_bytes for m in every.moves] == [4000 * (32 * 4 + 4)]
     assert not every.executable
-    assert make_job([(0, 64, 0)], optimizer=torch.optim.SGD, **arguments).replan().moves
+    assert job(torch.optim.SGD).replan().moves
 
 
 @pytest.mark.parametrize(
@@ -321,19 +275,8 @@ def test_unequal_widths_only_on_cpu(
             "does not move all of the state of Adam",
         ),
         (
-            {"optimizer": (torch.optim.SGD, torch.optim.Adagrad)},
-            "some tables have no state",
-        ),
-        (
             {"kinds": {"t4": {"sharding_types": ["data_parallel"]}}},
             "'t4' of the same module is data_parallel",
-        ),
-        (
-            {
-                "kinds": {"t4": {"sharding_types": ["row_wise"]}},
-                "compute_device": "cuda",
-            },
-            "'t4' of the same module is row_wise",
         ),
         (
             {"kinds": {"t4": COLUMN}, "uneven": True},
@@ -453,19 +396,5 @@ def test_few_candidates_and_little_time_are_enough_for_something(
     assert few.num_evaluated < job.replan().num_evaluated
     none = job.replan(config=ReplanConfig(time_budget_seconds=1e-9))
     assert none.moves == ()
-    with pytest.raises(ConfigError, match="got 0 and"):
-        ReplanConfig(max_candidates=0)
     with pytest.raises(ConfigError, match="at least 0, got -1"):
         job.replan(-1)
-
-
-def test_result_is_shown_as_text(make_job: MakeJob) -> None:
-    result = make_job(ALL_ON_0).replan()
-    first, *moves = str(result).splitlines()
-    assert first.startswith(
-        f"critical path {result.before.critical_path_ms:.3f} -> "
-        f"{result.after.critical_path_ms:.3f} ms (-"
-    )
-    assert f"; {len(result.moves)} moves of" in first
-    assert len(moves) == len(result.moves) > 0
-    assert "from rank 0 to 1" in moves[0]
