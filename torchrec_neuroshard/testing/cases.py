@@ -15,20 +15,10 @@ from torchrec_neuroshard.features import ShardFeaturizer
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.tables import TableConfig
 
-__all__ = ["expect", "expect_close", "expect_error", "sample_features", "sample_task"]
+__all__ = ["expect_close", "expect_error", "sample_features", "sample_task"]
 
 _WIDTHS = (4, 8, 12, 16)
 _OPTIMIZERS = ("rowwise_adagrad", "sgd", "adam", "adagrad")
-
-
-def expect(holds: bool, message: str) -> None:
-    """Fail the case unless `holds`; unlike `assert`, also under `python -O`.
-
-    Raises:
-        AssertionError: With the message.
-    """
-    if not holds:
-        raise AssertionError(message)
 
 
 def expect_close(
@@ -46,12 +36,11 @@ def expect_close(
         AssertionError: They differ, in value or shape, or are not finite.
     """
     found, wanted = np.asarray(found), np.asarray(wanted)
-    expect(found.shape == wanted.shape, f"{what}: {found.shape} is not {wanted.shape}")
+    assert found.shape == wanted.shape, f"{what}: {found.shape} is not {wanted.shape}"
     scale = float(np.abs(wanted).max(initial=0.0))
     gap = float(np.abs(found - wanted).max(initial=0.0))
-    expect(
-        gap <= tolerance * scale,  # not, when either is NaN
-        f"{what}: differs by {gap:.3g}, of values up to {scale:.3g}",
+    assert gap <= tolerance * scale, (
+        f"{what}: differs by {gap:.3g}, of values up to {scale:.3g}"
     )
 
 

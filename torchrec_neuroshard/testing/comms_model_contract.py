@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel
-from torchrec_neuroshard.testing.cases import expect, expect_close
+from torchrec_neuroshard.testing.cases import expect_close
 
 __all__ = ["CommsModelContract"]
 
@@ -74,7 +74,7 @@ class CommsModelContract(ABC):
             last = (2,) if what.startswith(_TWO_WAY) else ()
             for rows in (columns_CW, columns_CW[:1]):
                 found, wanted = ask(rows).shape, (*rows.shape, *last)
-                expect(found == wanted, f"{what}: shape {found} is not {wanted}")
+                assert found == wanted, f"{what}: shape {found} is not {wanted}"
 
     def test_times_are_finite_and_not_negative(self) -> None:
         """Also where a rank, or nobody, has anything to send."""
@@ -82,19 +82,17 @@ class CommsModelContract(ABC):
             for rows in (columns_CW, 0 * columns_CW, 1e6 * columns_CW):
                 ms = ask(rows)
                 fine = np.isfinite(ms) & (ms >= 0)
-                expect(bool(fine.all()), f"{what}: {ms[~fine]} ms")
+                assert fine.all(), f"{what}: {ms[~fine]} ms"
 
     def test_nothing_to_send_takes_next_to_no_time(self) -> None:
         """Zero bytes cost a latency at most, and no more than bytes do."""
         for what, ask, columns_CW, _ in self._cases():
             idle, busy = ask(0 * columns_CW), ask(columns_CW)
-            expect(
-                bool((idle <= self.idle_ms).all()),
-                f"{what}: {idle.max()} ms for nothing, more than {self.idle_ms}",
+            assert (idle <= self.idle_ms).all(), (
+                f"{what}: {idle.max()} ms for nothing, more than {self.idle_ms}"
             )
-            expect(
-                bool((idle <= busy * (1 + self.tolerance)).all()),
-                f"{what}: nothing takes longer than something",
+            assert (idle <= busy * (1 + self.tolerance)).all(), (
+                f"{what}: nothing takes longer than something"
             )
 
     def test_more_bytes_do_not_take_less_time(self) -> None:
@@ -104,9 +102,8 @@ class CommsModelContract(ABC):
             before = ask(columns_CW)
             for factor in (1.1, 2.0, 10.0, 1000.0, 1e6):
                 after = ask(columns_CW * factor)
-                expect(
-                    bool((after >= before * slack).all()),
-                    f"{what}: a rank is through sooner with more bytes on all ranks",
+                assert (after >= before * slack).all(), (
+                    f"{what}: a rank is through sooner with more bytes on all ranks"
                 )
                 before = after
             if what.startswith(_ALIKE):
@@ -116,9 +113,8 @@ class CommsModelContract(ABC):
                 one = columns_CW.copy()
                 one[:, 0] = factor * (columns_CW[:, 0] + 1)
                 after = ask(one).max(axis=1)
-                expect(
-                    bool((after >= slowest * slack).all()),
-                    f"{what}: all are through sooner with more bytes on one rank",
+                assert (after >= slowest * slack).all(), (
+                    f"{what}: all are through sooner with more bytes on one rank"
                 )
                 slowest = after
 
@@ -150,9 +146,8 @@ class CommsModelContract(ABC):
         ):
             first = ask(columns_CW)
             for again in (ask(columns_CW), other(columns_CW)):
-                expect(
-                    bool(np.array_equal(first, again)),
-                    f"{what}: the same bytes take another time when asked again",
+                assert np.array_equal(first, again), (
+                    f"{what}: the same bytes take another time when asked again"
                 )
 
     def test_arguments_are_left_alone(self) -> None:
@@ -160,12 +155,11 @@ class CommsModelContract(ABC):
         for what, ask, columns_CW, _ in self._cases():
             kept = columns_CW.copy()
             ask(columns_CW)
-            expect(bool((columns_CW == kept).all()), f"{what} changed its argument")
+            assert (columns_CW == kept).all(), f"{what} changed its argument"
 
     def test_says_what_it_rests_on(self) -> None:
         """The source is shown beside the numbers."""
         source = self.make_comms_model(*self.groups[0]).source
-        expect(
-            isinstance(source, str) and bool(source.strip()),
-            f"source is {source!r}; say what the predictions rest on",
+        assert isinstance(source, str) and source.strip(), (
+            f"source is {source!r}; say what the predictions rest on"
         )

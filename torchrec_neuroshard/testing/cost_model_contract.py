@@ -14,7 +14,6 @@ from torchrec_neuroshard.cost_models.base import CostModel
 from torchrec_neuroshard.errors import FeatureSchemaError
 from torchrec_neuroshard.features import FEATURE_NAMES
 from torchrec_neuroshard.testing.cases import (
-    expect,
     expect_close,
     expect_error,
     sample_features,
@@ -55,8 +54,8 @@ class CostModelContract(ABC):
         for rows in (features_NF, features_NF[:1]):
             encoded = model.encode(rows)
             wanted = (len(rows), model.encoding_dim)
-            expect(encoded.shape == wanted, f"shape {encoded.shape} is not {wanted}")
-            expect(bool(np.isfinite(encoded).all()), "an encoding is not finite")
+            assert encoded.shape == wanted, f"shape {encoded.shape} is not {wanted}"
+            assert np.isfinite(encoded).all(), "an encoding is not finite"
 
     def test_times_are_finite_and_not_negative(self) -> None:
         """Milliseconds of single shards, of sets and of very large sets."""
@@ -65,14 +64,13 @@ class CostModelContract(ABC):
         total = encoded.sum(axis=0, keepdims=True)
         sums_SE = np.concatenate([encoded, total, 100 * total])
         costs_S2 = model.predict_sums(sums_SE)
-        expect(
-            costs_S2.shape == (len(sums_SE), 2),
-            f"predict_sums gave shape {costs_S2.shape}, not {(len(sums_SE), 2)}",
+        assert costs_S2.shape == (len(sums_SE), 2), (
+            f"predict_sums gave shape {costs_S2.shape}, not {(len(sums_SE), 2)}"
         )
         for name, times in zip(("forward", "backward"), costs_S2.T, strict=True):
             wrong = np.flatnonzero(~(np.isfinite(times) & (times >= 0)))
-            expect(not len(wrong), f"{name} of some sets: {times[wrong]} ms")
-        expect(bool((costs_S2 > 0).any()), "every set is free: nothing is modelled")
+            assert not len(wrong), f"{name} of some sets: {times[wrong]} ms"
+        assert (costs_S2 > 0).any(), "every set is free: nothing is modelled"
 
     def test_empty_set_is_free(self) -> None:
         """No shard, no kernel: exactly 0, wherever the set stands."""
@@ -80,9 +78,8 @@ class CostModelContract(ABC):
         features_NF, set_N, num_sets = self._sets()
         empty = model.predict_sets(features_NF, set_N, num_sets)[2]
         nothing = model.predict_sums(np.zeros((1, model.encoding_dim)))[0]
-        expect(
-            not empty.any() and not nothing.any(),
-            f"the empty set costs {empty} ms, an all-zero sum {nothing}",
+        assert not empty.any() and not nothing.any(), (
+            f"the empty set costs {empty} ms, an all-zero sum {nothing}"
         )
 
     def test_no_shards_at_all(self) -> None:
@@ -90,12 +87,11 @@ class CostModelContract(ABC):
         model, features_NF = self.make_cost_model(), self.sample_features()
         nobody = np.zeros(0, dtype=np.int64)
         costs_S2 = model.predict_sets(features_NF[:0], nobody, 3)
-        expect(
-            costs_S2.shape == (3, 2) and bool((costs_S2 == 0).all()),
-            f"three empty sets and no shard cost {costs_S2}",
+        assert costs_S2.shape == (3, 2) and (costs_S2 == 0).all(), (
+            f"three empty sets and no shard cost {costs_S2}"
         )
         none = model.predict_sums(np.zeros((0, model.encoding_dim)))
-        expect(none.shape == (0, 2), f"no sets gave shape {none.shape}, not (0, 2)")
+        assert none.shape == (0, 2), f"no sets gave shape {none.shape}, not (0, 2)"
 
     def test_order_of_shards_does_not_matter(self) -> None:
         """A set is the same in any order."""
@@ -153,9 +149,8 @@ class CostModelContract(ABC):
         first, second = self.make_cost_model(), self.make_cost_model()
         costs = [m.predict_sets(*self._sets()) for m in (first, first, second)]
         for other in costs[1:]:
-            expect(
-                bool(np.array_equal(other, costs[0])),
-                "the same sets cost something else when asked again",
+            assert np.array_equal(other, costs[0]), (
+                "the same sets cost something else when asked again"
             )
 
     def test_arguments_are_left_alone(self) -> None:
@@ -164,22 +159,21 @@ class CostModelContract(ABC):
         kept = features_NF.copy()
         sums_SE = model.encode(features_NF)
         model.range_warnings(features_NF)
-        expect(bool((features_NF == kept).all()), "a call changed the features")
+        assert (features_NF == kept).all(), "a call changed the features"
         kept_sums = sums_SE.copy()
         model.predict_sums(sums_SE)
         model.relative_uncertainty(sums_SE)
-        expect(bool((sums_SE == kept_sums).all()), "a call changed the sums")
+        assert (sums_SE == kept_sums).all(), "a call changed the sums"
 
     def test_uncertainty_is_a_share(self) -> None:
         """One finite number per set, at least 0."""
         model = self.make_cost_model()
         sums_SE = model.encode(self.sample_features())
         uncertainty_S = np.asarray(model.relative_uncertainty(sums_SE))
-        expect(
+        assert (
             uncertainty_S.shape == (len(sums_SE),)
-            and bool((np.isfinite(uncertainty_S) & (uncertainty_S >= 0)).all()),
-            f"relative uncertainties of {len(sums_SE)} sets: {uncertainty_S}",
-        )
+            and (np.isfinite(uncertainty_S) & (uncertainty_S >= 0)).all()
+        ), f"relative uncertainties of {len(sums_SE)} sets: {uncertainty_S}"
 
     def test_range_warnings_name_shard_and_feature(self) -> None:
         """Each warning points at one value, which lies outside the range it gives."""
@@ -190,23 +184,22 @@ class CostModelContract(ABC):
         seen = set()
         for warning in model.range_warnings(features_NF):
             where = (warning.shard, warning.feature)
-            expect(
+            assert (
                 0 <= warning.shard < len(features_NF)
                 and warning.feature in FEATURE_NAMES
-                and where not in seen,
-                f"a warning is of {where}: there is none such, or it was warned of",
-            )
+                and where not in seen
+            ), f"a warning is of {where}: there is none such, or it was warned of"
             seen.add(where)
             value = features_NF[warning.shard, FEATURE_NAMES.index(warning.feature)]
-            expect(
+            assert (
                 warning.value == value
-                and not warning.low <= warning.value <= warning.high,
+                and not warning.low <= warning.value <= warning.high
+            ), (
                 f"a warning calls {where} {warning.value}, outside {warning.low} to "
-                f"{warning.high}; it is {value}",
+                f"{warning.high}; it is {value}"
             )
-        expect(
-            bool(seen) or not self.has_ranges,
-            "nobody measured shards of 10^9 rows, yet there is no warning",
+        assert seen or not self.has_ranges, (
+            "nobody measured shards of 10^9 rows, yet there is no warning"
         )
 
     def test_says_what_it_rests_on(self) -> None:
@@ -214,7 +207,6 @@ class CostModelContract(ABC):
         model = self.make_cost_model()
         for field in ("name", "hardware", "source"):
             value = getattr(model, field)
-            expect(
-                isinstance(value, str) and bool(value.strip()),
-                f"{field} is {value!r}; say what the predictions rest on",
+            assert isinstance(value, str) and value.strip(), (
+                f"{field} is {value!r}; say what the predictions rest on"
             )

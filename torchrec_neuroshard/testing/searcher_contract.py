@@ -23,7 +23,6 @@ from torchrec_neuroshard.simulator import PHASES, Simulator
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE, TableConfig
 from torchrec_neuroshard.testing.analytic import AnalyticCommsModel, AnalyticCostModel
 from torchrec_neuroshard.testing.cases import (
-    expect,
     expect_close,
     expect_error,
     sample_task,
@@ -95,7 +94,7 @@ class SearcherContract(ABC):
     def test_one_rank_takes_all_tables(self) -> None:
         """There, whole and in one piece each."""
         shards = len(self._placed(sample_task(self.num_tables, 1)).shards)
-        expect(shards == self.num_tables, f"one rank holds {shards} pieces of tables")
+        assert shards == self.num_tables, f"one rank holds {shards} pieces of tables"
 
     def test_more_ranks_than_tables(self) -> None:
         """Some ranks may stay empty; nothing else changes."""
@@ -103,7 +102,7 @@ class SearcherContract(ABC):
         result = self._search(task)
         _expect_valid(result.placement, task)
         ranks = len(result.predicted.ranks)
-        expect(ranks == 6, f"costs of {ranks} ranks were predicted, there are 6")
+        assert ranks == 6, f"costs of {ranks} ranks were predicted, there are 6"
 
     # Whether the task's rules are kept.
 
@@ -122,7 +121,7 @@ class SearcherContract(ABC):
         for shard in self._placed(task).shards:
             used[shard.rank] += task.shard_bytes(shard.table, shard.width)
         for rank, (held, cap) in enumerate(zip(used, caps, strict=True)):
-            expect(held <= cap, f"rank {rank} holds {held:.0f} bytes, it has {cap}")
+            assert held <= cap, f"rank {rank} holds {held:.0f} bytes, it has {cap}"
 
     def test_a_table_larger_than_a_rank(self) -> None:
         """Is split; a search that keeps tables whole says which one does not fit."""
@@ -139,7 +138,7 @@ class SearcherContract(ABC):
 
     def _expect_named(self, task: ShardingTask, what: str) -> None:
         message = expect_error(InfeasibleError, lambda: self._search(task), what)
-        expect("giant" in message, f"the error does not name 'giant': {message}")
+        assert "giant" in message, f"the error does not name 'giant': {message}"
 
     def test_a_total_that_does_not_fit_is_told(self) -> None:
         """The InfeasibleError gives the size of what does not fit."""
@@ -158,9 +157,8 @@ class SearcherContract(ABC):
             lambda: self._search(task),
             "tables of twice the memory of all ranks",
         )
-        expect(
-            re.search("|".join(["[GMK]iB", "bytes", *names]), message) is not None,
-            f"the error names neither a table nor the total: {message}",
+        assert re.search("|".join(["[GMK]iB", "bytes", *names]), message) is not None, (
+            f"the error names neither a table nor the total: {message}"
         )
 
     def test_min_widths_are_kept(self) -> None:
@@ -168,9 +166,8 @@ class SearcherContract(ABC):
         task = _wide_task(min_widths=(8, 16))
         for shard in self._placed(task).shards:
             least = task.min_widths[shard.table]
-            expect(
-                shard.width >= least,
-                f"a shard is {shard.width} wide, min_widths says {least}",
+            assert shard.width >= least, (
+                f"a shard is {shard.width} wide, min_widths says {least}"
             )
 
     def test_max_shards_are_kept(self) -> None:
@@ -179,7 +176,7 @@ class SearcherContract(ABC):
         placement = self._placed(task)
         for table, most in enumerate(task.max_shards):
             count = len(placement.table_shards(table))
-            expect(count <= most, f"{count} shards of a table, max_shards says {most}")
+            assert count <= most, f"{count} shards of a table, max_shards says {most}"
 
     def test_widths_are_equal_where_they_must_be(self) -> None:
         """Without `uneven`, all shards of a table are of one width."""
@@ -187,9 +184,8 @@ class SearcherContract(ABC):
         placement = self._placed(task)
         for table in range(len(task.tables)):
             widths = {s.width for s in placement.table_shards(table)}
-            expect(
-                len(widths) == 1,
-                f"shards of one table are {sorted(widths)} wide, uneven is off",
+            assert len(widths) == 1, (
+                f"shards of one table are {sorted(widths)} wide, uneven is off"
             )
 
     # Whether the result is what it says.
@@ -208,9 +204,8 @@ class SearcherContract(ABC):
                 "predicted phases of the ranks, against the simulator",
             )
             sources = (result.predicted.compute_source, result.predicted.comms_source)
-            expect(
-                sources == (wanted.compute_source, wanted.comms_source),
-                f"the costs are said to rest on {sources}",
+            assert sources == (wanted.compute_source, wanted.comms_source), (
+                f"the costs are said to rest on {sources}"
             )
 
     def test_result_is_filled_in(self) -> None:
@@ -225,16 +220,13 @@ class SearcherContract(ABC):
                 self.tolerance,
                 "(1 + gap) x bound, against the predicted critical path",
             )
-        expect(
-            0 <= result.search_seconds <= seconds + 0.1,
-            f"search_seconds is {result.search_seconds}, the call took {seconds}",
+        assert 0 <= result.search_seconds <= seconds + 0.1, (
+            f"search_seconds is {result.search_seconds}, the call took {seconds}"
         )
-        expect(result.num_evaluated >= 1, "num_evaluated is 0: nothing was costed")
-        expect(
-            isinstance(result.warnings, tuple)
-            and all(isinstance(w, str) and w for w in result.warnings),
-            f"warnings are to be a tuple of texts, not {result.warnings!r}",
-        )
+        assert result.num_evaluated >= 1, "num_evaluated is 0: nothing was costed"
+        assert isinstance(result.warnings, tuple) and all(
+            isinstance(w, str) and w for w in result.warnings
+        ), f"warnings are to be a tuple of texts, not {result.warnings!r}"
 
     def test_bound_holds(self) -> None:
         """No plan there is costs less than the bound, or than the best plan."""
@@ -246,14 +238,12 @@ class SearcherContract(ABC):
             optimum = best.predicted.critical_path_ms
             result = self._search(task)
             path = result.predicted.critical_path_ms
-            expect(
-                path >= optimum * (1 - self.tolerance),
-                f"a plan of {path} ms is better than the best there is, {optimum}",
+            assert path >= optimum * (1 - self.tolerance), (
+                f"a plan of {path} ms is better than the best there is, {optimum}"
             )
-            expect(
-                0 <= result.lower_bound_ms <= optimum * (1 + self.tolerance),
+            assert 0 <= result.lower_bound_ms <= optimum * (1 + self.tolerance), (
                 f"the bound is {result.lower_bound_ms} ms, the best plan takes "
-                f"{optimum}",
+                f"{optimum}"
             )
 
     def test_same_seed_gives_the_same_plan(self) -> None:
@@ -267,7 +257,7 @@ class SearcherContract(ABC):
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(state)
                     found.append(self._search(self._tasks()[-1], seed=7).placement)
-            expect(found[0] == found[1], "two searches with one seed give two plans")
+            assert found[0] == found[1], "two searches with one seed give two plans"
         finally:
             random.setstate(python)
             np.random.set_state(legacy)
@@ -275,44 +265,39 @@ class SearcherContract(ABC):
     def test_has_a_name(self) -> None:
         """Results and reports call the search by it."""
         name = self.make_searcher(0).name
-        expect(
-            isinstance(name, str) and bool(name.strip()) and name != Searcher.name,
-            f"the search is called {name!r}; give the class a name",
+        assert isinstance(name, str) and name.strip() and name != Searcher.name, (
+            f"the search is called {name!r}; give the class a name"
         )
 
 
 def _expect_valid(placement: Placement, task: ShardingTask) -> None:
     """Count the columns afresh, without the placement's own check."""
-    expect(
-        placement.world_size == task.world_size,
-        f"a placement for {placement.world_size} ranks, not {task.world_size}",
+    assert placement.world_size == task.world_size, (
+        f"a placement for {placement.world_size} ranks, not {task.world_size}"
     )
     columns = [[0] * t.embedding_dim for t in task.tables]
     pieces = set()
     for shard in placement.shards:
-        expect(
-            0 <= shard.table < len(task.tables) and 0 <= shard.rank < task.world_size,
-            f"{shard} is of a table or on a rank that is not there",
-        )
-        expect(
-            shard.width > 0 and shard.width % COLUMN_MULTIPLE == 0,
+        assert (
+            0 <= shard.table < len(task.tables) and 0 <= shard.rank < task.world_size
+        ), f"{shard} is of a table or on a rank that is not there"
+        assert shard.width > 0 and shard.width % COLUMN_MULTIPLE == 0, (
             f"a shard is {shard.width} wide, kernels take multiples of "
-            f"{COLUMN_MULTIPLE}",
+            f"{COLUMN_MULTIPLE}"
         )
         piece = (shard.table, shard.rank)
-        expect(piece not in pieces, f"rank {shard.rank} holds two shards of a table")
+        assert piece not in pieces, f"rank {shard.rank} holds two shards of a table"
         pieces.add(piece)
         end = shard.offset + shard.width
-        expect(
-            0 <= shard.offset and end <= len(columns[shard.table]),
-            f"{shard} is outside its table",
+        assert 0 <= shard.offset and end <= len(columns[shard.table]), (
+            f"{shard} is outside its table"
         )
         for column in range(shard.offset, end):
             columns[shard.table][column] += 1
     for table, counts in zip(task.tables, columns, strict=True):
         odd = [i for i, count in enumerate(counts) if count != 1]
-        expect(
-            not odd, f"columns {odd} of table '{table.name}' are placed never or twice"
+        assert not odd, (
+            f"columns {odd} of table '{table.name}' are placed never or twice"
         )
 
 
