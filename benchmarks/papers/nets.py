@@ -85,7 +85,7 @@ def _fit(
         torch.optim.Adam(net.parameters(), lr=config.learning_rate),
         shuffled_batches(rng, training, config.batch_samples, config.epochs),
         mse,
-        lambda epoch, losses: mse(validation),
+        lambda: mse(validation),
     )
     net.eval()
     mean = target[training].mean(dim=0)

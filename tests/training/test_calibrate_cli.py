@@ -63,7 +63,7 @@ def test_measures_and_trains(
     assert info.fingerprint.device == cpu_name()
     assert info.trained_on["calibrated_from"]["name"] == "cpu"
     printed = capsys.readouterr().out
-    for name in ("before", "scaled", "tuned", "scratch", "linear", "stock"):
+    for name in ("before", "scaled", "tuned", "linear", "stock"):
         assert f"{name}: forward " in printed
     assert f"Kept `{info.trained_on['kept']}`" in printed
     assert "no collectives: they will be predicted" in printed

@@ -28,7 +28,6 @@ from torchrec_neuroshard.training.calibration import (
     LINEAR,
     MIN_SETS,
     SCALED,
-    SCRATCH,
     TUNED,
     CalibrationConfig,
     calibrate,
@@ -138,7 +137,7 @@ def test_ranges_are_what_a_candidate_was_trained_on(source: NeuralCostModel) -> 
     found = calibrate(source, SIZES, training, test, config)
     old, new = source.ranges, training_ranges(training)
     assert found.candidates[BEFORE].ranges == found.candidates[SCALED].ranges == old
-    assert found.candidates[SCRATCH].ranges == new
+    assert found.candidates[LINEAR].ranges == new
     both = found.candidates[TUNED].ranges
     assert both["log2_width"] == (2.0, np.log2(np.float32(4 * 32)))
     assert old["log2_width"][1] < both["log2_width"][1]
@@ -230,14 +229,15 @@ def test_bundle_and_card_tell_what_was_done(
         predict(found.candidates[TUNED].network, test),
     )
     card = (out / "CARD.md").read_text()
-    names = ["learned", BEFORE, SCALED, TUNED, SCRATCH, LINEAR, "stock"]
+    names = ["learned", BEFORE, SCALED, TUNED, LINEAR, "stock"]
     assert [e.name for e in evaluations] == names
     for e in evaluations:
         assert f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card
     assert found.verdict() in card
     assert "Started from `old`, measured on there (400 sets to train on)" in card
     assert "| disturbed records, left out | 0 |" in card
-    assert "90 sets of this device to fine-tune on; 30 sets of held-out tables" in card
+    assert "| sets to train on | 90 |" in card
+    assert "| sets of held-out tables | 30 |" in card
 
 
 def test_split_keeps_held_out_tables_and_repeats_apart() -> None:
@@ -250,7 +250,7 @@ def test_split_keeps_held_out_tables_and_repeats_apart() -> None:
     assert {r.index for r in test} == {i for i in range(48) if i % 4 == 0}
     assert {r.index for r in training} == {i for i in range(50) if i % 4} - {48}
     for few in (records[:40:2], [r for r in records if not r.held_out]):
-        with pytest.raises(RecordError, match=f"needs {MIN_SETS} sets to fine-tune"):
+        with pytest.raises(RecordError, match=f"needs {MIN_SETS} sets to train on"):
             split_records(few[:12])
 
 

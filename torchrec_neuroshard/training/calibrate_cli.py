@@ -12,36 +12,28 @@ from rich.console import Console
 from torchrec_neuroshard.cost_models.bundle import (
     COMMS_BUNDLE,
     COMPUTE_BUNDLE,
-    BundleInfo,
     load_bundle,
 )
 from torchrec_neuroshard.cost_models.loading import bundle_folder, pretrained_names
 from torchrec_neuroshard.devices import as_device, default_device_type
-from torchrec_neuroshard.errors import ConfigError, RecordError
+from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.files import check_folder, from_options
 from torchrec_neuroshard.progress import phase
-from torchrec_neuroshard.record_store import read_records
-from torchrec_neuroshard.records import CostRecord, command_line, steady_records
+from torchrec_neuroshard.records import CostRecord, steady_records
 from torchrec_neuroshard.training.calibration import (
     MIN_SETS,
     Calibration,
     CalibrationConfig,
     calibrate,
-    split_records,
 )
-from torchrec_neuroshard.training.cards import (
-    calibration_section,
-    compute_card,
-    compute_noise,
-)
+from torchrec_neuroshard.training.cards import calibration_note, compute_card
 from torchrec_neuroshard.training.compute import (
     Evaluation,
     as_cost_model,
-    build_sets,
     evaluate,
     fit_stock,
-    score,
 )
+from torchrec_neuroshard.training.train_cli import MeasuredSets
 
 __all__ = ["add_arguments", "calibrate_bundle", "run", "source_folder"]
 
@@ -104,16 +96,8 @@ def calibrate_bundle(
             f"{out} is the bundle to start from; name another folder for the new one"
         )
     model, old = load_bundle(source), COMPUTE_BUNDLE.read_info(source)
-    headers, found_records = read_records(records)
-    steady = (select or steady_records)(found_records)
-    num_disturbed = len(found_records) - len(steady)
-    try:
-        training, test = map(build_sets, split_records(steady))
-    except RecordError as error:
-        raise RecordError(
-            f"{error} ({num_disturbed} of {len(found_records)} records were left out: "
-            "other work disturbed them)"
-        ) from error
+    sets = MeasuredSets.read(records, select or steady_records)
+    training, test = sets.training, sets.test
     found = calibrate(model, old.network, training, test, config)
     kept = found.candidates[found.kept]
     evaluations = [
@@ -121,20 +105,13 @@ def calibrate_bundle(
         *(c.evaluation for c in found.candidates.values()),
         evaluate("stock", fit_stock(training), test),
     ]
-    info = BundleInfo(
-        name=name,
-        fingerprint=headers[0].fingerprint,
-        reference_ms=headers[0].reference_ms,
-        network=kept.network.config,
-        ranges=kept.ranges,
-        trained_on={
-            "num_training_sets": training.num_sets,
-            "num_test_sets": test.num_sets,
-            "num_disturbed": num_disturbed,
-            "created": sorted({h.created[:10] for h in headers}),
+    info = sets.describe(
+        name,
+        kept.network,
+        kept.ranges,
+        {
             "seed": config.seed,
             "steps": config.steps,
-            "commands": [*(h.command for h in headers), command_line()],
             "calibrated_from": {
                 "name": old.name,
                 "device": old.fingerprint.device,
@@ -142,12 +119,11 @@ def calibrate_bundle(
             },
             "kept": found.kept,
             "factors": list(found.factors_2),
-            "errors": {n: score(c.evaluation) for n, c in found.candidates.items()},
+            "errors": found.errors,
         },
     )
-    noise = compute_noise(steady)
-    card = compute_card(info, noise, evaluations)
-    card += calibration_section(old, info, found)
+    note = calibration_note(old, found)
+    card = compute_card(info, sets.noise, evaluations, note)
     COMPUTE_BUNDLE.save(out, kept.network, info, card)
     return found, evaluations
 

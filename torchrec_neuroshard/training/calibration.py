@@ -2,9 +2,9 @@
 
 Devices of one kind differ by a factor and by details, so a few hundred sets bend a
 trained ensemble where thousands would be needed to make one. Candidates are the bundle
-as it is, the bundle times one factor per direction, the fine-tuned ensemble and, of the
-new sets alone, an ensemble and a linear fit; the one that errs least on sets of
-held-out tables is kept, so that calibrating never makes it worse there.
+as it is, the bundle times one factor per direction, the fine-tuned ensemble and a
+linear fit to the new sets alone. The one that errs least on sets of held-out tables is
+kept, so that calibrating never makes it worse there.
 
 Shapes: as in `network`.
 """
@@ -22,6 +22,7 @@ from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.training.compute import (
+    MEAN_ERROR,
     Evaluation,
     SetData,
     TrainConfig,
@@ -33,13 +34,13 @@ from torchrec_neuroshard.training.compute import (
     train,
     training_ranges,
 )
+from torchrec_neuroshard.training.fit import kept_line
 
 __all__ = [
     "BEFORE",
     "LINEAR",
     "MIN_SETS",
     "SCALED",
-    "SCRATCH",
     "TUNED",
     "Calibration",
     "CalibrationConfig",
@@ -49,8 +50,7 @@ __all__ = [
     "split_records",
 ]
 
-BEFORE, SCALED, TUNED, SCRATCH = "before", "scaled", "tuned", "scratch"
-LINEAR = "linear"
+BEFORE, SCALED, TUNED, LINEAR = "before", "scaled", "tuned", "linear"
 
 MIN_SETS = 10
 """Fewest sets to fine-tune on, and fewest of held-out tables to judge by."""
@@ -58,16 +58,16 @@ MIN_SETS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CalibrationConfig:
-    """How to fine-tune, and how to train the yardstick from scratch."""
+    """How to fine-tune."""
 
     steps: int = 500
-    """Optimizer steps of each of the two trainings, about. This and the rate were best
+    """Optimizer steps, about. This and the rate were best
     on sets of another device that are not among those that judge: more steps, higher
     and lower rates, and fitting the physical constants anew before, were not better."""
     batch_sets: int = 64
     """Sets per step."""
     learning_rate: float = 3e-3
-    """Peak rate of both; from scratch on so few sets, `TrainConfig`'s was worse."""
+    """Peak rate."""
     validation_share: float = 0.15
     """Share of the sets trained on that picks each member's best epoch."""
     seed: int = 0
@@ -77,7 +77,7 @@ class CalibrationConfig:
             raise ConfigError(f"steps must be at least 1, got {self.steps}")
 
     def training(self, num_sets: int, sizes: Mapping[str, int]) -> TrainConfig:
-        """Return the configuration of one training.
+        """Return the configuration of the training.
 
         Args:
             num_sets: Sets to train on, those that pick the epoch included.
@@ -112,28 +112,20 @@ class Calibration:
     """The candidates, and which one to keep."""
 
     candidates: Mapping[str, Candidate]
-    """By name: `BEFORE`, `SCALED`, `TUNED`, `SCRATCH`, `LINEAR`."""
+    """By name: `BEFORE`, `SCALED`, `TUNED`, `LINEAR`."""
     factors_2: tuple[float, float]
     """Forward and backward: what `SCALED` multiplies the bundle's times by."""
     kept: str
     """The candidate that errs least; of equals the one that changes least."""
 
+    @property
+    def errors(self) -> dict[str, float]:
+        """Candidate -> what it is judged by."""
+        return {n: score(c.evaluation) for n, c in self.candidates.items()}
+
     def verdict(self) -> str:
         """Say in one sentence what is kept and why."""
-        scores = {n: score(c.evaluation) for n, c in self.candidates.items()}
-        if self.kept == TUNED:
-            others = ", ".join(
-                f"{n} {scores[n]:.1%}" for n in (BEFORE, SCALED, SCRATCH, LINEAR)
-            )
-            return (
-                f"Kept `{TUNED}`: its error over forward, backward and total is "
-                f"{scores[TUNED]:.1%} ({others})."
-            )
-        return (
-            f"Kept `{self.kept}`: the fine-tuned ensemble is not better, its error "
-            f"over forward, backward and total is {scores[TUNED]:.1%} against "
-            f"{scores[self.kept]:.1%}; measure more sets to fine-tune on."
-        )
+        return kept_line(self.kept, self.errors, MEAN_ERROR)
 
 
 def split_records(
@@ -154,7 +146,7 @@ def split_records(
     held_out = [r for r in records if r.held_out and r.repeat_of is None]
     if min(len(training), len(held_out)) < MIN_SETS:
         raise RecordError(
-            f"calibrating needs {MIN_SETS} sets to fine-tune on and {MIN_SETS} of "
+            f"a model needs {MIN_SETS} sets to train on and {MIN_SETS} of "
             f"held-out tables to judge by, got {len(training)} and {len(held_out)}; "
             "measure more sets"
         )
@@ -189,7 +181,7 @@ def calibrate(
     """Make the candidates and choose.
 
     The input statistics stay those of `source`, since its weights were made for them;
-    training ranges are the union of old and new, from scratch the new alone.
+    training ranges are the union of old and new, of the linear fit the new alone.
 
     Args:
         source: The model of the other device.
@@ -205,14 +197,14 @@ def calibrate(
     scaled = rescale(source.network, (forward, backward))
     settings = config.training(training.num_sets, sizes)
     new_ranges = training_ranges(training)
+    both = {
+        name: (min(source.ranges[name][0], low), max(source.ranges[name][1], high))
+        for name, (low, high) in new_ranges.items()
+    }
     made = {
         BEFORE: (source.network, source.ranges),
         SCALED: (scaled, source.ranges),
-        TUNED: (
-            train(training, settings, init=scaled),
-            _union(source.ranges, new_ranges),
-        ),
-        SCRATCH: (train(training, settings), new_ranges),
+        TUNED: (train(training, settings, init=scaled), both),
         LINEAR: (fit_linear(training), new_ranges),
     }
     candidates = {
@@ -223,12 +215,3 @@ def calibrate(
     }
     kept = min(candidates, key=lambda n: score(candidates[n].evaluation))
     return Calibration(candidates, (forward, backward), kept)
-
-
-def _union(
-    one: Mapping[str, tuple[float, float]], two: Mapping[str, tuple[float, float]]
-) -> dict[str, tuple[float, float]]:
-    return {
-        name: (min(one[name][0], low), max(one[name][1], high))
-        for name, (low, high) in two.items()
-    }

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from torchrec_neuroshard.cost_models.bundle import BundleInfo, CommsBundleInfo
-from torchrec_neuroshard.records import CostRecord, repeatability
-from torchrec_neuroshard.training.calibration import (
-    BEFORE,
-    LINEAR,
-    SCALED,
-    SCRATCH,
-    TUNED,
-    Calibration,
-)
+from torchrec_neuroshard.training.calibration import Calibration
 from torchrec_neuroshard.training.comms import CommsEvaluation
 from torchrec_neuroshard.training.compute import Evaluation
 
-__all__ = [
-    "calibration_section",
-    "comms_card",
-    "compute_card",
-    "compute_noise",
-    "repeatability_line",
-]
-
-SHORT_MS = 1.0
-"""Sets below this are mostly launches: their noise is told by itself."""
+__all__ = ["calibration_note", "comms_card", "compute_card", "repeatability_line"]
 
 _SHOWN_RANGES = (
     "num_lookups",
@@ -40,14 +23,6 @@ _SHOWN_RANGES = (
     "log2_batch",
 )
 
-_CANDIDATES = {
-    BEFORE: "the bundle started from, unchanged",
-    SCALED: "the same times one factor per direction, fitted on the sets trained on",
-    TUNED: "`scaled`, fine-tuned on the same sets",
-    SCRATCH: "a new ensemble of the same size, trained on the same sets alone",
-    LINEAR: "a linear model fitted to the same sets alone",
-}
-
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table, and an empty one below it."""
@@ -55,7 +30,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
 
 
-def repeatability_line(differences: Sequence[float], unit: str = "set") -> str:
+def repeatability_line(differences: Sequence[float], unit: str) -> str:
     """Say in one line how much samples differ from the same ones measured again.
 
     Args:
@@ -72,40 +47,57 @@ def repeatability_line(differences: Sequence[float], unit: str = "set") -> str:
     )
 
 
-def compute_noise(records: Sequence[CostRecord]) -> str:
-    """Say how much kernels measured again differ, and short ones by themselves.
+def _card(
+    title: str,
+    facts: Mapping[str, str],
+    noise: str,
+    errors: Sequence[str],
+    commands: Sequence[str],
+) -> str:
+    """Write a card: facts, noise, errors and commands.
 
     Args:
-        records: The steady ones, repeats among them.
+        title: Its first line.
+        facts: What the model was made of.
+        noise: `repeatability_line` of its records.
+        errors: Lines about the errors.
+        commands: Those that made it.
     """
-    line = repeatability_line(repeatability(records))
-    short = repeatability(
-        [r for r in records if r.repeat_of is None or r.total_ms < SHORT_MS]
-    )
-    if not short:
-        return line
-    return (
-        f"{line} Below {SHORT_MS:g} ms: {np.median(short):.1%} (median), "
-        f"{np.mean(short):.1%} (mean), over {len(short)}."
-    )
+    lines = [
+        f"# {title}",
+        "",
+        *_table(("", ""), facts.items()),
+        "## Noise of the measurements",
+        "",
+        noise,
+        "",
+        "## Error on what was never seen in training",
+        "",
+        *errors,
+        "",
+        "## Made by",
+        "",
+        *(f"- `{command}`" for command in commands),
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def compute_card(
-    info: BundleInfo,
-    noise: str,
-    evaluations: Sequence[Evaluation],
-    verdict: str = "",
+    info: BundleInfo, noise: str, evaluations: Sequence[Evaluation], verdict: str
 ) -> str:
     """Write the card of a compute cost model.
 
     Args:
         info: Its description.
-        noise: `compute_noise` of its records.
+        noise: `repeatability_line` of its records.
         evaluations: Errors on held-out tables: the ensemble's, then yardsticks'.
         verdict: Which of them the bundle holds, and why.
     """
     fingerprint, trained_on = info.fingerprint, info.trained_on
     facts = {
+        "times": "ms of one fused `SplitTableBatchedEmbeddingBagsCodegen` over a set "
+        "of shards, forward and backward, optimizer step included",
         "device": f"{fingerprint.device} ({fingerprint.device_type})",
         "threads": str(fingerprint.num_threads),
         "torch, fbgemm": f"{fingerprint.torch}, {fingerprint.fbgemm}",
@@ -127,18 +119,6 @@ def compute_card(
     deciles = [(e.name, *(f"{v:.1%}" for v in e.decile_mape)) for e in evaluations]
     ranges = [(n, *(f"{v:.4g}" for v in info.ranges[n])) for n in _SHOWN_RANGES]
     lines = [
-        f"# Compute cost model `{info.name}`",
-        "",
-        "Forward and backward milliseconds (optimizer step included) of one fused "
-        "`SplitTableBatchedEmbeddingBagsCodegen` over a set of shards.",
-        "",
-        *_table(("", ""), facts.items()),
-        "## Noise",
-        "",
-        noise,
-        "",
-        "## Error on sets made only of tables never seen in training",
-        "",
         "Mean absolute percentage error; tau is Kendall's, of the totals. `stock` is "
         "TorchRec's formula times the one best factor, `linear` a non-negative linear "
         "model per optimizer on the same physical inputs.",
@@ -146,59 +126,37 @@ def compute_card(
         *_table(
             ("model", "forward", "backward", "total", "total, median", "tau"), errors
         ),
-        *([verdict, ""] if verdict else []),
+        verdict,
+        "",
         "Total's error by decile of measured cost:",
         "",
         *_table(
             ("up to [ms]", *(f"{ms:.3g}" for ms in evaluations[0].decile_ms)), deciles
         ),
-        "## Training range",
-        "",
-        "Shards outside of it are warned about by name.",
+        "Training range; shards outside of it are warned about by name:",
         "",
         *_table(("feature", "least", "most"), ranges),
-        "## Made by",
-        "",
-        *(f"- `{command}`" for command in trained_on["commands"]),
-        "",
     ]
-    return "\n".join(lines)
+    title = f"Compute cost model `{info.name}`"
+    return _card(title, facts, noise, lines, trained_on["commands"])
 
 
-def calibration_section(old: BundleInfo, new: BundleInfo, found: Calibration) -> str:
-    """Write how a card's model was calibrated: the end of the card.
+def calibration_note(old: BundleInfo, found: Calibration) -> str:
+    """Say how a model was calibrated, and what was kept.
 
     Args:
         old: The bundle started from.
-        new: The bundle that came of it.
         found: The candidates.
     """
     forward, backward = found.factors_2
-    return "\n".join(
-        [
-            "",
-            "## Calibration",
-            "",
-            f"Started from `{old.name}`, measured on {old.fingerprint.device} "
-            f"({old.trained_on.get('num_training_sets', '?')} sets to train on). "
-            f"{new.trained_on['num_training_sets']} sets of this device to fine-tune "
-            f"on; {new.trained_on['num_test_sets']} sets of held-out tables judged the "
-            "candidates and chose between them. "
-            f"{found.verdict()}",
-            "",
-            *(f"- `{name}`: {text}" for name, text in _CANDIDATES.items()),
-            "",
-            f"Factors: forward {forward:.3f}, backward {backward:.3f}. `learned` above "
-            f"is `{found.kept}`. "
-            + (
-                "Its training range is that of this device's sets alone."
-                if found.kept in (SCRATCH, LINEAR)
-                else "Its training range covers what either device was measured on; "
-                "where only the other one was, its times are carried over, not "
-                "measured."
-            ),
-            "",
-        ]
+    return (
+        f"Started from `{old.name}`, measured on {old.fingerprint.device} "
+        f"({old.trained_on.get('num_training_sets', '?')} sets to train on). "
+        f"{found.verdict()} `before` is that bundle unchanged, `scaled` its times by "
+        f"one factor per direction (forward {forward:.3f}, backward {backward:.3f}), "
+        "`tuned` that one fine-tuned on this device's sets; `learned` is what was "
+        "kept. But for `linear`, the training range covers what either device was "
+        "measured on: where only the other one was, times are carried over."
     )
 
 
@@ -213,6 +171,8 @@ def comms_card(
     low, high = info.bytes_per_rank
     inter = f"{info.inter_gb_per_s:.2f} GB/s" if info.inter_gb_per_s else "not measured"
     facts = {
+        "times": "ms from the last rank's arrival until the slowest rank is through, "
+        "TorchRec's copies around the collective included",
         "device, backend": f"{fingerprint.device}, {info.backend}",
         "torch": fingerprint.torch,
         "cores for the ranks of a node": str(trained_on["cores"]),
@@ -239,35 +199,15 @@ def comms_card(
         )
         for e in evaluations
     ]
+    columns = ["ranks", "collective", "in training", "records"]
+    columns += ["median", "mean", "90th percentile", "tau"]
     lines = [
-        f"# Communication cost model `{info.name}`",
-        "",
-        "Milliseconds from the last rank's arrival until the slowest rank is through, "
-        "TorchRec's copies around the collective included.",
-        "",
-        *_table(("", ""), facts.items()),
-        "## Noise of the collectives",
-        "",
-        noise,
-        "",
-        "## Error on collectives never seen in training",
-        "",
         "Absolute error relative to the measured time; tau is Kendall's.",
         "",
-        *_table(
-            (
-                *("ranks", "collective", "in training", "records"),
-                *("median", "mean", "90th percentile", "tau"),
-            ),
-            errors,
-        ),
+        *_table(columns, errors),
         f"{verdict} `learned`, `linear` and `bandwidth` (one latency and one bandwidth "
         "per collective) were fitted to these records alone, the others started from "
         "the model of another machine.",
-        "",
-        "## Collectives measured by",
-        "",
-        *(f"- `{command}`" for command in trained_on["commands"]),
-        "",
     ]
-    return "\n".join(lines)
+    title = f"Communication cost model `{info.name}`"
+    return _card(title, facts, noise, lines, trained_on["commands"])

@@ -27,7 +27,7 @@ from torchrec_neuroshard.cost_models.comms_network import (
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
 from torchrec_neuroshard.training.compute import fit_relative
-from torchrec_neuroshard.training.fit import fit, hold_out, seeded
+from torchrec_neuroshard.training.fit import fit, hold_out, kept_line, seeded
 
 __all__ = [
     "CommsCandidates",
@@ -234,9 +234,6 @@ def _fit(
         bends = network.bends(training.groups)
         return config.bend_penalty * bends.square().sum(dim=2).mean()
 
-    def validate(epoch: int, losses: Sequence[float]) -> float:
-        return float(np.median(_slowest_error(network, validation)))
-
     # Every step is over all records; so many of them are an epoch.
     starts = range(0, config.steps, every)
     fit(
@@ -244,7 +241,7 @@ def _fit(
         optimizer,
         [[training] * min(every, config.steps - start) for start in starts],
         lambda data: _loss(network, data),
-        validate,
+        lambda: float(np.median(_slowest_error(network, validation))),
         penalty=penalty,
         schedule=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps),
     )
@@ -333,8 +330,7 @@ class CommsCandidates:
 
     def verdict(self) -> str:
         """Say in one sentence what is kept and why."""
-        others = ", ".join(f"{n} {e:.1%}" for n, e in self.errors.items())
-        return f"Kept `{self.kept}`, of least median error ({others})."
+        return kept_line(self.kept, self.errors, "median error")
 
 
 def make_candidates(

@@ -6,7 +6,7 @@ Shapes: as in `network`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ from torchrec_neuroshard.training.fit import (
 )
 
 __all__ = [
+    "MEAN_ERROR",
     "Evaluation",
     "SetData",
     "TrainConfig",
@@ -238,6 +239,10 @@ def evaluate(name: str, model: CostModel, data: SetData) -> Evaluation:
     )
 
 
+MEAN_ERROR = "mean error over forward, backward and total"
+"""What `score` returns, in words."""
+
+
 def score(evaluation: Evaluation) -> float:
     """Mean error of forward, backward and total: what candidates are compared by."""
     return (evaluation.fwd_mape + evaluation.bwd_mape + evaluation.total_mape) / 3
@@ -251,15 +256,8 @@ def training_ranges(data: SetData) -> dict[str, tuple[float, float]]:
     }
 
 
-EpochReport = Callable[[int, float, float, float], None]
-"""Called with epoch, training loss, validation MAPE of the ensemble, its tau."""
-
-
 def train(
-    data: SetData,
-    config: TrainConfig,
-    report: EpochReport | None = None,
-    init: SetCostNetwork | None = None,
+    data: SetData, config: TrainConfig, init: SetCostNetwork | None = None
 ) -> SetCostNetwork:
     """Train an ensemble.
 
@@ -269,7 +267,6 @@ def train(
     Args:
         data: Sets to train on; a part becomes the validation sets.
         config: Sizes and rates.
-        report: Called after every epoch.
         init: Start from these weights (fine-tuning) instead of random ones.
     """
     rng = np.random.default_rng(config.seed)
@@ -281,7 +278,7 @@ def train(
         network = (
             fresh_network(training, config) if init is None else copy.deepcopy(init)
         )
-        _fit(network, training, validation, config, rng, report)
+        _fit(network, training, validation, config, rng)
     return network.eval()
 
 
@@ -320,7 +317,6 @@ def _fit(
     validation: SetData,
     config: TrainConfig,
     rng: np.random.Generator,
-    report: EpochReport | None,
 ) -> None:
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
@@ -339,18 +335,8 @@ def _fit(
         )
         return huber / batch.num_sets
 
-    def validate(epoch: int, losses: Sequence[float]) -> torch.Tensor:
-        predicted = _forward(network, validation)
-        if report is not None:
-            total = predicted.mean(dim=1).sum(dim=1).double().numpy()
-            measured = validation.costs_S2.sum(axis=1)
-            mape = float(np.abs(total / measured - 1).mean())
-            tau = float(stats.kendalltau(total, measured).statistic)
-            mean_loss = float(
-                np.mean([value / network.num_members for value in losses])
-            )
-            report(epoch, mean_loss, mape, tau)
-        error = _log_error(predicted, validation)
+    def validate() -> torch.Tensor:
+        error = _log_error(_forward(network, validation), validation)
         return (error.exp() - 1).abs().mean(dim=(0, 2))
 
     fit(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,7 +14,7 @@ from torch import nn
 
 from torchrec_neuroshard.devices import torch_threads
 
-__all__ = ["Fit", "fit", "hold_out", "seeded", "shuffled_batches"]
+__all__ = ["Fit", "fit", "hold_out", "kept_line", "seeded", "shuffled_batches"]
 
 _Batch = TypeVar("_Batch")
 
@@ -62,6 +62,18 @@ def shuffled_batches(
         yield [order[start : start + batch_size] for start in starts]
 
 
+def kept_line(kept: str, errors: Mapping[str, float], what: str) -> str:
+    """Say in one sentence which of several models is kept and why.
+
+    Args:
+        kept: Its name.
+        errors: Name -> error of each model.
+        what: Which error it is.
+    """
+    listed = ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
+    return f"Kept `{kept}`, of least {what} ({listed})."
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """The best epoch, whose weights were kept; one value per member, or one."""
@@ -77,7 +89,7 @@ def fit(
     optimizer: torch.optim.Optimizer,
     epochs: Iterable[Iterable[_Batch]],
     loss: Callable[[_Batch], torch.Tensor],
-    validate: Callable[[int, Sequence[float]], torch.Tensor | float],
+    validate: Callable[[], torch.Tensor | float],
     *,
     penalty: Callable[[], torch.Tensor] | None = None,
     max_grad_norm: float | None = None,
@@ -92,9 +104,9 @@ def fit(
         optimizer: Of its parameters.
         epochs: The batches of each epoch.
         loss: Loss of a batch.
-        validate: Called without gradients after each epoch, with its number from 0
-            and the losses of its batches; returns the error to choose by.
-        penalty: Added to each loss; not among those reported.
+        validate: Called without gradients after each epoch; returns the error to
+            choose by.
+        penalty: Added to each loss.
         max_grad_norm: Gradients are scaled down to this norm.
         schedule: Of the learning rate, stepped after every batch.
     """
@@ -102,7 +114,6 @@ def fit(
     kept = {name: p.detach().clone() for name, p in parameters.items()}
     best = Fit(torch.tensor(float("inf"), dtype=torch.float64), torch.tensor(0))
     for epoch, batches in enumerate(epochs):
-        losses = []
         for batch in batches:
             value = loss(batch)
             optimizer.zero_grad()
@@ -113,9 +124,8 @@ def fit(
             optimizer.step()
             if schedule is not None:
                 schedule.step()
-            losses.append(float(value.detach()))
         with torch.no_grad():
-            error = torch.as_tensor(validate(epoch, losses), dtype=torch.float64)
+            error = torch.as_tensor(validate(), dtype=torch.float64)
             improved = error < best.error
             best = Fit(
                 torch.where(improved, error, best.error),

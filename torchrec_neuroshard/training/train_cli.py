@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -17,9 +19,10 @@ from torchrec_neuroshard.cost_models.bundle import (
     save_comms_bundle,
 )
 from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
+from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.files import check_folder, from_options
-from torchrec_neuroshard.progress import clear, phase
+from torchrec_neuroshard.progress import phase
 from torchrec_neuroshard.record_store import (
     read_comms_records,
     read_records,
@@ -27,14 +30,16 @@ from torchrec_neuroshard.record_store import (
 )
 from torchrec_neuroshard.records import (
     CommsRecord,
+    CostRecord,
+    RunHeader,
     command_line,
     repeatability,
     steady_records,
 )
+from torchrec_neuroshard.training.calibration import split_records
 from torchrec_neuroshard.training.cards import (
     comms_card,
     compute_card,
-    compute_noise,
     repeatability_line,
 )
 from torchrec_neuroshard.training.comms import (
@@ -45,7 +50,9 @@ from torchrec_neuroshard.training.comms import (
     make_candidates,
 )
 from torchrec_neuroshard.training.compute import (
+    MEAN_ERROR,
     Evaluation,
+    SetData,
     TrainConfig,
     as_cost_model,
     build_sets,
@@ -56,12 +63,86 @@ from torchrec_neuroshard.training.compute import (
     train,
     training_ranges,
 )
+from torchrec_neuroshard.training.fit import kept_line
 
-__all__ = ["add_arguments", "run", "train_bundle", "train_comms_bundle"]
+__all__ = ["MeasuredSets", "add_arguments", "run", "train_bundle", "train_comms_bundle"]
 
 _TEST_EVERY = 5
 """Of the world sizes trained on, every so many records of collectives are kept for the
 test."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSets:
+    """Measured sets of one device, split by table."""
+
+    headers: Sequence[RunHeader]
+    training: SetData
+    test: SetData
+    """Of held-out tables."""
+    num_disturbed: int
+    """Records left out, since other work disturbed them."""
+    noise: str
+    """How much sets measured again differ."""
+
+    @classmethod
+    def read(
+        cls, files: Sequence[Path], select: Callable[..., list[CostRecord]]
+    ) -> MeasuredSets:
+        """Read files of one machine.
+
+        Args:
+            files: Parquet files.
+            select: Leaves out records that do not count.
+
+        Raises:
+            RecordError: Too few records to train on, or to judge by.
+            RecordMismatchError: The files are of different machines.
+        """
+        headers, records = read_records(files)
+        kept = select(records)
+        num_disturbed = len(records) - len(kept)
+        try:
+            training, test = map(build_sets, split_records(kept))
+        except RecordError as error:
+            raise RecordError(
+                f"{error} ({num_disturbed} of {len(records)} records were left out: "
+                "other work disturbed them)"
+            ) from error
+        noise = repeatability_line(repeatability(kept), "set")
+        return cls(headers, training, test, num_disturbed, noise)
+
+    def describe(
+        self,
+        name: str,
+        network: SetCostNetwork,
+        ranges: Mapping[str, tuple[float, float]],
+        trained_on: Mapping[str, Any],
+    ) -> BundleInfo:
+        """Describe a network that was fitted to these sets.
+
+        Args:
+            name: What it is called.
+            network: The network.
+            ranges: Feature name -> smallest and largest value in training.
+            trained_on: What else to tell of the training.
+        """
+        header = self.headers[0]
+        return BundleInfo(
+            name=name,
+            fingerprint=header.fingerprint,
+            reference_ms=header.reference_ms,
+            network=network.config,
+            ranges=ranges,
+            trained_on={
+                "num_training_sets": self.training.num_sets,
+                "num_test_sets": self.test.num_sets,
+                "num_disturbed": self.num_disturbed,
+                "created": sorted({h.created[:10] for h in self.headers}),
+                "commands": [*(h.command for h in self.headers), command_line()],
+                **trained_on,
+            },
+        )
 
 
 def train_bundle(
@@ -92,33 +173,15 @@ def train_bundle(
     """
     console = console or Console()
     with phase("reading the records"):
-        headers, all_records = read_records(records)
-        steady = steady_records(all_records)
-        num_disturbed = len(all_records) - len(steady)
-        training = build_sets([r for r in steady if not r.held_out])
-    held_out = [r for r in steady if r.held_out and r.repeat_of is None]
-    if len(held_out) < 10:
-        raise RecordError(
-            f"{len(held_out)} sets of held-out tables are too few to judge a model; "
-            f"{num_disturbed} records that other work disturbed were left out; measure "
-            "more sets"
-        )
-    test = build_sets(held_out)
+        sets = MeasuredSets.read(records, steady_records)
+    training, test = sets.training, sets.test
     console.print(
         f"{training.num_sets} sets to train on, {test.num_sets} of held-out tables; "
-        f"{num_disturbed} records that other work disturbed are left out"
+        f"{sets.num_disturbed} records that other work disturbed are left out"
     )
-
-    def report(epoch: int, loss: float, mape: float, tau: float) -> None:
-        clear()
-        console.print(
-            f"epoch {epoch + 1:4d}/{config.epochs}  loss {loss:.5f}  "
-            f"validation: total error {mape:.2%}  tau {tau:.4f}"
-        )
-
     with phase("training"):
         networks = {
-            "learned": train(training, config, report),
+            "learned": train(training, config),
             "linear": fit_linear(training),
         }
     with phase("judging by held-out tables"):
@@ -129,35 +192,18 @@ def train_bundle(
             ),
             evaluate("stock", fit_stock(training), test),
         ]
-    learned, linear = map(score, evaluations[:2])
-    kept = "learned" if learned <= linear else "linear"
-    verdict = (
-        f"Kept `{kept}`: its error over forward, backward and total is "
-        f"{min(learned, linear):.1%}, that of the other {max(learned, linear):.1%}"
-        f"{'' if kept == 'learned' else '; measure more sets to train on'}."
+    errors = {e.name: score(e) for e in evaluations[:2]}
+    kept = min(errors, key=errors.__getitem__)
+    verdict = kept_line(kept, errors, MEAN_ERROR)
+    info = sets.describe(
+        name,
+        networks[kept],
+        training_ranges(training),
+        {"seed": config.seed, "epochs": config.epochs, "kept": kept},
     )
-    network = networks[kept]
-    info = BundleInfo(
-        name=name,
-        fingerprint=headers[0].fingerprint,
-        reference_ms=headers[0].reference_ms,
-        network=network.config,
-        ranges=training_ranges(training),
-        trained_on={
-            "num_training_sets": training.num_sets,
-            "num_test_sets": test.num_sets,
-            "num_disturbed": num_disturbed,
-            "created": sorted({h.created[:10] for h in headers}),
-            "seed": config.seed,
-            "epochs": config.epochs,
-            "kept": kept,
-            "commands": [*(h.command for h in headers), command_line()],
-        },
-    )
-    noise = compute_noise(steady)
-    card = compute_card(info, noise, evaluations, verdict)
-    COMPUTE_BUNDLE.save(out, network, info, card)
-    for line in (*(e.line() for e in evaluations), verdict, noise):
+    card = compute_card(info, sets.noise, evaluations, verdict)
+    COMPUTE_BUNDLE.save(out, networks[kept], info, card)
+    for line in (*(e.line() for e in evaluations), verdict, sets.noise):
         console.print(line, soft_wrap=True)
     console.print(f"wrote {out}")
     return evaluations
