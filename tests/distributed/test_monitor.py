@@ -350,7 +350,7 @@ def test_bad_settings_are_errors_on_all_ranks(results: OfJob) -> None:
         "every": "timed=5, every=7",
         "ranks differ": "has every=10",
         "one rank": "max_overhead=0.0",
-        "model": "got a Linear and a NeuroShardPlanner",
+        "model": "got a Linear",
         "no plan": "the planner has planned no model",
         "other ranks": "the planner is for 4 ranks",
     }

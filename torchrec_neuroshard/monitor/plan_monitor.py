@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torchrec.distributed import DistributedModelParallel
 
 from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.monitor.inputs import InputSampler
@@ -108,12 +109,19 @@ class PlanMonitor:
         self._count = self._in_window = 0
         self._intervals: list[float] = []
         self._spent = 0.0
-        failure = self._misfit()
+        failure = None
         try:
-            if failure is None:
-                self._hook()
+            self._check()
+            self._sampler = InputSampler(
+                model.module,
+                rank=self._rank,
+                world_size=self._world_size,
+                on_error=self._fail,
+            )
+            self._hooks.append(self._sampler)
+            self._time_phases()
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = str(error)
         for rank, told in enumerate(self._all_tell((failure, every, timed))):
             if failure is None and told != (None, every, timed):
                 failure = told[0] or (
@@ -126,51 +134,36 @@ class PlanMonitor:
         self._began = self._left = time.perf_counter()
         if self._rank == 0:
             try:
-                assert planner.last_model is not None, "checked by _misfit"
+                assert planner.last_model is not None, "checked by _check"
                 self._assessor = Assessor(planner, *planner.last_model)
                 self._assessor.planned(model.plan)
             except Exception as error:
                 self._fail(error)
 
-    def _misfit(self) -> str | None:
-        """Say why these cannot be watched, or not in this way."""
-        model, planner = self._model, self._planner
-        if not (
-            all(hasattr(model, name) for name in ("module", "plan", "device"))
-            and isinstance(planner, NeuroShardPlanner)
-        ):
-            return (
-                "PlanMonitor takes what DistributedModelParallel returned and a "
-                f"NeuroShardPlanner, got a {type(model).__name__} and a "
-                f"{type(planner).__name__}"
+    def _check(self) -> None:
+        """Raise a `ConfigError` where these cannot be watched, or not in this way."""
+        if not isinstance(self._model, DistributedModelParallel):
+            raise ConfigError(
+                "PlanMonitor takes what DistributedModelParallel returned, got a "
+                f"{type(self._model).__name__}"
             )
-        if int(planner.topology.world_size) != self._world_size:
-            return (
-                f"the planner is for {planner.topology.world_size} ranks, training "
-                f"runs on {self._world_size}"
+        planned = int(self._planner.topology.world_size)
+        if planned != self._world_size:
+            raise ConfigError(
+                f"the planner is for {planned} ranks, training runs on "
+                f"{self._world_size}"
             )
-        if self._rank == 0 and planner.last_model is None:
-            return (
+        if self._rank == 0 and self._planner.last_model is None:
+            raise ConfigError(
                 "the planner has planned no model: call planner.remember(model, "
                 "sharders) before DistributedModelParallel takes the model"
             )
         if not 1 <= self._timed < self._every - _LAG or not self._max_overhead > 0:
-            return (
+            raise ConfigError(
                 f"timed must be at least 1, every above timed + {_LAG} and "
                 f"max_overhead above 0, got timed={self._timed}, every={self._every} "
                 f"and max_overhead={self._max_overhead}"
             )
-        return None
-
-    def _hook(self) -> None:
-        self._sampler = InputSampler(
-            self._model.module,
-            rank=self._rank,
-            world_size=self._world_size,
-            on_error=self._fail,
-        )
-        self._hooks.append(self._sampler)
-        self._time_phases()
 
     def _time_phases(self) -> None:
         """Install a timer of the model's present kernels."""
@@ -198,14 +191,17 @@ class PlanMonitor:
         began = time.perf_counter()
         self._count += 1
         self._in_window += 1
+        is_due = self._in_window == self._every
+        message = None
         try:
             if self._error is None:
                 self._measure(began)
+                message = self._message() if is_due else None
         except Exception as error:
             self._fail(error)
-        if self._in_window == self._every:
+        if is_due:
             self._in_window = 0
-            self._exchange()
+            self._exchange(message)
         self._left = time.perf_counter()
         self._spent += self._left - began
 
@@ -230,29 +226,22 @@ class PlanMonitor:
         """Seconds that the monitor may take now."""
         return self._max_overhead * (now - self._began) - self._spent
 
-    def _exchange(self) -> None:
-        """Tell rank 0 what was measured; where a rank has failed, all are off."""
-        message, told = None, None
-        try:
-            message = None if self._error else self._message()
-        except Exception as error:
-            self._fail(error)
+    def _exchange(self, message: dict[str, Any] | None) -> None:
+        """Tell all ranks what was measured; where one has failed, all are off."""
         began = time.perf_counter()
         try:
-            for rank, text in enumerate(self._all_tell(self._error)):
+            told = self._all_tell((self._error, message))
+            for rank, (text, _) in enumerate(told):
                 if text is not None:
-                    self._is_over = True
-                    self._fail(NeuroShardError(f"rank {rank}: {text}"))
-            if not self._is_over:
-                told = [None] * self._world_size if self._rank == 0 else None
-                dist.gather_object(message, told, group=self._group)
-        except Exception as error:  # a rank is not there
+                    raise NeuroShardError(f"rank {rank}: {text}")
+        except Exception as error:  # that, or a rank is not there
             self._is_over = True
             self._fail(error)
+            return
         self._spent -= time.perf_counter() - began  # training waits for ranks, too
         try:
-            if told is not None and not self._is_over:
-                self._report(told)
+            if self._rank == 0:
+                self._report([m for _, m in told])
         except Exception as error:
             self._fail(error)
 
@@ -325,7 +314,7 @@ class PlanMonitor:
         if any(error is not None for error, _ in told):
             return None
         result: Any = None
-        wrong = None
+        wrong: BaseException | None = None
         if self._rank == 0:
             try:
                 result = self._assessor.replan(
