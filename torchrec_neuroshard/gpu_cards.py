@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchrec_neuroshard.errors import ConfigError
 
@@ -69,10 +69,9 @@ def _read_cards() -> dict[str, GpuCard]:
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     cards = {}
     for name, entry in tomllib.loads(text).items():
-        fields = {
-            k: Figure(**v) if isinstance(v, dict) else v for k, v in entry.items()
-        }
-        fields["device_names"] = tuple(entry["device_names"])
+        fields: dict[str, Any] = {"device_names": tuple(entry.pop("device_names"))}
+        for field, value in entry.items():
+            fields[field] = Figure(**value) if isinstance(value, dict) else value
         cards[name] = GpuCard(name=name, **fields)
     return cards
 
