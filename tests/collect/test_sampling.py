@@ -16,7 +16,7 @@ from torchrec_neuroshard.collect.sampling import (
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.records import CostRecord
-from torchrec_neuroshard.tables import DATA_TYPE_BYTES, OPTIMIZERS, TableConfig
+from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 
 CONFIG = SamplingConfig(
     max_shards=12,
@@ -50,10 +50,6 @@ def sets() -> list[SampledSet]:
     return [sample_set(i, 9, CONFIG, BASE) for i in range(NUM_SETS)]
 
 
-def base_name(table: TableConfig) -> str:
-    return table.name.rsplit("#", 1)[0]
-
-
 def test_ranges_are_respected(sets: list[SampledSet]) -> None:
     for sampled in sets:
         tables = sampled.tables
@@ -82,7 +78,7 @@ def test_ranges_are_respected(sets: list[SampledSet]) -> None:
 def test_all_kinds_occur(sets: list[SampledSet]) -> None:
     tables = [t for s in sets for t in s.tables]
     assert {t.optimizer for t in tables} == {"rowwise_adagrad", "sgd"}
-    assert {t.data_type for t in tables} == {"fp32", "fp16"} <= set(DATA_TYPE_BYTES)
+    assert {t.data_type for t in tables} == {"fp32", "fp16"}
     assert {t.weighted for t in tables} == {True, False}
     assert {t.embedding_dim % 16 for t in tables} == {0, 4, 8, 12}
     assert {t.num_features > 1 for t in tables} == {True, False}
@@ -94,17 +90,12 @@ def test_all_kinds_occur(sets: list[SampledSet]) -> None:
 
 
 def test_held_out_tables_are_never_trained_on(sets: list[SampledSet]) -> None:
-    def real(held_out: bool) -> set[str]:
-        return {
-            base_name(t)
-            for s in sets
-            if s.held_out == held_out
-            for t in s.tables
-            if t.name.startswith("real")
-        }
-
-    assert real(True) and real(False)
-    assert not real(True) & real(False)
+    real: dict[bool, set[str]] = {True: set(), False: set()}
+    for sampled in sets:
+        names = [t.name.rsplit("#", 1)[0] for t in sampled.tables]
+        real[sampled.held_out] |= {n for n in names if n.startswith("real")}
+    assert real[True] and real[False]
+    assert not real[True] & real[False]
     share = sum(s.held_out for s in sets) / len(sets)
     assert share == pytest.approx(CONFIG.held_out_sets, abs=0.1)
 
@@ -113,17 +104,10 @@ def test_repeats_point_to_the_same_set(sets: list[SampledSet]) -> None:
     repeats = [s for s in sets if s.repeat_of is not None]
     assert len(repeats) == pytest.approx(NUM_SETS / CONFIG.repeat_every, abs=4)
     for repeat in repeats:
-        assert repeat.index % 5 == 4
         assert repeat.repeat_of is not None
         first = sets[repeat.repeat_of]
-        assert first.repeat_of is None
         assert repeat.index - first.index >= CONFIG.repeat_lag
-        assert repeat.tables == first.tables
-        assert repeat.access == first.access
-        assert (repeat.batch_size, repeat.held_out) == (
-            first.batch_size,
-            first.held_out,
-        )
+        assert first == dataclasses.replace(repeat, index=first.index, repeat_of=None)
     # Every position of the cycle is measured again at some time.
     assert {s.repeat_of % 5 for s in repeats if s.repeat_of is not None} == {0, 1, 2, 3}
 
@@ -181,13 +165,9 @@ def test_a_gpu_gets_all_kinds_and_large_sets() -> None:
     config = SamplingConfig.for_device("cuda")
     sets = [sample_set(i, 4, config, []) for i in range(150)]
     tables = [t for s in sets for t in s.tables]
-    assert {t.optimizer for t in tables} == set(OPTIMIZERS)
     # FBGEMM's kernel for Adam takes no fp16 weights.
-    kinds = {(t.optimizer, t.data_type) for t in tables}
-    assert kinds == {*((o, "fp32") for o in OPTIMIZERS)} | {
-        (o, "fp16") for o in OPTIMIZERS if o != "adam"
-    }
-    assert min(s.batch_size for s in sets) < 1_024
+    kinds = {(o, d) for o in OPTIMIZERS for d in ("fp32", "fp16")} - {("adam", "fp16")}
+    assert {(t.optimizer, t.data_type) for t in tables} == kinds
     assert max(s.batch_size for s in sets) > 40_000
     assert max(len(s.tables) for s in sets) > 70
     assert max(t.num_embeddings for t in tables) > 30_000_000
@@ -195,29 +175,23 @@ def test_a_gpu_gets_all_kinds_and_large_sets() -> None:
     assert 10_000_000 < max(lookups) <= config.max_lookups
 
 
-@pytest.mark.parametrize("gib", [24, 288])
-def test_sets_are_as_large_as_a_card_has_room_for(gib: int) -> None:
-    memory = gib * 2**30
+def test_sets_are_as_large_as_a_card_has_room_for() -> None:
+    memory = 24 * 2**30
     config = SamplingConfig.for_device("cuda", memory)
+    assert 0.6 < config.max_weight_bytes / memory < 0.8
+    assert config.max_lookups == memory // 1_400
     most = SamplingConfig.for_device("cuda")
-    share = config.max_weight_bytes / memory
-    assert 0.6 < share < 0.8 or config.max_weight_bytes == most.max_weight_bytes
-    assert config.max_lookups == min(most.max_lookups, memory // 1_400)
-    assert (config.max_lookups < most.max_lookups) == (gib < 131)
+    large = SamplingConfig.for_device("cuda", 288 * 2**30)
+    assert large.max_lookups == most.max_lookups > config.max_lookups
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "state_bytes"), [("adam", 8), ("adagrad", 4), ("sgd", 0)]
-)
-def test_state_counts_against_the_memory(optimizer: str, state_bytes: int) -> None:
-    config = dataclasses.replace(
-        CONFIG, optimizers=(optimizer,), max_shards=40, fp16_share=0.5
-    )
+def test_optimizer_state_counts_against_the_memory() -> None:
+    config = dataclasses.replace(CONFIG, optimizers=("adam",), max_shards=40)
     held = []
     for i in range(60):
         tables = sample_set(i, 2, config, []).tables
         values = sum(t.num_embeddings * t.embedding_dim for t in tables)
-        held.append(sum(t.weight_bytes for t in tables) + values * state_bytes)
+        held.append(values * (4 + 8))
     assert 0.8 * config.max_weight_bytes < max(held) <= config.max_weight_bytes
 
 
@@ -229,7 +203,6 @@ def test_state_counts_against_the_memory(optimizer: str, state_bytes: int) -> No
         ({"max_lookups": 0}, "max_lookups"),
         ({"repeat_every": 1}, "repeat_every"),
         ({"optimizers": ("sgd", "lamb")}, "lamb"),
-        ({"optimizers": ()}, "none"),
         ({"fp16_share": 1.5}, r"1\.5"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -9,11 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.distributed.ranks import NODE_SIZE, TWO_NODES, Jobs, Results, message_of
+from torchrec_neuroshard.collect.comms import CommsConfig, collect_comms
+from torchrec_neuroshard.collect.comms_sampling import CommsSamplingConfig
 from torchrec_neuroshard.record_store import journal_path, read_comms_records
 from torchrec_neuroshard.records import CommsHeader, CommsRecord
 
@@ -26,64 +32,46 @@ NUM_KEPT = 20
 Ranks = list["subprocess.Popen[str]"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Launcher:
-    """Starts one process per rank, as torchrun would."""
-
-    def __init__(self) -> None:
-        self.started: Ranks = []
-
-    def __call__(
-        self, arguments: Sequence[str], world_size: int, local_world_size: int = 0
-    ) -> Ranks:
-        port = free_port()
-        ranks = []
-        for rank in range(world_size):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_WORLD_SIZE": str(local_world_size or world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "OMP_NUM_THREADS": "1",
-            }
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-W", "error::FutureWarning", *arguments],
-                    env=environment,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        self.started += ranks
-        return ranks
-
-    def collect(
-        self, out: Path, world_size: int, *options: str, local_world_size: int = 0
-    ) -> Ranks:
-        arguments = ["-m", "torchrec_neuroshard", "collect", "comms", "--out", str(out)]
-        small = ["--max-bytes", "65536", "--sample-seconds", "0.01"]
-        return self([*arguments, *small, *options], world_size, local_world_size)
-
-    def stop(self) -> None:
-        for process in self.started:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
-
-
 @pytest.fixture
-def launch() -> Iterator[Launcher]:
-    launcher = Launcher()
-    yield launcher
-    launcher.stop()
+def launch(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    """Starts one process per rank, as torchrun would, and waits for records."""
+    started: Ranks = []
+
+    def start(world_size: int, local_world_size: int, *options: str) -> Ranks:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-W", "error::FutureWarning"]
+        command += ["-m", "torchrec_neuroshard", "collect", "comms"]
+        command += ["--out", str(tmp_path / "c.parquet"), "--max-bytes", "65536"]
+        command += ["--sample-seconds", "0.01", "--num-samples", "100000", *options]
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        for rank in range(world_size):
+            process = subprocess.Popen(
+                command,
+                env={**environment, "RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            started.append(process)
+        journal = journal_path(tmp_path / "c.parquet")
+        while not journal.exists() or journal.read_text().count("\n") <= NUM_KEPT:
+            assert all(r.poll() is None for r in started), ends(started)
+            time.sleep(0.1)
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def ends(ranks: Ranks) -> list[tuple[int, str]]:
@@ -100,36 +88,58 @@ def read(path: Path) -> tuple[CommsHeader, list[CommsRecord]]:
     return header, records
 
 
-def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
-    path = tmp_path / "c.parquet"
-    options = ["--seed", "11", "--num-samples"]
-    assert ends(launch.collect(path, 2, *options, "12")) == [(0, "")] * 2
-    header, first = read(path)
-    assert (header.backend, header.world_size, header.local_world_size) == (
-        "gloo",
-        2,
-        2,
+def collect_twice(path: Path) -> dict[str, Any]:
+    """What every rank sees of a run, of the same run again and of another one."""
+    config = CommsConfig(
+        out=path / "c.parquet",
+        seed=11,
+        sample_seconds=0.0,
+        kernel_rounds=1,
+        sampling=CommsSamplingConfig(bytes_per_rank=(1024, 65536)),
     )
-    assert header.reference_ms > 0
-    assert header.intra_gb_per_s > 0
-    assert header.inter_gb_per_s == 0
-    assert [r.index for r in first] == list(range(12))
-    for record in first:
-        assert record.num_passes >= 3 and record.reference_ms > 0
-        assert max(record.transfer_ms) > 0
 
-    assert ends(launch.collect(path, 2, *options, "24")) == [(0, "")] * 2
-    again, both = read(path)
-    assert again == header
-    assert both[:12] == first
-    assert [r.index for r in both] == list(range(24))
+    def collected(num_samples: int) -> tuple[CommsHeader, list[CommsRecord]]:
+        collect_comms(dataclasses.replace(config, num_samples=num_samples))
+        dist.barrier()  # rank 0 has written the file
+        found = read(config.out)
+        dist.barrier()
+        return found
 
-    # Another group of ranks must not add to it: one rank says so, all of them end.
-    others = ends(launch.collect(path, 3, *options, "30"))
-    assert [code for code, _ in others] == [2, 2, 2]
-    assert "holds records of world_size 2, 3 was asked for" in others[0][1]
-    assert [text for _, text in others[1:]] == ["", ""]
-    assert read(path) == (again, both)
+    header, first = collected(3)
+    again, both = collected(6)
+    other = dataclasses.replace(config, seed=12)
+    return {
+        "kept": again == header and both[:3] == first,
+        "indices": [r.index for r in both],
+        "groups": sorted({r.group for r in both}),
+        "passes": min(r.num_passes for r in both),
+        "transfer_ms": min(max(r.transfer_ms) for r in both),
+        "speeds": [header.reference_ms, header.intra_gb_per_s, header.inter_gb_per_s],
+        "refusal": message_of(lambda: collect_comms(other)),
+    }
+
+
+def rank_jobs(num_nodes: int, rank: int, folder: Path) -> Jobs:
+    def collect() -> dict[str, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RANK", str(rank))
+            patch.setenv("WORLD_SIZE", str(num_nodes * NODE_SIZE))
+            return collect_twice(folder)
+
+    return {"collect": collect} if num_nodes == TWO_NODES else {}
+
+
+def test_run_goes_on_where_it_stopped(ranks: Results) -> None:
+    found = ranks(__name__, TWO_NODES, "collect")
+    for seen in found:
+        assert seen["kept"] and seen["indices"] == list(range(6))
+        assert seen["passes"] >= 3 and seen["transfer_ms"] > 0
+        assert min(seen["speeds"]) > 0
+        assert len(seen["groups"]) > 1
+    # One rank says what is wrong, and all of them end.
+    refusals = [seen["refusal"] for seen in found]
+    assert "seed: 11 against 12" in refusals[0]
+    assert all("see its message" in text for text in refusals[1:])
 
 
 @pytest.mark.nightly
@@ -137,18 +147,10 @@ def test_run_goes_on_where_it_stopped(launch: Launcher, tmp_path: Path) -> None:
     "odd", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"]
 )
 def test_odd_rank_is_named_and_records_of_all_groups_are_kept(
-    launch: Launcher, tmp_path: Path, odd: signal.Signals
+    launch: Callable[..., Ranks], tmp_path: Path, odd: signal.Signals
 ) -> None:
     path = tmp_path / "c.parquet"
-    options = ["--num-samples", "100000", "--timeout", "10", "--seed", "3"]
-    ranks = launch.collect(path, 3, *options, "--group-sizes", "2")
-    deadline = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline:
-        journal = journal_path(path)
-        if journal.exists() and journal.read_text().count("\n") > NUM_KEPT:
-            break
-        assert all(r.poll() is None for r in ranks), ends(ranks)
-        time.sleep(0.1)
+    ranks = launch(3, 3, "--timeout", "10", "--group-sizes", "2")
     ranks[1].send_signal(odd)
     first, last = ends([ranks[0], ranks[2]])
     ranks[1].kill()
@@ -171,17 +173,10 @@ def test_odd_rank_is_named_and_records_of_all_groups_are_kept(
 
 @pytest.mark.nightly
 def test_interruption_ends_the_run_between_samples(
-    launch: Launcher, tmp_path: Path
+    launch: Callable[..., Ranks], tmp_path: Path
 ) -> None:
     path = tmp_path / "c.parquet"
-    ranks = launch.collect(path, 4, "--num-samples", "100000", local_world_size=2)
-    deadline = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline:
-        journal = journal_path(path)
-        if journal.exists() and journal.read_text().count("\n") >= 25:
-            break
-        assert all(r.poll() is None for r in ranks), ends(ranks)
-        time.sleep(0.1)
+    ranks = launch(4, 2)
     ranks[2].send_signal(signal.SIGTERM)
     assert ends(ranks) == [(0, "")] * 4
     header, records = read(path)

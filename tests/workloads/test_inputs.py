@@ -16,35 +16,24 @@ from torchrec_neuroshard.workloads.mlperf import mlperf_dlrm_v2
 TABLES = mlperf_dlrm_v2(max_rows=20_000, embedding_dim=8)
 
 
-def test_batch_reads_as_the_tables_say() -> None:
-    batch = draw_batch(TABLES, 256, seed=3)
-    assert list(batch) == [t.name for t in TABLES]
-    for table in TABLES:
-        ids, lengths = batch[table.name]
-        assert ids.dtype == lengths.dtype == np.int64
-        assert (lengths == table.pooling_factor).all()
-        assert len(ids) == lengths.sum()
-        assert ids.min() >= 0 and ids.max() < table.num_embeddings
-
-
 def test_batches_profile_as_expected() -> None:
-    features = list(draw_batch(TABLES, 1, seed=0))
+    drawn = [draw_batch(TABLES, 512, seed) for seed in range(4)]
     batches = []
-    for seed in range(4):
-        batch = draw_batch(TABLES, 512, seed)
+    for batch in drawn:
+        assert list(batch) == [t.name for t in TABLES]
+        ids, lengths = map(np.concatenate, zip(*batch.values(), strict=True))
         batches.append(
             KeyedJaggedTensor.from_lengths_sync(
-                keys=features,
-                values=torch.from_numpy(
-                    np.concatenate([batch[f][0] for f in features])
-                ),
-                lengths=torch.from_numpy(
-                    np.concatenate([batch[f][1] for f in features])
-                ),
+                keys=list(batch),
+                values=torch.from_numpy(ids),
+                lengths=torch.from_numpy(lengths),
             )
         )
     found = profile_inputs(batches)
     for table in TABLES:
+        ids, lengths = drawn[0][table.name]
+        assert (lengths == table.pooling_factor).all()
+        assert ids.min() >= 0 and ids.max() < table.num_embeddings
         expected = table.profile_at(4 * 512)
         profile = found[table.name]
         assert profile.num_lookups == expected.num_lookups

@@ -34,32 +34,21 @@ def test_tables_come_back_as_written(tmp_path: Path) -> None:
     assert load_tables(path) == (table,)
 
 
-def test_columns_with_histograms_keep_them(tmp_path: Path) -> None:
+def test_columns_are_unrolled(tmp_path: Path) -> None:
     histogram = [2, 1, *[0] * 15]
+    counted = {"batch_size": 4, "rows": [100], "lookups": [4]}
     path = write(
         tmp_path / "t.json",
-        {
-            "name": "w",
-            "batch_size": 4,
-            "rows": [100],
-            "lookups": [4],
-            "count_hist": [histogram],
-        },
-    )
-    (table,) = load_json(path)["w"]
-    assert table.profile is not None
-    assert table.profile.access_histogram == tuple(histogram)
-    assert (table.profile.batch_size, table.pooling_factor) == (4, 1.0)
-    assert table.embedding_dim == 64
-
-
-def test_columns_without_lookups_read_one_id(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "t.json",
+        {"name": "w", **counted, "count_hist": [histogram]},
         {"name": "a", "rows": [100, 200], "dims": [6, 16]},
         {"name": "b", "rows": [100], "pooling": [2.5], "dim": 32},
     )
     loaded = load_json(path)
+    (table,) = loaded["w"]
+    assert table.profile is not None
+    assert table.profile.access_histogram == tuple(histogram)
+    assert (table.profile.batch_size, table.pooling_factor) == (4, 1.0)
+    assert table.embedding_dim == 64
     assert [t.embedding_dim for t in loaded["a"]] == [8, 16]
     assert [t.pooling_factor for t in loaded["a"]] == [1.0, 1.0]
     assert [(t.embedding_dim, t.pooling_factor) for t in loaded["b"]] == [(32, 2.5)]
@@ -80,23 +69,18 @@ def test_groups_are_unrolled(tmp_path: Path) -> None:
     "text",
     [
         "{",
-        '{"tables": []}',
         '{"workloads": {"name": "w"}}',
         '{"workloads": ["w"]}',
         '{"workloads": [{"name": "w"}]}',
-        '{"workloads": [{"name": "w", "tables": []}]}',
         '{"workloads": [{"name": "w", "tables": [3]}]}',
         '{"workloads": [{"name": "w", "rows": [10], "pooling": []}]}',
-        '{"workloads": [{"name": "w", "rows": [9], "pooling": [-1]}]}',
         '{"workloads": [{"name": "w", "rows": [9], "pooling": [NaN]}]}',
         '{"workloads": [{"name": "w", "rows": [9]}, {"name": "w", "rows": [9]}]}',
-        None,
     ],
 )
-def test_bad_table_sets_are_refused(tmp_path: Path, text: str | None) -> None:
+def test_bad_table_sets_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "t.json"
-    if text is not None:
-        path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(TableError, match=r"t\.json"):
         load_json(path)
 
@@ -107,7 +91,6 @@ FILES = {
     '"weighted": true}, {"name": "b", "num_embeddings": "20", "embedding_dim": 4.0}]',
 }
 FILES["tables.json"] = f'{{"tables": {FILES["list.json"]}}}'
-FILES["json.yaml"] = FILES["tables.json"]  # which is YAML, too
 FILES["t.YML"] = """\ufeff# a comment
 - name: a
   num_embeddings: 1e1
@@ -118,9 +101,7 @@ FILES["t.YML"] = """\ufeff# a comment
 FILES["w.json"] = f'{{"workloads": [{{"name": "w", "tables": {FILES["list.json"]}}}]}}'
 FILES["w.json"] = FILES["w.json"].replace('"20"', "20").replace("4.0", "4")
 # As spreadsheets, editors and other systems write them.
-FILES["bom.csv"] = "\ufeff" + FILES["t.csv"]
-FILES["bom.json"] = "\ufeff" + FILES["list.json"]
-FILES["crlf.csv"] = FILES["t.csv"].replace("\n", "\r\n")
+FILES["bom.csv"] = "\ufeff" + FILES["t.csv"].replace("\n", "\r\n")
 FILES["tabs.csv"] = FILES["t.csv"].replace(",", "\t")
 FILES["spaced.CSV"] = FILES["t.csv"].replace(",", " ; ").replace("\n", ";\n\n")
 CSV = "name,num_embeddings,embedding_dim\n"
@@ -158,7 +139,6 @@ def test_one_of_several_workloads_is_named(tmp_path: Path) -> None:
     [
         ("- name: a\n  name: b\n", "'name' stands twice"),
         ("- {name: no, num_embeddings: 9, embedding_dim: 4}", "False"),
-        ("- {name: a, num_embeddings: .inf, embedding_dim: 4}", "got inf"),
         ("- name: a\n\tnum_embeddings: 9\n", "line 2, column 1"),
         ("a: &a {a: *a}", "holds no tables"),
         ("!!python/object/apply:os.getcwd []", "as YAML: could not determine"),
@@ -178,18 +158,13 @@ def test_bad_yaml_is_told(text: str, value: str, tmp_path: Path) -> None:
         ("t.csv", "name,num_embedings\na,10\n", "did you mean 'num_embeddings'"),
         ("t.csv", f"{CSV}a,1x,8\n", "line 2: table 'a': num_embeddings .* '1x'"),
         ("t.csv", f"{CSV}a,1,2,3\n", "4 values for 3 fields"),
-        ("t.csv", f"{CSV}a,1,6\n", "pad the table to 8"),
-        ("t.csv", "", "line 1: no tables given"),
         ("t.csv", CSV, "no tables given"),
         ("t.csv", f"{CSV}a,9,8\n a ,9,8\n", "'a' is given twice"),
-        ("t.csv", f"{CSV}a,9,nan\n", "'a': embedding_dim .* 'nan'"),
         ("t.csv", f"{CSV}\x1b[2J,9,8\n", r"'\\x1b\[2J'"),
         ("t.csv", f'{CSV}"a,9,8\n', "is a quote left open"),
         ("t.csv", f"{CSV}é,9,8\n".encode("latin-1"), "Save it as text of UTF-8"),
         ("t.csv", f"name,{CSV}a,a,9,8\n", "field 'name' stands twice"),
         ("t.json", '[{"name": null}]', "table 0: field 'name' is missing"),
-        ("t.json", '[{"name": "a", "name": "b"}]', "'name' stands twice"),
-        ("t.json", '{"a": 1}', "holds no tables"),
         ("t.json", "[3]", "table 0: expected an object, got 3"),
         ("t.json", "{", "cannot be read as JSON"),
         (
@@ -199,7 +174,6 @@ def test_bad_yaml_is_told(text: str, value: str, tmp_path: Path) -> None:
         ),
         ("t.yaml", "[]", "PyYAML is not installed"),
         ("none.csv", None, "No such file"),
-        ("none.json", None, "No such file"),
     ],
 )
 def test_bad_files_say_where_and_the_way_out(
