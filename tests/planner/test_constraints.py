@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -23,7 +22,6 @@ from torchrec.distributed.types import ShardingPlan
 from tests.builders import (
     FixedSearcher,
     bag_sharders,
-    cost_of,
     make_ebc,
     make_planner,
     types_of,
@@ -82,25 +80,15 @@ def keeps(plan: ShardingPlan, placement: PlacementConstraints, world_size: int) 
             },
             "no rank for table 't[23]'",
         ),
-    ],
-)
-def test_contradictions_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PlacementConstraints(**arguments).rules(NAMES, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         ({"pin": {"t0": 1}}, r"pin\['t0'\]"),
         ({"forbid_ranks": [True]}, "forbid_ranks"),
         ({"together": ["t0", "t1"]}, "together"),
         ({"apart": [["t0", "t0"]]}, "apart"),
     ],
 )
-def test_wrong_kinds_are_named(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        PlacementConstraints(**arguments)
+        PlacementConstraints(**arguments).rules(NAMES, 4)
 
 
 def test_names_may_be_full_or_bare() -> None:
@@ -114,90 +102,57 @@ def test_names_may_be_full_or_bare() -> None:
         both.rules(tables, 4)
 
 
-def test_company_shares_the_ranks_of_all() -> None:
-    rules = PlacementConstraints(
-        pin={"t0": [0, 1, 2], "t2": [1, 2, 3]}, together=[["t0", "t1"], ["t1", "t2"]]
-    ).rules(NAMES, 4)
-    assert rules.together == ((0, 1, 2),)
-    assert {rules.ranks(i) for i in range(3)} == {(1, 2)}
-
-
 def test_what_follows_from_constraints_is_drawn() -> None:
     rules = PlacementConstraints(
-        pin={"t0": [1], "t1": [1, 2], "t2": [0, 2, 3]},
-        together=[["t3", "t2"]],
-        apart=[["t0", "t1"], ["t1", "t2"]],
+        pin={"t0": [1], "t1": [1, 2], "t2": [0, 2, 3], "t3": [0, 3], "t5": [0, 1, 2]},
+        together=[["t3", "t2"], ["t4", "t2"]],
+        apart=[["t0", "t1"], ["t1", "t2"], ["t0", "t5"]],
     ).rules(NAMES, 4)
-    assert [rules.ranks(i) for i in range(4)] == [(1,), (2,), (0, 3), (0, 3)]
+    assert rules.together == ((2, 3, 4),)
+    company = (0, 3)
+    found = [rules.ranks(i) for i in range(6)]
+    assert found == [(1,), (2,), company, company, company, (0, 2)]
 
 
 def test_constraints_compare_and_travel_as_json() -> None:
     constraints = PlacementConstraints(
         pin={"b": (3, 1, 1), "a": [0]}, together=[["d", "c"]], forbid_ranks={2}
     )
-    assert constraints
     assert constraints.pin == {"a": (0,), "b": (1, 3)}
     assert PlacementConstraints(**constraints.to_json()) == constraints
-    assert not PlacementConstraints()
     assert not PlacementConstraints().rules(NAMES, 4)
 
 
 # --- what the planner does with them ---
 
-RULES = {
-    "pinned": PlacementConstraints(pin={"t3": [1, 2], "t0": [3]}),
-    "together": PlacementConstraints(together=[["t0", "t4"], ["t1", "t2", "t5"]]),
-    "apart": PlacementConstraints(apart=[["t3", "t4", "t1"]]),
-    "forbidden": PlacementConstraints(forbid_ranks=[1, 2]),
-    "all": PlacementConstraints(
-        pin={"t4": [0, 1, 3], "t3": [2]},
-        together=[["t0", "t5"]],
-        apart=[["t0", "t4"], ["t3", "t1"]],
-        forbid_ranks=[1],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_every_plan_keeps_them(name: str) -> None:
-    compute_device, copies = ("cpu", 4) if name == "all" else ("cuda", 1)
-    rules = RULES[name]
-    planner = make_planner(
-        4,
-        compute_device,
-        placement_constraints=rules,
-        consider_stock=True,
-    )
-    plan = planner.plan(make_ebc(copies * SIZES), bag_sharders())
-    assert len(ranks_of(plan)) == copies * len(SIZES)
-    assert keeps(plan, rules, 4)
-
-
-KINDS = {
-    "host memory": {
-        "sharding_types": ["table_wise"],
-        "compute_kernels": ["fused_uvm"],
-    },
-    "caching": {
+RULES = PlacementConstraints(
+    pin={"t4": [0, 1, 3], "t3": [2]},
+    together=[["t0", "t5"]],
+    apart=[["t0", "t4"], ["t3", "t1"]],
+    forbid_ranks=[1],
+)
+NODES = {"world_size": 4, "compute_device": "cuda", "local_world_size": 2}
+KINDS: list[dict[str, Any]] = [
+    {"sharding_types": ["table_wise"], "compute_kernels": ["fused_uvm"]},
+    {
         "sharding_types": ["table_wise", "row_wise"],
         "compute_kernels": ["fused_uvm_caching"],
     },
-    "every type": {"compute_kernels": ["fused"]},
-    "by node": {"sharding_types": ["table_column_wise", "table_wise"]},
-}
+    {"compute_kernels": ["fused"]},
+    {"sharding_types": ["table_column_wise", "table_wise"]},
+]
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
-def test_tables_of_any_kernel_keep_them(kind: dict[str, list[str]]) -> None:
-    """Half of the tables are of kinds that are not searched."""
-    rules = RULES["all"]
+def test_stock_proposals_are_held_to_them() -> None:
+    """TorchRec's proposer knows nothing of them; the partitioner keeps them."""
+    whole = ParameterConstraints(sharding_types=["table_wise", "column_wise"])
     planner = make_planner(
-        topology=Topology(4, "cuda", local_world_size=2),
-        placement_constraints=rules,
-        constraints={n: ParameterConstraints(**kind) for n in NAMES[::2]},
+        4,
+        proposer=GreedyProposer(),
+        constraints=dict.fromkeys(NAMES, whole),
+        placement_constraints=RULES,
     )
-    plan = planner.plan(make_ebc(SIZES), bag_sharders())
-    assert keeps(plan, rules, 4)
+    assert keeps(planner.plan(make_ebc(SIZES), bag_sharders()), RULES, 4)
 
 
 @pytest.mark.one_release
@@ -208,7 +163,7 @@ def test_tables_of_any_kernel_keep_them(kind: dict[str, list[str]]) -> None:
 def test_constraints_drawn_at_random(seed: int) -> None:
     """Of tables of all kinds, in scarce memory, through the real search."""
     rng = np.random.default_rng(seed)
-    kinds = [None, None, None, *KINDS.values()]
+    kinds = [{}, {}, {}, *KINDS]
     picks = rng.integers(0, len(kinds), len(SIZES))
 
     def draw(sets: int) -> list[list[str]]:
@@ -221,11 +176,10 @@ def test_constraints_drawn_at_random(seed: int) -> None:
         forbid_ranks=[3] if seed % 3 == 0 else [],
     )
     planner = make_planner(
-        topology=Topology(4, "cuda", local_world_size=2, hbm_cap=6_500_000),
+        topology=Topology(**NODES, hbm_cap=6_500_000),
         constraints={
             n: ParameterConstraints(**kinds[k])
             for n, k in zip(NAMES, picks, strict=True)
-            if kinds[k] is not None
         },
         placement_constraints=rules,
         consider_stock=seed == 1,
@@ -234,67 +188,37 @@ def test_constraints_drawn_at_random(seed: int) -> None:
         plan = planner.plan(make_ebc(SIZES), bag_sharders())
     except ConfigError as error:
         assert re.search("pinned|together|apart", str(error))
-        assert "callback" not in str(error)
     else:
         assert keeps(plan, rules, 4)
 
 
-def test_row_wise_and_replicas_need_every_rank() -> None:
-    for name in ("row_wise", "data_parallel"):
-        only = {"t0": ParameterConstraints(sharding_types=[name])}
-        planner = make_planner(
-            2,
-            "cuda",
-            constraints=only,
-            placement_constraints=PlacementConstraints(pin={"t0": [1]}),
-        )
-        with pytest.raises(
-            ConfigError,
-            match=f"'t0' may only be sharded {name}, which needs more ranks",
-        ):
-            planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
-
-
-def test_node_wise_tables_stay_in_allowed_nodes() -> None:
-    only = ParameterConstraints(sharding_types=["table_row_wise"])
-    for ranks, node in [([2, 3], {2, 3}), ([0, 1, 2], {0, 1})]:
-        planner = make_planner(
-            topology=Topology(4, "cuda", local_world_size=2),
-            constraints={"t0": only, "t1": only},
-            placement_constraints=PlacementConstraints(pin={"t0": ranks}),
-        )
-        plan = planner.plan(make_ebc([(1000, 64), (10**5, 64)]), bag_sharders())
-        assert set(types_of(plan).values()) == {"table_row_wise"}
-        assert ranks_of(plan)["t0"] == node
+@pytest.mark.parametrize(
+    ("kind", "pin"),
+    [("row_wise", [1]), ("data_parallel", [1]), ("table_row_wise", [1, 2])],
+)
+def test_types_that_need_more_ranks_are_refused(kind: str, pin: list[int]) -> None:
     planner = make_planner(
-        topology=Topology(4, "cuda", local_world_size=2),
-        constraints={"t0": only},
-        placement_constraints=PlacementConstraints(pin={"t0": [1, 2]}),
+        topology=Topology(**NODES),
+        constraints={"t0": ParameterConstraints(sharding_types=[kind])},
+        placement_constraints=PlacementConstraints(pin={"t0": pin}),
     )
-    with pytest.raises(ConfigError, match="'t0' may only be sharded table_row_wise"):
-        planner.plan(make_ebc([(1000, 64)]), bag_sharders())
+    with pytest.raises(ConfigError, match=f"'t0' may only be sharded {kind}, "):
+        planner.plan(make_ebc([(10**6, 64)]), bag_sharders())
 
 
-def test_company_costs_what_pins_to_one_rank_do() -> None:
-    """Two of three tables of 31 GB fit a device of 80, the third is cached."""
-    names = ["t0", "t1", "t2"]
-    found = {}
-    for rules in (
-        PlacementConstraints(together=[names]),
-        PlacementConstraints(pin={name: [0] for name in names}),
-    ):
-        planner = make_planner(
-            topology=Topology(2, "cuda", hbm_cap=80 * 10**9),
-            placement_constraints=rules,
-            batch_size=8192,
-        )
-        plan = planner.plan(make_ebc([(60_500_000, 128)] * 3), bag_sharders())
-        assert keeps(plan, rules, 2)
-        kernels = [sharding.compute_kernel for sharding in plan.plan[""].values()]
-        found[rules] = cost_of(planner), sorted(kernels)
-    company, pins = found.values()
-    assert company[0] == pytest.approx(pins[0], rel=1e-3)
-    assert company[1] == ["fused", "fused", "fused_uvm_caching"]
+@pytest.mark.parametrize(("ranks", "node"), [([2, 3], {2, 3}), ([0, 1, 2], {0, 1})])
+def test_node_wise_tables_stay_in_allowed_nodes(
+    ranks: list[int], node: set[int]
+) -> None:
+    limits = ParameterConstraints(sharding_types=["table_row_wise"])
+    planner = make_planner(
+        topology=Topology(**NODES),
+        constraints={"t0": limits, "t1": limits},
+        placement_constraints=PlacementConstraints(pin={"t0": ranks}),
+    )
+    plan = planner.plan(make_ebc([(1000, 64), (10**5, 64)]), bag_sharders())
+    assert set(types_of(plan).values()) == {"table_row_wise"}
+    assert ranks_of(plan)["t0"] == node
 
 
 def test_a_stock_plan_that_breaks_them_is_no_candidate() -> None:
@@ -312,61 +236,30 @@ def test_a_stock_plan_that_breaks_them_is_no_candidate() -> None:
     assert keeps(plan, pinned, 2)
 
 
-def test_a_partitioner_that_ignores_them_makes_no_plan() -> None:
-    apart = PlacementConstraints(together=[["t0", "t1"]])
-    planner = make_planner(
-        2, partitioner=GreedyPerfPartitioner(), placement_constraints=apart
-    )
-    with pytest.raises(ConfigError, match=r"breaks placement_constraints: .*'t[01]'"):
-        planner.plan(make_ebc([(1000, 64)] * 2), bag_sharders())
+def to_rank_1(options: list[ShardingOption]) -> list[ShardingOption]:
+    for option in options:
+        option.shards[0].rank = 1
+    return options
 
 
-def test_a_search_that_does_not_know_them_says_so() -> None:
-    planner = make_planner(
-        4, search="milp", placement_constraints=RULES["pinned"], consider_stock=True
-    )
-    with pytest.raises(ConfigError, match=r"allowed_ranks.*search='default'"):
-        planner.plan(make_ebc(SIZES), bag_sharders())
-
-
-def test_a_search_that_ignores_them_is_named() -> None:
-    planner = make_planner(
-        2,
-        search=FixedSearcher([(0, 64, 1)]),
-        placement_constraints=PlacementConstraints(pin={"t0": [0]}),
-    )
-    with pytest.raises(PlacementError, match=r"search 'fixed' .* 't0' is on rank 1"):
-        planner.plan(make_ebc([(1000, 64)]), bag_sharders())
-
-
-def test_a_callback_may_not_break_them() -> None:
-    def to_rank_1(options: list[ShardingOption]) -> list[ShardingOption]:
-        for option, shard in itertools.product(options, range(1)):
-            option.shards[shard].rank = 1
-        return options
-
-    planner = make_planner(
-        2,
-        callbacks=[to_rank_1],
-        placement_constraints=PlacementConstraints(pin={"t0": [0]}),
-    )
-    with pytest.raises(ConfigError, match="'t0' is on rank 1"):
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        ({"search": FixedSearcher([(0, 64, 1)])}, PlacementError, "search 'fixed'"),
+        ({"callbacks": [to_rank_1]}, ConfigError, "placement_constraints"),
+        # It deals the tables out from rank 0 on.
+        ({"partitioner": GreedyPerfPartitioner()}, ConfigError, "placement_constr"),
+    ],
+)
+def test_a_part_that_ignores_them_makes_no_plan(
+    part: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    wanted = [1] if "partitioner" in part else [0]
+    pinned = PlacementConstraints(pin={"t0": wanted})
+    planner = make_planner(2, placement_constraints=pinned, **part)
+    with pytest.raises(error, match=f"{message}.*'t0' is on rank {1 - wanted[0]}"):
         planner.plan(make_ebc([(1000, 64)]), bag_sharders())
     assert planner.last_result is None
-
-
-def test_stock_proposals_are_held_to_them() -> None:
-    """TorchRec's proposer knows nothing of them; the partitioner keeps them."""
-    rules = RULES["all"]
-    whole = ParameterConstraints(sharding_types=["table_wise", "column_wise"])
-    planner = make_planner(
-        4,
-        proposer=GreedyProposer(),
-        constraints=dict.fromkeys(NAMES, whole),
-        placement_constraints=rules,
-    )
-    plan = planner.plan(make_ebc(SIZES), bag_sharders())
-    assert keeps(plan, rules, 4)
 
 
 # --- plans that are there already ---
@@ -395,33 +288,25 @@ def test_names_mean_tables_of_a_module() -> None:
 
 
 def test_files_are_held_to_them(tmp_path: Path) -> None:
-    rules, path = RULES["pinned"], tmp_path / "plan.json"
-    model = make_ebc(SIZES)
-    planner = make_planner(4, placement_constraints=rules)
+    path, model = tmp_path / "plan.json", make_ebc(SIZES)
+    planner = make_planner(4, placement_constraints=RULES)
     plan = planner.plan(model, bag_sharders())
     save_plan(plan, path, model=model, planner=planner)
     assert load_plan(path, model=model, planner=planner).plan == plan.plan
-    assert load_plan(path, model=model, planner=make_planner(4)).plan == plan.plan
-    elsewhere = PlacementConstraints(pin={"t0": [0, 1]})
+    elsewhere = PlacementConstraints(pin={"t3": [0, 1]})
     other = make_planner(4, placement_constraints=elsewhere)
     other.plan_loader = NeuroShardPlanLoader(path, other)
-    with pytest.raises(PlanMismatchError, match="'t0' is on rank 3"):
+    with pytest.raises(PlanMismatchError, match="'t3' is on rank 2"):
         other.plan(model, bag_sharders())
 
 
-@pytest.mark.parametrize("name", ["apart", "forbidden", "all"])
-def test_moves_keep_them(name: str) -> None:
+def test_moves_keep_them() -> None:
     """From everything where it may be, but as few ranks as that takes."""
     model = make_ebc(SIZES)
-    rules = RULES[name]
-    start = {
-        "apart": [0, 1, 0, 0, 2, 0],
-        "forbidden": [0, 0, 0, 0, 0, 0],
-        "all": [3, 0, 0, 2, 0, 3],
-    }
-    triples = [(t, SIZES[t][1], r) for t, r in enumerate(start[name])]
+    start = [3, 0, 0, 2, 0, 3]
+    triples = [(t, SIZES[t][1], rank) for t, rank in enumerate(start)]
     planner = make_planner(
-        4, placement_constraints=rules, search=FixedSearcher(triples)
+        4, placement_constraints=RULES, search=FixedSearcher(triples)
     )
     plan = planner.plan(model, bag_sharders())
     result = replan(
@@ -429,4 +314,4 @@ def test_moves_keep_them(name: str) -> None:
     )
     assert result.moves
     assert result.after.critical_path_ms < result.before.critical_path_ms
-    assert keeps(result.plan, rules, 4)
+    assert keeps(result.plan, RULES, 4)

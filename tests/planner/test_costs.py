@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
-from torchrec.distributed.types import CacheParams
+from torchrec.distributed.sharding_plan import get_default_sharders
 
 from tests.builders import gpus, make_ebc, sequences
-from torchrec_neuroshard.cost_models.physical import PhysicalConstants
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
-from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.search import SearchConfig
-from torchrec_neuroshard.simulator import PHASES, Simulator
+from torchrec_neuroshard.simulator import PHASES
 from torchrec_neuroshard.tables import TableConfig, row_shard
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -34,34 +29,26 @@ def costs_of(topology: Topology, constraints: Any = None) -> PlanCosts:
     return PlanCosts(topology, constraints, cost_model=model)
 
 
-def topology_of(world_size: int, node: int | None = None, **arguments: Any) -> Topology:
-    return gpus(world_size, node, intra_host_bw=INTRA, inter_host_bw=INTER, **arguments)
+def topology_of(world_size: int, node: int | None = None) -> Topology:
+    return gpus(world_size, node, intra_host_bw=INTRA, inter_host_bw=INTER)
 
 
 def placed(
-    module: Any,
-    topology: Topology,
-    kinds: dict[str, tuple[str, str]],
-    costs: PlanCosts | None = None,
-    **constraints: Any,
+    module: Any, topology: Topology, kinds: dict[str, tuple[str, str]], **fields: Any
 ) -> tuple[PlanCosts, list[ShardingOption]]:
     """The plan of tables of given sharding types and kernels."""
-    constrained = {
+    constraints = {
         name: ParameterConstraints(
-            sharding_types=[kind], compute_kernels=[kernel], **constraints
+            sharding_types=[kind], compute_kernels=[kernel], **fields
         )
         for name, (kind, kernel) in kinds.items()
     }
-    costs = costs or costs_of(topology, constrained)
-    sharders: list[Any] = [
-        EmbeddingBagCollectionSharder(),
-        EmbeddingCollectionSharder(),
-    ]
-    enumerator = EmbeddingEnumerator(topology, BATCH, constrained)
-    options = enumerator.enumerate(module, sharders)
+    costs = costs_of(topology, constraints)
+    enumerator = EmbeddingEnumerator(topology, BATCH, constraints)
+    options = enumerator.enumerate(module, get_default_sharders())
     assert len(options) == len(kinds)
     partitioner = NeuroShardPartitioner(
-        topology, constrained, search=SearchConfig(refine=False), costs=costs
+        topology, constraints, search=SearchConfig(refine=False), costs=costs
     )
     return costs, partitioner.partition(options, topology)
 
@@ -93,14 +80,8 @@ def test_row_shard_of_a_profile() -> None:
     # Of four ids in each bag, each falls into the shard with probability 1/4.
     assert shard.profile.pooling_std == pytest.approx((4 * 0.25 * 0.75) ** 0.5)
     assert row_shard(table, 1000, 64) is table
-
-
-def test_row_shard_without_rows() -> None:
-    table = TableConfig(name="t", num_embeddings=3, embedding_dim=4)
-    shard = row_shard(table, 0, 10)
-    assert shard.profile is not None and shard.profile.num_lookups == 0
-    distinct = dataclasses.replace(table, outputs_per_sample=0.9)
-    assert row_shard(distinct, 0, 10, pooled=False).pooling_factor == 0
+    nothing = row_shard(table, 0, 64)
+    assert nothing.profile is not None and nothing.profile.num_lookups == 0
 
 
 # --- sharding types -------------------------------------------------------------
@@ -183,26 +164,6 @@ def test_replicas(
         assert rank == pytest.approx([0, forward, 0, reduced, backward])
 
 
-def test_offloaded_tables_run_in_the_kernel_of_the_others() -> None:
-    topology = topology_of(1, hbm_mem_bw=64e6, hbm_to_ddr_mem_bw=32e6)
-    kinds = {"t0": ("table_wise", "fused"), "t1": ("table_wise", "fused_uvm")}
-    costs, plan = placed(
-        make_ebc([(1000, 16)] * 2), topology, kinds, pooling_factors=[6.0]
-    )
-    ((name, (rank,)),) = phases_of(costs, plan).items()
-    assert name == "model (table_wise)"
-    both = LAUNCH + 2 * (LOOKUP * BATCH * 6 + BYTE * BATCH * 6 * 64)
-    # Every looked-up row over the link of 32 GB/s; distinct ones back and forth.
-    constants = PhysicalConstants()
-    link = 32e6
-    forward = both + BATCH * 6 * 64 / (link * constants.host_read)
-    table = next(costs.reader.table(o) for o in plan if o.name == "t1")
-    distinct = table.profile_at(BATCH).num_distinct
-    backward = 2 * both + 2 * distinct * 64 / (link * constants.host_update)
-    assert rank[1] == pytest.approx(forward)
-    assert rank[4] == pytest.approx(backward)
-
-
 def test_row_wise_tables_of_sequences() -> None:
     kinds = {"s0": ("row_wise", "fused")}
     costs, plan = placed(sequences(16), topology_of(4), kinds, pooling_factors=[8.0])
@@ -211,24 +172,6 @@ def test_row_wise_tables_of_sequences() -> None:
     rows = 4 * BATCH * 2 * 16 * 4 * 3 / 4 / INTRA
     for rank in ranks:
         assert rank[2:4] == pytest.approx([rows, rows])
-
-
-def test_column_shards_cost_what_the_simulator_says() -> None:
-    kinds = {f"t{i}": ("column_wise", "fused") for i in range(3)}
-    costs, plan = placed(
-        make_ebc([(100, 32), (200, 16), (50, 64)]), topology_of(2), kinds
-    )
-    lowered = costs.lower(plan)
-    assert lowered.task is not None
-    exact = Simulator(lowered.task, costs.cost_model, costs.comms_model).evaluate(
-        lowered.placement
-    )
-    predicted = costs.evaluate(lowered)
-    assert predicted.critical_path_ms == pytest.approx(exact.critical_path_ms)
-    for ours, theirs in zip(predicted.ranks, exact.ranks, strict=True):
-        assert list(ours.to_json().values()) == pytest.approx(
-            list(theirs.to_json().values())
-        )
 
 
 # --- whole plans ----------------------------------------------------------------
@@ -251,69 +194,29 @@ def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
     kinds = uniform if everywhere else MIXED
     sizes = [(1000, 32), (500, 16), *[(100, 32)] * (len(kinds) - 2)]
     costs, plan = placed(make_ebc(sizes), topology_of(4, 2), kinds)
-    predicted = costs.evaluate(costs.lower(plan))
+    lowered = costs.lower(plan)
+    predicted = costs.evaluate(lowered)
     assert {s.name.split()[1] for s in predicted.stages} == {
         f"({kind})" for kind, _ in kinds.values()
     }
     for rank, found in enumerate(predicted.ranks):
-        shards = [s for o in plan for s in o.shards if s.rank == rank]
-        sums = {
-            name: sum(getattr(s.perf, name) for s in shards)
-            for name in ("fwd_compute", "fwd_comms", "bwd_comms", "bwd_compute")
-        }
-        comms = {
-            "fwd_comms": found.index_comms + found.fwd_comms,
-            "bwd_comms": found.bwd_comms,
-        }
-        assert sums["fwd_compute"] == pytest.approx(found.fwd_compute)
-        assert sums["bwd_compute"] == pytest.approx(found.bwd_compute)
-        for name, expected in comms.items():
+        shards = [s.perf for o in plan for s in o.shards if s.rank == rank]
+        for name, expected in (
+            ("fwd_compute", found.fwd_compute),
+            ("bwd_compute", found.bwd_compute),
+            ("fwd_comms", found.index_comms + found.fwd_comms),
+            ("bwd_comms", found.bwd_comms),
+        ):
+            total = sum(getattr(perf, name) for perf in shards)
             # A rank without shards of a stage takes part in its collectives.
-            assert sums[name] <= expected * (1 + 1e-9)
-            if everywhere:
-                assert sums[name] == pytest.approx(expected)
-
-
-def test_attribution_does_not_change_the_cost() -> None:
-    costs, plan = placed(make_ebc([(1000, 32)] * len(MIXED)), topology_of(4, 2), MIXED)
-    before = costs.evaluate(costs.lower(plan))
+            assert total <= expected * (1 + 1e-9)
+            if everywhere or "compute" in name:
+                assert total == pytest.approx(expected)
     costs.attribute(plan)
-    assert costs.evaluate(costs.lower(plan)) == before
-
-
-def test_estimates_are_named() -> None:
-    sizes = [(1000, 32)] * len(MIXED) + [(1000, 10)]
-    kinds = MIXED | {"t8": ("data_parallel", "dense")}
-    costs, plan = placed(make_ebc(sizes), topology_of(4, 2), kinds)
-    lowered = costs.lower(plan)
-    assert [w.partition(":")[0] for w in costs.estimate_warnings(lowered)] == [
-        "table 't4'",
-        "table 't6'",
-        "table 't8'",
-    ]
-    source = costs.evaluate(lowered).compute_source
-    assert source == "analytic; estimated for 3 of 9 tables"
-
-
-def test_cache_settings_and_fusion() -> None:
-    topology = topology_of(1)
-    params = [
-        None,
-        CacheParams(load_factor=0.1),
-        CacheParams(load_factor=0.3),
-        CacheParams(load_factor=0.1, prefetch_pipeline=True),
-    ]
-    constraints = {
-        f"t{i}": ParameterConstraints(
-            sharding_types=["table_wise"],
-            compute_kernels=["fused" if p is None else "fused_uvm_caching"],
-            cache_params=p,
-        )
-        for i, p in enumerate(params)
-    }
-    costs = costs_of(topology, constraints)
-    options = EmbeddingEnumerator(topology, BATCH, constraints).enumerate(
-        make_ebc([(1000, 32)] * 4), [EmbeddingBagCollectionSharder()]
-    )
-    keys = [fusion_key(o, costs.reader, "table_wise") for o in options]
-    assert keys[0] == keys[1] == keys[2] != keys[3]
+    assert costs.evaluate(costs.lower(plan)) == predicted
+    # Kernels that were not measured are named.
+    named = [w.partition(":")[0] for w in costs.estimate_warnings(lowered)]
+    unmeasured = ["t2"] if everywhere else ["t4", "t6"]
+    assert named == [f"table '{name}'" for name in unmeasured]
+    source = f"analytic; estimated for {len(named)} of {len(kinds)} tables"
+    assert predicted.compute_source == source

@@ -6,9 +6,9 @@ search that is cut short. Each case works or ends in an error that names the tab
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import pickle
-import re
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -20,61 +20,45 @@ import pytest
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec import (
-    EmbeddingBagCollection,
-)
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import (
-    ParameterConstraints,
-    Topology,
-    storage_reservations,
-)
+from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.storage_reservations import (
+    HeuristicalStorageReservation,
+)
 from torchrec.distributed.planner.types import (
     CustomTopologyData,
     PlannerError,
     StorageReservation,
 )
-from torchrec.distributed.quant_embeddingbag import QuantEmbeddingBagCollectionSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import (
-    CacheAlgorithm,
-    CacheParams,
-    ShardingPlan,
-)
-from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.distributed.types import BoundsCheckMode, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.quant.embedding_modules import (
-    EmbeddingBagCollection as QuantEmbeddingBagCollection,
-)
 
 from tests.builders import (
-    GIB,
-    META,
     MIB,
     Chosen,
     bag_config,
+    bag_sharders,
     bags,
     check_plan,
     check_result,
     columns_only,
     cost_of,
+    entries_of,
     entry_of,
     fused_bags,
     gpus,
+    make_ebc,
     make_planner,
     only,
     sequences,
     shards_of,
-    stock_planner,
-    types_of,
 )
-from torchrec_neuroshard import rehearse
 from torchrec_neuroshard.errors import ConfigError
-from torchrec_neuroshard.planner import (
-    NeuroShardPlanner,
-)
+from torchrec_neuroshard.planner import NeuroShardPlanner
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 
@@ -106,70 +90,56 @@ def plan_of(
     return plan, planner
 
 
-def searched(
-    module: nn.Module, *args: Any, **arguments: Any
-) -> tuple[ShardingPlan, NeuroShardPlanner]:
-    """`plan_of`, of column shards alone, however cheap other types look."""
-    arguments["constraints"] = columns_only(module, arguments.get("constraints"))
-    return plan_of(module, *args, search_only=True, **arguments)
-
-
 # Constraints.
 
+IN_PLAN: dict[str, Any] = {
+    "enforce_hbm": True,
+    "stochastic_rounding": False,
+    "bounds_check_mode": BoundsCheckMode.FATAL,
+    "output_dtype": DataType.FP16,
+}
+"""Fields that `DistributedModelParallel` reads off the plan."""
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "row_wise",
-        "table_column_wise",
-        "grid_shard",
-        "data_parallel",
-    ],
-)
-def test_one_sharding_type_is_allowed(kind: str) -> None:
-    plan, _ = plan_of(
-        bags(bag_config(0, dim=256), bag_config(1), bag_config(2)),
-        4,
-        topology_arguments={"local_world_size": 2},
-        constraints=only(sharding_types=[kind]),
-    )
-    assert entry_of(plan).sharding_type == kind
+OTHERS = """sharding_types compute_kernels min_partition pooling_factors num_poolings
+batch_sizes is_weighted cache_params device_group key_value_params feature_names
+use_virtual_table"""
+"""Fields that the planner itself reads, or TorchRec's enumerator."""
+
+
+def test_no_field_is_left_out() -> None:
+    known = {f.name for f in dataclasses.fields(ParameterConstraints)}
+    assert known <= {*OTHERS.split(), *IN_PLAN}
+
+
+def test_settings_reach_the_plan() -> None:
+    fields = [{}, *({name: value} for name, value in IN_PLAN.items())]
+    constraints = {
+        f"t{i}": ParameterConstraints(sharding_types=["table_wise"], **field)
+        for i, field in enumerate(fields)
+    }
+    planner = make_planner(2, "cuda", constraints=constraints)
+    plan = planner.plan(make_ebc([(1000, 64)] * len(fields)), bag_sharders())
+    for i, field in enumerate(fields):
+        entry = entry_of(plan, f"t{i}")
+        assert {n: getattr(entry, n) for n in IN_PLAN} == dict.fromkeys(IN_PLAN) | field
+    # TorchRec gives tables of unlike settings kernels of their own.
+    assert planner.last_task is not None
+    assert planner.last_task.num_groups == len(fields)
 
 
 @pytest.mark.parametrize("least", [3, 30, 100])
 def test_min_partition_below_four_not_a_divisor_or_above_the_width(
     least: int,
 ) -> None:
+    kinds = ["table_wise", "column_wise"]
     plan, _ = plan_of(
         bags(bag_config(0, rows=50_000, dim=64)),
         4,
-        constraints=only(
-            min_partition=least, sharding_types=["table_wise", "column_wise"]
-        ),
+        constraints=only(min_partition=least, sharding_types=kinds),
     )
     widths = [w for _, w, _ in shards_of(plan)["t0"]]
-    assert sum(widths) == 64 and not any(w % 4 for w in widths)
-    assert widths == [64] or min(widths) >= least
-    if least <= 30:
-        assert len(widths) > 1
-
-
-def test_num_poolings_multiply_the_lookups() -> None:
-    _, planner = searched(
-        bags(bag_config(0, feature_names=["a", "b"])),
-        constraints=only(pooling_factors=[5.0, 2.0], num_poolings=[1.0, 3.0]),
-    )
-    assert planner.last_task is not None
-    assert planner.last_task.tables[0].pooling_factor == 11.0
-
-
-def test_batch_sizes_scale_the_lookups() -> None:
-    _, planner = searched(
-        bags(bag_config(0, feature_names=["a", "b"])),
-        constraints=only(pooling_factors=[5.0, 2.0], batch_sizes=[64, 16]),
-    )
-    assert planner.last_task is not None
-    assert planner.last_task.tables[0].pooling_factor == 5.5
+    assert not any(w % 4 for w in widths) and min(widths) >= min(least, 64)
+    assert (len(widths) > 1) == (least <= 30)
 
 
 def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
@@ -192,51 +162,6 @@ def test_grids_of_varying_batches_are_left_out_before_1_9() -> None:
         kind("grid_shard")
 
 
-def test_no_pooling_factors_are_no_lookups() -> None:
-    """As in TorchRec's estimates."""
-    costs = []
-    for factors in ([], [0.0]):
-        constraints = only(sharding_types=["row_wise"], pooling_factors=factors)
-        _, planner = plan_of(bags(), constraints=constraints)
-        assert planner.last_result is not None
-        costs.append(planner.last_result.predicted.critical_path_ms)
-    assert costs[0] == costs[1]
-
-
-@pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        ({"cache_params": CacheParams(load_factor=0.0)}, r"t0.*load_factor is 0\.0; g"),
-        ({"cache_params": CacheParams(load_factor=1.0)}, r"t0.*compute_kernels=\['fus"),
-        ({"enforce_hbm": True}, r"t0.*enforce_hbm is True.*fused_uvm_caching.*allow"),
-        (
-            {
-                "cache_params": CacheParams(
-                    algorithm=CacheAlgorithm.LFU, prefetch_pipeline=True
-                )
-            },
-            r"t0.*LFU and prefetch_pipeline.*leave one",
-        ),
-    ],
-)
-def test_caches_that_cannot_be_are_refused(fields: Any, match: str) -> None:
-    constraints = only(compute_kernels=["fused_uvm_caching"], **fields)
-    with pytest.raises(ConfigError, match=match):
-        user_planner(constraints=constraints)
-
-
-def test_kernel_that_the_device_lacks_is_named() -> None:
-    class Optimistic(EmbeddingBagCollectionSharder):
-        def compute_kernels(self, kind: str, device: str) -> list[str]:
-            return list(super().compute_kernels(kind, "cuda"))
-
-    planner = user_planner(
-        device="cpu", constraints=only(compute_kernels=["fused_uvm"])
-    )
-    with pytest.raises(PlannerError, match=r"'t0'.* no kernel 'fused_uvm' for 'cpu'"):
-        planner.plan(bags(), [Optimistic()])
-
-
 def test_tables_of_another_device_group_are_left_out() -> None:
     model = nn.ModuleDict({"here": bags(bag_config(0)), "there": bags(bag_config(1))})
     constraints = {
@@ -254,36 +179,26 @@ def test_tables_of_another_device_group_are_left_out() -> None:
     assert set(plan.plan[""]) == {"t0"}
 
 
-@pytest.mark.parametrize("both", [False, True])
-def test_enumerator_with_the_constraints(both: bool) -> None:
-    constraints = dict(only(sharding_types=["table_wise"]))
-    topology = Topology(4, "cuda")
-    enumerator = EmbeddingEnumerator(topology, 64, constraints=constraints)
-    plan, _ = plan_of(
-        bags(bag_config(0, rows=100_000, dim=256)),
-        4,
-        enumerator=enumerator,
-        constraints=constraints if both else None,
-    )
-    assert types_of(plan)["t0"] == "table_wise"
-
-
 # Topologies.
 
 
-def test_several_nodes_name_their_local_devices() -> None:
-    plan, _ = plan_of(
-        bags(*(bag_config(i, dim=32) for i in range(8))),
+@pytest.mark.filterwarnings("ignore:8 ranks do not fill nodes of 6:UserWarning")
+@pytest.mark.parametrize("node", [4, 6])
+def test_placements_name_the_devices_of_nodes_that_ranks_fill_or_not(node: int) -> None:
+    plan, planner = plan_of(
+        bags(*(bag_config(i) for i in range(8))),
         8,
-        topology_arguments={"local_world_size": 4},
+        topology_arguments={"local_world_size": node},
+        constraints=only(sharding_types=["table_row_wise"]),
+        comms_model=None,
     )
-    seen = set()
     for sharding in plan.plan[""].values():
         for meta in sharding.sharding_spec.shards:
-            rank = meta.placement.rank()
-            seen.add(rank)
-            assert meta.placement.device() == torch.device(f"cuda:{rank % 4}")
-    assert seen == set(range(8))
+            device = torch.device("cuda", meta.placement.rank() % node)
+            assert meta.placement.device() == device
+    assert planner.last_result is not None
+    warnings = planner.last_result.warnings
+    assert any("8 ranks do not fill" in w for w in warnings) == (node == 6)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("table_wise", 1), ("table_row_wise", 4)])
@@ -298,31 +213,6 @@ def test_pods_of_several_nodes(kind: str, count: int) -> None:
     assert entry_of(plan).sharding_type == kind
     # Two nodes of two ranks are a pod, which holds all rows of a table.
     assert len(ranks) == count and len({r // 4 for r in ranks}) == 1
-
-
-@pytest.mark.parametrize(
-    ("device", "kind"), [("cpu", None), ("cuda", None), ("cuda", "table_row_wise")]
-)
-def test_ranks_that_do_not_fill_their_nodes(device: str, kind: str | None) -> None:
-    """TorchRec plans for them; placements name the devices of the nodes as given."""
-    constraints = only(sharding_types=[kind]) if kind else {}
-    with pytest.warns(UserWarning, match="8 ranks do not fill nodes of 6: .* of 4"):
-        plan, planner = plan_of(
-            bags(),
-            8,
-            device,
-            topology_arguments={"local_world_size": 6},
-            constraints=constraints,
-            comms_model=None,
-        )
-    known = planner.last_result
-    assert known is not None
-    assert any("do not fill nodes of 6" in w for w in known.warnings)
-    if device == "cuda":
-        for sharding in plan.plan[""].values():
-            for meta in sharding.sharding_spec.shards:
-                rank = meta.placement.rank()
-                assert meta.placement.device() == torch.device("cuda", rank % 6)
 
 
 def unequal(*caps: int) -> dict[str, Any]:
@@ -356,151 +246,6 @@ def test_unequal_memory_makes_unequal_row_shards(
     assert found == rows == [s.size[0] for s in option.shards]
 
 
-def test_a_table_larger_than_the_memory_is_split() -> None:
-    plan, planner = plan_of(
-        bags(bag_config(0, rows=100_000, dim=64)),  # 24.4 MiB
-        topology_arguments={"hbm_cap": 16 * MIB},
-        constraints=only(sharding_types=["table_wise", "column_wise"]),
-    )
-    assert [w for _, w, _ in shards_of(plan)["t0"]] == [32, 32]
-    result = planner.last_result
-    assert result is not None and result.fallback is None
-    assert [s.width for s in result.placement.shards] == [32, 32]
-
-
-def test_tables_are_offloaded_where_a_reservation_leaves_no_room() -> None:
-    plan, planner = plan_of(
-        bags(bag_config(0, rows=100_000, dim=64)),
-        topology_arguments={"hbm_cap": 128 * MIB},
-        constraints=only(sharding_types=["table_wise"]),
-        storage_reservation=storage_reservations.FixedPercentageStorageReservation(0.9),
-        consider_stock=False,
-    )
-    assert entry_of(plan).compute_kernel in ("fused_uvm", "fused_uvm_caching")
-    assert planner.last_result is not None and planner.last_result.fallback is None
-
-
-def test_a_table_larger_than_all_memory_is_named() -> None:
-    planner = user_planner(
-        topology_arguments={"hbm_cap": 4 * MIB},
-        constraints=only(compute_kernels=["fused"]),
-    )
-    with pytest.raises(
-        PlannerError,
-        match=r"(?s)^table 't0'.*needs 0\.02 GiB.*raise world_size.*Unable to find a p",
-    ):
-        planner.plan(bags(bag_config(0, rows=100_000, dim=64)), get_default_sharders())
-    assert planner.last_result is None
-
-
-# Modules.
-
-
-def test_module_nested_deep() -> None:
-    model = nn.Sequential(nn.ModuleDict({"a": nn.Sequential(bags())}))
-    plan, planner = searched(model)
-    assert list(plan.plan) == ["0.a.0"]
-    assert planner.last_task is not None
-    assert planner.last_task.tables[0].name == "0.a.0.t0"
-
-
-def test_several_collections_of_both_kinds() -> None:
-    model = nn.ModuleDict(
-        {
-            "a": bags(bag_config(0), bag_config(1)),
-            "b": bags(bag_config(0), weighted=True),
-            "c": sequences(32),
-            "d": sequences(64, prefix="z"),
-        }
-    )
-    plan, planner = searched(model, constraints=only("s0", pooling_factors=[5.0]))
-    assert {p: set(m) for p, m in plan.plan.items()} == {
-        "a": {"t0", "t1"},
-        "b": {"t0"},
-        "c": {"s0"},
-        "d": {"z0"},
-    }
-    assert planner.last_task is not None
-    tables = {t.name: t for t in planner.last_task.tables}
-    groups = dict(zip(tables, planner.last_task.groups, strict=True))
-    assert len(set(groups.values())) == 4
-    # The same table name in two modules is two tables.
-    assert tables["b.t0"].weighted and not tables["a.t0"].weighted
-    # A row for each id.
-    assert (tables["c.s0"].num_features, tables["d.z0"].num_features) == (5, 1)
-
-
-@pytest.mark.parametrize("model", [EmbeddingBagCollection([], device=META), nn.ReLU()])
-def test_nothing_to_shard(model: nn.Module) -> None:
-    plan, planner = plan_of(model)
-    assert not any(plan.plan.values()) and planner.last_task is None
-    if isinstance(model, nn.ReLU):
-        assert plan.plan == {} and planner.last_result is None
-
-
-def test_tables_that_no_search_places_share_the_ranks() -> None:
-    # Each alone is read fastest by rows, all together by tables.
-    model = QuantEmbeddingBagCollection(
-        tables=[bag_config(i, data_type=DataType.INT8) for i in range(12)],
-        is_weighted=False,
-        device=META,
-    )
-    sharders: list[Any] = [QuantEmbeddingBagCollectionSharder()]
-    _, planner = plan_of(model, 4, sharders=sharders, consider_stock=False)
-    theirs = stock_planner(planner.topology).plan(model, sharders)
-    cost = planner.evaluate(theirs, model, sharders).critical_path_ms
-    assert cost_of(planner) <= cost * (1 + 1e-9)
-
-
-# Kinds of tables.
-
-
-def test_mean_and_sum_pooling_in_one_collection() -> None:
-    _, planner = searched(
-        bags(bag_config(0), bag_config(1, pooling=PoolingType.MEAN), bag_config(2))
-    )
-    assert planner.last_task is not None
-    groups = planner.last_task.groups
-    assert groups[0] == groups[2] != groups[1]
-    assert planner.last_task.num_stages == 1
-
-
-@pytest.mark.parametrize("least", [None, (16, 32)])
-def test_sequence_shards_have_one_width(least: tuple[int, int] | None) -> None:
-    sizes: tuple[Any, ...] = least or (None, None)
-    constraints = {
-        f"s{i}": ParameterConstraints(
-            sharding_types=["column_wise"], min_partition=size
-        )
-        for i, size in enumerate(sizes)
-    }
-    plan, _ = plan_of(sequences(64, 64), 4, constraints=constraints)
-    widths = {w for shards in shards_of(plan).values() for _, w, _ in shards}
-    assert len(widths) == 1
-
-
-def test_table_on_ssd() -> None:
-    plan, _ = plan_of(
-        bags(),
-        topology_arguments={"ssd_cap": 2**40},
-        constraints=only(compute_kernels=["key_value"]),
-    )
-    assert entry_of(plan).compute_kernel == "key_value"
-
-
-# The planner's own arguments and promises.
-
-
-def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables = [bag_config(i, rows=1000 + 37 * i, dim=64) for i in range(80)]
-    clock = itertools.count(0.0, 0.05)  # of which each look takes a while
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    long = SearchConfig(effort=1000.0)
-    plan_of(bags(*tables), 8, "cpu", timeout_seconds=1, search=long)
-    # The rest of the planning is not part of the search.
-    assert 1 < next(clock) < 3
-
-
 class PlainReservation(StorageReservation):
     """Keeps nothing back, and has none of the attributes of TorchRec's own."""
 
@@ -517,52 +262,92 @@ class PlainReservation(StorageReservation):
 
 
 RESERVATIONS: dict[str, Callable[[], StorageReservation]] = {
-    "heuristical": lambda: storage_reservations.HeuristicalStorageReservation(0.15),
+    "heuristical": lambda: HeuristicalStorageReservation(0.15),
     "plain": PlainReservation,
 }
 
 
 @pytest.mark.parametrize("name", RESERVATIONS)
-def test_storage_reservation(name: str) -> None:
+def test_tables_fit_what_a_reservation_leaves(name: str) -> None:
     given, chosen = RESERVATIONS[name](), Chosen()
-    plan, _ = plan_of(
-        bags(),
-        topology=gpus(hbm_cap=GIB),
+    # Two tables of 24.4 MiB; what is kept back takes the room of one.
+    plan_of(
+        bags(*(bag_config(i, rows=100_000, dim=64) for i in range(2))),
+        1,
+        topology=gpus(1, hbm_cap=56 * MIB),
         storage_reservation=given,
         callbacks=[chosen],
     )
-    assert set(plan.plan[""]) == {"t0", "t1", "t2"}
     reserved = given.last_reserved_topology
     assert reserved is not None
-    left = [device.storage.hbm for device in reserved.devices]
-    assert all((n == GIB) == (name == "plain") and n > 0 for n in left)
-    for rank in range(2):
-        held = [
-            s.storage.hbm
-            for o in chosen.options
-            for s in o.shards
-            if s.rank == rank and s.storage is not None
-        ]
-        assert sum(held) <= left[rank]
+    left = reserved.devices[0].storage.hbm
+    assert (left == 56 * MIB) == (name == "plain") and left > 0
+    held = [s.storage.hbm for o in chosen.options for s in o.shards if s.storage]
+    assert sum(held) <= left
 
 
 @pytest.mark.parametrize("name", RESERVATIONS)
-def test_storage_reservation_of_a_plan_that_does_not_fit(name: str) -> None:
+def test_a_table_larger_than_all_memory_is_named(name: str) -> None:
     planner = user_planner(
         topology_arguments={"hbm_cap": 4 * MIB},
         constraints=only(compute_kernels=["fused"]),
         storage_reservation=RESERVATIONS[name](),
     )
-    with pytest.raises(PlannerError, match="t0"):
+    with pytest.raises(
+        PlannerError, match=r"^table 't0'.*needs 0\.02 GiB.*raise world"
+    ):
         planner.plan(bags(bag_config(0, rows=100_000, dim=64)), get_default_sharders())
+    assert planner.last_result is None
+
+
+# Modules.
+
+
+def test_several_collections_of_both_kinds() -> None:
+    model = nn.ModuleDict(
+        {
+            "a": nn.Sequential(nn.Sequential(bags(bag_config(0), bag_config(1)))),
+            "b": bags(bag_config(0), weighted=True),
+            "c": sequences(32),
+            "d": sequences(64, prefix="z"),
+        }
+    )
+    limits = columns_only(model, only("s0", pooling_factors=[5.0]))
+    plan, planner = plan_of(model, search_only=True, constraints=limits)
+    assert set(entries_of(plan)) == {"a.0.0.t0", "a.0.0.t1", "b.t0", "c.s0", "d.z0"}
+    assert planner.last_task is not None
+    tables = {t.name: t for t in planner.last_task.tables}
+    assert planner.last_task.num_groups == 4
+    # The same table name in two modules is two tables.
+    assert tables["b.t0"].weighted and not tables["a.0.0.t0"].weighted
+    # A row for each id.
+    assert (tables["c.s0"].num_features, tables["d.z0"].num_features) == (5, 1)
+
+
+# The planner's own arguments and promises.
+
+
+def test_timeout_holds_inside_a_long_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = [bag_config(i, rows=1000 + 37 * i, dim=64) for i in range(80)]
+    clock = itertools.count(0.0, 0.05)  # of which each look takes a while
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    long = SearchConfig(effort=1000.0)
+    plan_of(bags(*tables), 8, "cpu", timeout_seconds=1, search=long)
+    # The rest of the planning is not part of the search.
+    assert 1 < next(clock) < 3
 
 
 def test_planner_takes_one_model_after_another() -> None:
     planner = user_planner()
     models = [bags(), bags(bag_config(7, dim=64)), bags(), nn.Linear(2, 2)]
-    plans = [str(planner.plan(m, get_default_sharders())) for m in models]
-    assert plans[0] == plans[2] != plans[1]
-    assert planner.last_result is None
+    plans, results = [], []
+    for model in models:
+        plans.append(planner.plan(model, get_default_sharders()))
+        results.append(planner.last_result)
+    assert str(plans[0]) == str(plans[2]) != str(plans[1])
+    assert results[0] is not None and results[3] is None
+    again = pickle.loads(pickle.dumps((plans[0], results[0])))
+    assert str(again[0]) == str(plans[0]) and again[1] == results[0]
 
 
 # NumPy warns where infinities are subtracted, before the error tells why.
@@ -580,42 +365,6 @@ def test_cost_model_that_predicts_no_time_is_named(value: float) -> None:
     planner = user_planner(cost_model=Broken())
     with pytest.raises(ConfigError, match=rf"'broken' predicts .*{value:.0f}.* for t0"):
         planner.plan(bags(), get_default_sharders())
-
-
-def test_plan_can_be_pickled() -> None:
-    plan, planner = plan_of(bags())
-    assert str(pickle.loads(pickle.dumps(plan))) == str(plan)
-    again = pickle.loads(pickle.dumps(planner.last_result))
-    assert again == planner.last_result
-
-
-def test_table_that_fits_without_its_optimizer_is_planned_with_a_warning() -> None:
-    """TorchRec counts the state of optimizers set in the backward pass alone."""
-    params = {"optimizer": EmbOptimType.EXACT_ADAGRAD}
-    model = bags(bag_config(0, rows=100_000, dim=64))
-    sharders: list[Any] = [EmbeddingBagCollectionSharder(fused_params=params)]
-    settings: dict[str, Any] = {
-        # The weights are 24.4 MiB, so is the state.
-        "topology_arguments": {"hbm_cap": 40 * MIB},
-        "constraints": only(compute_kernels=["fused"]),
-    }
-    with pytest.raises(PlannerError, match="t0"):
-        user_planner(1, strict_memory=True, **settings).plan(model, sharders)
-    planner = user_planner(1, **settings)
-    with pytest.warns(UserWarning) as caught:
-        planner.plan(model, sharders)
-    (warned,) = [str(w.message) for w in caught if "out of memory" in str(w.message)]
-    assert re.match(r"out of memory ahead: rank 0 needs 0\.05 GiB .*strict_me", warned)
-    assert planner.last_result is not None
-    told = ". ".join(w for w in planner.last_result.warnings if w in warned)
-    assert told == warned
-    (rank,) = planner.report().ranks
-    assert rank.used_bytes > 48 * MIB
-    plan, size = planner.last_plan, planner.batch_size
-    assert plan is not None
-    report = rehearse(model, plan, planner.topology, sharders, batch_size=size)
-    (fault,) = report.ranks[0].faults
-    assert fault.startswith(warned.split(": ")[1])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -16,12 +16,9 @@ from torchrec.distributed.planner.shard_estimators import (
 from torchrec.distributed.planner.types import (
     PlannerError,
     PlannerErrorType,
-    Shard,
     ShardingOption,
 )
 from torchrec.modules.embedding_configs import DataType
-from torchrec.optim import RowWiseAdagrad
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
     ATTACHES_OPTIMIZERS,
@@ -97,82 +94,71 @@ def test_each_part_works_in_the_stock_planner(part: str) -> None:
 # --- enumerator -----------------------------------------------------------------
 
 
-def kinds_of(options: list[ShardingOption]) -> dict[str, list[tuple[str, str]]]:
+def kinds_of(
+    topology: Topology,
+    sizes: list[tuple[int, int]],
+    constraints: dict[str, ParameterConstraints] | None = None,
+    **settings: Any,
+) -> dict[str, list[tuple[str, str]]]:
     """Sharding types and kernels of each table's options, in their order."""
+    enumerator = NeuroShardEnumerator(
+        topology, 64, constraints, **settings, **analytic()
+    )
     kinds: dict[str, list[tuple[str, str]]] = {}
-    for option in options:
+    for option in enumerator.enumerate(make_ebc(sizes), bag_sharders()):
         kind = (option.sharding_type, option.compute_kernel)
         kinds.setdefault(option.name, []).append(kind)
     return kinds
 
 
-def test_enumerator_keeps_one_option_of_each_use() -> None:
+@pytest.mark.parametrize(("nodes", "by_node"), [(2, ["table_row_wise"]), (1, [])])
+def test_enumerator_keeps_one_option_of_each_use(
+    nodes: int, by_node: list[str]
+) -> None:
     constraints = {
         "t1": ParameterConstraints(sharding_types=["row_wise", "data_parallel"]),
-        "t2": ParameterConstraints(sharding_types=["table_row_wise", "table_wise"]),
-        "t3": ParameterConstraints(compute_kernels=["fused_uvm"]),
+        "t2": ParameterConstraints(sharding_types=["table_row_wise"]),
     }
-    topology = gpus(4, local_world_size=2)
-    enumerator = NeuroShardEnumerator(topology, 64, constraints, **analytic())
-    kinds = kinds_of(enumerator.enumerate(make_ebc(SIZES), bag_sharders()))
+    kinds = kinds_of(gpus(4, 4 // nodes), SIZES, constraints)
     assert kinds["t0"] == [
         ("column_wise", "fused"),
         ("data_parallel", "dense"),
         ("row_wise", "fused"),
-        ("table_row_wise", "fused"),
+        *((kind, "fused") for kind in by_node),  # on one node the same as row_wise
         ("table_wise", "fused"),
     ]
     assert kinds["t1"] == [("data_parallel", "dense"), ("row_wise", "fused")]
-    assert kinds["t2"] == [("table_row_wise", "fused"), ("table_wise", "fused")]
-    assert {k for _, k in kinds["t3"]} == {"fused_uvm"}
-    assert len({k for k, _ in kinds["t3"]}) > 2
+    assert kinds["t2"] == [("table_row_wise", "fused")]
 
 
-def test_row_wise_is_not_listed_twice_on_one_node() -> None:
-    constraints = {"t1": ParameterConstraints(sharding_types=["table_row_wise"])}
-    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, **analytic())
-    kinds = kinds_of(enumerator.enumerate(make_ebc(SIZES), bag_sharders()))
-    assert "table_row_wise" not in {k for k, _ in kinds["t0"]}
-    assert {k for k, _ in kinds["t1"]} == {"table_row_wise"}
+TABLE_BYTES = 1000 * 64 * 4
 
 
-def test_host_memory_is_offered_where_device_memory_is_scarce() -> None:
-    def kernels(hbm_cap: int, **constraint: Any) -> set[tuple[str, str]]:
-        constraints = {"t0": ParameterConstraints(**constraint)}
-        enumerator = NeuroShardEnumerator(
-            gpus(hbm_cap=hbm_cap), 64, constraints, **analytic()
-        )
-        found = kinds_of(enumerator.enumerate(make_ebc([(1000, 64)]), bag_sharders()))
-        return {(t, k) for t, k in found["t0"] if k not in ("fused", "dense")}
-
-    size = 1000 * 64 * 4
-    assert not kernels(hbm_cap=2 * size)
-    assert kernels(hbm_cap=2 * size - 1) == {
+@pytest.mark.parametrize(
+    ("hbm_cap", "asked", "offered"),
+    [
+        (2 * TABLE_BYTES, None, set()),
+        (2 * TABLE_BYTES - 1, None, {"fused_uvm", "fused_uvm_caching"}),
+        (100 * TABLE_BYTES, ["fused", "fused_uvm"], {"fused_uvm"}),
+    ],
+)
+def test_host_memory_is_offered_where_device_memory_is_scarce(
+    hbm_cap: int, asked: list[str] | None, offered: set[str]
+) -> None:
+    constraints = {"t0": ParameterConstraints(compute_kernels=asked)}
+    kinds = kinds_of(gpus(hbm_cap=hbm_cap), [(1000, 64)], constraints)["t0"]
+    assert {(t, k) for t, k in kinds if k not in ("fused", "dense")} == {
         (kind, kernel)
         for kind in ("row_wise", "table_wise", "column_wise")
-        for kernel in ("fused_uvm", "fused_uvm_caching")
-    }
-    assert kernels(hbm_cap=100 * size, compute_kernels=["fused", "fused_uvm"]) == {
-        (kind, "fused_uvm") for kind in ("row_wise", "table_wise", "column_wise")
+        for kernel in offered
     }
 
 
-@pytest.mark.parametrize(("num_large", "all_offered"), [(1, False), (2, True)])
-def test_small_tables_stay_on_the_devices(num_large: int, all_offered: bool) -> None:
-    size = 1000 * 64 * 4
-    sizes = [(36_000, 64)] * num_large + [(1000, 64)]
-    enumerator = NeuroShardEnumerator(gpus(4, hbm_cap=32 * size), 64, **analytic())
-    options = enumerator.enumerate(make_ebc(sizes), bag_sharders())
-    offered = {o.name for o in options if o.compute_kernel == "fused_uvm"}
-    small = {f"t{num_large}"} if all_offered else set()
-    assert offered == {f"t{i}" for i in range(num_large)} | small
-
-
+# One or two tables of which a device holds little more than one, and a small table.
 @pytest.mark.parametrize(
     ("placement", "offered"),
     [
         (PlacementConstraints(pin={"t0": [0, 1]}), False),
-        (PlacementConstraints(pin={"t0": [1]}), True),
         (PlacementConstraints(forbid_ranks=[0, 1, 2]), True),
         (PlacementConstraints(together=[["t0", "t1"]]), True),
     ],
@@ -180,12 +166,9 @@ def test_small_tables_stay_on_the_devices(num_large: int, all_offered: bool) -> 
 def test_host_memory_is_offered_where_tables_are_crowded(
     placement: PlacementConstraints, offered: bool
 ) -> None:
-    size = 1000 * 64 * 4
-    enumerator = NeuroShardEnumerator(
-        gpus(4, hbm_cap=3 * size), 64, placement=placement, **analytic()
-    )
-    options = enumerator.enumerate(make_ebc([(1000, 64)] * 2), bag_sharders())
-    assert any(o.compute_kernel == "fused_uvm" for o in options) == offered
+    topology = gpus(4, hbm_cap=3 * TABLE_BYTES)
+    kinds = kinds_of(topology, [(1000, 64)] * 2, placement=placement)
+    assert any(k == "fused_uvm" for own in kinds.values() for _, k in own) == offered
 
 
 # --- estimator ------------------------------------------------------------------
@@ -227,86 +210,45 @@ def test_estimates_are_those_of_single_shards() -> None:
     assert "table_column_wise" in kinds and checked > 12
 
 
-def test_other_options_keep_stock_costs_plus_a_launch() -> None:
-    topology = gpus()
-    ebc = make_ebc([(1000, 10)])  # no fused kernel takes ten columns
-    storage = EmbeddingStorageEstimator(topology)
-
-    def perfs(estimator: Any) -> dict[tuple[str, str], Any]:
-        enumerator = EmbeddingEnumerator(topology, 64, None, [estimator, storage])
-        return {
-            (o.sharding_type, o.compute_kernel): o.shards[0].perf
-            for o in enumerator.enumerate(ebc, bag_sharders())
-        }
-
-    ours = perfs(
-        NeuroShardEstimator(
-            topology,
-            cost_model=AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0),
-        )
-    )
-    stock = perfs(EmbeddingPerfEstimator(topology))
-    rows = ours[("row_wise", "fused")]
-    assert rows.fwd_compute == pytest.approx(
-        stock[("row_wise", "fused")].fwd_compute + 0.5
-    )
-    assert rows.bwd_compute == pytest.approx(
-        stock[("row_wise", "fused")].bwd_compute + 1.0
-    )
-    assert rows.fwd_comms == stock[("row_wise", "fused")].fwd_comms
-    dense = ("data_parallel", "dense")
-    assert ours[dense] == stock[dense]
-
-
 def test_launches_of_fused_stock_tables_count_once() -> None:
+    """Tables that no model prices cost what TorchRec says, and one launch."""
     constraints = {
-        f"t{i}": ParameterConstraints(sharding_types=["row_wise"]) for i in range(3)
+        f"t{i}": ParameterConstraints(
+            sharding_types=["row_wise"], compute_kernels=["fused"]
+        )
+        for i in range(3)
     }
-    model = AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0)
-    costs = PlanCosts(gpus(), constraints, cost_model=model)
-    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, costs=costs)
     tables = make_ebc(
         [(1000, 16)] * 3, data_types=dict.fromkeys(range(3), DataType.INT4)
     )
-    proposal = enumerator.enumerate(tables, bag_sharders())
-    proposal = [o for o in proposal if o.compute_kernel == "fused"]
-    plan = NeuroShardPartitioner(gpus(), constraints, costs=costs).partition(
-        proposal, gpus()
-    )
+    theirs = EmbeddingEnumerator(
+        gpus(), 64, constraints, [EmbeddingPerfEstimator(gpus(), constraints)]
+    ).enumerate(tables, bag_sharders())
+    model = AnalyticCostModel(launch_ms=0.5, lookup_ns=0, byte_ns=0)
+    costs = PlanCosts(gpus(), constraints, cost_model=model)
+    enumerator = NeuroShardEnumerator(gpus(), 64, constraints, costs=costs)
+    partitioner = NeuroShardPartitioner(gpus(), constraints, costs=costs)
+    plan = partitioner.partition(enumerator.enumerate(tables, bag_sharders()), gpus())
     ranks = costs.evaluate(costs.lower(plan)).ranks
-    stock = 3 * (proposal[0].shards[0].perf.fwd_compute - 0.5)
+    shards = [o.shards[0].perf for o in theirs]
+    stock = sum(perf.fwd_compute for perf in shards)
     assert ranks[0].fwd_compute == pytest.approx(0.5 + stock)
-    assert ranks[1].bwd_compute == pytest.approx(1.0 + 2 * stock)
+    stock = sum(perf.bwd_compute for perf in shards)
+    assert ranks[1].bwd_compute == pytest.approx(1.0 + stock)
+    stock = sum(perf.fwd_comms for perf in shards)
+    assert ranks[0].index_comms + ranks[0].fwd_comms == pytest.approx(stock)
 
 
 # --- proposer -------------------------------------------------------------------
 
 
-def proposals(
-    proposer: NeuroShardProposer, options: list[ShardingOption], fits: bool
-) -> list[dict[str, str]]:
-    proposer.load(options)
-    found = []
-    while (proposal := proposer.propose()) is not None:
-        found.append(
-            {o.name: f"{o.sharding_type} {o.compute_kernel}" for o in proposal}
-        )
-        proposer.feedback(partitionable=fits)
-        assert len(found) < 10
-    return found
-
-
-def test_one_proposal_where_every_table_may_be_split() -> None:
-    options = NeuroShardEnumerator(gpus(), 64, **analytic()).enumerate(
-        make_ebc(SIZES), bag_sharders()
-    )
-    proposer = NeuroShardProposer(gpus(), **analytic())
-    assert proposals(proposer, options, True) == [
-        {f"t{i}": "column_wise fused" for i in range(4)}
-    ]
-
-
-def test_least_memory_follows_when_the_fastest_does_not_fit() -> None:
+@pytest.mark.parametrize(
+    ("fits", "of_first"),
+    [(True, ["data_parallel"]), (False, ["data_parallel", "row_wise"])],
+)
+def test_least_memory_follows_when_the_fastest_does_not_fit(
+    fits: bool, of_first: list[str]
+) -> None:
     constraints = {
         "t0": ParameterConstraints(sharding_types=["row_wise", "data_parallel"])
     }
@@ -319,12 +261,13 @@ def test_least_memory_follows_when_the_fastest_does_not_fit() -> None:
                 shard.perf.fwd_compute = shard.perf.bwd_compute = 0.0
                 shard.perf.bwd_comms = 0.0
     proposer = NeuroShardProposer(gpus(), constraints, **analytic())
-    fitting = proposals(proposer, options, True)
-    assert [p["t0"] for p in fitting] == ["data_parallel dense"]
-    tight = proposals(proposer, options, False)
-    assert tight[0] == fitting[0]
-    assert tight[1]["t0"] == "row_wise fused" and len(tight) == 2
-    assert tight[0]["t1"] == "column_wise fused"
+    proposer.load(options)
+    found: list[dict[str, str]] = []
+    while (proposal := proposer.propose()) is not None and len(found) < 10:
+        found.append({o.name: o.sharding_type for o in proposal})
+        proposer.feedback(partitionable=fits)
+    assert [kinds["t0"] for kinds in found] == of_first
+    assert found[0]["t1"] == "column_wise"
 
 
 # --- partitioner ----------------------------------------------------------------
@@ -345,30 +288,6 @@ def test_partitioner_leaves_the_proposal_as_it_was() -> None:
     assert [o.name for o in plan] == ["t0", "t1", "t2"]
     assert all(s.rank is not None for o in plan for s in o.shards)
     assert not any(a is b for a, b in zip(proposal, plan, strict=True))
-
-
-def test_memory_of_splits_is_that_of_torchrec() -> None:
-    """On CPUs; of GPUs, see test_memory.py."""
-    rows, width = 100_000, 64
-    ebc = make_ebc([(rows, width)])
-    apply_optimizer_in_backward(RowWiseAdagrad, ebc.parameters(), {"lr": 0.1})
-    topology = Topology(world_size=2, compute_device="cpu")
-    enumerator = NeuroShardEnumerator(topology, 64, **analytic())
-    proposal = searchable(enumerator, ebc, "column_wise")
-    partitioner = NeuroShardPartitioner(
-        topology,
-        search=FixedSearcher([(0, 32, 0), (0, 32, 1)]),
-        enumerator=enumerator,
-        **analytic(),
-    )
-    (split,) = partitioner.partition(proposal, topology)
-    (again,) = searchable(enumerator, ebc, "column_wise")
-    again.shards = [Shard(size=s.size, offset=s.offset) for s in split.shards]
-    enumerator.populate_estimates([again])
-    # Row-wise Adagrad keeps a value per row and shard, TorchRec counts one per row.
-    missing = 4 * rows / 2
-    for ours, theirs in zip(split.shards, again.shards, strict=True):
-        assert ours.storage.ddr == pytest.approx(theirs.storage.ddr + missing, abs=4)
 
 
 def test_infeasible_proposals_are_partition_errors() -> None:
@@ -411,38 +330,13 @@ def test_rating_is_the_critical_path() -> None:
     topology = Topology(world_size=2, compute_device="cpu")
     enumerator = EmbeddingEnumerator(topology, 64)
     plan = searchable(enumerator, make_ebc([(100, 16)] * 3), "table_wise")
-    model = AnalyticCostModel(launch_ms=1.0, lookup_ns=0.0, byte_ns=1000.0)
     rating = NeuroShardPerfModel(
-        topology, cost_model=model, comms_model=AnalyticCommsModel(gb_per_s=0.001)
+        topology,
+        cost_model=AnalyticCostModel(launch_ms=1.0, lookup_ns=0.0, byte_ns=1000.0),
+        comms_model=AnalyticCommsModel(gb_per_s=1e9),
     )
-
-    def rate(*ranks: int) -> float:
+    # 128 samples read 64 bytes of a table each: 8.192 ms, and twice that backward.
+    for ranks, count in (((0, 0, 1), 2), ((0, 0, 0), 3)):
         for option, rank in zip(plan, ranks, strict=True):
             option.shards[0].rank = rank
-        return rating.rate(plan)
-
-    # 128 samples read 64 bytes of a table each: 8.192 ms, and twice that backward.
-    table, column = 128 * 64 * 1e-3, 128 * 4 / 2 / 1000
-    index = 128 * (8 + 8) / 2 / 1000  # ids and lengths, half of them remote
-    for count, rating_ms in ((2, rate(0, 0, 1)), (3, rate(0, 0, 0))):
-        compute, comms = 3 * (1 + count * table), 2 * 16 * count * column
-        assert rating_ms == pytest.approx(compute + comms + count * index)
-    assert rate(1, 0, 1) == rate(0, 1, 0)
-
-
-def test_rating_counts_stock_tables() -> None:
-    topology = gpus()
-    options = EmbeddingEnumerator(topology, 64).enumerate(
-        make_ebc([(100, 16), (100, 10)]), bag_sharders()
-    )
-    by_kind = {(o.name, o.sharding_type, o.compute_kernel): o for o in options}
-    whole = by_kind[("t0", "table_wise", "fused")]
-    rows = by_kind[("t1", "row_wise", "fused")]
-    whole.shards[0].rank = 1
-    for rank, shard in enumerate(rows.shards):
-        shard.rank = rank
-        shard.perf.fwd_compute = 10.0
-        shard.perf.fwd_comms = shard.perf.bwd_comms = shard.perf.bwd_compute = 0.0
-        shard.perf.prefetch_compute = 5.0
-    rating = NeuroShardPerfModel(topology, **analytic())
-    assert rating.rate([whole, rows]) == pytest.approx(rating.rate([whole]) + 15.0)
+        assert rating.rate(plan) == pytest.approx(3 * (1 + count * 8.192))

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
 from torch import nn
 from torchrec.distributed.planner import ParameterConstraints, Topology
-from torchrec.distributed.planner.perf_models import NoopPerfModel
-from torchrec.distributed.planner.proposers import GreedyProposer
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.modules.embedding_configs import DataType
 
@@ -33,10 +28,6 @@ from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.planner import PlacementConstraints
 from torchrec_neuroshard.profiles import uniform_profile
-from torchrec_neuroshard.search import (
-    Searcher,
-    SearchResult,
-)
 from torchrec_neuroshard.testing import AnalyticCostModel
 
 
@@ -55,54 +46,33 @@ def test_every_column_is_placed(compute_device: str) -> None:
     assert (repr(topology), repr(constraints)) == given
 
 
-def test_tables_beside_a_split_one_are_column_wise_and_other_modules_are_not() -> None:
+def test_tables_beside_a_split_one_are_column_wise_unless_told() -> None:
     model = nn.ModuleDict(
-        {name: make_ebc([(100, 16)] * 2, prefix=name) for name in ("a", "b")}
+        {name: make_ebc([(100, 16)] * 2, prefix=name) for name in "abc"}
     )
 
-    def split_one(task: ShardingTask) -> Triples:
-        split = [t.name for t in task.tables].index("a.at0")
-        whole = [(i, 16, 1) for i in range(4) if i != split]
-        return [(split, 4, 0), (split, 12, 1), *whole]
+    def split_two(task: ShardingTask) -> Triples:
+        shards = []
+        for i, (table, least) in enumerate(
+            zip(task.tables, task.min_widths, strict=True)
+        ):
+            is_split = table.name in ("a.at0", "b.bt0")
+            if is_split and least == 16:
+                raise InfeasibleError("this task keeps all tables whole")
+            shards += [(i, 4, 0), (i, 12, 1)] if is_split else [(i, 16, 1)]
+        return shards
 
-    planner = make_planner(search=FixedSearcher(split_one))
-    types = types_of(planner.plan(model, bag_sharders()))
-    assert types == {
-        **dict.fromkeys(("a.at0", "a.at1"), "column_wise"),
-        **dict.fromkeys(("b.bt0", "b.bt1"), "table_wise"),
+    limits = {"bt1": ParameterConstraints(sharding_types=["table_wise"])}
+    planner = make_planner(search=FixedSearcher(split_two), constraints=limits)
+    assert types_of(planner.plan(model, bag_sharders())) == {
+        "a.at0": "column_wise",
+        "a.at1": "column_wise",
+        "b.bt0": "column_wise",
+        "b.bt1": "table_wise",
+        "c.ct0": "table_wise",
+        "c.ct1": "table_wise",
     }
-    assert planner.last_task is not None and planner.last_task.num_groups == 2
-
-
-def test_stock_plan_is_taken_where_the_search_finds_none() -> None:
-    class Helpless(Searcher):
-        def search(self, task: Any, *models: Any) -> SearchResult:
-            raise InfeasibleError(f"no room for '{task.tables[0].name}'")
-
-    constraints = {"t0": ParameterConstraints(sharding_types=["table_wise"])}
-    planner = make_planner(2, constraints=constraints, search=Helpless())
-    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
-    check_result(planner)
-    result = planner.last_result
-    assert result is not None
-    assert result.fallback == "no room for 't0'"
-    assert any("TorchRec's own plan was taken" in w for w in result.warnings)
-    assert [s.width for s in result.placement.shards] == [64]
-    # Nothing was searched: how short a path could be is not known.
-    assert (result.lower_bound_ms, result.gap) == (0.0, math.inf)
-
-
-def test_what_fits_no_device_goes_to_the_host() -> None:
-    # 488 MiB for two ranks of 200.
-    planner = make_planner(2, "cuda", topology_arguments={"hbm_cap": 200 * 2**20})
-    plan = planner.plan(make_ebc([(2_000_000, 64), (1000, 16)]), bag_sharders())
-    kernels = {n: p.compute_kernel for n, p in plan.plan[""].items()}
-    assert kernels["t0"] in ("fused_uvm", "fused_uvm_caching")
-    assert kernels["t1"] == "fused"
-    result = planner.last_result
-    assert result is not None and result.fallback is None
-    assert any("'t0': in the host's memory" in w for w in result.warnings)
-    assert result.predicted.compute_source == "analytic; estimated for 1 of 2 tables"
+    assert planner.last_task is not None and planner.last_task.num_groups == 4
 
 
 def test_hosts_share_the_tables_in_their_memory() -> None:
@@ -137,6 +107,8 @@ def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
     assert kernels[2] in ("fused_uvm", "fused_uvm_caching")
     result = planner.last_result
     assert result is not None and result.fallback is None
+    assert any("'t2': in the host's memory" in w for w in result.warnings)
+    assert result.predicted.compute_source == "analytic; estimated for 1 of 3 tables"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -159,24 +131,6 @@ def test_memory_of_unpriced_tables_is_left_out_of_the_search(rank: int) -> None:
         n: r for n, [(*_, r)] in shards_of(planner.plan(ebc, bag_sharders())).items()
     }
     assert ranks == {"t0": rank, "t1": 1 - rank, "t2": 1 - rank}
-
-
-def test_table_wise_constraint_is_kept_in_a_split_module() -> None:
-    constraints = {
-        "t0": ParameterConstraints(sharding_types=["table_wise"]),
-        "t1": ParameterConstraints(sharding_types=["column_wise"]),
-    }
-    planner = make_planner(4, constraints=constraints)
-    plan = planner.plan(
-        make_ebc([(1000, 64), (1000, 64), (100_000, 128)]), bag_sharders()
-    )
-    check_result(planner)
-    types, shards = types_of(plan), shards_of(plan)
-    assert types == {"t0": "table_wise", "t1": "column_wise", "t2": "column_wise"}
-    assert len(shards["t0"]) == 1
-    assert planner.last_task is not None
-    groups = planner.last_task.groups
-    assert groups[1] == groups[2] != groups[0]
 
 
 def test_unsplit_tables_fuse_with_those_that_must_stay_whole() -> None:
@@ -233,29 +187,6 @@ def test_result_describes_the_plan_after_callbacks() -> None:
     assert result.gap == pytest.approx(1.0)
     assert (result.search_seconds, result.num_evaluated) == (0.25, 7)
     assert result.warnings == ("from the search",)
-
-
-def test_defaults_are_filled_around_the_callers_parts() -> None:
-    calls = []
-
-    class OwnProposer(GreedyProposer):
-        def propose(self) -> Any:
-            calls.append("propose")
-            return super().propose()
-
-    class OwnModel(NoopPerfModel):
-        def rate(self, plan: list[ShardingOption]) -> float:
-            calls.append("rate")
-            return float(super().rate(plan))
-
-    topology = Topology(world_size=2, compute_device="cpu")
-    planner = make_planner(
-        topology=topology, proposer=OwnProposer(), performance_model=OwnModel(topology)
-    )
-    planner.plan(make_ebc(CPU_SIZES), bag_sharders())
-    check_result(planner)
-    assert {"propose", "rate"} == set(calls)
-    assert planner.last_seconds["search"] > 0
 
 
 @pytest.mark.one_release
