@@ -125,8 +125,12 @@ def test_ids_are_sorted_by_eight_bits_at_a_time(rows: int, digits: int) -> None:
     assert named(table_features([table], 8)[0])["sorted_digits"] == 16 * digits
 
 
-def test_totals_in_bytes_are_conserved_by_a_split() -> None:
+def test_shard_is_the_narrower_table_and_bytes_are_conserved() -> None:
     featurizer = ShardFeaturizer(TABLES, 64)
+    narrow = dataclasses.replace(TABLES[1], embedding_dim=8)
+    np.testing.assert_array_equal(
+        featurizer.features([1], [8]), table_features([narrow], 64)
+    )
     whole = featurizer.features([0], [32])[0]
     split = featurizer.features([0, 0, 0], [4, 12, 16])
     for name in ("lookup_bytes", "distinct_bytes", "output_bytes", "weight_bytes"):
@@ -134,17 +138,8 @@ def test_totals_in_bytes_are_conserved_by_a_split() -> None:
         assert split[:, column].sum() == pytest.approx(whole[column])
 
 
-def test_shard_is_the_narrower_table() -> None:
-    featurizer = ShardFeaturizer(TABLES, 64)
-    narrow = dataclasses.replace(TABLES[1], embedding_dim=8)
-    np.testing.assert_array_equal(
-        featurizer.features([1], [8]), table_features([narrow], 64)
-    )
-
-
 def test_schema() -> None:
     check_schema(FEATURE_NAMES, FEATURE_VERSION)
-    assert len(set(FEATURE_NAMES)) == len(FEATURE_NAMES)
     assert FEATURE_NAMES[NUM_TOTALS - 1] == "weight_bytes"
     with pytest.raises(FeatureSchemaError, match=r"differing: \['hue'\]"):
         check_schema((*FEATURE_NAMES, "hue"), FEATURE_VERSION)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import math
 from typing import Any
@@ -47,63 +46,34 @@ def profiles(draw: st.DrawFn) -> FeatureProfile:
 
 
 @settings(deadline=None, max_examples=60)
-@given(profiles())
-def test_bin_means_lie_in_their_bins_and_add_up(profile: FeatureProfile) -> None:
+@given(
+    profiles(),
+    st.lists(st.floats(0.001, 4), min_size=2, max_size=3),
+    st.integers(1, 5_000_000),
+)
+def test_other_batches_keep_their_bounds(
+    profile: FeatureProfile, factors: list[float], rows: int
+) -> None:
     mean = profile.bin_mean_counts()
     assert (mean >= COUNT_BIN_LOW * (1 - 1e-12)).all()
     assert (mean <= COUNT_BIN_HIGH * (1 + 1e-12)).all()
     total = float(np.array(profile.access_histogram) @ mean)
     assert total == pytest.approx(profile.num_lookups, rel=1e-9, abs=1e-6)
+    own = profile.at_batch_size(profile.batch_size)
+    assert own.access_histogram == pytest.approx(profile.access_histogram)
+    fewer = 0.0
+    for size in sorted({max(1, int(f * profile.batch_size)) for f in factors}):
+        lookups = profile.num_lookups * size / profile.batch_size
+        other = profile.at_batch_size(size, rows)
+        assert other.batch_size == size
+        assert other.num_lookups == pytest.approx(lookups, rel=1e-12)
+        assert other.num_distinct <= min(lookups, rows) * (1 + 1e-9)
+        distinct = profile.at_batch_size(size).num_distinct
+        assert fewer <= distinct * (1 + 1e-9) + 1e-9
+        fewer = distinct
 
 
-@settings(deadline=None, max_examples=60)
-@given(profiles(), st.integers(1, 400_000), st.integers(1, 5_000_000))
-def test_other_batches_keep_their_bounds(
-    profile: FeatureProfile, batch_size: int, rows: int
-) -> None:
-    other = profile.at_batch_size(batch_size, rows)
-    assert other.batch_size == batch_size
-    assert other.num_lookups == pytest.approx(
-        profile.num_lookups * batch_size / profile.batch_size, rel=1e-12
-    )
-    assert other.num_distinct <= min(other.num_lookups, rows) * (1 + 1e-9)
-
-
-@settings(deadline=None, max_examples=60)
-@given(profiles(), st.lists(st.floats(0.001, 4), min_size=3, max_size=3))
-def test_distinct_ids_grow_with_the_batch(
-    profile: FeatureProfile, factors: list[float]
-) -> None:
-    sizes = sorted({max(1, int(f * profile.batch_size)) for f in factors})
-    distinct = [profile.at_batch_size(size).num_distinct for size in sizes]
-    for smaller, larger in itertools.pairwise(distinct):
-        assert smaller <= larger * (1 + 1e-9) + 1e-9
-
-
-@settings(deadline=None, max_examples=60)
-@given(profiles())
-def test_own_batch_changes_nothing(profile: FeatureProfile) -> None:
-    assert profile.at_batch_size(profile.batch_size).access_histogram == pytest.approx(
-        profile.access_histogram
-    )
-
-
-ZIPF = [(0.0, 20_000), (0.8, 300_000), (1.05, 5_000_000), (1.3, 300)]
-
-
-@pytest.mark.parametrize(("exponent", "rows"), ZIPF)
-def test_thinning_twice_is_thinning_once(exponent: float, rows: int) -> None:
-    profile = zipf_profile(
-        batch_size=65_536, pooling_factor=5, num_embeddings=rows, exponent=exponent
-    )
-    once, twice = profile.at_batch_size(512), profile.at_batch_size(8_192)
-    twice = twice.at_batch_size(512)
-    assert twice.num_distinct == pytest.approx(once.num_distinct, rel=0.01)
-    np.testing.assert_allclose(
-        twice.access_histogram,
-        once.access_histogram,
-        atol=0.02 * once.num_distinct,
-    )
+ZIPF = [(0.0, 20_000), (1.05, 5_000_000), (1.3, 300)]
 
 
 @pytest.mark.parametrize(("exponent", "rows"), ZIPF)
@@ -138,9 +108,10 @@ def test_growth_is_what_twice_the_draws_show(exponent: float, rows: int) -> None
     assert difference.max() <= 0.1 * whole.num_distinct
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.4])
-@pytest.mark.parametrize("rows", [1_000, 5_000_000])
-@pytest.mark.parametrize("pooling_factor", [0.03, 30.0])
+@pytest.mark.parametrize(
+    ("exponent", "rows", "pooling_factor"),
+    [(0.0, 1_000, 0.03), (0.8, 5_000_000, 30.0), (1.4, 5_000_000, 0.03)],
+)
 def test_growth_stays_within_the_stated_error(
     exponent: float, rows: int, pooling_factor: float
 ) -> None:
@@ -197,8 +168,9 @@ def test_histogram_bins_are_half_open_powers_of_two() -> None:
     assert count_histogram(np.array([], dtype=np.int64)) == (0.0,) * 17
 
 
-@pytest.mark.parametrize("rows", [1, 17, 1_000, 12_345_678])
-@pytest.mark.parametrize("exponent", [0.0, 1.3])
+@pytest.mark.parametrize(
+    ("rows", "exponent"), [(1, 1.3), (1_000, 0.0), (1_000, 1.3), (12_345_678, 1.3)]
+)
 def test_power_law_groups_cover_all_rows(rows: int, exponent: float) -> None:
     num_ids, share = zipf_groups(rows, exponent)
     assert num_ids.sum() == rows
@@ -293,7 +265,6 @@ def test_inputs_match_a_count_by_hand() -> None:
         ([], "no batches"),
         ([jagged({"a": [[1]]}), jagged({"b": [[1]]})], r"\['a', 'b'\]"),
         ([jagged({"a": []})], "feature 'a' has no samples"),
-        ([jagged({"a": [[1]]}), {"a": [[1]]}], "batch 1 is a dict"),
         (jagged({"a": [[1]]}), r"Pass \[batch\]"),
         (3, "several batches"),
     ],

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
 import pytest
 
-from tests.builders import make_fingerprint, make_header, make_record
-from torchrec_neuroshard.errors import RecordError, RecordMismatchError
+from tests.builders import make_header, make_record
+from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.records import (
     CostRecord,
@@ -17,13 +16,7 @@ from torchrec_neuroshard.records import (
 )
 from torchrec_neuroshard.tables import TableConfig
 
-FINGERPRINT = make_fingerprint("cpu x", torch="2.13.0", fbgemm="1.8.0")
-HEADER = make_header(
-    fingerprint=FINGERPRINT,
-    reference_ms=2.5,
-    seed=3,
-    sampling={"max_shards": 4, "widths": [4, 64]},
-)
+HEADER = make_header(seed=3, sampling={"max_shards": 4, "widths": [4, 64]})
 TABLE = TableConfig(
     name="t",
     num_embeddings=100,
@@ -60,11 +53,9 @@ def test_what_is_written_is_read_back() -> None:
     ("changes", "value"),
     [
         ({"fwd_ms": -1.0}, "record 7 .*fwd_ms -1"),
-        ({"spread": -0.5}, "spread -0.5"),
         ({"num_passes": 0}, "num_passes 0"),
         ({"tables": []}, "record 7 has no tables"),
         ({"mood": 1}, "mood"),
-        ({"tables": [1]}, "not a cost record"),
     ],
 )
 def test_bad_records_are_refused(changes: dict[str, Any], value: str) -> None:
@@ -83,25 +74,6 @@ def test_bad_records_are_refused(changes: dict[str, Any], value: str) -> None:
 def test_bad_headers_are_refused(change: dict[str, Any], value: str) -> None:
     with pytest.raises(RecordError, match=value):
         RunHeader.from_json({**HEADER.to_json(), **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 4}, "seed: 3 against 4"),
-        ({"bounds_check": "warning"}, "bounds_check: 'none'"),
-        ({"sampling": {"max_shards": 5}}, "sampling: "),
-        (
-            {"fingerprint": dataclasses.replace(FINGERPRINT, device="gpu")},
-            "device: 'cpu x' against 'gpu'",
-        ),
-    ],
-)
-def test_another_run_is_refused(change: dict[str, Any], message: str) -> None:
-    HEADER.check_same_run(dataclasses.replace(HEADER, command="x", created="y"), "f")
-    with pytest.raises(RecordMismatchError, match=message) as caught:
-        HEADER.check_same_run(dataclasses.replace(HEADER, **change), "file.parquet")
-    assert "file.parquet" in str(caught.value)
 
 
 def passes(
@@ -123,22 +95,15 @@ def test_disturbed_records_are_left_out() -> None:
     slower = passes(7, 2.0, 2.0, 2.9)
     assert steady_records([*usual, jumping, shared, slower]) == [*usual, slower]
     assert steady_records([]) == []
+    # Without a reference the passes speak.
+    bare, jumping, slower = passes(0, 1.0, 1.2), passes(5, 1.0, 3.0), passes(6, 2, 2)
+    assert steady_records([bare, jumping, slower]) == [bare, slower]
 
 
-def test_without_a_reference_the_passes_speak() -> None:
-    usual, jumping, slower = passes(0, 1.0, 1.2), passes(5, 1.0, 3.0), passes(6, 2, 2)
-    assert steady_records([usual, jumping, slower]) == [usual, slower]
-
-
-def test_throttled_records_are_left_out_unless_most_are() -> None:
+def test_most_records_stay_where_most_are_throttled_or_disturbed() -> None:
     cool = [passes(i, 1.0, 1.0) for i in range(4)]
     hot = [passes(4 + i, 1.0, 1.0, throttled="power brake") for i in range(5)]
     assert steady_records([*cool, *hot[:4]]) == cool
     assert steady_records([*cool, *hot]) == [*cool, *hot]
-
-
-def test_on_a_machine_that_is_never_quiet_most_records_stay() -> None:
     restless = [passes(i, 1.0, 1.0 + 0.1 * i, 2.0 + 0.3 * i) for i in range(20)]
-    kept = steady_records(restless)
-    assert kept == restless[: len(kept)]  # the worst of them go
-    assert len(kept) == 16
+    assert steady_records(restless) == restless[:16]  # the worst of them go
