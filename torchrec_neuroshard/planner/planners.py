@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import logging
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +98,6 @@ from torchrec_neuroshard.report import PlanComparison, PlanReport, explain
 from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
-from torchrec_neuroshard.search.progress import ProgressLine
 from torchrec_neuroshard.simulator import PHASES
 
 __all__ = ["NeuroShardPlanner"]
@@ -1017,12 +1015,7 @@ class _StatsOfPlans(Stats):
 def _searcher(
     search: str | SearchConfig | Searcher, timeout_seconds: int | None
 ) -> Searcher:
-    """Keep a search to the planner's timeout; show the default one on a terminal."""
-    if search == "default" or isinstance(search, SearchConfig):
-        config = search if isinstance(search, SearchConfig) else SearchConfig()
-        if config.progress is None and sys.stderr.isatty():
-            config = dataclasses.replace(config, progress=ProgressLine())
-        search = config
+    """Keep a search to the planner's timeout."""
     searcher = make_searcher(search)
     if timeout_seconds is None:
         return searcher

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import Placement, ShardingTask
-from torchrec_neuroshard.search.progress import SearchProgress
 from torchrec_neuroshard.simulator import PredictedCosts
 
 __all__ = [
@@ -54,8 +53,9 @@ class SearchConfig:
     time_budget_seconds: float = 20.0
     """The best plan so far is returned after this."""
     seed: int = 0
-    progress: Callable[[SearchProgress], None] | None = None
-    """Is told how the search goes, a few times a second; `ProgressLine` shows it."""
+    progress: Callable[[float], None] | None = None
+    """Is told the critical path of the best plan so far [ms] whenever it gets shorter.
+    None: a terminal shows it."""
 
     def __post_init__(self) -> None:
         if self.beam_width < 1 or self.num_candidates < 1 or not self.caps:

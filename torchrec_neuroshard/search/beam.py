@@ -10,7 +10,6 @@ import numpy as np
 
 from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.greedy_grid import ORDERS, LanePlans, plan_states
-from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -187,10 +186,7 @@ class _Beam:
 
 
 def beam_search(
-    bank: ShardBank,
-    config: SearchConfig,
-    deadline: float,
-    reporter: ProgressReporter = NO_REPORTS,
+    bank: ShardBank, config: SearchConfig, deadline: float
 ) -> list[BeamPlan]:
     """Search column splits, greedily placed.
 
@@ -198,13 +194,11 @@ def beam_search(
         bank: The task's shards.
         config: Beam width, candidates, rounds and caps.
         deadline: `time.monotonic()` after which no new round starts.
-        reporter: Told of the best plan each round.
 
     Returns:
         The best placements, best first; empty where greedy placing found no room.
     """
     beam = _Beam(bank, config)
-    reporter.report("splits")
     starts = beam.start_states()
     starts = starts[: 1 + beam.most_lanes // NUM_CAPS]
     beam.evaluate(starts[:1], ORDERS)
@@ -214,7 +208,6 @@ def beam_search(
         if time.monotonic() > deadline or not beam.kept:
             break
         best = beam.kept[0][0]
-        reporter.report("splits", best_ms=best)
         states: list[State] = []
         for _, state, widths_TW, phases_WP in beam.kept:
             if state not in expanded:

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -15,13 +16,14 @@ import numpy as np
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import Placement, ShardingTask
+from torchrec_neuroshard.progress import phase, shown
 from torchrec_neuroshard.search.base import (
     BudgetedSearcher,
     SearchConfig,
     SearchResult,
 )
 from torchrec_neuroshard.search.beam import beam_search
-from torchrec_neuroshard.search.bounds import NUM_ROUNDS, Bound, lower_bound
+from torchrec_neuroshard.search.bounds import Bound, lower_bound
 from torchrec_neuroshard.search.choices import (
     MIN_GAIN,
     Choices,
@@ -37,13 +39,12 @@ from torchrec_neuroshard.search.feasibility import (
     pack,
     pack_exactly,
 )
-from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.refine import Plan, refine
 from torchrec_neuroshard.search.rules import check_constraints, follow, merged
 from torchrec_neuroshard.search.shards import Ints, ShardBank, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator, placed_arrays
 
-__all__ = ["NeuroShardSearcher", "finish_result", "range_messages"]
+__all__ = ["NeuroShardSearcher", "finish_result", "range_messages", "telling"]
 
 BOUND_SHARE = 0.2
 """Share of the time budget that is left for the bound, beside what is not needed."""
@@ -74,6 +75,29 @@ MAX_CELLS = 2**28
 """Ways times ranks of all plans that are kept while choices are tried."""
 MAX_WARNINGS = 20
 """Range warnings told one by one; the rest are counted."""
+
+
+@contextlib.contextmanager
+def telling(
+    observer: Callable[[float], None] | None,
+) -> Iterator[Callable[[float], None]]:
+    """Pass shorter critical paths [ms] on to an observer, or to a terminal's line."""
+    best_ms = math.inf
+    with contextlib.ExitStack() as stack:
+        if observer is None and sys.stderr.isatty():
+            stack.enter_context(shown())
+            line = stack.enter_context(phase("planning"))
+
+            def observer(ms: float) -> None:
+                line.text = f"planning, best {ms:.3f} ms"
+
+        def tell(ms: float) -> None:
+            nonlocal best_ms
+            if ms < best_ms and observer is not None:
+                best_ms = ms
+                observer(ms)
+
+        yield tell
 
 
 def _other(simulator: Simulator, task: ShardingTask) -> Simulator:
@@ -119,16 +143,13 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         """
         simulator, start = Simulator(task, cost_model, comms_model), time.monotonic()
         deadline = start + self.config.time_budget_seconds
-        reporter = ProgressReporter(self.config.progress, start, deadline)
-        try:
-            result = self._search(simulator, deadline, reporter)
-        finally:
-            reporter.report("done")
+        with telling(self.config.progress) as tell:
+            result = self._search(simulator, deadline, tell)
         seconds = time.monotonic() - start
         return dataclasses.replace(result, search_seconds=seconds)
 
     def _search(
-        self, simulator: Simulator, deadline: float, reporter: ProgressReporter
+        self, simulator: Simulator, deadline: float, tell: Callable[[float], None]
     ) -> SearchResult:
         task, start = simulator.task, time.monotonic()
         check_constraints(task)
@@ -145,11 +166,11 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             warnings = range_messages(simulator, result.placement)
             return dataclasses.replace(result, warnings=warnings)
         bank = ShardBank(simulator, merge=True)
-        best, bound = self._plan(bank, deadline, reporter)
+        best, bound = self._plan(bank, deadline, tell)
         return finish_result(bank, best, bound, start)
 
     def _plan(
-        self, bank: ShardBank, deadline: float, reporter: ProgressReporter
+        self, bank: ShardBank, deadline: float, tell: Callable[[float], None]
     ) -> tuple[Ints, Bound]:
         """Find the widths of a placement and a lower bound."""
         config = self.config
@@ -157,36 +178,26 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         refining = deadline - BOUND_SHARE * config.time_budget_seconds
         choices = Choices(bank) if bank.task.has_choices else None
         if choices is not None:
-            plans = self._choose(bank, choices, refining, reporter)
+            plans = self._choose(bank, choices, refining)
         else:
-            plans = self._split(bank, config, refining, reporter)
+            plans = self._split(bank, config, refining)
             if bank.has_order:
-                plans += self._whole(bank, refining, reporter)
-        if reporter.observer is not None:
-            first_ms = Plan(bank, plans[0]).critical_ms
-            reporter.bound(self._bound(bank, plans, first_ms, deadline, rounds=0).ms)
+                plans += self._whole(bank, refining)
         best = plans[0]
         if config.refine:
-            best, _ = refine(bank, plans, config, refining, reporter, choices)
+            best, _ = refine(bank, plans, config, refining, tell, choices)
         best_ms = Plan(bank, best).critical_ms
-        reporter.report("bounding", best_ms=best_ms)
-        return best, self._bound(bank, [best, *plans], best_ms, deadline, NUM_ROUNDS)
+        tell(best_ms)
+        return best, self._bound(bank, [best, *plans], best_ms, deadline)
 
     @staticmethod
-    def _split(
-        bank: ShardBank,
-        config: SearchConfig,
-        deadline: float,
-        reporter: ProgressReporter,
-    ) -> list[Ints]:
+    def _split(bank: ShardBank, config: SearchConfig, deadline: float) -> list[Ints]:
         """Place tables that all lie in column shards: widths, the best first."""
-        plans = [p.widths for p in beam_search(bank, config, deadline, reporter)]
+        plans = [p.widths for p in beam_search(bank, config, deadline)]
         left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
         return plans or [pack(bank.task, min(left, PACK_SECONDS))]
 
-    def _whole(
-        self, bank: ShardBank, deadline: float, reporter: ProgressReporter
-    ) -> list[Ints]:
+    def _whole(self, bank: ShardBank, deadline: float) -> list[Ints]:
         """The same without splits, after which no outputs need be put in order.
 
         Empty where the tables fit no rank whole.
@@ -197,17 +208,11 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         config = dataclasses.replace(self.config, max_rounds=0)
         try:
             check_memory(whole.task)
-            return self._split(whole, config, deadline, reporter)[:1]
+            return self._split(whole, config, deadline)[:1]
         except InfeasibleError:
             return []
 
-    def _choose(
-        self,
-        bank: ShardBank,
-        choices: Choices,
-        deadline: float,
-        reporter: ProgressReporter,
-    ) -> list[Ints]:
+    def _choose(self, bank: ShardBank, choices: Choices, deadline: float) -> list[Ints]:
         """Place tables that may be sharded in several ways: widths, the best first.
 
         Raises:
@@ -244,7 +249,6 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
                     cost_ms = Plan(bank, width_TW).critical_ms
                     found.append((cost_ms, next(numbers), width_TW))
                 found = sorted(found)[: max(1, MAX_CELLS // found[0][2].size)]
-                reporter.report("splits", best_ms=found[0][0])
                 break
         if not found:
             assert problem is not None, "some choice was tried"
@@ -332,9 +336,9 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         task = column_task(bank.simulator.task, tables, free_MW, width_TW)
         part = ShardBank(_other(bank.simulator, task), merge=True)
         check_memory(part.task)
-        plans = self._split(part, config, deadline, NO_REPORTS)
+        plans = self._split(part, config, deadline)
         if part.has_order and config.max_rounds:
-            plans += self._whole(part, deadline, NO_REPORTS)
+            plans += self._whole(part, deadline)
         if config.refine and config.max_rounds and not width_TW.any():
             # No worse than if column shards alone were allowed.
             if len(tables) <= MAX_REFINED_TABLES:
@@ -351,7 +355,6 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         plans: Sequence[Ints],
         best_ms: float,
         deadline: float,
-        rounds: int = NUM_ROUNDS,
     ) -> Bound:
         """Bound the task with each table for itself."""
         task, each = bank.simulator.task, bank
@@ -359,12 +362,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
             each = ShardBank(bank.simulator)
             plans = [follow(task, p.copy()) for p in plans]
         bound = lower_bound(
-            each,
-            plans,
-            best_ms,
-            seed=self.config.seed,
-            deadline=deadline,
-            rounds=rounds,
+            each, plans, best_ms, seed=self.config.seed, deadline=deadline
         )
         if each is not bank:
             bank.num_evaluated += each.num_evaluated

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,6 @@ from torchrec_neuroshard.search.base import SearchConfig
 from torchrec_neuroshard.search.budget import MoveBudget
 from torchrec_neuroshard.search.choices import Choices, block_widths, take_room
 from torchrec_neuroshard.search.feasibility import spread_columns
-from torchrec_neuroshard.search.progress import NO_REPORTS, ProgressReporter
 from torchrec_neuroshard.search.shards import (
     Floats,
     Ints,
@@ -1116,11 +1115,11 @@ class _Effort:
         self,
         num_steps: int,
         deadline: float,
-        reporter: ProgressReporter = NO_REPORTS,
+        tell: Callable[[float], None] | None = None,
     ) -> None:
         self.num_steps = num_steps
         self.deadline = deadline
-        self.reporter = reporter
+        self.tell = tell
 
     def spend(self) -> bool:
         """Take one step off; False where none, or no time, is left."""
@@ -1133,7 +1132,8 @@ def _descend(plan: Plan, effort: _Effort) -> None:
     while effort.spend():
         if not (_step(plan) or _lay_out(plan, _splits_anew(plan)) or _retype(plan)):
             break
-        effort.reporter.report("refining", best_ms=plan.critical_ms)
+        if effort.tell is not None:
+            effort.tell(plan.critical_ms)
 
 
 def _step(plan: Plan) -> bool:
@@ -1362,7 +1362,7 @@ def refine(
     starts: Sequence[Ints],
     config: SearchConfig,
     deadline: float,
-    reporter: ProgressReporter = NO_REPORTS,
+    tell: Callable[[float], None] | None = None,
     choices: Choices | None = None,
 ) -> tuple[Ints, float]:
     """Improve placements by steepest descent, restarted from disturbed optima.
@@ -1372,7 +1372,7 @@ def refine(
         starts: Placements, best first: columns of each table on each rank.
         config: Restarts and seed.
         deadline: `time.monotonic()` after which the best so far is returned.
-        reporter: Told of the best plan as the descents go.
+        tell: Told the critical path [ms] after every step.
         choices: Where tables may be sharded in several ways.
 
     Returns:
@@ -1385,7 +1385,7 @@ def refine(
     num_tables = len(bank.task.ways)
     starts = starts[: max(1, MAX_START_TABLES // num_tables)]
     steps = _num_steps(num_tables, config, choices is not None)
-    effort = _Effort(steps, deadline, reporter)
+    effort = _Effort(steps, deadline, tell)
     pool = {_ways(base): base}
     for width_TW in starts:
         trial = Plan(bank, width_TW)
@@ -1438,7 +1438,7 @@ def refine(
             bases[place] = perturbed
     # What is left to gain on the critical path alone.
     last = Plan(bank, best, spread=0.0)
-    final = _Effort(NUM_LAST_STEPS, deadline, reporter)
+    final = _Effort(NUM_LAST_STEPS, deadline, tell)
     _descend(last, final)
     while choices is not None and final.spend() and _retype(last, MAX_RETYPED):
         _descend(last, final)

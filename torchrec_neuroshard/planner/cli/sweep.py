@@ -157,7 +157,7 @@ def _plan(
             topology=_devices(cell, args),
             batch_size=cell.batch_size,
             search=SearchConfig(
-                time_budget_seconds=args.seconds, progress=lambda search: None
+                time_budget_seconds=args.seconds, progress=lambda best_ms: None
             ),
             consider_stock=False,
             strict_memory=True,
