@@ -32,7 +32,7 @@ from torchrec_neuroshard.placement import (
     ShardingTask,
     format_bytes,
 )
-from torchrec_neuroshard.search.feasibility import check_memory, describe, ways_out
+from torchrec_neuroshard.search.feasibility import check_memory, describe, way_out
 from torchrec_neuroshard.search.rules import merged
 from torchrec_neuroshard.search.shards import (
     Floats,
@@ -624,21 +624,13 @@ def _no_room(bank: ShardBank, table: int, free_MW: Floats) -> str:
     # Of each block its fullest rank tells, of all blocks the last one that is needed.
     room_MB = free_MW.reshape(len(free_MW), -1, size).min(axis=2)
     has_M = np.sort(room_MB, axis=1)[:, max(0, room_MB.shape[1] - count)]
-    full = np.flatnonzero(needs_M > has_M).tolist()
-    ways = next(ways for ways in task.ways if table in ways)
-    where = f"on each of {count * size} ranks ({task.sharding_types[table]})"
-    lacks = {p: f"other tables leave {format_bytes(max(0.0, has_M[p]))}" for p in full}
-    if not full:
-        enough = (room_MB >= needs_M[:, None]).all(axis=0).sum() >= count
-        lacks[0] = "rules on ranks leave it too few"
-        if not enough:
-            lacks[0] = "too few have room both on the device and in the host's memory"
-    facts = [
-        f"{HOST * place}{describe(task, table) if place == min(lacks) else 'it'} needs "
-        f"{format_bytes(needs_M[place])} {where}; {lack}"
-        for place, lack in lacks.items()
-    ]
-    return f"{'; '.join(facts)}. {ways_out(task, ways, task)}"
+    place = int((needs_M - has_M).argmax())
+    rules = " and the rules on ranks" if bank.rules else ""
+    return (
+        f"{HOST * place}{describe(task, table)} needs {format_bytes(needs_M[place])} "
+        f"on each of {count * size} ranks ({task.sharding_types[table]}); other "
+        f"tables{rules} leave {format_bytes(max(0.0, has_M[place]))}. {way_out(task)}"
+    )
 
 
 def columns_of(bank: ShardBank, chosen_N: Ints) -> list[int]:
@@ -778,5 +770,5 @@ def column_task(
         stage_names=tuple(task.stage_names[s] for s in stages),
         alternatives=(),
     )
-    check_memory(merged(part), task)
+    check_memory(merged(part), is_part=True)
     return part

@@ -335,7 +335,6 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
         free_MW = memory_left(bank, width_TW)
         task = column_task(bank.simulator.task, tables, free_MW, width_TW)
         part = ShardBank(_other(bank.simulator, task), merge=True)
-        check_memory(part.task)
         plans = self._split(part, config, deadline)
         if part.has_order and config.max_rounds:
             plans += self._whole(part, deadline)

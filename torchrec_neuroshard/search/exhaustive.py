@@ -15,18 +15,9 @@ import numpy.typing as npt
 
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import (
-    HOST,
-    ShardingTask,
-    capitalised,
-    format_bytes,
-)
+from torchrec_neuroshard.placement import ShardingTask, format_bytes
 from torchrec_neuroshard.search.base import Searcher, SearchResult
-from torchrec_neuroshard.search.feasibility import (
-    describe,
-    enough_ranks,
-    lacking_memories,
-)
+from torchrec_neuroshard.search.feasibility import describe, way_out
 from torchrec_neuroshard.search.rules import Rules, check_constraints
 from torchrec_neuroshard.search.shards import (
     Floats,
@@ -283,27 +274,22 @@ def _breaks_rules(
 
 
 def _nothing_fits(task: ShardingTask) -> str:
-    """Say that no placement fits, and how many ranks would do where that is known."""
-    lacking = lacking_memories(task)
-    memories = [task.memories[place] for place in lacking]
+    """Say that no placement fits."""
     sizes = [
         min(
-            sum(m.shard_bytes(w, task.tables[w].embedding_dim) for m in memories)
+            sum(m.shard_bytes(w, task.tables[w].embedding_dim) for m in task.memories)
             for w in ways
         )
         for ways in task.ways
     ]
     largest = task.ways[int(np.argmax(sizes))][0]
-    has = [max(m.memory_bytes) for m in memories if m.memory_bytes]
+    has = [max(m.memory_bytes) for m in task.memories if m.memory_bytes]
     rules = " and to the rules on them" if Rules(task) else ""
-    count = 0 if task.has_choices else enough_ranks(task)
-    more = f"raise world_size ({task.world_size}){f' to {count}' if count else ''}"
     return (
-        f"{HOST * (lacking == [1])}none of the task's placements keeps to the ranks' "
-        f"memory{rules}: the largest table is {describe(task, largest)}, the freest "
-        "rank has "
+        "none of the task's placements keeps to the ranks' memory"
+        f"{rules}: the largest table is {describe(task, largest)}, the freest rank has "
         f"{' and, in its host, '.join(map(format_bytes, has)) or 'no limit'}. "
-        f"{capitalised(more)} or take ranks with more memory"
+        f"{way_out(task)}"
     )
 
 

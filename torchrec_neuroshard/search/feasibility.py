@@ -5,10 +5,9 @@ Shapes: `T` tables, `W` ranks, `M` memories.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,26 +16,18 @@ import numpy.typing as npt
 from scipy import optimize, sparse
 
 from torchrec_neuroshard.errors import InfeasibleError
-from torchrec_neuroshard.placement import (
-    HOST,
-    ShardingTask,
-    capitalised,
-    format_bytes,
-)
+from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
 from torchrec_neuroshard.search.rules import Rules
 from torchrec_neuroshard.search.shards import Floats, Ints, legal_splits, split_widths
-from torchrec_neuroshard.sharding_types import COLUMN_WISE, SHARDING_TYPES
 from torchrec_neuroshard.tables import COLUMN_MULTIPLE
 
 __all__ = [
     "check_memory",
     "describe",
-    "enough_ranks",
-    "lacking_memories",
     "pack",
     "pack_exactly",
     "spread_columns",
-    "ways_out",
+    "way_out",
 ]
 
 
@@ -55,12 +46,20 @@ def describe(task: ShardingTask, table: int) -> str:
     )
 
 
-def check_memory(task: ShardingTask, whole: ShardingTask | None = None) -> None:
+def way_out(task: ShardingTask) -> str:
+    """Say what makes tables fit that need too much memory."""
+    return (
+        f"Raise world_size ({task.world_size}) or the ranks' memory, use a smaller "
+        "data_type, or allow more sharding types, kernels, shards or ranks."
+    )
+
+
+def check_memory(task: ShardingTask, *, is_part: bool = False) -> None:
     """Raise where a table or the total cannot fit, whatever the placement.
 
     Args:
         task: The task.
-        whole: The task that it is a part of, the rest of which is placed. None: itself.
+        is_part: Whether the rest of a larger task is placed already.
 
     Raises:
         InfeasibleError: Proven; names the table or the total and what would help.
@@ -68,7 +67,7 @@ def check_memory(task: ShardingTask, whole: ShardingTask | None = None) -> None:
     memories, num_ranks = task.memories, task.world_size
     if not any(memory.memory_bytes for memory in memories):
         return
-    left = " left beside other tables" if whole else ""
+    left = " left beside other tables" if is_part else ""
     freest_M = _freest(memories, range(num_ranks))
     # Of tables that are spread over ranks, and of those that each rank has a copy of:
     # what they need of each memory, and of both.
@@ -76,9 +75,9 @@ def check_memory(task: ShardingTask, whole: ShardingTask | None = None) -> None:
     for ways in task.ways:
         ranks = _ranks(task, ways)
         caps_M = freest_M if len(ranks) == num_ranks else _freest(memories, ranks)
-        if all(_fewest_ranks(memories, w, caps_M) > num_ranks for w in ways):
-            fact = _too_large(task, ways) + left
-            raise InfeasibleError(f"{fact}. {ways_out(task, ways, whole)}")
+        if not any(_fits(memories, way, caps_M) for way in ways):
+            fact = _too_large(task, ways, ranks)
+            raise InfeasibleError(f"{fact}{left}. {way_out(task)}")
         sizes = [_table_bytes(memories, way) for way in ways]
         least = [*map(min, zip(*sizes, strict=True)), min(map(sum, sizes))]
         alike = all(task.sharding_type(way).is_replicated for way in ways)
@@ -87,19 +86,17 @@ def check_memory(task: ShardingTask, whole: ShardingTask | None = None) -> None:
     has.append(sum(has))
     full = np.flatnonzero(needs.sum(axis=0) > has).tolist()
     if full:
-        place, free = full[0], (np.array(has) - needs[1]) / num_ranks
-        count = np.where(free > 0, needs[0] / np.maximum(free, 1.0), math.inf).max()
-        fewest = num_ranks + 1 if whole else float(count)
+        place = full[0]
         both = ", their hosts' memory included" if place == 2 else ""
         largest = max(
             (ways[0] for ways in task.ways),
             key=lambda t: sum(_table_bytes(memories, t)),
         )
         raise InfeasibleError(
-            f"{_PLACES[place]}the tables need {format_bytes(needs[:, place].sum())} in "
-            f"all, the {num_ranks} ranks have {format_bytes(has[place])}{both}{left}; "
-            f"the largest is {describe(task, largest)}. "
-            + _ways_out_of_all(task, place, fewest, whole)
+            f"{HOST * (place == 1)}the tables need "
+            f"{format_bytes(needs[:, place].sum())} in all, the {num_ranks} ranks have "
+            f"{format_bytes(has[place])}{both}{left}; the largest is "
+            f"{describe(task, largest)}. {way_out(task)}"
         )
 
 
@@ -128,233 +125,56 @@ def _table_bytes(memories: Sequence[ShardingTask], way: int) -> list[float]:
     return [m.shard_bytes(way, width) * count for m in memories]
 
 
-def _fewest_ranks(
-    memories: Sequence[ShardingTask],
-    way: int,
-    caps_M: Sequence[float],
-    other: str = "",
-    narrowest: int = 0,
-) -> float:
-    """Return how many ranks a table needs at least; inf: no number of them would do.
+def _narrowest(task: ShardingTask, way: int) -> int:
+    """Return the least columns that the widest shard of a table has in one way."""
+    if task.sharding_type(way).in_columns:
+        return split_widths(task, way, legal_splits(task, way)[-1])[0]
+    return min(task.tables[way].embedding_dim, task.min_widths[way])
 
-    Args:
-        memories: The task's.
-        way: A way of the table.
-        caps_M: Memory of a rank.
-        other: A sharding type in place of the way's own.
-        narrowest: Columns of a shard in place of `min_widths`; in as many shards as
-            there are.
-    """
+
+def _fits(memories: Sequence[ShardingTask], way: int, caps_M: Sequence[float]) -> bool:
+    """Whether ranks with so much memory have room for the shards of a table."""
     task = memories[0]
-    own, num_ranks = task.sharding_type(way), task.world_size
-    kind = SHARDING_TYPES[other] if other else own
-    dim, most = task.tables[way].embedding_dim, task.max_shards[way]
-    total_M = _table_bytes(memories, way)
-    if other and own.is_replicated:
-        total_M = [total / num_ranks for total in total_M]
 
-    def fits(size_M: Iterable[float]) -> bool:
-        return all(size <= cap for size, cap in zip(size_M, caps_M, strict=True))
-
-    if not kind.in_columns:
-        count = num_ranks if other else task.block_size(way) * task.num_blocks(way)
-        if fits(total / count for total in total_M):
-            return count
-        if kind.is_replicated or (kind.block == "node" and not kind.splits_columns):
-            return math.inf
-        pairs = [(t, c) for t, c in zip(total_M, caps_M, strict=True) if t > 0]
-        return max(math.ceil(t / c) if c > 0 else math.inf for t, c in pairs)
-    if narrowest or most >= num_ranks:
-        most = dim
-    narrowest = narrowest or max(COLUMN_MULTIPLE, task.min_widths[way])
-    for count in range(1, max(1, min(most, dim // narrowest)) + 1):
-        units, extra = divmod(dim // COLUMN_MULTIPLE, count)
-        width = (units + (extra > 0)) * COLUMN_MULTIPLE
-        if count > 1 and units * COLUMN_MULTIPLE < narrowest:
-            break
-        if extra and not task.uneven:
-            continue
-        if own.in_columns:
-            size_M = [m.shard_bytes(way, width) for m in memories]
-        else:
-            size_M = [total * width / dim for total in total_M]
-        if fits(size_M):
-            return count
-    return math.inf
-
-
-def _lacking(task: ShardingTask, ways: Sequence[int]) -> list[tuple[int, float, Any]]:
-    """Return the memories of which no rank has what a table needs.
-
-    Returns:
-        The number of each, the least that some rank must have, and in which ways.
-    """
-    part: list[dict[int, float]] = []
-    for memory in task.memories:
-        part.append({})
-        for way in ways:
-            width = min(task.tables[way].embedding_dim, task.min_widths[way])
-            if task.sharding_type(way).in_columns:
-                width = split_widths(task, way, legal_splits(task, way)[-1])[0]
-            part[-1][way] = memory.shard_bytes(way, width)
-    caps = _freest(task.memories, _ranks(task, ways))
-    lacking = [
-        {w for w in ways if own[w] > cap} for own, cap in zip(part, caps, strict=True)
-    ]
-    found = []
-    for place, own in enumerate(lacking):
-        # What other memories have room for tells more.
-        alone = sorted(own.difference(*lacking[:place], *lacking[place + 1 :]) or own)
-        if alone:
-            found.append((place, min(part[place][way] for way in alone), alone))
-    return found
-
-
-_PLACES = "", HOST, ""
-
-
-def _too_large(task: ShardingTask, ways: Sequence[int]) -> str:
-    """Say what a table needs and what the freest rank has."""
-    texts = list[str]()
-    for place, part, lacking in _lacking(task, ways):
-        memory = task.memories[place]
-        total = min(_table_bytes([memory], way)[0] for way in lacking)
-        kinds = ", ".join(dict.fromkeys(task.sharding_types[w] for w in lacking))
-        freest = max(_ranks(task, ways), key=lambda r: memory.memory_bytes[r])
-        split = f", at least {format_bytes(part)} of it on one rank" * (part < total)
-        texts.append(
-            f"{_PLACES[place]}{'it' if texts else describe(task, ways[0])} needs "
-            f"{format_bytes(total)}{split} ({kinds}); the freest rank, {freest}, has "
-            f"{format_bytes(memory.memory_bytes[freest])}"
+    def has_room(width: int) -> bool:
+        return all(
+            m.shard_bytes(way, width) <= cap
+            for m, cap in zip(memories, caps_M, strict=True)
         )
-    return "; ".join(texts) or (
-        f"{describe(task, ways[0])} needs more nodes than there are "
-        f"({task.num_blocks(ways[0])}), one for each of its blocks of columns"
+
+    if not task.sharding_type(way).in_columns:
+        if task.block_size(way) * task.num_blocks(way) > task.world_size:
+            return False
+    return has_room(task.tables[way].embedding_dim) or has_room(_narrowest(task, way))
+
+
+def _too_large(task: ShardingTask, ways: Sequence[int], ranks: Sequence[int]) -> str:
+    """Say what a table needs in the way that is nearest to fit, and what there is."""
+    caps_M = _freest(task.memories, ranks)
+    _, place, way = min(
+        max(
+            (memory.shard_bytes(way, _narrowest(task, way)) / max(cap, 1.0), place, way)
+            for place, (memory, cap) in enumerate(
+                zip(task.memories, caps_M, strict=True)
+            )
+        )
+        for way in ways
     )
-
-
-def ways_out(
-    task: ShardingTask, ways: Sequence[int], whole: ShardingTask | None = None
-) -> str:
-    """Say what would make a table fit, of what it does not have yet.
-
-    Args:
-        task: The task.
-        ways: Of the table; none fits.
-        whole: The task that it is a part of, the rest of which is placed. None: itself.
-    """
-    memories, num_ranks, known = task.memories, task.world_size, whole or task
-    ranks, everywhere = _ranks(task, ways), _freest(memories, range(num_ranks))
-    caps_M, confined = _freest(memories, ranks), len(ranks) < num_ranks
-    config, pooled = task.tables[ways[0]], task.pooled[ways[0]]
-    own = [w for w, t in enumerate(known.tables) if t.name == config.name]
-    in_host = {_is_in_host(known, way) for way in own}
-    least = min(ways, key=lambda way: sum(_table_bytes(memories, way)))
-    parts = [
-        format_bytes(part) + " of the host's memory" * place
-        for place, part, _ in _lacking(task, ways)
-    ]
-    found: list[tuple[float, str]] = []
-    # TorchRec splits rows of pooled tables on GPUs alone, where shards are even.
-    for kind, able in (
-        ("row_wise", not (task.uneven and pooled)),
-        (COLUMN_WISE, pooled),
-    ):
-        if able and not confined and all(known.sharding_types[w] != kind for w in own):
-            needs = _fewest_ranks(memories, least, caps_M, kind, COLUMN_MULTIPLE)
-            found.append((needs, f"allow {kind.replace('_', '-')} sharding for it"))
-    for way in (w for w in ways if task.sharding_type(w).in_columns):
-        narrowest, most = task.min_widths[way], task.max_shards[way]
-        if _may_be_narrower(task, way):
-            needs = _fewest_ranks(memories, way, caps_M, narrowest=COLUMN_MULTIPLE)
-            width = math.floor(config.embedding_dim / COLUMN_MULTIPLE / needs)
-            text = f"lower its min_partition ({narrowest}) to at most "
-            if needs <= most or most >= num_ranks:
-                found.append((needs, f"{text}{width * COLUMN_MULTIPLE}"))
-        if most < num_ranks:
-            needs = _fewest_ranks(memories, way, everywhere, narrowest=narrowest)
-            text = "ranks" if confined else f"shards (max_shards={most})"
-            found.append((needs, f"allow it more {text}"))
-    if in_host == {True}:
-        needs = min(_fewest_ranks(memories[-1:], w, everywhere[:1]) for w in ways)
-        found.append((needs, "allow the kernel fused for it"))
-    elif in_host == {False} and not (
-        task.uneven or all(task.sharding_type(way).is_replicated for way in ways)
-    ):
-        limits = everywhere[1:] or [math.inf]
-        needs = min(_fewest_ranks(memories[:1], way, limits) for way in ways)
-        text = "keep it in the host's memory (fused_uvm)"
-        if parts and len(memories) == 1:  # how much there is was not told
-            text += f" if a rank has {parts[0]} of it"
-        found.append((needs, text))
-    if config.data_type == "fp32":
-        twice = [2 * cap for cap in caps_M]
-        needs = min(_fewest_ranks(memories, way, twice) for way in ways)
-        found.append((needs, "use fp16 for it"))
-    options = [text for needs, text in dict.fromkeys(found) if needs <= num_ranks]
-    now = min(_fewest_ranks(memories, way, caps_M) for way in ways)
-    if not confined and (whole or now < math.inf):
-        return _any_of([*options, _more_ranks(task, num_ranks + 1 if whole else now)])
-    if not options and found and min(found)[0] < math.inf:
-        needs, text = min(found)
-        options.append(f"{text} and {_more_ranks(task, needs)}")
-    if parts:
-        options.append(f"take ranks that have {' or '.join(parts)} for it")
-    return "More ranks of this kind do not help. " * (not confined) + _any_of(options)
-
-
-def _ways_out_of_all(
-    task: ShardingTask, place: int, num_ranks: float, whole: ShardingTask | None
-) -> str:
-    """Say what would make tables fit that together need too much of some memory."""
-    options = [_more_ranks(task, num_ranks)] if num_ranks < math.inf else []
-    if any(t.data_type == "fp32" for t in task.tables):
-        options.append("use a smaller data_type")
-    if any(t.optimizer in ("adam", "adagrad") for t in task.tables):
-        options.append("use an optimizer with less state")
-    known = whole or task
-    in_host = [{_is_in_host(known, way) for way in ways} for ways in known.ways]
-    if place == 0 and {False} in in_host and not task.uneven:
-        options.append("allow more tables the kernel fused_uvm")
-    if place == 1 and {True} in in_host:
-        options.append("allow more tables the kernel fused")
-    return _any_of(options or ["take ranks with more memory"])
-
-
-def _is_in_host(task: ShardingTask, way: int) -> bool:
-    factors = task.kernels[way]
-    return factors is not None and factors.host is not None
-
-
-def _may_be_narrower(task: ShardingTask, way: int) -> bool:
-    """Whether a lower min_partition would make a table's shards narrower."""
+    memory = task.memories[place]
+    [total] = _table_bytes([memory], way)
+    part = memory.shard_bytes(way, _narrowest(task, way))
+    if part <= caps_M[place]:
+        return (
+            f"{describe(task, way)} needs more nodes than there are "
+            f"({task.num_blocks(way)}), one for each of its blocks of columns"
+        )
+    split = f", at least {format_bytes(part)} of it on one rank" * (part < total)
+    freest = max(ranks, key=lambda rank: memory.memory_bytes[rank])
     return (
-        task.sharding_types[way] == COLUMN_WISE
-        and task.min_widths[way] > COLUMN_MULTIPLE
-        and task.pooled[way]
-        and all(codec.row_values == 1 for codec in task.codecs[way])
+        f"{HOST * place}{describe(task, way)} needs {format_bytes(total)}{split} "
+        f"({task.sharding_types[way]}); the freest rank, {freest}, has "
+        f"{format_bytes(caps_M[place])}"
     )
-
-
-def _more_ranks(task: ShardingTask, num_ranks: float) -> str:
-    """Say how many ranks it takes at least, in whole nodes where there are several."""
-    size = task.local_world_size if task.local_world_size < task.world_size else 1
-    least = math.ceil(num_ranks / size) * size
-    return f"raise world_size ({task.world_size}) to at least {least}"
-
-
-def _listed(things: Sequence[str]) -> str:
-    return " or ".join(filter(None, (", ".join(things[:-1]), *things[-1:])))
-
-
-def _any_of(options: Sequence[str]) -> str:
-    """Join what would help; what to allow, in one."""
-    start, end = "allow ", " for it"
-    allow = [o for o in options if o.startswith(start) and o.endswith(end)]
-    things = _listed([o.removeprefix(start).removesuffix(end) for o in allow])
-    joined = [f"{start}{things}{end}"] if allow else []
-    text = _listed([*joined, *(o for o in options if o not in allow)])
-    return f"{capitalised(text)}."
 
 
 def pack(task: ShardingTask, seconds: float = PACK_SECONDS) -> Ints:
@@ -510,49 +330,22 @@ def pack_exactly(task: ShardingTask, seconds: float) -> tuple[Ints | None, bool]
     return None, False
 
 
-def lacking_memories(task: ShardingTask) -> list[int]:
-    """Return the memories of which more would do; all where that is not known."""
-    if len(task.memories) == 1:
-        return [0]
-    others = (
-        dataclasses.replace(task, memory_bytes=()),
-        dataclasses.replace(task, host_memory_bytes=()),
-    )
-    found = [p for p, o in enumerate(others) if pack_exactly(o, 1.0)[0] is not None]
-    return found or [0, 1]
-
-
 def _no_packing(task: ShardingTask, proven: bool) -> str:
     """Say that tables in column shards fit no ranks, and what would make them."""
-    num_ranks, rules = task.world_size, Rules(task)
-    lacking = lacking_memories(task)
-    memories = [task.memories[place] for place in lacking]
     size_MT = [
         [m.shard_bytes(t, c.embedding_dim) for t, c in enumerate(task.tables)]
-        for m in memories
+        for m in task.memories
     ]
     largest = int(np.sum(size_MT, axis=0).argmax())
-    options = []
-    if count := enough_ranks(task):
-        options.append(f"raise world_size ({num_ranks}) to {count}")
-    narrow = [_may_be_narrower(task, t) for t in range(len(task.tables))]
-    widths = zip(task.min_widths, narrow, strict=True)
-    lower = tuple(COLUMN_MULTIPLE if able else width for width, able in widths)
-    if any(narrow) and _fill(dataclasses.replace(task, min_widths=lower)) is not None:
-        options.append(f"lower min_partition to {COLUMN_MULTIPLE}")
-    names = [name for name in ("allowed_ranks", "apart") if getattr(task, name)]
-    if names:
-        options.append(f"allow tables more ranks ({', '.join(names)})")
     needs = f" and, {HOST}".join(format_bytes(sum(sizes)) for sizes in size_MT)
-    limits = [format_bytes(sum(_limits(m))) for m in memories]
+    limits = [format_bytes(sum(_limits(m))) for m in task.memories]
     return (
-        f"{HOST * (lacking == [1])}the tables in column shards need {needs} in all and "
-        f"the {num_ranks} ranks "
-        f"have {' and, in their hosts, '.join(limits)} for them, but no split allowed "
-        f"puts every shard on a rank {'that may take it ' if rules else ''}"
+        f"the tables in column shards need {needs} in all and the {task.world_size} "
+        f"ranks have {' and, in their hosts, '.join(limits)} for them, but no split "
+        "allowed puts every shard on a rank"
+        f"{' that may take it' if Rules(task) else ''} "
         f"({'proven by exact packing' if proven else 'none was found'}); the largest "
-        f"is {describe(task, largest)}. "
-        + _any_of(options or ["take ranks with more memory"])
+        f"is {describe(task, largest)}. {way_out(task)}"
     )
 
 
@@ -562,36 +355,6 @@ def _within_memory(task: ShardingTask, width_TW: Ints) -> bool:
     for table, rank in zip(*np.nonzero(width_TW), strict=True):
         used_MW[:, rank] += _sizes(task, int(table), int(width_TW[table, rank]))
     return bool((used_MW <= caps_MW).all())
-
-
-def enough_ranks(task: ShardingTask) -> int:
-    """Return about the fewest ranks on which best-fit packing succeeds.
-
-    In whole nodes where there are several; 0 where none are found.
-    """
-    num_ranks, node = task.world_size, task.local_world_size
-    step = node if node < num_ranks else 1
-
-    def packs(added: int) -> bool:
-        count = num_ranks + step * added
-        more: dict[str, Any] = {
-            name: limits + (int(np.mean(limits)),) * (count - num_ranks)
-            for name in ("memory_bytes", "host_memory_bytes")
-            if (limits := getattr(task, name))
-        }
-        most = [count if m == num_ranks else m for m in task.max_shards]
-        more |= {"max_shards": tuple(most), "node_size": 0}
-        more["local_world_size"] = node if node < num_ranks else count
-        wider = dataclasses.replace(task, world_size=count, **more)
-        return _fill(wider) is not None
-
-    low, high = 0, len(task.tables)
-    if not packs(high):
-        return 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if packs(middle) else (middle, high)
-    return num_ranks + step * high
 
 
 @dataclass(frozen=True, slots=True)
