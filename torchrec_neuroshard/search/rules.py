@@ -17,12 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
-from torchrec_neuroshard.placement import (
-    HOST,
-    ShardingTask,
-    capitalised,
-    format_bytes,
-)
+from torchrec_neuroshard.placement import HOST, ShardingTask, format_bytes
+from torchrec_neuroshard.placement_rules import PlacementRules, listed, quoted
 
 __all__ = [
     "Rules",
@@ -35,9 +31,6 @@ __all__ = [
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-
-_MAX_NAMED = 8
-"""Tables or ranks that a message names; of more, the first ones."""
 
 
 class Rules:
@@ -197,30 +190,38 @@ def check_constraints(task: ShardingTask) -> None:
     """Raise where rules on ranks contradict each other or the ranks' memory.
 
     Raises:
-        ConfigError: Two tables are to lie together and apart.
+        ConfigError: The rules contradict each other; names the tables.
         InfeasibleError: Proven; names the tables and what would help.
     """
     if not task.is_constrained:
         return
-    sets = {tables[0]: tables for tables in task.together}
+    number = {way: n for n, ways in enumerate(task.ways) for way in ways}
+
+    def proper(sets: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        return tuple({tuple(sorted({number[way] for way in s})) for s in sets})
+
+    every = tuple(range(task.world_size))
+    PlacementRules(
+        names=tuple(task.tables[ways[0]].name for ways in task.ways),
+        world_size=task.world_size,
+        allowed={
+            n: tuple(sorted({r for w in ways for r in task.allowed_ranks[w] or every}))
+            for n, ways in enumerate(task.ways if task.allowed_ranks else ())
+        },
+        together=proper(task.together),
+        apart=proper(task.apart),
+    ).check()
+    sets = {way: tables for tables in task.together for way in tables}
     for ways in task.ways:
-        _check_sets(task, [sets[way] for way in ways if way in sets])
-    leader_T = leaders(task).tolist()
-    for tables in task.apart:
-        seen: dict[int, int] = {}
-        for table in tables:
-            other = seen.setdefault(leader_T[table], table)
-            if other != table:
-                raise ConfigError(
-                    f"tables '{task.tables[other].name}' and "
-                    f"'{task.tables[table].name}' are to lie both together and apart; "
-                    "take them out of one of the two"
-                )
-    units = merged(task)
-    first = {t: ways[0] for ways in task.ways for t in ways}
-    for tables in units.apart:
-        _check_apart(units, tuple(sorted({first[t] for t in tables})))
-    _check_shared_ranks(units)
+        own = [sets[way] for way in ways if way in sets]
+        if own and not any(_fits(task, tables) for tables in own):
+            size = format_bytes(sum(_whole_bytes(task, t) for t in own[0]))
+            raise InfeasibleError(
+                f"tables {_named(task, own[0])} are to lie together and need {size}; "
+                "no rank that may hold them has room. Take a table out of the set or "
+                "allow it other ranks"
+            )
+    _check_shared_ranks(merged(task))
 
 
 def _whole_bytes(task: ShardingTask, table: int) -> float:
@@ -234,77 +235,19 @@ def _common_ranks(task: ShardingTask, tables: Sequence[int]) -> tuple[int, ...]:
 
 
 def _named(task: ShardingTask, tables: Sequence[int]) -> str:
-    names = ", ".join(f"'{task.tables[t].name}'" for t in tables[:_MAX_NAMED])
-    more = len(tables) - _MAX_NAMED
-    return f"{names} and {more} more" if more > 0 else names
+    return quoted([task.tables[t].name for t in tables])
 
 
-def _numbered(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MAX_NAMED]))
-    return shown if len(ranks) <= _MAX_NAMED else f"{shown}, ..."
-
-
-def _check_sets(task: ShardingTask, sets: Sequence[Sequence[int]]) -> None:
-    """Check that tables that lie together have a rank to lie on, in some way."""
-    problems = list[str]()
-    for tables in sets:
-        try:
-            return _check_set(task, tables)
-        except InfeasibleError as problem:
-            problems.append(str(problem))
-    if problems:
-        # The first ways are the fastest; later ones may take the host's memory.
-        host = [capitalised(p) for p in problems if p.startswith(HOST)]
-        first, *_ = problems
-        known = first.startswith(HOST)
-        raise InfeasibleError(". ".join([first, *host[-1:][: not known]]))
-
-
-def _check_set(task: ShardingTask, tables: Sequence[int]) -> None:
-    """Check that tables that lie together have a rank to lie on."""
-    ranks = _common_ranks(task, tables)
-    if not ranks:
-        kept = [
-            f"'{task.tables[t].name}' on {_numbered(task.rules.ranks(t))}"
-            for t in tables
-            if t in task.rules.allowed
-        ]
-        raise InfeasibleError(
-            f"tables {_named(task, tables)} are to lie together, but no rank may hold "
-            f"them all (allowed_ranks: {'; '.join(kept[:_MAX_NAMED])}). Allow them a "
-            "common rank"
+def _fits(task: ShardingTask, tables: Sequence[int]) -> bool:
+    """Whether a rank that may hold all of some tables has room for them."""
+    sizes = [sum(_whole_bytes(m, t) for t in tables) for m in task.memories]
+    return any(
+        all(
+            not memory.memory_bytes or size <= memory.memory_bytes[rank]
+            for memory, size in zip(task.memories, sizes, strict=True)
         )
-    for where, memory in zip(("", HOST), task.memories, strict=False):
-        if not memory.memory_bytes:
-            continue
-        size = sum(_whole_bytes(memory, t) for t in tables)
-        freest = max(ranks, key=lambda r: memory.memory_bytes[r])
-        largest = max(range(task.world_size), key=lambda r: memory.memory_bytes[r])
-        if size > memory.memory_bytes[freest]:
-            other = f" or allow them rank {largest}, which has room"
-            raise InfeasibleError(
-                f"{where}tables {_named(task, tables)} are to lie together and need "
-                f"{format_bytes(size)}; the freest rank that may hold them, {freest}, "
-                f"has {format_bytes(memory.memory_bytes[freest])}. Take a table out of "
-                f"the set{other * (size <= memory.memory_bytes[largest])}"
-            )
-
-
-def _check_apart(task: ShardingTask, tables: Sequence[int]) -> None:
-    """Check that tables that lie apart have as many ranks as they are."""
-    rules = task.rules
-    allowed = {t: frozenset(rules.ranks(t)) for t in tables}
-    for ranks in {*allowed.values(), frozenset().union(*allowed.values())}:
-        held = [t for t in tables if allowed[t] <= ranks]
-        if len(held) > len(ranks):
-            way_out = "Allow them more ranks"
-            if len(ranks) == task.world_size:
-                way_out = f"Raise world_size ({len(ranks)}) to at least {len(held)}"
-            raise InfeasibleError(
-                f"the {len(held)} tables {_named(task, held)} are to lie apart, but "
-                f"may only be on {len(ranks)} ranks ({_numbered(sorted(ranks))}). "
-                f"{way_out} or take some out of the set"
-            )
+        for rank in _common_ranks(task, tables)
+    )
 
 
 def _check_shared_ranks(task: ShardingTask) -> None:
@@ -325,6 +268,6 @@ def _check_shared_ranks(task: ShardingTask) -> None:
             if memory.memory_bytes and size > room:
                 raise InfeasibleError(
                     f"{where}tables {_named(task, [w[0] for w in held])} may only be "
-                    f"on ranks {_numbered(ranks)} and need {format_bytes(size)}; these "
-                    f"have {format_bytes(room)}. Allow some of them other ranks"
+                    f"on {listed(ranks)} and need {format_bytes(size)}; there is room "
+                    f"for {format_bytes(room)}. Allow some of them other ranks"
                 )
