@@ -87,7 +87,9 @@ def test_rank_loads_are_sums_over_shards() -> None:
     loads = sim.rank_loads(placement)
     assert loads.sums_CWGE.shape == (2, 2, 3)
     np.testing.assert_allclose(
-        loads.sums_CWGE[0, 0], sim.encodings([(0, 8), (2, 4)]).sum(axis=0), rtol=1e-6
+        loads.sums_CWGE[0, 0],
+        sim.encodings(np.array([0, 2]), np.array([8, 4])).sum(axis=0),
+        rtol=1e-6,
     )
     np.testing.assert_array_equal(loads.sums_CWGE[1, 1], 0)
     index_bytes, columns, gradient_bytes = np.moveaxis(loads.loads_CWS3, -1, 0)

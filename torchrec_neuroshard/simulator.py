@@ -365,9 +365,8 @@ class Simulator:
         odd = np.flatnonzero(self._estimated_T[table_N])
         if len(odd):
             extra[odd] = self._extra(
-                table_N[odd], width_N[odd], share_N[odd], row_N[odd]
+                table_N[odd], width_N[odd], part_N[odd], share_N[odd], row_N[odd]
             )
-            extra[odd] += self._host_extra(table_N[odd], part_N[odd], width_N[odd])
         return PricedShards(row_N, extra, loads)
 
     def under(self, encoder: ShardEncoder, comms_model: CommsModel) -> Simulator:
@@ -399,8 +398,7 @@ class Simulator:
         table_N, width_N, row_N = table_N[odd], width_N[odd], shards.row_N[odd]
         part_N, share_N = self._parts(table_N, rows_N[odd])
         extra_N2 = shards.extra_N2.copy()
-        extra_N2[odd] = self._extra(table_N, width_N, share_N, row_N)
-        extra_N2[odd] += self._host_extra(table_N, part_N, width_N)
+        extra_N2[odd] = self._extra(table_N, width_N, part_N, share_N, row_N)
         return replace(shards, extra_N2=extra_N2)
 
     def _parts(self, table_N: Ints, rows_N: Ints | None) -> tuple[Ints, Floats]:
@@ -425,7 +423,7 @@ class Simulator:
         return part_N, share_N
 
     def _extra(
-        self, table_N: Ints, width_N: Ints, share_N: Floats, row_N: Ints
+        self, table_N: Ints, width_N: Ints, part_N: Ints, share_N: Floats, row_N: Ints
     ) -> Floats:
         """Time beside the fused kernel's, of kernels that were not measured."""
         rows, which = np.unique(row_N, return_inverse=True)
@@ -439,6 +437,7 @@ class Simulator:
         weights = rows_N * width_N * self._value_bytes_T[table_N]
         if passes.any():
             extra[:, 1] += weights * passes * self.encoder.stream_ms
+        extra += self._host_extra(table_N, part_N, width_N)
         return extra
 
     def _host_extra(self, table_N: Ints, part_N: Ints, width_N: Ints) -> Floats:
@@ -518,30 +517,15 @@ class Simulator:
         comms = self.comms_costs(np.tile(loads, (1, world_size, 1, 1)))
         return _in_phases(compute, comms[0].max(axis=0))
 
-    def features(self, pairs: Sequence[tuple[int, int]]) -> npt.NDArray[np.float32]:
-        """Return the features of (table, width) shards, `N x F`."""
-        table_N, width_N = _columns(pairs)
-        return self.shard_features(table_N, width_N)
-
     def shard_features(
         self, table_N: Ints, width_N: Ints, rows_N: Ints | None = None
     ) -> npt.NDArray[np.float32]:
         """Return the features of shards, `N x F`; see `price`."""
         return self.encoder.features(self._parts(table_N, rows_N)[0], width_N)
 
-    def encodings(self, pairs: Sequence[tuple[int, int]]) -> Floats:
-        """Return the encodings of (table, width) shards, `N x E`."""
-        table_N, width_N = _columns(pairs)
-        part_N = self._whole_T[table_N]
-        return self.encoder.encoding(self.encoder.rows(part_N, width_N))
-
-    def single_costs(self, pairs: Sequence[tuple[int, int]]) -> Floats:
-        """Predict the kernel of each (table, width) shard alone.
-
-        Returns:
-            `N x 2` [ms]: forward and backward.
-        """
-        return self.single_compute(self.price(*_columns(pairs)))
+    def encodings(self, table_N: Ints, width_N: Ints) -> Floats:
+        """Return the encodings of column shards, `N x E`."""
+        return self.encoder.encoding(self.encoder.rows(self._whole_T[table_N], width_N))
 
     def single_compute(self, shards: PricedShards) -> Floats:
         """Predict the kernel of each shard as if its rank held nothing else.
@@ -784,18 +768,6 @@ class Simulator:
         ).astype(np.float64)
         return columns_S
 
-    def column_order_costs(self, placement: Placement) -> Floats:
-        """Predict how long a placement's stages put their outputs in order.
-
-        Returns:
-            `S x 2` [ms]: forward and backward; 0 where no table is split.
-        """
-        columns_S = self.ordered_columns(
-            self.num_shards(placement), self.columns_per_table
-        )
-        ms_S2: Floats = self.order_costs(columns_S[None])[0]
-        return ms_S2
-
     def evaluate(self, placement: Placement) -> PredictedCosts:
         """Predict one iteration under a placement."""
         return self.predict(self.rank_loads(placement), self.num_shards(placement))
@@ -870,11 +842,6 @@ def placed_arrays(placement: Placement) -> tuple[Ints, Ints, Ints, Ints]:
         .T
     )
     return table, width, rank, rows
-
-
-def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    table_N, width_N = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return table_N, width_N
 
 
 def stage_costs(

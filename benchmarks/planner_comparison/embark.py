@@ -53,7 +53,9 @@ class HottestSplitSearcher(Searcher):
         left, tried = PATIENCE, 0
         while left:
             tried += 1
-            cost_N = simulator.single_costs(shards).sum(axis=1)
+            table_N, width_N = np.array(shards).T
+            priced = simulator.price(table_N, width_N)
+            cost_N = simulator.single_compute(priced).sum(axis=1)
             rank_N = _place(task, shards, cost_N)
             hot = np.ones(len(shards), dtype=bool)
             left -= 1

@@ -176,23 +176,6 @@ def test_largest_first_where_the_costliest_first_leave_no_room() -> None:
         searcher.search(paper_task([600, 600, 500, 300], 1000), *MODELS)
 
 
-def test_faithful_memory_is_the_released_codes() -> None:
-    task = paper_task([600] * 4, 1000)  # as fp32, no rank holds two
-    for kind in (AutoShardSearcher, DreamShardSearcher):
-        searcher = untrained(kind, [task])
-        with pytest.raises(InfeasibleError):
-            searcher.search(task, *MODELS)
-        faithful = kind(searcher.policy, faithful_memory=True)
-        result = faithful.search(task, *MODELS)
-        held = result.placement.rank_bytes(task)
-        assert max(held) > 16_000
-        assert sum("faithful_memory lets it" in w for w in result.warnings) == sum(
-            h > 16_000 for h in held
-        )
-        if kind is DreamShardSearcher:  # counts fp16: three tables at most
-            assert max(held) <= 3 * 600 * 16
-
-
 def test_warnings_outside_the_training_range(
     training_tasks: Tasks, other_tasks: Tasks
 ) -> None:

@@ -193,7 +193,8 @@ def test_estimates_are_those_of_single_shards() -> None:
         task = ShardingTask(tables=(table,), world_size=2, batch_size=128)
         simulator = Simulator(task, AnalyticCostModel(), AnalyticCommsModel())
         for shard in option.shards:
-            forward, backward = simulator.single_costs([(0, shard.size[1])])[0]
+            priced = simulator.price(np.array([0]), np.array([shard.size[1]]))
+            forward, backward = simulator.single_compute(priced)[0]
             comms = AnalyticCommsModel().all_to_all(
                 np.array([[shard.size[1], 0.0]]), 128
             )[0, 0]

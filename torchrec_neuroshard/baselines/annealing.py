@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_neuroshard.baselines.common import finish, whole_widths
-from torchrec_neuroshard.baselines.heuristics import place_greedily
+from torchrec_neuroshard.baselines.heuristics import place_by_cost
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
@@ -344,9 +344,8 @@ class AnnealingSearcher(BudgetedSearcher[AnnealingConfig]):
 def _first(simulator: Simulator) -> Ints:
     """Widths to start from: the greedy's on predicted costs, else any that fit."""
     task = simulator.task
-    whole = [(i, t.embedding_dim) for i, t in enumerate(task.tables)]
     try:
-        rank_T = place_greedily(task, simulator.single_costs(whole).sum(axis=1))
+        rank_T = place_by_cost(simulator)
     except InfeasibleError:
         return pack(task)
     return whole_widths(task, rank_T)

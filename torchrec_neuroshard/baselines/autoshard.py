@@ -6,8 +6,8 @@ encodings summed, their predicted cost and their memory. Training rewards how ev
 finished plan is: compute of the least busy rank over that of the busiest. So a slow but
 even plan is as good as a quick one, and collectives do not count: that is the method,
 and it is kept. The architecture is the paper's. As in the released code, each rank
-holds a dummy table of zeros. Different here: a rank without room is not offered, unless
-`faithful_memory` asks for it.
+holds a dummy table of zeros. Different here: a rank without room is not
+offered.
 
 `benchmarks/papers/policies.py` trains the net, its value and its cost head.
 
@@ -16,7 +16,6 @@ Shapes: as in `policies`.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,7 +26,6 @@ from torchrec_neuroshard.baselines.policies import (
     PolicyNet,
     PolicySearcher,
 )
-from torchrec_neuroshard.placement import ShardingTask
 
 __all__ = ["AutoShardNet", "AutoShardSearcher"]
 
@@ -106,11 +104,7 @@ class AutoShardNet(PolicyNet):
 
 
 class AutoShardSearcher(PolicySearcher):
-    """Places tables as a trained AutoShard policy does.
-
-    `faithful_memory=True` offers every rank whatever it holds, as the released code
-    does.
-    """
+    """Places tables as a trained AutoShard policy does."""
 
     method = "autoshard"
 
@@ -118,8 +112,3 @@ class AutoShardSearcher(PolicySearcher):
     def make_net() -> AutoShardNet:
         """Return an untrained net."""
         return AutoShardNet()
-
-    @staticmethod
-    def paper_memory(task: ShardingTask) -> tuple[list[float], list[float]]:
-        """No limit."""
-        return [0.0] * len(task.tables), [np.inf] * task.world_size

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import nn
 
-from torchrec_neuroshard.placement import Placement, ShardingTask, format_bytes
+from torchrec_neuroshard.placement import Placement, ShardingTask
 from torchrec_neuroshard.search.base import SearchResult
 from torchrec_neuroshard.search.shards import Floats, Ints, placement_from_widths
 from torchrec_neuroshard.simulator import Simulator
@@ -19,7 +19,6 @@ __all__ = [
     "PAPER_BATCH_SIZE",
     "finish",
     "layers",
-    "over_memory",
     "whole_bytes",
     "whole_placement",
     "whole_widths",
@@ -57,17 +56,6 @@ def whole_widths(task: ShardingTask, rank_T: Ints) -> Ints:
 def whole_placement(task: ShardingTask, rank_T: Ints) -> Placement:
     """Return the placement of every table whole on the rank given."""
     return placement_from_widths(whole_widths(task, rank_T))
-
-
-def over_memory(task: ShardingTask, placement: Placement, why: str) -> list[str]:
-    """Say which ranks hold more than they have, and why they may."""
-    return [
-        f"rank {rank} holds {format_bytes(held)}, it has {format_bytes(cap)}: {why}"
-        for rank, (held, cap) in enumerate(
-            zip(placement.rank_bytes(task), task.memory_bytes, strict=False)
-        )
-        if held > cap
-    ]
 
 
 def finish(

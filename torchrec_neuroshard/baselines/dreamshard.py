@@ -18,8 +18,6 @@ Shapes: as in `policies`.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
@@ -30,12 +28,10 @@ from torchrec_neuroshard.baselines.policies import (
     PolicyNet,
     PolicySearcher,
 )
-from torchrec_neuroshard.placement import ShardingTask
 
 __all__ = ["DreamShardNet", "DreamShardSearcher"]
 
 _ENCODING = 32
-_FP16_BYTES = 2
 
 
 class DreamShardNet(PolicyNet):
@@ -92,11 +88,7 @@ class DreamShardNet(PolicyNet):
 
 
 class DreamShardSearcher(PolicySearcher):
-    """Places tables as a trained DreamShard policy does.
-
-    `faithful_memory=True` counts a table's memory as the released code does: the
-    weights alone, as fp16.
-    """
+    """Places tables as a trained DreamShard policy does."""
 
     method = "dreamshard"
 
@@ -104,12 +96,3 @@ class DreamShardSearcher(PolicySearcher):
     def make_net() -> DreamShardNet:
         """Return an untrained net."""
         return DreamShardNet()
-
-    @staticmethod
-    def paper_memory(task: ShardingTask) -> tuple[list[float], list[float]]:
-        """Weights as fp16, the task's limits."""
-        held = [
-            float(t.num_embeddings * t.embedding_dim * _FP16_BYTES) for t in task.tables
-        ]
-        caps = task.memory_bytes or (math.inf,) * task.world_size
-        return held, [float(c) for c in caps]

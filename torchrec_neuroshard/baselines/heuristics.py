@@ -34,6 +34,7 @@ __all__ = [
     "CostGreedySearcher",
     "GreedySearcher",
     "RandomSearcher",
+    "place_by_cost",
     "place_greedily",
 ]
 
@@ -72,6 +73,14 @@ def place_greedily(task: ShardingTask, load_T: Floats) -> Ints:
         used[rank] += size_T[table]
         rank_T[table] = rank
     return rank_T
+
+
+def place_by_cost(simulator: Simulator) -> Ints:
+    """Place whole tables greedily by what the kernel of each alone takes."""
+    tables = simulator.task.tables
+    dim_T = np.array([t.embedding_dim for t in tables])
+    whole = simulator.price(np.arange(len(tables)), dim_T)
+    return place_greedily(simulator.task, simulator.single_compute(whole).sum(axis=1))
 
 
 class _WholeTableSearcher(Searcher):
@@ -128,9 +137,7 @@ class CostGreedySearcher(_WholeTableSearcher):
     name = "greedy-cost"
 
     def _place(self, simulator: Simulator) -> Ints:
-        tables = simulator.task.tables
-        whole = [(i, t.embedding_dim) for i, t in enumerate(tables)]
-        return place_greedily(simulator.task, simulator.single_costs(whole).sum(axis=1))
+        return place_by_cost(simulator)
 
 
 class RandomSearcher(_WholeTableSearcher):

@@ -249,9 +249,7 @@ def _options(simulator: Simulator, splits: bool) -> _Options:
     ]
     table_O, width_O, shards_O = np.array(cuts, dtype=np.int64).T
     bank = ShardBank(simulator)
-    compute_O2 = simulator.single_costs(
-        list(zip(table_O.tolist(), width_O.tolist(), strict=True))
-    )
+    compute_O2 = simulator.single_compute(simulator.price(table_O, width_O))
     stage_O = bank.stages_T[table_O]
     loads_O3 = bank.loads_of(bank.rows(table_O, width_O))
     comms_O = (bank.comms_per_load_S3[stage_O] * loads_O3).sum(axis=1)

@@ -28,8 +28,7 @@ cost, index collectives not at all.
 
 Held always, unlike the paper: a task's least widths, most shards and, where it asks for
 it, equal widths (a step then halves all shards of a table, and no rank takes two of
-them). Memory is the task's count; `faithful_memory` takes the paper's, rows x width x 4
-bytes, so that a plan may not fit, which is then a warning.
+them). Memory is the task's count, not the paper's rows x width x 4 bytes.
 
 Where the sources at hand are silent: a rank has memory left for a shard if it holds it
 without exceeding its limit; further ties go to the lower rank; an empty rank computes
@@ -39,7 +38,6 @@ for 0 ms; halves are listed last; ties between states go to the one tried first.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
@@ -52,7 +50,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_neuroshard.baselines.common import finish, over_memory
+from torchrec_neuroshard.baselines.common import finish
 from torchrec_neuroshard.baselines.neuroshard_models import (
     PAPER_FEATURES,
     NeuroShardModels,
@@ -94,7 +92,6 @@ Ranks = list[list[Shard]]
 
 NEUROSHARD_ROUNDS = 10
 """Most halvings in a plan: NeuroShard, L."""
-_PAPER_VALUE_BYTES = 4
 _DIM = PAPER_FEATURES.index("dim")
 
 
@@ -115,8 +112,6 @@ class NeuroShardConfig:
     alone."""
     faithful: bool = True
     """Keep what the module's description lists as faults."""
-    faithful_memory: bool = False
-    """Count memory as the paper does; a plan may then exceed the task's memory."""
     time_budget_seconds: float = math.inf
     """No new state is tried after this; the paper knows no limit."""
 
@@ -300,9 +295,6 @@ class NeuroShardLoops:
 
     def size_bytes(self, shard: Shard) -> float:
         """Memory that a shard counts for."""
-        if self.config.faithful_memory:
-            rows = self.task.tables[shard[0]].num_embeddings
-            return float(rows * shard[1] * _PAPER_VALUE_BYTES)
         return self.task.shard_bytes(*shard)
 
     def greedy(self, shards: Sequence[Shard], cap: float) -> Ranks | None:
@@ -478,8 +470,7 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
-        if not self.config.faithful_memory:
-            check_memory(task)
+        check_memory(task)
         costs, warnings = self._costs(task, cost_model, comms_model)
         loops = NeuroShardLoops(task, costs, self.config)
         _, ranks = loops.run(start + self.config.time_budget_seconds)
@@ -494,7 +485,7 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
             task.world_size,
             [(t, w, rank) for rank, shards in enumerate(ranks) for t, w in shards],
         )
-        warnings += self._check(task, placement)
+        placement.check(task)
         simulator = Simulator(task, cost_model, comms_model)
         evaluated = loops.num_predictions
         return finish(placement, simulator, start, evaluated, warnings=warnings)
@@ -514,15 +505,6 @@ class PaperSearcher(BudgetedSearcher[NeuroShardConfig]):
             ]
         own = OwnCosts(task, models, comms_model)
         return own, own.warnings
-
-    def _check(self, task: ShardingTask, placement: Placement) -> list[str]:
-        """Check the placement; return what is over memory where that is allowed."""
-        if not self.config.faithful_memory:
-            placement.check(task)
-            return []
-        placement.check(dataclasses.replace(task, memory_bytes=()))
-        why = "faithful_memory counts the weights alone, as fp32"
-        return over_memory(task, placement, why)
 
 
 def _no_plan(loops: NeuroShardLoops) -> InfeasibleError:

@@ -15,7 +15,6 @@ widest, `F` = 21 features, `K` values that are summed per rank, `C` context valu
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
@@ -32,7 +31,7 @@ from torch import nn
 from torchrec_neuroshard.baselines.common import (
     PAPER_BATCH_SIZE,
     finish,
-    over_memory,
+    whole_bytes,
     whole_placement,
 )
 from torchrec_neuroshard.cost_models.base import CommsModel, CostModel
@@ -141,26 +140,11 @@ class TaskView:
     """Per rank, bytes for tables; infinity where unlimited."""
 
 
-def view_task(
-    task: ShardingTask,
-    bytes_T: Sequence[float] | None = None,
-    caps_W: Sequence[float] | None = None,
-) -> TaskView:
-    """Return a task's arrays.
-
-    Args:
-        task: What is to be placed.
-        bytes_T: Memory of each table; None is the task's own count.
-        caps_W: Memory of each rank; None is the task's own.
-    """
-    if bytes_T is None:
-        bytes_T = [
-            task.shard_bytes(i, t.embedding_dim) for i, t in enumerate(task.tables)
-        ]
-    if caps_W is None:
-        caps_W = task.memory_bytes or [math.inf] * task.world_size
+def view_task(task: ShardingTask) -> TaskView:
+    """Return a task's arrays."""
+    caps_W = task.memory_bytes or [math.inf] * task.world_size
     features = policy_features(task.tables, task.batch_size)
-    memory = np.asarray(bytes_T, dtype=np.float64)
+    memory = whole_bytes(task)
     # Nets need not round alike at another row of a batch, and ties go to the first.
     order = np.lexsort((memory, *features.T))
     return TaskView(
@@ -449,15 +433,11 @@ class PolicySearcher(Searcher):
     def __init__(
         self,
         policy: Policy | str | Path | None = None,
-        *,
-        faithful_memory: bool = False,
     ) -> None:
         """Take a policy.
 
         Args:
             policy: A policy or its folder; None is the one that comes with the package.
-            faithful_memory: Treat memory as the released code does; a plan may then
-                exceed the task's memory, which is a warning.
 
         Raises:
             ConfigError: The policy is of another method, or none was shipped.
@@ -473,17 +453,11 @@ class PolicySearcher(Searcher):
                 "take the search of its own method"
             )
         self.policy = policy
-        self.faithful_memory = faithful_memory
 
     @staticmethod
     @abstractmethod
     def make_net() -> PolicyNet:
         """Return an untrained net."""
-
-    @staticmethod
-    @abstractmethod
-    def paper_memory(task: ShardingTask) -> tuple[list[float], list[float]]:
-        """Bytes of each table and of each rank as the released code counts them."""
 
     def search(
         self, task: ShardingTask, cost_model: CostModel, comms_model: CommsModel
@@ -496,13 +470,9 @@ class PolicySearcher(Searcher):
         """
         start = time.monotonic()
         require_unconstrained(task, self.name)
-        limits = self.paper_memory(task) if self.faithful_memory else (None, None)
-        ranks, warnings = self._place(task, view_task(task, *limits))
+        ranks, warnings = self._place(task, view_task(task))
         placement = whole_placement(task, ranks)
-        placement.check(
-            dataclasses.replace(task, memory_bytes=()) if self.faithful_memory else task
-        )
-        warnings += over_memory(task, placement, "faithful_memory lets it")
+        placement.check(task)
         warnings += self._out_of_range(task, cost_model)
         simulator = Simulator(task, cost_model, comms_model)
         evaluated = len(task.tables) * task.world_size

@@ -126,7 +126,10 @@ class _Rebuild:
         self.task = task = simulator.task
         self.loads = simulator.rank_loads(placement)
         self.compute_WG2 = simulator.compute_costs(self.loads.sums_CWGE)
-        self.order_S2 = simulator.column_order_costs(placement)
+        columns_S = simulator.ordered_columns(
+            simulator.num_shards(placement), simulator.columns_per_table
+        )
+        self.order_S2 = simulator.order_costs(columns_S[None])[0]
         memory_W = np.array(task.memory_bytes or (np.inf,) * task.world_size)
         self.free_W = memory_W - np.array(placement.rank_bytes(task))
         self.stage_T = np.asarray(task.stages)[np.asarray(task.groups)]
@@ -208,11 +211,12 @@ class _Rebuild:
         ranks = np.array([s.rank for s in shards])
 
         sums_WE = self.loads.sums_CWGE[:, group].copy()
-        encodings = simulator.encodings([(table, s.width) for s in shards])
+        widths = np.array([s.width for s in shards])
+        encodings = simulator.encodings(np.full(len(shards), table), widths)
         np.subtract.at(sums_WE, ranks, encodings)
         alone = self.count_WG[ranks, group] == 1
         sums_WE[ranks[alone]] = 0.0  # exactly: an empty kernel costs nothing
-        whole_E = simulator.encodings([(table, dim)])[0]
+        whole_E = simulator.encodings(np.array([table]), np.array([dim]))[0]
         compute = np.repeat(self.compute_WG2[None], len(candidates), axis=0)
         compute[:, ranks, group] = simulator.compute_costs(sums_WE[ranks])
         compute[line, candidates, group] = simulator.compute_costs(

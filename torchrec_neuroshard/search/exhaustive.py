@@ -313,7 +313,7 @@ class _RankSets:
         for table, config in enumerate(task.tables):
             units = code // radix[table] % (radix[table + 1] // radix[table])
             widths = np.arange(config.embedding_dim // 4 + 1) * COLUMN_MULTIPLE
-            known = simulator.encodings([(table, int(w)) for w in widths[1:]])
+            known = simulator.encodings(np.full(len(widths) - 1, table), widths[1:])
             encodings = np.concatenate([np.zeros((1, known.shape[1])), known])
             sums[:, task.groups[table]] += encodings[units]
             for bytes_S, memory in zip(self.bytes_MS, task.memories, strict=True):
