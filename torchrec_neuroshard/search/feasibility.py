@@ -50,7 +50,8 @@ def way_out(task: ShardingTask) -> str:
     """Say what makes tables fit that need too much memory."""
     return (
         f"Raise world_size ({task.world_size}) or the ranks' memory, use a smaller "
-        "data_type, or allow more sharding types, kernels, shards or ranks."
+        "data_type, or allow other sharding types (such as row_wise), kernels, shards "
+        "or ranks."
     )
 
 
