@@ -294,7 +294,7 @@ def test_a_table_larger_than_all_memory_is_named(name: str) -> None:
         storage_reservation=RESERVATIONS[name](),
     )
     with pytest.raises(
-        PlannerError, match=r"^table 't0'.*needs 0\.02 GiB.*raise world"
+        PlannerError, match=r"^table 't0'.*needs 0\.02 GiB.*[Rr]aise world"
     ):
         planner.plan(bags(bag_config(0, rows=100_000, dim=64)), get_default_sharders())
     assert planner.last_result is None
