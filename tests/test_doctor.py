@@ -141,20 +141,14 @@ def raised_inside(module: str) -> Exception:
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("environment", "module", "explained"),
-    [
+def test_failure_is_blamed_on_a_clash_only_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for environment, module, explained in (
         (OVERWRITTEN, "torchrec.modules", True),
         (OVERWRITTEN, "torchrec_neuroshard.tables", False),
         (SOUND, "torchrec.modules", False),
-    ],
-)
-def test_failure_is_blamed_on_a_clash_only_where_there_is_one(
-    environment: Installed,
-    module: str,
-    explained: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(doctor, "read_installed", lambda: environment)
-    reason = doctor.explain_failure("Planner", raised_inside(module))
-    assert isinstance(reason, EnvironmentMismatchError) == explained
+    ):
+        monkeypatch.setattr(doctor, "read_installed", lambda found=environment: found)
+        reason = doctor.explain_failure("Planner", raised_inside(module))
+        assert isinstance(reason, EnvironmentMismatchError) == explained

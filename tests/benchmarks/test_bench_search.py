@@ -32,17 +32,6 @@ def test_every_method_places_every_table(method: str) -> None:
         assert found["bound_ms"] <= found["ms"]
 
 
-def row(method: str, **known: Any) -> dict[str, Any]:
-    size = {"task": "t", "method": method, "family": "f", "size": 9}
-    return {**size, "types": {}, "seconds": 1.0, "peak_mib": 9, "base_mib": 2, **known}
-
-
-def test_a_worse_plan_is_named() -> None:
-    rows = [row("ours", ms=2.0), row("torchrec", ms=1.9), row("ours, columns", ms=2.1)]
-    (loss,) = bench_search.losses(rows)
-    assert loss == "- `t` ours: 2 ms, torchrec: 1.9 ms"
-
-
 def test_a_run_from_end_to_end(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(bench_search, "make_tasks", lambda path: [TASK])
     command = ["--out", str(tmp_path / "first"), "--methods", "ours"]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.builders import ATTACHES_OPTIMIZERS, result_of
 from torchrec_neuroshard.collect.sampling import is_held_out_table
@@ -19,7 +18,6 @@ from torchrec_neuroshard.errors import InfeasibleError
 from torchrec_neuroshard.placement import ShardingTask
 from torchrec_neuroshard.search import SearchResult
 from torchrec_neuroshard.search.base import Searcher
-from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.workloads import generate_dlrm_tables
 
@@ -267,20 +265,3 @@ def test_times_are_in_units_of_the_references_around_them() -> None:
     }
     for times in kernels.median_times(raw, 10.0).values():
         assert times == pytest.approx((30.0, 60.0))
-
-
-def test_a_table_reads_the_same_in_all_kernels_of_a_round(small: Any) -> None:
-    one, other, *_ = (t.with_width(8) for t in small.tables)
-    inputs = kernels._Inputs(torch.device("cpu"))
-
-    def ids(*shards: TableConfig, index: int = 1) -> list[int]:
-        drawn = inputs.draw(plans.KernelSet(shards, small.batch_size), index)
-        return [int(i) for i in drawn.indices_L]
-
-    assert ids(one) + ids(other) == ids(one, other)
-    assert ids(other.with_width(4), one) == ids(other) + ids(one)
-    assert ids(one, index=2) != ids(one)
-    assert 0 < len(ids(one, index=0)) < len(ids(one)) / 4  # the warm-up's
-    before = ids(one)
-    inputs.begin(1)
-    assert ids(one) != before

@@ -21,7 +21,7 @@ from tests.builders import FixedSearcher, bag_config, bags, make_planner, stock_
 from tests.distributed.ranks import NODE_SIZE, ONE_NODE, Jobs, OfJob
 from tests.distributed.unsharded import draw_batch, local_parts, loss_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly]
 
 CODECS = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2}
 """Codec -> how far it may move the loss of a step, of about 1."""
@@ -86,6 +86,9 @@ def run_codecs(rank: int) -> dict[str, Any]:
             plan = planner.collective_plan(whole, [sharder])
             found[f"{codec}, {name}"] = train(whole, plan, sharder, rank)
     return found
+
+
+DAILY = ()
 
 
 def rank_jobs(num_nodes: int, rank: int, _: Path) -> Jobs:

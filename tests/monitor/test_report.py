@@ -95,13 +95,6 @@ def test_factors_are_at_most_measured_over_predicted() -> None:
     assert other.assess(alike).factors["fwd_compute"] == pytest.approx(0.2)
 
 
-def test_even_ranks_are_weighed_by_what_they_took() -> None:
-    job = Job(on_first=3)
-    ms = job.planned.by_rank_ms[0]["fwd_compute"]
-    report = job.assess(job.measured(2.0, fixed_ms=ms))
-    assert report.factors["fwd_compute"] == pytest.approx(3.0)
-
-
 def test_a_disturbed_report_does_not_count() -> None:
     job = Job()
     for factor in (2.0, 2.5, 40.0):
@@ -141,14 +134,6 @@ def test_moves_are_searched_with_costs_as_measured() -> None:
     assert result.moves and result.after.critical_path_ms < (
         result.before.critical_path_ms
     )
-
-
-def test_only_modules_that_are_timed_are_compared() -> None:
-    costs = Job().assessor
-    plan = Job().plan
-    for module, is_timed in (("sparse.ebc", True), ("sparse.other", False)):
-        phases = Phases.of(costs.planned(plan), {module})
-        assert (phases.critical_ms["fwd_compute"] > 0) == is_timed
 
 
 def test_ranks_are_put_together() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.types import (
     BoundsCheckMode,
@@ -29,7 +27,6 @@ from tests.builders import (
     bag_sharders,
     make_ebc,
     make_planner,
-    sequences,
     stock_planner,
 )
 from torchrec_neuroshard.planner import (
@@ -128,16 +125,6 @@ def test_settings_of_a_table_come_back_as_they_were(stored: Stored) -> None:
         save_plan(plan, path, model=model, planner=planner)
 
 
-def test_sequence_tables_and_a_model_that_is_one_module(tmp_path: Path) -> None:
-    model, path = sequences(8), tmp_path / "plan.json"
-    planner = make_planner()
-    plan = planner.plan(model, [EmbeddingCollectionSharder()])
-    save_plan(plan, path, model=model, planner=planner)
-    [table] = read_plan(path).fingerprint.tables
-    assert (table.full_name, table.pooling, table.data_type) == ("s0", "none", "fp32")
-    assert load_plan(path, model=model, planner=planner) == plan
-
-
 def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
     path, model, planner, plan = stored
     result, predicted = planner.last_result, read_plan(path).predicted
@@ -146,10 +133,9 @@ def test_costs_are_kept_with_the_plan_that_they_are_of(stored: Stored) -> None:
     other = make_planner(
         topology=CPUS, search=FixedSearcher([(0, 32, 0), (1, 16, 1), (2, 8, 1)])
     ).plan(model, bag_sharders())
-    for arguments in ({"planner": planner}, {"topology": CPUS}):
-        save_plan(other, path, model=model, **arguments)
-        assert read_plan(path).predicted is None
-        assert "not known" in str(read_plan(path).report())
+    save_plan(other, path, model=model, planner=planner)
+    assert read_plan(path).predicted is None
+    assert "not known" in str(read_plan(path).report())
     assert load_plan(path, model=model, planner=planner) == other
     save_plan(other, path, model=model, planner=planner)  # it is the last one by now
     assert read_plan(path).predicted is not None
@@ -197,18 +183,6 @@ def test_a_plan_of_what_is_around_the_tables_is_told(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=message):
         load_plan(path, model=deeper, topology=topology)
     assert load_plan(path, model=model, topology=topology).plan
-
-
-def test_tables_outside_the_plan_count(stored: Stored) -> None:
-    path, model, planner, plan = stored
-    more = copy.copy(model)
-    more.sparse = nn.ModuleDict(
-        {"ebc": model.sparse["ebc"], "new": make_ebc([(9, 4)], prefix="n_")}
-    )
-    with pytest.raises(PlanMismatchError, match=r"unsharded: .* sparse\.new\.n_t0"):
-        load_plan(path, model=more, planner=planner)
-    save_plan(plan, path, model=more, planner=planner)
-    assert load_plan(path, model=more, planner=planner) == plan
 
 
 @pytest.mark.parametrize(
@@ -312,9 +286,6 @@ def test_files_that_cannot_be_read_are_named(stored: Stored) -> None:
         read_plan(path).report()
     path.write_text(path.read_text()[:-40])
     with pytest.raises(PlanFileError, match=r"is damaged: it is not JSON"):
-        read_plan(path)
-    path.unlink()
-    with pytest.raises(PlanFileError, match=rf"cannot read .*'{path}'"):
         read_plan(path)
 
 

@@ -18,7 +18,6 @@ from torchrec.distributed.embedding_tower_sharding import (
     EmbeddingTowerCollectionSharder,
 )
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from tests.builders import (
@@ -35,7 +34,6 @@ from tests.builders import (
 )
 from torchrec_neuroshard import group_topology, rehearse
 from torchrec_neuroshard.cli import main
-from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.planner import save_plan
 
 GIB = 2**30
@@ -58,7 +56,6 @@ def plan_for(model: nn.Module, sharders: list[Any], world: int, **only: Any) -> 
 @pytest.mark.parametrize(
     ("kind", "kernel"),
     [
-        ("table_wise", "fused"),
         ("column_wise", "fused_uvm"),
         ("row_wise", "fused_uvm_caching"),
         ("table_row_wise", "fused"),
@@ -149,7 +146,6 @@ def test_ranks_without_the_hosts_memory_are_named() -> None:
     model = Nested(make_ebc([(1000, 64), (50_000, 64)]))
     only = {"sharding_types": ["table_wise"], "compute_kernels": ["fused_uvm"]}
     topology, plan = plan_for(model, bag_sharders(), 2, **only)
-    assert rehearse(model, plan, topology, bag_sharders(), batch_size=64).runs
     for device in topology.devices:
         device.storage.ddr = 50_000 * 64 * 4 - 1
     report = rehearse(model, plan, topology, bag_sharders(), batch_size=64)
@@ -166,27 +162,6 @@ def test_what_torchrec_refuses_is_named() -> None:
     report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
     assert not report.runs and report.num_built == 0
     assert "DistributedModelParallel raises" in report.ranks[0].faults[0]
-
-
-def test_widths_that_only_a_gpu_refuses_are_named() -> None:
-    model = make_ebc([(100, 4096)])
-    only = {"sharding_types": ["data_parallel"]}
-    topology, plan = plan_for(model, bag_sharders(), 2, **only)
-    report = rehearse(model, plan, topology, bag_sharders(), batch_size=8)
-    faults = [fault for rank in report.ranks for fault in rank.faults]
-    assert len(faults) == 2 and faults[0].startswith("table 't0': a GPU's kernels")
-    assert "at most 2,048 columns, got 4,096" in faults[0]
-
-
-def test_a_process_group_is_left_alone(tmp_path: Path) -> None:
-    meeting = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", meeting, rank=0, world_size=1)
-    try:
-        with pytest.raises(ConfigError, match="process without a process group"):
-            rehearse(make_ebc([(1000, 16)]), ShardingPlan({}), gpus(1), batch_size=8)
-        assert dist.get_backend() == "gloo"
-    finally:
-        dist.destroy_process_group()
 
 
 def make_model() -> EmbeddingBagCollection:
@@ -244,24 +219,19 @@ def test_the_command_knows_features_with_few_samples(
         }
 
     planner = make_planner(topology=topology, batch_size=64, constraints=sized(8, 40))
-    plan = planner.plan(make_model(), bag_sharders())
-    save_plan(plan, path, model=make_model(), planner=planner)
+    model, sharders = make_model(), bag_sharders()
+    plan = planner.plan(model, sharders)
+    save_plan(plan, path, model=model, planner=planner)
     monkeypatch.setattr(sys, "path", list(sys.path))
     command = ["rehearse", str(path), f"{__name__}:make_model", "--json", str(out)]
-    for batch_size, samples in ((64, (8, 40)), (128, (16, 80))):
-        assert main([*command, "--batch-size", str(batch_size)]) == 0
-        told = rehearse(
-            make_model(),
-            plan,
-            topology,
-            bag_sharders(),
-            batch_size=batch_size,
-            constraints=sized(*samples),
-        )
-        for read, rank in zip(
-            json.loads(out.read_text())["ranks"], told.ranks, strict=True
-        ):
-            assert read["activation_bytes"] == rank.activation_bytes
+    assert main([*command, "--batch-size", "128"]) == 0
+    told = rehearse(
+        model, plan, topology, sharders, batch_size=128, constraints=sized(16, 80)
+    )
+    read = json.loads(out.read_text())["ranks"]
+    assert [r["activation_bytes"] for r in read] == [
+        r.activation_bytes for r in told.ranks
+    ]
 
 
 def test_no_weight_is_allocated() -> None:

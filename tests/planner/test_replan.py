@@ -199,13 +199,6 @@ def test_best_placement_of_few_tables_is_reached(make_job: MakeJob) -> None:
     assert job.replan().after.critical_path_ms == pytest.approx(min(costs))
 
 
-def test_no_move_where_nothing_helps(make_job: MakeJob) -> None:
-    job = make_job([(0, 32, 0), (1, 32, 1)], sizes=[(1000, 32)] * 2)
-    result = job.replan()
-    assert result.moves == () and result.plan == job.plan
-    assert result.before == result.after
-
-
 def test_over_gloo_a_table_leaves_all_its_ranks_or_none(make_job: MakeJob) -> None:
     arguments: dict[str, Any] = {"sizes": [(4000, 64), (9000, 64)], "kind": COLUMN}
     triples = [(0, 32, 0), (0, 32, 1), (1, 64, 0)]
@@ -251,23 +244,6 @@ def test_optimizer_state_is_not_split(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute_device", "widths"), [("cpu", [20, 24]), ("cuda", [36, 8])]
-)
-def test_unequal_widths_only_on_cpu(
-    make_job: MakeJob, compute_device: str, widths: list[int]
-) -> None:
-    # Half of 44 columns is no multiple of 4.
-    job = make_job(
-        [(0, 36, 0), (0, 8, 1)],
-        sizes=[(4000, 44)],
-        kind=COLUMN,
-        compute_device=compute_device,
-    )
-    plan = job.replan(executable_only=False).plan
-    assert sorted(w for _, w, _ in shards_of(plan)["t0"]) == sorted(widths)
-
-
-@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (
@@ -306,33 +282,14 @@ def test_what_torchrec_cannot_move_is_not_proposed(
 def test_sequence_tables_are_not_resharded() -> None:
     model = sequences(16, 16, 16, 16, prefix="t")
     sharders = [EmbeddingCollectionSharder()]
-    planner = make_planner(
-        1, constraints={f"t{i}": ParameterConstraints(**TABLE) for i in range(4)}
-    )
-    plan = planner.plan(model, sharders)  # all on rank 0
-    wide = make_planner(2)
-    arguments: dict[str, Any] = {
-        "planner": wide,
-        "model": model,
-        "sharders": sharders,
-        "budget_bytes": HUGE,
-    }
-    result = replan(plan, **arguments)
+    tables = {f"t{i}": ParameterConstraints(**TABLE) for i in range(4)}
+    # All on rank 0.
+    plan = make_planner(1, constraints=tables).plan(model, sharders)
+    job = Job(make_planner(2), model, plan, sharders)
+    result = job.replan()
     assert result.moves == ()
     assert result.obstacles["t0"] == "TorchRec does not reshard an EmbeddingCollection"
-    assert len(replan(plan, executable_only=False, **arguments).moves) == 2
-
-
-def test_tables_of_other_kinds_stay_and_are_costed(make_job: MakeJob) -> None:
-    job = make_job(
-        ALL_ON_0[:4],
-        kinds={"t4": {"sharding_types": ["row_wise"]}},
-        compute_device="cuda",
-    )
-    result = job.replan(executable_only=False)
-    assert result.plan.plan[""]["t4"] == job.plan.plan[""]["t4"]
-    assert len(result.before.stages) == 2
-    assert result.before.stages[1] == result.after.stages[1]
+    assert job.replan(executable_only=False).moves
 
 
 def test_full_ranks_take_nothing(make_job: MakeJob) -> None:
@@ -363,11 +320,8 @@ def test_fresh_profiles_are_what_counts(make_job: MakeJob) -> None:
 
 def test_plan_of_another_job(make_job: MakeJob) -> None:
     job = make_job([(0, 32, 2), (1, 32, 1)], 3, sizes=[(1000, 32)] * 2)
-    job.planner = make_job([(0, 32, 1), (1, 32, 1)], 2, sizes=[(1000, 32)] * 2).planner
+    job.planner = make_planner(2)
     with pytest.raises(PlanFileError, match="'t0': rank 2 is not in 0 to 1"):
-        job.replan()
-    job.model = make_ebc([(1000, 32)])
-    with pytest.raises(PlanFileError, match="'t1' of module '' is in the plan alone"):
         job.replan()
 
 
