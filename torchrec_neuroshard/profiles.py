@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,6 @@ __all__ = [
     "COUNT_BIN_LOW",
     "NUM_COUNT_BINS",
     "FeatureProfile",
-    "KeyedJaggedLike",
     "bin_mean_counts",
     "count_histogram",
     "expected_histogram",
@@ -599,22 +598,6 @@ def merge_profiles(profiles: Sequence[FeatureProfile]) -> FeatureProfile:
     )
 
 
-class KeyedJaggedLike(Protocol):
-    """The part of TorchRec's KeyedJaggedTensor that profiling reads."""
-
-    def keys(self) -> list[str]:
-        """Feature names."""
-
-    def stride(self) -> int:
-        """Samples."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Feature name -> JaggedTensor with `values()`, `lengths()`."""
-
-    def weights_or_none(self) -> Any:
-        """Weights of all lookups, or None."""
-
-
 def _each(batches: Any) -> Iterator[Any]:
     """Go over batches; one alone is a mistake that would be taken for its keys."""
     if hasattr(batches, "stride") or not isinstance(batches, Iterable):
@@ -625,7 +608,7 @@ def _each(batches: Any) -> Iterator[Any]:
     yield from batches
 
 
-def profile_inputs(batches: Iterable[KeyedJaggedLike]) -> dict[str, FeatureProfile]:
+def profile_inputs(batches: Iterable[Any]) -> dict[str, FeatureProfile]:
     """Profile each feature over some batches of model input.
 
     The batches are counted as one: eight local batches profile what eight ranks read in

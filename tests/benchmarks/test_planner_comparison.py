@@ -37,7 +37,6 @@ COMMS = BandwidthCommsModel(
     local_world_size=RANKS,
     intra_gb_per_s=2.0,
     inter_gb_per_s=1.0,
-    latency_us=50.0,
 )
 COSTS = rivals.Costs(compute=AnalyticCostModel(), comms=COMMS)
 

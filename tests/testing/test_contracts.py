@@ -99,7 +99,6 @@ COMMS_MODELS: dict[str, Callable[[int, int], CommsModel]] = {
         local_world_size=local,
         intra_gb_per_s=300.0,
         inter_gb_per_s=25.0,
-        latency_us=12.0,
     ),
     "published": lambda world_size, local: published_comms_model(
         GPU_CARDS["h100"], world_size=world_size, local_world_size=local

@@ -25,7 +25,7 @@ __all__ = ["BandwidthCommsModel", "LearnedCommsModel"]
 
 
 class BandwidthCommsModel(CommsModel):
-    """Bytes over the topology's bandwidths, plus one latency per collective.
+    """Bytes over the topology's bandwidths.
 
     A rank is done when it has sent its own columns of every sample to the sample's
     rank and received all columns of its own samples; both directions run at once.
@@ -41,7 +41,6 @@ class BandwidthCommsModel(CommsModel):
         local_world_size: int,
         intra_gb_per_s: float,
         inter_gb_per_s: float,
-        latency_us: float = 0.0,
         relative_ms: tuple[float, float, float] = (1.0, 1.0, 1.0),
         source: str = "datasheet, not measured",
     ) -> None:
@@ -52,7 +51,6 @@ class BandwidthCommsModel(CommsModel):
             local_world_size: Ranks per node.
             intra_gb_per_s: Bandwidth of a rank inside its node.
             inter_gb_per_s: Bandwidth of a rank to other nodes.
-            latency_us: Fixed cost of one collective.
             relative_ms: Times of a reduce-scatter, an all-gather and an all-reduce over
                 those of all-to-alls of as many bytes.
             source: Shown beside the numbers.
@@ -70,7 +68,6 @@ class BandwidthCommsModel(CommsModel):
         self.source = source
         self._world_size = world_size
         self._relative_3 = np.array(relative_ms)
-        self._latency_ms = latency_us * 1e-3 if world_size > 1 else 0.0
         # Share of a rank's traffic that stays in the node, and that leaves it.
         inside = (local_world_size - 1) / world_size
         outside = (world_size - local_world_size) / world_size
@@ -82,7 +79,6 @@ class BandwidthCommsModel(CommsModel):
         """See `CommsModel.under`."""
         other = copy.copy(self)
         other._ms_per_byte = self._ms_per_byte / factors.link
-        other._latency_ms = self._latency_ms * factors.launch
         return other
 
     def all_to_all(
@@ -91,7 +87,7 @@ class BandwidthCommsModel(CommsModel):
         """Predict each rank's pooled-output all-to-all; see `CommsModel.all_to_all`."""
         sent = columns_CW * (batch_size * OUTPUT_BYTES_PER_VALUE)
         received = sent.sum(axis=1, keepdims=True) / self._world_size
-        ms = np.maximum(sent, received) * self._ms_per_byte + self._latency_ms
+        ms = np.maximum(sent, received) * self._ms_per_byte
         return np.stack([ms, ms], axis=2)
 
     def row_wise(

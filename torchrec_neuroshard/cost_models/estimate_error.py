@@ -41,25 +41,22 @@ class EstimateFactors:
 class CardCheck:
     """One card's published timings, predicted by constants fitted without them.
 
-    Ratios and errors are medians over timings of tables in the card's memory.
+    Errors are medians over timings of tables in the card's memory.
     """
 
     timings: int
-    forward_ratio: float | None
-    """Predicted over measured; None: no such timings."""
     forward_error: float | None
-    """|predicted / measured - 1|."""
-    backward_ratio: float | None
+    """|predicted / measured - 1|; None: no such timings."""
     backward_error: float | None
 
 
 CHECKED_CARDS: Mapping[str, CardCheck] = {
-    "a100": CardCheck(9, 1.14, 0.14, 0.96, 0.09),
-    "h100": CardCheck(17, 1.02, 0.02, 1.04, 0.12),
-    "h200": CardCheck(4, 1.03, 0.03, 0.99, 0.11),
-    "mi250x": CardCheck(6, 0.89, 0.11, None, None),
-    "mi350": CardCheck(69, None, None, 0.86, 0.19),
-    "v100": CardCheck(24, 1.17, 0.28, 1.41, 0.41),
+    "a100": CardCheck(9, 0.14, 0.09),
+    "h100": CardCheck(17, 0.02, 0.12),
+    "h200": CardCheck(4, 0.03, 0.11),
+    "mi250x": CardCheck(6, 0.11, None),
+    "mi350": CardCheck(69, None, 0.19),
+    "v100": CardCheck(24, 0.28, 0.41),
 }
 """Name of a card (A100 of both sizes, H100 of both makes as one) -> its check, of
 tables in its memory; `benchmarks/results/published_202611.json` holds them in full."""
@@ -71,9 +68,9 @@ LOG_STD: Mapping[str, float] = {
     "backward": 0.13,
     "link": 0.15,
 }
-"""Standard deviations of the factors' logarithms. Bandwidth and backward: of the ratios
-above, the backward ones over the forward ones. Launch: of small kernels. Link: of
-tables in the host's memory and of collectives. Reuse: assumed, a factor of two; no
+"""Standard deviations of the factors' logarithms. Bandwidth and backward: of predicted
+over measured in that file, the backward ones over the forward ones. Launch: of small
+kernels. Link: of tables in the host's memory and of collectives. Reuse: assumed, a factor of two; no
 published timing tells it. They are drawn apart: on the four cards that have both, the
 first two go together as little as -0.1."""
 

@@ -30,6 +30,7 @@ from torchrec_neuroshard.errors import ConfigError, NeuroShardError
 from torchrec_neuroshard.gpu_cards import GPU_CARDS, GpuCard, card_named, find_card
 
 __all__ = [
+    "PRETRAINED",
     "bundle_folder",
     "card_constants",
     "find_named_card",

@@ -96,7 +96,11 @@ class InputSampler:
             return
         tap.num_taken += 1
         try:
-            if _is_ragged(features):
+            # Features may have batches of their own, or come as something else.
+            if (
+                not hasattr(features, "weights_or_none")
+                or features.variable_stride_per_key()
+            ):
                 return
             for key in sorted(features.keys())[self._rank :: self._world_size]:
                 if self._owners.setdefault(key, tap) is not tap:
@@ -153,13 +157,6 @@ def _outermost(model: nn.Module) -> Iterator[nn.Module]:
         return
     for child in model.children():
         yield from _outermost(child)
-
-
-def _is_ragged(features: Any) -> bool:
-    """Whether features have batches of their own, or come as something else."""
-    if not hasattr(features, "weights_or_none"):
-        return True
-    return bool(features.variable_stride_per_key())
 
 
 def _copy(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

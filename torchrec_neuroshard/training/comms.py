@@ -10,7 +10,7 @@ group sizes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,23 +141,32 @@ def _least_time(data: CommsData) -> npt.NDArray[np.float64]:
 def fit_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
     """Fit non-negative coefficients per collective by relative least squares.
 
-    What the net starts from, for all world sizes alike. A collective without data
-    takes the mean of the others.
+    What the net starts from, for all world sizes alike.
 
     Returns:
         `L x K`.
     """
-    fitted = np.zeros((len(COLLECTIVES), len(TERM_NAMES)))
     measured_NW = _least_time(data)
-    known = np.zeros(len(COLLECTIVES), dtype=bool)
-    for number in range(len(COLLECTIVES)):
-        rows = data.collective_N == number
-        if not rows.any():
-            continue
+
+    def fit_one(_: str, rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         present = data.present_NW[rows]
         matrix = data.terms_NWK[rows][present].astype(np.float64)
-        fitted[number] = fit_relative(matrix, measured_NW[rows][present])
-        known[number] = True
+        return fit_relative(matrix, measured_NW[rows][present])
+
+    return _fit_each(data, fit_one)
+
+
+def _fit_each(
+    data: CommsData,
+    fit_one: Callable[[str, npt.NDArray[np.bool_]], npt.NDArray[np.float64]],
+) -> npt.NDArray[np.float64]:
+    """Fit each collective to its records; one without any takes the others' mean."""
+    fitted = np.full((len(COLLECTIVES), len(TERM_NAMES)), np.nan)
+    for number, name in enumerate(COLLECTIVES):
+        rows = data.collective_N == number
+        if rows.any():
+            fitted[number] = fit_one(name, rows)
+    known = ~np.isnan(fitted[:, 0])
     fitted[~known] = fitted[known].mean(axis=0)
     return fitted
 
@@ -274,22 +283,19 @@ def _bandwidth_coefficients(data: CommsData) -> npt.NDArray[np.float64]:
     Counted are the bytes of the rank that sends most, or is sent most in collectives
     whose bytes per peer are those that a rank is sent.
     """
-    fitted = np.zeros((len(COLLECTIVES), len(TERM_NAMES)))
-    launch, measured_N = TERM_NAMES.index("launch"), data.slowest_ms()
-    known = np.zeros(len(COLLECTIVES), dtype=bool)
-    for number, name in enumerate(COLLECTIVES):
-        rows = data.collective_N == number
-        if not rows.any():
-            continue
+    measured_N = data.slowest_ms()
+
+    def fit_one(name: str, rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
         side = "most_received" if name in FROM_OWNER else "most_sent"
         columns = [i for i, n in enumerate(TERM_NAMES) if n.rpartition("_")[0] == side]
         busiest = data.terms_NWK[rows, 0][:, columns].sum(axis=1).astype(np.float64)
         matrix = np.stack([np.ones(rows.sum()), busiest], axis=1)
-        fitted[number, launch], slope = fit_relative(matrix, measured_N[rows])
-        fitted[number, columns] = slope
-        known[number] = True
-    fitted[~known] = fitted[known].mean(axis=0)
-    return fitted
+        fitted_K = np.zeros(len(TERM_NAMES))
+        launch = TERM_NAMES.index("launch")
+        fitted_K[launch], fitted_K[columns] = fit_relative(matrix, measured_N[rows])
+        return fitted_K
+
+    return _fit_each(data, fit_one)
 
 
 def _rescaled(network: CommsNetwork, data: CommsData) -> CommsNetwork:

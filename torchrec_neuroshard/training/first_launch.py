@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +47,7 @@ from torchrec_neuroshard.cost_models.bundle import (
     load_bundle,
 )
 from torchrec_neuroshard.cost_models.loading import (
-    bundle_folder,
+    PRETRAINED,
     physical_estimate,
     pretrained_names,
 )
@@ -59,7 +59,7 @@ from torchrec_neuroshard.devices import (
     is_accelerator,
     torch_threads,
 )
-from torchrec_neuroshard.errors import NeuroShardError, RankFailureError, RecordError
+from torchrec_neuroshard.errors import RankFailureError, RecordError
 from torchrec_neuroshard.files import from_fields, to_fields
 from torchrec_neuroshard.progress import clear
 from torchrec_neuroshard.record_store import RecordStore, read_records
@@ -234,25 +234,15 @@ class LaunchVerdict:
     @property
     def is_sound(self) -> bool:
         """Whether later launches may take it."""
-        return not self.is_worse and not self._is_noisy
-
-    @property
-    def _is_noisy(self) -> bool:
-        return self.num_disturbed > _MOST_DISTURBED * self.num_sets
+        is_quiet = self.num_disturbed <= _MOST_DISTURBED * self.num_sets
+        return is_quiet and not self.is_worse
 
     def __str__(self) -> str:
-        """Say what speaks against it, with the figures."""
-        reasons = []
-        if self._is_noisy:
-            reasons.append(
-                f"{self.num_disturbed} of {self.num_sets} sets were disturbed by other "
-                "work"
-            )
-        if self.is_worse:
-            reasons.append("it errs more than the estimate")
+        """Return the figures that speak for or against it."""
         return (
-            f"{' and '.join(reasons)} (error on held-out sets {self.error:.1%}, the "
-            f"estimate's {self.estimate_error:.1%})"
+            f"{self.num_disturbed} of {self.num_sets} sets were disturbed by other "
+            f"work, and on held-out sets its error is {self.error:.1%}, the "
+            f"estimate's {self.estimate_error:.1%}"
         )
 
 
@@ -372,9 +362,7 @@ def measure_and_fit(
     """
     backend = backend_of(request.device_type)
     patience = request.seconds + request.grace_seconds
-    ranks = None
-    if request.world_size > 1:
-        ranks = Ranks(backend, patience)
+    ranks = Ranks(backend, patience) if request.world_size > 1 else None
     rank = 0 if ranks is None else ranks.rank
     device = torch.device("cpu") if ranks is None else ranks.device
     if ranks is None and is_accelerator(request.device_type):
@@ -628,11 +616,9 @@ def _nearest(request: LaunchRequest, records: Path, scratch: Path) -> Path:
     data = build_sets(training)
     folders = [_physical_bundle(request, header[0], training, scratch / "physical")]
     for name in pretrained_names():
-        folder = bundle_folder(name)
-        assert folder is not None
-        info = COMPUTE_BUNDLE.read_info(folder)
+        info = COMPUTE_BUNDLE.read_info(PRETRAINED / name)
         if info.fingerprint.device_type == request.device_type:
-            folders.append(folder)
+            folders.append(PRETRAINED / name)
 
     def error(folder: Path) -> float:
         model = load_bundle(folder)
@@ -678,23 +664,10 @@ def _comms_source(device_type: str) -> Path | None:
     """A shipped bundle whose collectives are of this kind of device."""
     backend = backend_of(device_type)
     for name in pretrained_names():
-        folder = bundle_folder(name)
-        if folder is not None and COMMS_BUNDLE.is_in(folder):
-            if COMMS_BUNDLE.read_info(folder).backend == backend:
-                return folder
+        info = COMMS_BUNDLE.find_info(PRETRAINED / name)
+        if info is not None and info.backend == backend:
+            return PRETRAINED / name
     return None
-
-
-@contextlib.contextmanager
-def _ended_after(seconds: float) -> Iterator[None]:
-    """End this process after the time, also where the job that started it is gone."""
-    timer = threading.Timer(seconds, lambda: os._exit(3))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _main(folder: Path, limit: float) -> int:
@@ -710,18 +683,16 @@ def _main(folder: Path, limit: float) -> int:
             f"{request.seconds:.0f} s; later launches take it from the cache",
             soft_wrap=True,
         )
-    with _ended_after(limit):
-        try:
-            measure_and_fit(request, folder, console, begin)
-        except Exception as error:
-            text = str(error).strip() or repr(error)
-            kind = (
-                ""
-                if isinstance(error, NeuroShardError)
-                else f"{type(error).__name__}: "
-            )
-            (folder / _REASON).write_text(f"{kind}{text.splitlines()[0]}", "utf-8")
-            return 1
+    # The job that started this process may be gone.
+    timer = threading.Timer(limit, lambda: os._exit(3))
+    timer.daemon = True
+    timer.start()
+    try:
+        measure_and_fit(request, folder, console, begin)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        (folder / _REASON).write_text(text.splitlines()[0], "utf-8")
+        return 1
     return 0
 
 

@@ -18,7 +18,6 @@ from torchrec_neuroshard.cost_models.bundle import (
     CommsBundleInfo,
     save_comms_bundle,
 )
-from torchrec_neuroshard.cost_models.comms_network import CommsNetwork
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
 from torchrec_neuroshard.errors import RecordError
 from torchrec_neuroshard.files import check_folder, from_options
@@ -262,7 +261,10 @@ def train_comms_bundle(
     test_data = build_comms(test, intra, inter)
     console.print(f"{len(training)} collectives to train on, {len(test)} to test")
 
-    init = _model_before(before, headers[0].backend)
+    init = None
+    if before is not None and COMMS_BUNDLE.is_in(before):
+        network, described = COMMS_BUNDLE.load(before)
+        init = network if described.backend == headers[0].backend else None
     with phase("training"):
         found = make_candidates(training_data, test_data, config, init)
         network = found.network
@@ -304,14 +306,6 @@ def train_comms_bundle(
     for line in (found.verdict(), noise, f"wrote {out}"):
         console.print(line, soft_wrap=True)
     return evaluations
-
-
-def _model_before(folder: Path | None, backend: str) -> CommsNetwork | None:
-    """Another bundle's model of collectives, if it has one of this backend."""
-    if folder is None or not COMMS_BUNDLE.is_in(folder):
-        return None
-    network, info = COMMS_BUNDLE.load(folder)
-    return network if info.backend == backend else None
 
 
 def _merge(
