@@ -70,9 +70,9 @@ LOG_STD: Mapping[str, float] = {
 }
 """Standard deviations of the factors' logarithms. Bandwidth and backward: of predicted
 over measured in that file, the backward ones over the forward ones. Launch: of small
-kernels. Link: of tables in the host's memory and of collectives. Reuse: assumed, a factor of two; no
-published timing tells it. They are drawn apart: on the four cards that have both, the
-first two go together as little as -0.1."""
+kernels. Link: of tables in the host's memory and of collectives. Reuse: assumed, a
+factor of two; no published timing tells it. They are drawn apart: on the four cards
+that have both, the first two go together as little as -0.1."""
 
 _FAMILY: Mapping[str, str] = {"a100-40gb": "a100"}
 """Cards of the chip of another one, with more or less memory."""
