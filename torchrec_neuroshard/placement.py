@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_neuroshard.errors import ConfigError, InfeasibleError, PlacementError
-from torchrec_neuroshard.placement_rules import PlacementRules, joined_sets
+from torchrec_neuroshard.placement_rules import PlacementRules, joined_sets, listed
 from torchrec_neuroshard.sharding_types import (
     COLUMN_SHARDED_TYPES,
     COLUMN_WISE,
@@ -52,7 +52,6 @@ def capitalised(text: str) -> str:
 
 HOST = "in the host's memory, "
 """How messages begin that are about a rank's part of that."""
-_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -410,12 +409,6 @@ class ShardingTask:
         return self.fixed_bytes[table] + self.column_bytes[table] * width
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    """Name ranks, of many the first ones."""
-    shown = ", ".join(map(str, ranks[:_MAX_LISTED]))
-    return shown if len(ranks) <= _MAX_LISTED else f"{shown}, ..."
-
-
 @dataclass(frozen=True, order=True, slots=True)
 class ColumnShard:
     """Columns `offset` to `offset + width` of a table, or some rows of them."""
@@ -574,8 +567,8 @@ class Placement:
             ranks = list(range(number * size, (number + 1) * size))
             if [s.rank for s in held] != ranks or len({s.width for s in held}) > 1:
                 raise PlacementError(
-                    f"table '{table.name}' ({kind.name}) must be alike on all of ranks "
-                    f"{_listed(ranks)}"
+                    f"table '{table.name}' ({kind.name}) must be alike on all of "
+                    f"{listed(ranks)}"
                 )
             end = 0
             for shard in held if kind.splits_rows else ():

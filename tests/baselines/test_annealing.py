@@ -39,7 +39,7 @@ def test_more_steps_never_end_worse(seed: int) -> None:
     task = sample_task(12, 3, seed=seed, groups=(0, 1, 2) * 4, stages=(0, 0, 1))
     models = MODELS[0], Ordering(gb_per_s=1.0)
     # As cold at the end as at the start: the first steps of all runs are the same.
-    cold = AnnealingConfig(chains=1, hottest=1e-9, coldest=1e-9, split_share=0.5)
+    cold = AnnealingConfig(chains=1, hottest=1e-9, coldest=1e-9)
     paths = [CostGreedySearcher().search(task, *models).predicted.critical_path_ms]
     for steps in (1, 2, 5, 10, 20, 50, 100, 200):
         searcher = AnnealingSearcher(dataclasses.replace(cold, steps=steps))
@@ -86,7 +86,7 @@ def test_seeds_and_budgets() -> None:
     ("setting", "message"),
     [
         ({"chains": 0}, "chains and steps must be at least 1, got 0 and"),
-        ({"split_share": 0.8}, r"lie in 0 to 1 together, got \(0.8, 0.3\)"),
+        ({"hottest": 1e-9}, "temperatures must be above 0 and fall"),
     ],
 )
 def test_bad_settings_are_named(setting: dict[str, float], message: str) -> None:

@@ -42,6 +42,9 @@ __all__ = ["AnnealingConfig", "AnnealingSearcher"]
 
 _MOST_CELLS = 20_000_000
 """Chains x tables x ranks, which bounds memory: large tasks have fewer chains."""
+_SPLIT_SHARE, _SWAP_SHARE = 0.2, 0.3
+"""Shares of the steps that cut a table anew, where it may be cut, and that make two
+shards change ranks."""
 _BYTE_DIGITS = 3
 """Digits to which memory is counted."""
 
@@ -57,10 +60,6 @@ class AnnealingConfig:
     """First temperature: relative loss that is kept with probability 1/e."""
     coldest: float = 2e-4
     """Last temperature."""
-    split_share: float = 0.2
-    """Share of steps that cut a table anew, where tables may be cut."""
-    swap_share: float = 0.3
-    """Share of steps that make two shards change ranks."""
     time_budget_seconds: float = 20.0
     """The best placement so far is returned after this; temperatures fall by steps, so
     that a run cut short has not cooled down."""
@@ -76,11 +75,6 @@ class AnnealingConfig:
             raise ConfigError(
                 "temperatures must be above 0 and fall, got "
                 f"{self.hottest} to {self.coldest}"
-            )
-        shares = (self.split_share, self.swap_share)
-        if min(shares) < 0 or sum(shares) > 1:
-            raise ConfigError(
-                f"split_share and swap_share must lie in 0 to 1 together, got {shares}"
             )
         if not self.time_budget_seconds > 0:
             raise ConfigError(
@@ -244,20 +238,19 @@ class _Chains:
 class _Proposals:
     """Draws steps."""
 
-    def __init__(self, bank: ShardBank, config: AnnealingConfig) -> None:
-        self._bank, self._config = bank, config
+    def __init__(self, bank: ShardBank) -> None:
+        self._bank = bank
         self._splits = [bank.splits(t) for t in range(len(bank.dims_T))]
         self._can_cut_T = np.array([len(s) > 1 for s in self._splits])
 
     def draw(self, state: _State, rng: np.random.Generator) -> _Step:
         """Draw a step for each chain."""
-        config = self._config
         num_chains, _, num_ranks = state.width_CTW.shape
         lanes = np.arange(num_chains)
         table, source = self._shards(state, rng)
         other, target = self._any_shards(state, rng)
         kind = rng.random(num_chains)
-        swaps = (kind < config.swap_share) & (other != table)
+        swaps = (kind < _SWAP_SHARE) & (other != table)
         elsewhere = rng.integers(1, num_ranks, size=num_chains)
         target = np.where(swaps, target, (source + elsewhere) % num_ranks)
         pair = np.stack([table, other], axis=1)
@@ -266,7 +259,7 @@ class _Proposals:
             at_source = width[lanes, place, source]
             width[lanes, place, source] = width[lanes, place, target]
             width[lanes, place, target] = at_source
-        cuts = (kind > 1 - config.split_share) & self._can_cut_T[table]
+        cuts = (kind > 1 - _SPLIT_SHARE) & self._can_cut_T[table]
         for chain in np.flatnonzero(cuts).tolist():
             width[chain, 0] = self._cut(int(table[chain]), num_ranks, rng)
         return _Step(pair, width, np.stack([np.ones_like(swaps), swaps], axis=1))
@@ -360,7 +353,7 @@ def _anneal(
     if state.width_CTW.shape[2] == 1:
         return best, config.steps
     rng = np.random.default_rng(config.seed)
-    proposals = _Proposals(chains.bank, config)
+    proposals = _Proposals(chains.bank)
     cooling = np.geomspace(config.hottest, config.coldest, config.steps)
     for number, temperature in enumerate(cooling):
         if time.monotonic() > deadline:

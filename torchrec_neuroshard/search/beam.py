@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from torchrec_neuroshard.search.shards import (
     split_widths,
 )
 
-__all__ = ["BeamPlan", "beam_search", "required_splits"]
+__all__ = ["beam_search", "required_splits"]
 
 State = tuple[int, ...]
 """Shards per table: the multiset of splits, whatever their order."""
@@ -38,15 +37,6 @@ NUM_CAPS = 3
 """Caps tried after the first round: those that served the start states best."""
 MIN_GAIN = 1e-3
 """Relative gain of a round below which the beam stops and refinement goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class BeamPlan:
-    """One placement that the beam came to."""
-
-    cost_ms: float
-    widths: Ints
-    """`T x W` columns of each table on each rank."""
 
 
 def required_splits(bank: ShardBank) -> State:
@@ -185,9 +175,7 @@ class _Beam:
         del self.kept[self.config.beam_width :]
 
 
-def beam_search(
-    bank: ShardBank, config: SearchConfig, deadline: float
-) -> list[BeamPlan]:
+def beam_search(bank: ShardBank, config: SearchConfig, deadline: float) -> list[Ints]:
     """Search column splits, greedily placed.
 
     Args:
@@ -196,7 +184,8 @@ def beam_search(
         deadline: `time.monotonic()` after which no new round starts.
 
     Returns:
-        The best placements, best first; empty where greedy placing found no room.
+        Widths, `T x W`, of the best placements, best first; empty where greedy placing
+        found no room.
     """
     beam = _Beam(bank, config)
     starts = beam.start_states()
@@ -216,4 +205,4 @@ def beam_search(
         beam.evaluate(states, ORDERS[:1])
         if beam.kept[0][0] > best * (1 - MIN_GAIN):
             break
-    return [BeamPlan(cost, widths) for cost, _, widths, _ in beam.kept]
+    return [widths for _, _, widths, _ in beam.kept]

@@ -193,7 +193,7 @@ class NeuroShardSearcher(BudgetedSearcher[SearchConfig]):
     @staticmethod
     def _split(bank: ShardBank, config: SearchConfig, deadline: float) -> list[Ints]:
         """Place tables that all lie in column shards: widths, the best first."""
-        plans = [p.widths for p in beam_search(bank, config, deadline)]
+        plans = beam_search(bank, config, deadline)
         left = max(deadline - time.monotonic(), LEAST_PACK_SECONDS)
         return plans or [pack(bank.task, min(left, PACK_SECONDS))]
 

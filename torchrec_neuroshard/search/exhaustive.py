@@ -79,16 +79,7 @@ class ExhaustiveSearcher(Searcher):
         for table, option in enumerate(options):
             best, place = divmod(best, len(option))
             widths[table] = option[place] * COLUMN_MULTIPLE
-        placement = placement_from_widths(widths)
-        return SearchResult(
-            placement=placement,
-            predicted=simulator.evaluate(placement),
-            lower_bound_ms=best_ms,
-            gap=0.0,
-            bound_is_proven=True,
-            search_seconds=time.monotonic() - start,
-            num_evaluated=len(sets.cost_SS2),
-        )
+        return _result(simulator, widths, best_ms, start, len(sets.cost_SS2))
 
     @staticmethod
     def _costs(
@@ -231,7 +222,17 @@ def _try_choices(simulator: Simulator, start: float) -> SearchResult:
     width_TW = np.zeros((len(task.tables), num_ranks), dtype=np.int64)
     way_CN, width_CNW = _decode(np.array([best]), ways_N, widths_N)
     width_TW[way_CN[0]] = width_CNW[0]
-    placement = placement_from_widths(width_TW, task)
+    return _result(simulator, width_TW, best_ms, start, bank.num_evaluated)
+
+
+def _result(
+    simulator: Simulator,
+    width_TW: Ints,
+    best_ms: float,
+    start: float,
+    num_evaluated: int,
+) -> SearchResult:
+    placement = placement_from_widths(width_TW, simulator.task)
     return SearchResult(
         placement=placement,
         predicted=simulator.evaluate(placement),
@@ -239,7 +240,7 @@ def _try_choices(simulator: Simulator, start: float) -> SearchResult:
         gap=0.0,
         bound_is_proven=True,
         search_seconds=time.monotonic() - start,
-        num_evaluated=bank.num_evaluated,
+        num_evaluated=num_evaluated,
     )
 
 

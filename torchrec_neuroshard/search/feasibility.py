@@ -387,14 +387,6 @@ class _Program:
         return widths.reshape(self.shape)
 
 
-def _membership(task: ShardingTask) -> npt.NDArray[np.bool_]:
-    """Which tables each set of `apart` has, one row a set."""
-    member = np.zeros((len(task.apart), len(task.tables)), dtype=bool)
-    for row, tables in zip(member, task.apart, strict=True):
-        row[list(tables)] = True
-    return member
-
-
 def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
     """Variables per rank and kind of shard: how many units of columns, and whether any.
 
@@ -480,7 +472,8 @@ def _mixed_integer_program(task: ShardingTask, shrink: float) -> _Program:
         blocks.append(line(*parts, None, -np.inf, caps * scale * (1 - shrink)))
     if task.apart:
         # Of the tables of a set at most one on each rank.
-        number, cell = np.nonzero(_membership(task)[:, table_K[kind]])
+        member = np.stack([np.isin(table_K, tables) for tables in task.apart])
+        number, cell = np.nonzero(member[:, kind])
         row = number * num_ranks + ranks[cell]
         shape = len(task.apart) * num_ranks, size
         crowd = sparse.csr_array((np.ones(len(row)), (row, cell)), shape=shape)

@@ -174,8 +174,7 @@ def plan_states(
     bank: ShardBank,
     states: Sequence[Ints],
     caps: Sequence[float],
-    orders: Sequence[str] = ORDERS[:1],
-    num_exact: int = NUM_EXACT,
+    orders: Sequence[str],
 ) -> LanePlans:
     """Place each set of shards under each cap and in each order.
 
@@ -186,7 +185,6 @@ def plan_states(
         states: Sets of shards, as bank rows.
         caps: Caps on a rank's columns, relative to the mean.
         orders: Of `ORDERS`.
-        num_exact: Lanes evaluated exactly.
 
     Returns:
         Lane `(s * len(caps) + c) * len(orders) + o` is state s, cap c, order o.
@@ -210,7 +208,7 @@ def plan_states(
     rank_LN, placed = place_lanes(bank, rows_LN, caps_L)
     cost_L, phases = _approximate_cost(bank, rows_LN, rank_LN)
     cost_L[~placed] = np.inf
-    best = np.argsort(cost_L, kind="stable")[:num_exact]
+    best = np.argsort(cost_L, kind="stable")[:NUM_EXACT]
     best = np.sort(best[placed[best]])
     cost_L[:] = np.inf
     if len(best):

@@ -201,9 +201,11 @@ class ShardBank:
         total_T3 = self.loads_of(self.whole_T) * self.block_T[:, None]
         self.columns_T: Floats = self.loads_of(self.whole_T)[:, 1]
         """Output columns of the whole table on one rank."""
-        self.mean_loads_S3: Floats = np.stack(
-            [self._stage_means(amount_T) for amount_T in total_T3.T], axis=1
-        )
+        mean_3S = [
+            np.bincount(self.stages_T, amount_T, task.num_stages) / task.world_size
+            for amount_T in total_T3.T
+        ]
+        self.mean_loads_S3: Floats = np.stack(mean_3S, axis=1)
         moved = self.columns_T[self.moves_T].sum()
         self.mean_columns = float(moved / task.world_size)
         self.comms_per_load_S3 = self._comms_slopes()
@@ -324,14 +326,6 @@ class ShardBank:
         if key not in self._splits:
             self._splits[key] = legal_splits(task, table)
         return self._splits[key]
-
-    def _stage_means(self, amount_T: npt.NDArray[np.float64] | Ints) -> Floats:
-        """Amount per rank in each stage, `S`."""
-        total_S = np.bincount(
-            self.stages_T, weights=amount_T, minlength=self.task.num_stages
-        )
-        mean: Floats = total_S / self.task.world_size
-        return mean
 
     def _total_columns(self) -> Floats:
         """Output columns of all tables of each stage, `S`."""
