@@ -11,6 +11,7 @@ import torch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.types import CustomTopologyData
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from tests.builders import (
     ATTACHES_OPTIMIZERS,
@@ -59,8 +60,6 @@ def two_nodes(world_size: int = 8, **arguments: Any) -> Topology:
         (2, False, 1, 4),
         # Groups 0 1, 2 3, ...; replicas 0 2 4 6, 1 3 5 7
         (2, True, 2, 2),
-        (1, False, 1, 4),
-        (8, False, 4, 1),
         (8, True, 4, 1),
     ],
 )
@@ -76,16 +75,13 @@ def test_ranks_of_a_group_lie_in_nodes_as_torchrec_deals_them(
     assert group.replicas_per_node == replicas_per_node
 
 
-def test_ranks_that_share_no_nodes_evenly_count_as_apart() -> None:
+def test_nodes_and_pods_are_shared_out() -> None:
     # Of 12 ranks in nodes of 4, groups 0 3 6 9: one, one, one and one per node, but
     # 1 4 7 10 has two in the second.
-    topology = Topology(12, "cuda", local_world_size=4)
-    assert group_topology(topology, 4).local_world_size == 1
-
-
-def test_pods_are_shared_out_with_their_nodes() -> None:
-    topology = Topology(16, "cuda", local_world_size=4, pod_size=2)
-    found = group_topology(topology, 8)
+    uneven = Topology(12, "cuda", local_world_size=4)
+    assert group_topology(uneven, 4).local_world_size == 1
+    pods = Topology(16, "cuda", local_world_size=4, pod_size=2)
+    found = group_topology(pods, 8)
     assert (found.local_world_size, found.intra_group_size) == (2, 4)
 
 
@@ -100,19 +96,20 @@ def test_devices_have_what_the_least_of_their_replicas_has() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for size in (0, 3, 16):
-        with pytest.raises(ConfigError, match=rf"sharding_group_size={size} does not"):
+        with pytest.raises(ConfigError, match=f"sharding_group_size={size}"):
             group_topology(two_nodes(), size)
-    with pytest.raises(ConfigError, match="sync_interval must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="sync_interval"):
         group_topology(two_nodes(), 4, sync_interval=0)
-    with pytest.raises(ConfigError, match="of a sharding group already; pass that of"):
+    with pytest.raises(ConfigError, match="already"):
         group_topology(group_topology(two_nodes(), 4), 2)
 
 
-@pytest.mark.parametrize("inter_host", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
+@ATTACHES_OPTIMIZERS[0]
+@ATTACHES_OPTIMIZERS[1]
+@pytest.mark.parametrize(
+    ("inter_host", "kind"), [(False, torch.optim.SGD), (True, torch.optim.Adagrad)]
+)
 def test_average_of_replicas_is_priced(inter_host: bool, kind: Any) -> None:
-    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-
     model = bags(bag_config(0, 1000, 64), bag_config(1, 500, 32), device=CPU)
     apply_optimizer_in_backward(kind, model.parameters(), {"lr": 0.1})
     topology = group_topology(
@@ -134,22 +131,14 @@ def test_average_of_replicas_is_priced(inter_host: bool, kind: Any) -> None:
     # Two replicas send and receive half of it, twice.
     assert sync.sync_ms == pytest.approx(size / (INTER if inter_host else INTRA))
     assert sync.ms_per_iteration == pytest.approx(sync.sync_ms / 5)
-    text = "eights of 2 replicas are averaged every 5 iterations"
-    assert f"w{text}" in str(planner.report())
-    assert f"<p>W{text}" in html_report(planner.report())
+    assert "averaged every 5 iterations" in str(planner.report())
+    assert "averaged every 5 iterations" in html_report(planner.report())
 
 
-test_average_of_replicas_is_priced = ATTACHES_OPTIMIZERS[0](
-    ATTACHES_OPTIMIZERS[1](test_average_of_replicas_is_priced)
-)
-
-
-def test_plans_of_all_ranks_have_no_replicas() -> None:
-    for topology in (two_nodes(4), group_topology(two_nodes(4), 4)):
-        planner = make_planner(topology=topology)
-        planner.plan(bags(), SHARDERS)
-        assert planner.report().weight_sync is None
-        assert "replicas are averaged" not in str(planner.report())
+def test_a_group_of_all_ranks_has_no_replicas() -> None:
+    planner = make_planner(topology=group_topology(two_nodes(4), 4))
+    planner.plan(bags(), SHARDERS)
+    assert planner.report().weight_sync is None
 
 
 def test_gradients_of_replicated_tables_go_to_all_ranks() -> None:
@@ -162,27 +151,20 @@ def test_gradients_of_replicated_tables_go_to_all_ranks() -> None:
     assert comms.all_to_all(num_bytes, 1).shape == (1, 4, 2)
 
 
-def test_groups_are_rehearsed_as_they_are() -> None:
-    model = bags()
-    topology = group_topology(two_nodes(4), 2)
-    planner = make_planner(topology=topology)
-    plan = planner.plan(model, SHARDERS)
-    found = rehearse(model, plan, topology, SHARDERS, batch_size=64)
-    assert (found.world_size, found.num_built) == (2, 2)
-    assert not any(rank.faults for rank in found.ranks)
-    assert "the ranks are one of 2 sharding groups of 4 ranks, 2 per" in str(found)
-
-
-def test_plan_files_fit_any_number_of_replicas(tmp_path: Path) -> None:
+def test_plans_are_rehearsed_in_a_group_and_fit_any_number_of_replicas(
+    tmp_path: Path,
+) -> None:
     model, path = bags(), tmp_path / "plan.json"
     planner = make_planner(topology=group_topology(two_nodes(4), 2))
     plan = planner.plan(model, SHARDERS)
+    found = rehearse(model, plan, planner.topology, SHARDERS, batch_size=64)
+    assert found.runs and (found.world_size, found.num_built) == (2, 2)
+    assert "one of 2 sharding groups of 4 ranks" in str(found)
     save_plan(plan, path, model=model, planner=planner)
     assert str(load_plan(path, model=model, planner=planner)) == str(plan)
     # Four replicas, dealt out such that a group's nodes are the same.
     more = make_planner(topology=group_topology(two_nodes(8), 2))
-    text = r"sharding_group: expected one of 4 .* 8 ranks.* found one of 2 .* 4 ranks"
-    with pytest.warns(StalePlanWarning, match=text):
+    with pytest.warns(StalePlanWarning, match="sharding_group: expected one of 4"):
         assert str(load_plan(path, model=model, planner=more)) == str(plan)
     whole = make_planner(topology=two_nodes(4))
     with pytest.raises(PlanMismatchError, match=r"world_size.*4.*2"):

@@ -101,9 +101,8 @@ def test_a_cache_spares_the_link_the_more_it_holds() -> None:
 @pytest.mark.parametrize(
     ("sharding_type", "forward", "backward", "sizes"),
     [
-        ("table_wise", CommType.FP16, CommType.FP32, (2.0, 4.0)),
         ("table_wise", CommType.FP32, CommType.BF16, (4.0, 2.0)),
-        ("row_wise", CommType.BF16, CommType.FP16, (2.0, 2.0)),
+        ("row_wise", CommType.FP16, CommType.FP32, (2.0, 4.0)),
     ],
 )
 def test_quantised_collectives_move_fewer_bytes(
@@ -157,12 +156,3 @@ def test_half_outputs_take_half(tables: Any, fused: Any, size: float) -> None:
     assert wide == (4.0, 4.0) and found == (size, size)
     values = 2 * 64 * BATCH * 2  # of all samples; those of the own lie beside them
     assert wide_bytes - found_bytes >= (4 - size) * values
-
-
-def test_scales_of_rows_count() -> None:
-    qcomms = QCommsConfig(
-        forward_precision=CommType.INT8, backward_precision=CommType.FP32
-    )
-    _, options = costs_and_options("fused", qcomms=qcomms)
-    forward, backward = wire_bytes(options[0])
-    assert 1.0 < forward < 1.5 and backward == 4.0

@@ -60,36 +60,25 @@ def three_bags() -> Any:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_searched_and_flagged(kernel: str) -> None:
-    planner = planner_for(kernel)
-    plan = planner.plan(three_bags(), [Sharder(kernel)])
-    found = {n: e.compute_kernel for n, e in entries_of(plan).items()}
-    assert found == {"t0": "fused", "t1": kernel, "t2": kernel}
-    (text,) = (
-        w for w in planner.last_result.warnings if "were not measured: their cost" in w
-    )
-    assert text.startswith("tables 't1', 't2': ")
-    assert "TorchRec's estimate, rescaled by the fused kernel's" in text
-    assert text in str(planner.report())
-    assert planner.last_result.gap < 0.01  # all tables are part of the bound
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_kept_in_files_and_rehearsed(kernel: str, tmp_path: Path) -> None:
+def test_searched_flagged_kept_in_files_and_rehearsed(
+    kernel: str, tmp_path: Path
+) -> None:
     planner, sharders, path = planner_for(kernel), [Sharder(kernel)], tmp_path / "plan"
     plan = planner.plan(three_bags(), sharders)
+    found = {n: e.compute_kernel for n, e in entries_of(plan).items()}
+    assert found == {"t0": "fused", "t1": kernel, "t2": kernel}
+    (text,) = (w for w in planner.last_result.warnings if "were not measured" in w)
+    assert text.startswith("tables 't1', 't2': ") and text in str(planner.report())
+    assert planner.last_result.gap < 0.01  # all tables are part of the bound
     save_plan(plan, path, model=three_bags(), planner=planner)
     kept = load_plan(path, model=three_bags(), planner=planner, sharders=sharders)
     assert kept == plan
-    found = rehearse(three_bags(), plan, planner.topology, sharders, batch_size=64)
-    assert found.runs and found.num_built == 0
-    assert f"not built: {kernel} tables need their devices" in str(found)
-    assert "2 of 3 tables count with TorchRec's estimate of their memory" in str(found)
+    report = rehearse(three_bags(), plan, planner.topology, sharders, batch_size=64)
+    assert report.runs and report.num_built == 0
+    assert f"not built: {kernel} tables need their devices" in str(report)
     # As an older release reads it.
     path.write_text(path.read_text().replace(kernel, "fused_later"))
-    with pytest.raises(
-        PlanFileError, match="'t1': this TorchRec has no kernel 'fused_"
-    ):
+    with pytest.raises(PlanFileError, match=r"'t1'.*'fused_later'"):
         load_plan(path, model=three_bags(), planner=planner)
 
 

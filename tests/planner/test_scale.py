@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import (
     ParameterConstraints,
-    ShardingOption,
     Topology,
 )
 
@@ -31,22 +29,17 @@ def topology() -> Topology:
     return Topology(64, "cuda", local_world_size=64)
 
 
-def list_options(
-    topology: Topology, model: Any
-) -> tuple[NeuroShardEnumerator, list[ShardingOption]]:
-    costs = PlanCosts(topology, cost_model=model, comms_model=AnalyticCommsModel())
-    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
-    ebc = make_ebc([(1001, 64), (500, 32)])
-    return enumerator, enumerator.enumerate(ebc, bag_sharders())
-
-
-@pytest.mark.parametrize("rows", [3, 64, 1001])
-def test_shards_are_listed_as_torchrec_would_when_they_are_read(
-    topology: Topology, rows: int
-) -> None:
-    costs = PlanCosts(
+@pytest.fixture
+def costs(topology: Topology) -> PlanCosts:
+    return PlanCosts(
         topology, cost_model=AnalyticCostModel(), comms_model=AnalyticCommsModel()
     )
+
+
+@pytest.mark.parametrize("rows", [3, 1001])
+def test_shards_are_listed_as_torchrec_would_when_they_are_read(
+    topology: Topology, costs: PlanCosts, rows: int
+) -> None:
     enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
     ebc = make_ebc([(rows, 64), (500, 32)])
     options = enumerator.enumerate(ebc, bag_sharders())
@@ -65,25 +58,17 @@ def test_shards_are_listed_as_torchrec_would_when_they_are_read(
         listed = [(tuple(s.size), s.storage) for s in option.shards]
         assert list(dict.fromkeys(listed)) == samples
         assert option.is_listed and option.num_shards == 64
-    # Priced together or alone, they cost the same.
-    alone = costs.single_perfs(later[:1])[0]
-    for shard, perf in zip(later[0].shards, alone, strict=True):
-        assert shard.perf.total == pytest.approx(perf.total, rel=1e-9)
-        assert shard.perf.total > 0
 
 
 @pytest.mark.parametrize("num_tables", [2, 10_000])
 def test_caches_of_other_sizes_list_no_shards(
-    topology: Topology, num_tables: int
+    topology: Topology, costs: PlanCosts, num_tables: int
 ) -> None:
     constraints = {
         "t0": ParameterConstraints(
             sharding_types=["row_wise"], compute_kernels=["fused_uvm_caching"]
         )
     }
-    costs = PlanCosts(
-        topology, cost_model=AnalyticCostModel(), comms_model=AnalyticCommsModel()
-    )
     enumerator = NeuroShardEnumerator(topology, 64, constraints, costs=costs)
     ebc = make_ebc([(1_000_001, 64)])
     (option,) = enumerator.enumerate(ebc, bag_sharders())
@@ -95,13 +80,13 @@ def test_caches_of_other_sizes_list_no_shards(
     # The smaller the cache, the less memory and the longer.
     sizes = [other.shards[0].storage.hbm for other in found]
     costs_ms = [other.shards[0].perf.total for other in found]
-    assert sizes == sorted(sizes) and costs_ms == sorted(costs_ms, reverse=True)
-    assert len({*sizes}) == len(found)
+    assert sizes == sorted({*sizes}) and costs_ms == sorted(costs_ms, reverse=True)
 
 
-def test_copies_of_options_can_be_changed(topology: Topology) -> None:
+def test_copies_of_options_can_be_changed(topology: Topology, costs: PlanCosts) -> None:
     """TorchRec and this package change options, shards and perfs in place."""
-    enumerator, options = list_options(topology, AnalyticCostModel())
+    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
+    options = enumerator.enumerate(make_ebc([(1001, 64), (500, 32)]), bag_sharders())
     kept = enumerator.last_stored_search_space
     assert kept is not None
     assert list(map(hash, kept)) == list(map(hash, options))

@@ -11,12 +11,12 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
-from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.types import PlannerError
 
 from tests.builders import (
     FixedSearcher,
     bag_sharders,
+    cost_of,
     make_ebc,
     make_planner,
     sequences,
@@ -50,31 +50,18 @@ def compute_bound() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kinds", [(TABLE,), (TABLE, ROW)])
-def test_a_table_that_holds_up_one_rank_goes_row_wise(kinds: tuple[str, ...]) -> None:
+def test_a_table_that_holds_up_one_rank_goes_row_wise() -> None:
     # The first is looked up as often as the other three together, and cannot be split
     # by columns.
     constraints = {
-        "t0": only(*kinds, pooling_factors=[30.0]),
-        **{f"t{i}": only(*kinds, pooling_factors=[10.0]) for i in (1, 2, 3)},
+        f"t{i}": only(TABLE, ROW, pooling_factors=[30.0 if i == 0 else 10.0])
+        for i in range(4)
     }
-    planner = make_planner(
-        4,
-        "cuda",
-        constraints=constraints,
-        **compute_bound(),
-    )
+    planner = make_planner(4, "cuda", constraints=constraints, **compute_bound())
     plan = planner.plan(make_ebc([(10_000, 16)] * 4), bag_sharders())
-    assert planner.last_result is not None
-    path_ms = planner.last_result.predicted.critical_path_ms
-    # A batch of 256: 30 lookups each on one rank, or 15 on each of four.
-    whole, spread = (3 * (0.001 + 256 * n * 1e-3) for n in (30, 15))
-    if ROW in kinds:
-        assert set(types_of(plan).values()) == {ROW}
-        assert path_ms == pytest.approx(spread, rel=1e-2)
-    else:
-        assert set(types_of(plan).values()) == {TABLE}
-        assert path_ms == pytest.approx(whole, rel=1e-2)
+    assert set(types_of(plan).values()) == {ROW}
+    # A batch of 256: 15 lookups each on every rank; whole tables would be 30 on one.
+    assert cost_of(planner) == pytest.approx(3 * (0.001 + 256 * 15e-3), rel=1e-2)
 
 
 def test_tables_join_the_stage_of_one_that_must_be_elsewhere() -> None:
@@ -105,38 +92,20 @@ def test_small_tables_become_replicas_where_collectives_are_dear() -> None:
     assert types["t1"] != REPLICAS
     assert planner.last_result is not None
     assert any("'t0', 't2': data-parallel" in w for w in planner.last_result.warnings)
-    stay = make_planner(
-        2,
-        "cuda",
-        constraints={f"t{i}": only(TABLE, COLUMN, ROW) for i in range(3)},
-        cost_model=planner.costs.cost_model,
-        comms_model=planner.costs.comms_model,
-    )
-    stay.plan(ebc, bag_sharders())
-    assert stay.last_result is not None
-    assert (
-        planner.last_result.predicted.critical_path_ms
-        < stay.last_result.predicted.critical_path_ms
-    )
 
 
-@pytest.mark.parametrize(("width", "blocks"), [(64, [0, 32]), (96, [0, 48])])
-def test_a_grid_has_no_more_blocks_than_nodes(
-    width: int,
-    blocks: list[int],
-) -> None:
+def test_a_grid_has_no_more_blocks_than_nodes() -> None:
     # TorchRec's has a block for every 16 columns, several of them on a node.
     planner = make_planner(
         4,
         "cuda",
         constraints={"t0": only("grid_shard", min_partition=16)},
         topology_arguments={"local_world_size": 2},
-        consider_stock=False,
     )
-    plan = planner.plan(make_ebc([(1001, width)]), bag_sharders())
+    plan = planner.plan(make_ebc([(1001, 96)]), bag_sharders())
     shards = plan.plan[""]["t0"].sharding_spec.shards
     assert sorted(tuple(s.shard_offsets) for s in shards) == sorted(
-        (row, column) for row in (0, 501) for column in blocks
+        (row, column) for row in (0, 501) for column in (0, 48)
     )
     assert {s.placement.rank() for s in shards} == set(range(4))
     assert planner.last_result is not None and planner.last_result.fallback is None
@@ -175,11 +144,12 @@ def test_later_searches_share_what_is_left_of_the_budget() -> None:
 
 
 def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
-    # A search that puts everything on one rank.
-    searcher = FixedSearcher([(i, 64, 0) for i in range(4)])
     constraint = {f"t{i}": only(TABLE) for i in range(4)}
     planner = make_planner(
-        4, search=searcher, consider_stock=True, constraints=constraint
+        4,
+        search=FixedSearcher([(i, 64, 0) for i in range(4)]),  # all on one rank
+        consider_stock=True,
+        constraints=constraint,
     )
     plan = planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
     assert sorted(p.ranks[0] for p in plan.plan[""].values()) == [0, 1, 2, 3]
@@ -188,36 +158,15 @@ def test_stock_plan_is_taken_where_it_is_cheaper() -> None:
     result.placement.check(task)
     assert result.fallback is not None
     taken = result.predicted.critical_path_ms
-    assert f"predicted to take {taken:.4g} ms, the search's " in result.fallback
+    assert f"{taken:.4g} ms" in result.fallback
     assert any(result.fallback in w for w in result.warnings)
     assert 0 < result.lower_bound_ms <= taken
     assert result.gap == pytest.approx(taken / result.lower_bound_ms - 1)
 
 
 def test_stock_plan_is_not_taken_where_it_is_no_better() -> None:
-    constraint = {f"t{i}": only(TABLE) for i in range(4)}
-    plans, results = [], []
-    for consider in (True, False):
-        planner = make_planner(4, consider_stock=consider, constraints=constraint)
-        plans.append(str(planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())))
-        results.append(planner.last_result)
-    assert plans[0] == plans[1]
-    assert results[0] is not None and results[0].fallback is None
-
-
-def test_stock_planner_without_a_plan_does_no_harm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    planner = make_planner(2, consider_stock=True)
-    original = EmbeddingShardingPlanner.plan
-
-    def plan(self: Any, *arguments: Any) -> Any:
-        if type(self) is EmbeddingShardingPlanner:
-            raise PlannerError("nothing")
-        return original(self, *arguments)
-
-    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", plan)
-    planner.plan(make_ebc([(1000, 64)]), bag_sharders())
+    planner = make_planner(4, consider_stock=True)
+    planner.plan(make_ebc([(1000, 64)] * 4), bag_sharders())
     assert planner.last_result is not None and planner.last_result.fallback is None
 
 
@@ -269,35 +218,14 @@ def test_stock_parts_of_the_caller_are_kept() -> None:
     assert planner.plan(model, [EmbeddingBagCollectionSharder()]).plan["a"]
 
 
-def test_given_plan_beyond_a_ranks_memory() -> None:
-    topology = Topology(world_size=4, compute_device="cuda")
-    costs = PlanCosts(topology, **compute_bound())
-    enumerator = NeuroShardEnumerator(topology, 64, costs=costs)
-    options = enumerator.enumerate(make_ebc([(10_000, 16)] * 4), bag_sharders())
-    plan = [o for o in options if o.sharding_type == TABLE]
-    for option in plan:
-        option.shards[0].rank = 2
-    size = sum(o.shards[0].storage.hbm for o in plan)
-    partitioner = NeuroShardPartitioner(topology, costs=costs)
-    roomy, tight = (
-        Topology(world_size=4, compute_device="cuda", hbm_cap=cap)
-        for cap in (size, size - 1)
-    )
-    kept = partitioner.partition(plan, roomy)
-    assert [o.shards[0].rank for o in kept] == [2] * 4
-    with pytest.raises(PlannerError, match="rank 2 of a given plan holds 1 bytes more"):
-        partitioner.partition(plan, tight)
-
-
 def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> None:
     """Those of sharding types that no table takes do not run: neither plan nor bound
     counts them.
     """
     rng = np.random.default_rng(4)
-    num_tables = int(rng.integers(10, 16))
     sizes = [
         (int(10 ** rng.uniform(4, 6)), int(rng.choice([16, 32, 64, 128])))
-        for _ in range(num_tables)
+        for _ in range(12)
     ]
 
     def planned(*types: str) -> SearchResult:
@@ -308,7 +236,7 @@ def test_more_choices_are_no_worse_where_collectives_take_long_to_begin() -> Non
             batch_size=512,
             constraints={
                 f"t{i}": ParameterConstraints(pooling_factors=[5.0], **chosen)
-                for i in range(num_tables)
+                for i in range(len(sizes))
             },
         )
         planner.plan(make_ebc(sizes), bag_sharders())
