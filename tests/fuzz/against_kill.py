@@ -1,6 +1,6 @@
-"""Writers that are killed, or whose disk is full or read-only, at any moment.
+"""Writers that are killed, or whose disk is full, at any moment.
 
-    python -m tests.fuzz.against_kill --cases 2000 --seed 1 --log kill.jsonl
+    python -m tests.fuzz.against_kill 2000 1
 
 A process of its own changes what an earlier one has written. Then what lies there must
 be whole: the old or the new; of records, all but the one in flight. And the same
@@ -19,7 +19,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,9 @@ from torchrec_neuroshard.record_store import (
 from torchrec_neuroshard.records import CostRecord
 
 NUM_RECORDS = 5
-PROGRESS = "told"
-"""Beside the folder: what a writer said was safely written."""
-OUT_OF_SPACE, READ_ONLY = errno.ENOSPC, errno.EROFS
+PROGRESS, TOUCHES = "told", "touches"
+"""Beside the folder: what a writer said was safely written, and how often it touched
+the disk."""
 
 
 class Writer:
@@ -60,11 +59,9 @@ class Writer:
 
     def write(self, folder: Path, tell: Callable[[int], None]) -> None:
         """Change it; `tell` says how much is safe by now."""
-        raise NotImplementedError
 
     def check(self, folder: Path, told: int) -> None:
         """Raise where something is lost or half-written."""
-        raise NotImplementedError
 
 
 @functools.cache
@@ -120,16 +117,13 @@ class Bundle(Writer):
         assert name in self.names[told:], f"{name} after {told}"
         shipped = bundle_folder(name)
         assert shipped is not None
-        probe = np.ones((1, len(_features())), np.float32)
+        names = COMPUTE_BUNDLE.read_info(folder).feature_names
+        probe = np.ones((1, len(names)), np.float32)
         found, wanted = (
             load_bundle(path).predict_sets(probe, np.array([0]), 1)
             for path in (folder, shipped)
         )
         assert (found == wanted).all(), "other weights"
-
-
-def _features() -> tuple[str, ...]:
-    return COMPUTE_BUNDLE.read_info(_source()).feature_names
 
 
 def _source() -> Path:
@@ -201,10 +195,9 @@ WRITERS: dict[str, Writer] = {
     "profiles": Profiles(),
     "cache": Cache(),
 }
-WAYS = ("kill", "kill in a write", "full", "full at once", "read-only")
-"""Killed before a touch of the disk; killed once a file is so long; no file may be
-longer; each touch fails from one on, for want of room or since nothing may be
-written."""
+WAYS = ("kill", "kill in a write", "full", "full in a write")
+"""From a touch of the disk on none succeeds, or no file may be longer than that: the
+process is killed there, or there is no room."""
 
 
 def draw(rng: np.random.Generator) -> Case:
@@ -224,22 +217,14 @@ def judge(case: Case) -> Outcome:
         folder = Path(held, "files")
         folder.mkdir()
         writer.prepare(folder)
-        if way in ("full", "kill in a write"):
-            limit = int(moment * longest)
-            status = _in_process(writer, folder, max_bytes=limit, kills=way != "full")
-        else:
-            code = {"full at once": OUT_OF_SPACE, "read-only": READ_ONLY}.get(way, 0)
-            status = _in_process(writer, folder, step=int(moment * touches), code=code)
+        limit = int(moment * (longest if "write" in way else touches))
+        status = _in_process(writer, folder, way, limit)
         told = _told(folder)
         for attempt in ("left", "again"):
             try:
                 writer.check(folder, told)
             except Exception as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                return (
-                    f"failure, {name} {attempt}: {way}, {type(error).__name__} "
-                    f"({Path(where.filename).name}:{where.lineno}) {error}"
-                )
+                return f"failure, {name} {attempt}: {way}, {error!r}"
             if attempt == "left":
                 ended = _in_process(writer, folder)
                 if ended:
@@ -256,8 +241,8 @@ def extent(name: str) -> tuple[int, int]:
         folder = Path(held, "files")
         folder.mkdir()
         writer.prepare(folder)
-        assert not _in_process(writer, folder, step=10**9), f"{name} fails by itself"
-        count = int(Path(held, "touches").read_text() or 0)
+        assert not _in_process(writer, folder), f"{name} fails by itself"
+        count = len(Path(held, TOUCHES).read_bytes())
         sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file()]
     return count, max(sizes)
 
@@ -267,33 +252,11 @@ def _told(folder: Path) -> int:
     return len(path.read_bytes()) if path.exists() else 0
 
 
-def _in_process(
-    writer: Writer,
-    folder: Path,
-    *,
-    step: int | None = None,
-    code: int = 0,
-    max_bytes: int | None = None,
-    kills: bool = False,
-) -> str:
-    """Run a writer in a process of its own.
-
-    Args:
-        writer: What runs.
-        folder: Where.
-        step: Number of the touch of the disk from which on none succeeds.
-        code: How they fail; 0: the process is killed.
-        max_bytes: No file gets longer.
-        kills: Whether the process is killed where one would.
-
-    Returns:
-        How it ended; "" when nothing was amiss.
-    """
-    progress = os.open(
-        folder.with_name(PROGRESS), os.O_CREAT | os.O_WRONLY | os.O_TRUNC
-    )
-    touches = os.open(
-        folder.with_name("touches"), os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+def _in_process(writer: Writer, folder: Path, way: str = "", limit: int = 0) -> str:
+    """Run a writer in a process of its own; return how it ended, "" if well."""
+    flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    progress, touches = (
+        os.open(folder.with_name(n), flags) for n in (PROGRESS, TOUCHES)
     )
     process = os.fork()
     if process:
@@ -309,8 +272,7 @@ def _in_process(
         torch.set_num_threads(1)  # of more, a child of fork has none
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
-        count = 0
-        said = 0
+        count = said = 0
 
         def tell(safe: int) -> None:
             nonlocal said
@@ -322,27 +284,27 @@ def _in_process(
             if not _touches(event, arguments, str(folder)):
                 return
             count += 1
-            if step is not None and count > step:
-                if not code:
-                    if event == "open" and arguments[2] & os.O_TRUNC:
-                        # As if it ended right after that; by C, which is no touch.
-                        ctypes.CDLL(None).truncate(os.fsencode(arguments[0]), 0)
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise OSError(code, os.strerror(code))
+            if way == "kill" and count > limit:
+                if event == "open" and arguments[2] & os.O_TRUNC:
+                    # As if it ended right after that; by C, which is no touch.
+                    ctypes.CDLL(None).truncate(os.fsencode(arguments[0]), 0)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if way == "full" and count > limit:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.write(touches, b".")
 
-        if step is not None:
-            sys.addaudithook(touch)
-        if max_bytes is not None:
-            if kills:
+        if "write" in way:
+            if "kill" in way:
                 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        else:
+            sys.addaudithook(touch)
         try:
             writer.write(folder, tell)
             ended = 0
         except OSError:
             ended = 3
-        os.write(touches, str(count).encode())
     finally:
         os._exit(ended)
 
@@ -358,4 +320,4 @@ def _touches(event: str, arguments: tuple[Any, ...], folder: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run(__doc__ or "", draw, judge))
+    sys.exit(run(draw, judge))

@@ -1,25 +1,22 @@
 """Random jobs for TorchRec's planner and ours.
 
-    python -m tests.fuzz.against_stock --cases 20000 --seed 1 --log stock.jsonl
+    python -m tests.fuzz.against_stock 20000 1
 
 What must hold of each: ours plans what TorchRec's does, within the memory there is and
 at no more predicted milliseconds than TorchRec's plan by our own model; what neither
 plans is refused for a reason that names a table, a rank or the setting at fault;
-nothing is raised that is not documented; nothing takes longer than it may.
+nothing is raised that is not documented, and all ends.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
 from torch import nn
-from torchrec.distributed.planner.estimator import annotations as lookups
 from torchrec.distributed.planner.planners import EmbeddingShardingPlanner
 from torchrec.distributed.planner.proposers import GridSearchProposer
 from torchrec.distributed.planner.types import PlannerError, ShardingOption
@@ -44,7 +41,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
 from torchrec_neuroshard.planner.parts.greedy import full_rank
 from torchrec_neuroshard.planner.parts.torchrec_plan import (
     LEAST_STOCK_SECONDS,
-    TorchRecPlan,
     is_even,
 )
 from torchrec_neuroshard.search import SearchConfig
@@ -60,50 +56,18 @@ SEARCH = SearchConfig(
 )
 STOCK_SECONDS = 2
 """TorchRec's own timeout, between proposals."""
-CPU_SECONDS = 2 * SEARCH.time_budget_seconds + 4.0
-"""What our planner may take beyond the bare time of one case of TorchRec's: searching,
-and an allowance for listing options. TorchRec's planner inside it, for the candidate
-and the last resort, keeps to limits of its own."""
 STOCK_SHARE = 0.3 * LEAST_STOCK_SECONDS
 """What TorchRec's planner may take for its plan to be surely found as a candidate."""
 HANG_SECONDS = 30.0
+MOST_PROPOSALS = 10_000
+"""Of TorchRec's grid search by default."""
 TOLERANCE = 1e-6
-
-
-@contextmanager
-def quick(case: Case) -> Iterator[None]:
-    """Let TorchRec do the same in less time.
-
-    For every shard its estimator looks through all that a card has, seven times, for
-    what none of these cards has. And small cases limit its grid search.
-    """
-    found: dict[tuple[Any, ...], bool] = {}
-
-    def is_there(method: Callable[..., Any], config: Any, *named: Any) -> Any:
-        key = type(config), *named
-        if found.get(key, True):
-            value = method(config, *named)
-            found[key] = value is not None
-            return value
-        return None
-
-    with ExitStack() as stack:
-        for name in ("_get_annotated_method", "_get_coefficient_method"):
-            if method := getattr(lookups, name, None):
-                stack.enter_context(
-                    patch.object(lookups, name, partial(is_there, method))
-                )
-        if most := case.get("most_proposals"):
-            defaults = patch.object(
-                GridSearchProposer.__init__, "__defaults__", (most,)
-            )
-            stack.enter_context(defaults)
-        yield
 
 
 def judge(case: Case) -> Outcome:
     """Plan a case both ways and compare."""
-    with quick(case):
+    most = case.get("most_proposals", MOST_PROPOSALS)
+    with patch.object(GridSearchProposer.__init__, "__defaults__", (most,)):
         return _planned_twice(case)
 
 
@@ -136,19 +100,14 @@ def _judge(
 ) -> Outcome:
     plan: ShardingPlan | None = None
     failure: Exception | None = None
-    start = time.process_time()
     try:
-        with limited(HANG_SECONDS), _torchrec_seconds() as torchrec_seconds:
+        with limited(HANG_SECONDS):
             planner = planner_of(case)
             plan = planner.plan(module, cases.sharders())
     except HangError:
         return "failure, hangs"
     except Exception as error:
         failure = error
-    seconds = time.process_time() - start - sum(torchrec_seconds)
-    allowed = CPU_SECONDS + stock_seconds
-    if seconds > allowed:
-        return f"failure, slow: {seconds:.1f} s of {allowed:.1f}"
     if isinstance(failure, NeuroShardError | PlannerError):
         return _refused(case, module, theirs, failure)
     if failure is not None:
@@ -189,23 +148,6 @@ def _judge(
     if outcome.startswith("failure, worse") and stock_seconds > STOCK_SHARE:
         return f"planned, TorchRec's takes longer: {outcome}"
     return outcome
-
-
-@contextmanager
-def _torchrec_seconds() -> Iterator[list[float]]:
-    """Note the CPU seconds of TorchRec's planner, wherever ours asks it."""
-    found: list[float] = []
-    run = TorchRecPlan._run
-
-    def timed(*arguments: Any) -> Any:
-        start = time.process_time()
-        try:
-            return run(*arguments)
-        finally:
-            found.append(time.process_time() - start)
-
-    with patch.object(TorchRecPlan, "_run", timed):
-        yield found
 
 
 def _compare(
@@ -323,4 +265,4 @@ def options_of(
 
 
 if __name__ == "__main__":
-    sys.exit(run(__doc__ or "", cases.draw, judge))
+    sys.exit(run(cases.draw, judge))

@@ -35,7 +35,7 @@ from torchrec.distributed.planner.storage_reservations import (
 )
 from torchrec.distributed.planner.types import CustomTopologyData
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import BoundsCheckMode, CacheParams, ShardingType
+from torchrec.distributed.types import CacheParams, ShardingType
 from torchrec.modules.embedding_configs import DataType, PoolingType
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
@@ -52,16 +52,6 @@ from torchrec.quant.embedding_modules import (
 )
 
 from tests.builders import META, bag_config, bags, fused_bags, managed_collisions
-
-__all__ = [
-    "Case",
-    "build_module",
-    "constraints_of",
-    "draw",
-    "planner_arguments",
-    "sharders",
-    "topology_of",
-]
 
 Case = dict[str, Any]
 
@@ -89,12 +79,7 @@ RESERVATIONS: dict[str, Callable[[float], Any]] = {
     "fixed": FixedPercentageStorageReservation,
     "heuristic": HeuristicalStorageReservation,
 }
-CALLBACKS: dict[str, Callable[[list[Any]], list[Any]]] = {
-    "same": lambda options: options,
-    "reversed": lambda options: options[::-1],
-}
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": Adam, "rowwise": RowWiseAdagrad}
-ENUMS = {"output_dtype": DataType, "bounds_check_mode": BoundsCheckMode}
 
 
 def draw(rng: np.random.Generator) -> Case:
@@ -126,8 +111,6 @@ def draw(rng: np.random.Generator) -> Case:
     }
     if is_small:
         case["most_proposals"] = SMALL_PROPOSALS
-    if rng.random() < 0.03:
-        case["constraints"]["nowhere"] = {"sharding_types": ["row_wise"]}
     if rng.random() < 0.1:
         case["dense"] = int(10 ** rng.uniform(0, 4))
     if rng.random() < 0.05:
@@ -240,9 +223,6 @@ def _draw_constraint(rng: np.random.Generator, table: dict[str, Any]) -> dict[st
     maybe(0.05, "is_weighted", lambda: True)
     maybe(0.1, "cache_load_factor", lambda: float(rng.choice([0.0, 0.1, 0.5, 1.0])))
     maybe(0.05, "enforce_hbm", lambda: bool(rng.integers(2)))
-    maybe(0.05, "stochastic_rounding", lambda: bool(rng.integers(2)))
-    maybe(0.05, "bounds_check_mode", lambda: "FATAL")
-    maybe(0.05, "feature_names", lambda: list(table["features"]))
     maybe(0.1, "output_dtype", lambda: str(rng.choice(["FP16", "FP32", "BF16"])))
     maybe(0.04, "device_group", lambda: str(rng.choice(["cpu", "cuda"])))
     maybe(0.03, "use_virtual_table", lambda: True)
@@ -264,8 +244,6 @@ def _draw_planner(rng: np.random.Generator) -> dict[str, Any]:
         kind = str(rng.choice(["fixed", "fixed", "fixed", "heuristic"]))
         share = float(rng.choice([0.0, 0.0, 0.0, 0.15, 0.15, 0.15, 0.6, 1.0]))
         found["storage_reservation"] = [kind, share]
-    if rng.random() < 0.1:
-        found["callbacks"] = [str(rng.choice(list(CALLBACKS)))]
     if rng.random() < 0.15:
         found["cost_model"] = str(rng.choice(["auto", "cpu"]))
     return found
@@ -288,9 +266,8 @@ def constraints_of(case: Case) -> dict[str, ParameterConstraints] | None:
         fields = {k: v for k, v in given.items() if k in known}
         if "cache_load_factor" in given:
             fields["cache_params"] = CacheParams(load_factor=given["cache_load_factor"])
-        for field, kind in ENUMS.items():
-            if field in fields:
-                fields[field] = kind[fields[field]]
+        if "output_dtype" in fields:
+            fields["output_dtype"] = DataType[fields["output_dtype"]]
         found[name] = ParameterConstraints(**fields)
     return found or None
 
@@ -315,8 +292,6 @@ def planner_arguments(case: Case) -> dict[str, Any]:
             value = NoopPerfModel(topology)
         elif name == "storage_reservation":
             value = RESERVATIONS[value[0]](value[1])
-        elif name == "callbacks":
-            value = [CALLBACKS[v] for v in value]
         found[name] = value
     return found
 

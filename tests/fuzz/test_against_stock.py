@@ -187,7 +187,7 @@ def test_what_was_found_is_mended(wrong: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [range(12), pytest.param(range(12, 329), marks=pytest.mark.nightly)]
+    "numbers", [range(16), pytest.param(range(16, 250), marks=pytest.mark.nightly)]
 )
 def test_a_sample(numbers: range) -> None:
     drawn = [cases.draw(np.random.default_rng([SEED, number])) for number in numbers]
