@@ -9,9 +9,11 @@ from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import CacheParams
 
 from tests.builders import gpus, make_ebc, sequences
 from torchrec_neuroshard.planner import NeuroShardPartitioner, PlanCosts
+from torchrec_neuroshard.planner.costs.plan_conversion import fusion_key
 from torchrec_neuroshard.profiles import zipf_profile
 from torchrec_neuroshard.search import SearchConfig
 from torchrec_neuroshard.simulator import PHASES
@@ -220,3 +222,22 @@ def test_sums_over_shards_agree_with_the_stages(everywhere: bool) -> None:
     assert named == [f"table '{name}'" for name in unmeasured]
     source = f"analytic; estimated for {len(named)} of {len(kinds)} tables"
     assert predicted.compute_source == source
+
+
+def test_caches_share_a_kernel_unless_only_some_are_loaded_ahead() -> None:
+    topology = topology_of(1)
+    settings: list[dict[str, Any]] = [{}, {"load_factor": 0.3}]
+    constraints = {
+        f"t{i}": ParameterConstraints(
+            sharding_types=["table_wise"],
+            compute_kernels=["fused_uvm_caching"],
+            cache_params=CacheParams(**given),
+        )
+        for i, given in enumerate([*settings, {"prefetch_pipeline": True}])
+    }
+    costs = costs_of(topology, constraints)
+    options = EmbeddingEnumerator(topology, BATCH, constraints).enumerate(
+        make_ebc([(1000, 32)] * 3), get_default_sharders()
+    )
+    keys = [fusion_key(o, costs.reader, "table_wise") for o in options]
+    assert keys[0] == keys[1] != keys[2]

@@ -179,6 +179,15 @@ def test_tables_of_another_device_group_are_left_out() -> None:
     assert set(plan.plan[""]) == {"t0"}
 
 
+def test_constraints_of_a_given_enumerator_are_kept() -> None:
+    topology, kinds = gpus(4), ["table_wise", "column_wise"]
+    limits = only(sharding_types=kinds, min_partition=128)
+    enumerator = EmbeddingEnumerator(topology, 64, constraints=limits)
+    table = bag_config(0, rows=100_000, dim=256)
+    plan, _ = plan_of(bags(table), 4, topology=topology, enumerator=enumerator)
+    assert [width for _, width, _ in shards_of(plan)["t0"]] == [128, 128]
+
+
 # Topologies.
 
 

@@ -156,6 +156,17 @@ def test_host_memory_is_offered_where_device_memory_is_scarce(
 
 # One or two tables of which a device holds little more than one, and a small table.
 @pytest.mark.parametrize(
+    ("num_large", "offered"), [(1, {"t0"}), (2, {"t0", "t1", "t2"})]
+)
+def test_small_tables_stay_on_the_devices(num_large: int, offered: set[str]) -> None:
+    sizes = [(36_000, 64)] * num_large + [(1000, 64)]
+    kinds = kinds_of(gpus(4, hbm_cap=32 * TABLE_BYTES), sizes)
+    assert {
+        n for n, own in kinds.items() if ("row_wise", "fused_uvm") in own
+    } == offered
+
+
+@pytest.mark.parametrize(
     ("placement", "offered"),
     [
         (PlacementConstraints(pin={"t0": [0, 1]}), False),
