@@ -79,7 +79,7 @@ test-versions: $(STAMP)
 	PYTEST_ARGS="$(PYTEST_ARGS)" .ci/test_versions
 
 support-table: $(STAMP)
-	$(ONE_THREAD) WRITE_SUPPORT_TABLE=1 $(BIN)/python -m pytest -q \
+	$(ONE_THREAD) WRITE_SUPPORT_TABLE=1 $(BIN)/python -m pytest -q -m nightly \
 	tests/distributed/test_support.py
 
 gate: $(STAMP)

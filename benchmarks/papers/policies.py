@@ -450,7 +450,10 @@ class DreamShardTrainer(PolicyTrainer):
         return float(reward.mean())
 
 
-METHODS = {"autoshard": AutoShardTrainer, "dreamshard": DreamShardTrainer}
+METHODS: dict[str, type[AutoShardTrainer] | type[DreamShardTrainer]] = {
+    "autoshard": AutoShardTrainer,
+    "dreamshard": DreamShardTrainer,
+}
 
 
 # Judging.
