@@ -136,6 +136,13 @@ def test_fit_finds_a_law_made_of_its_terms() -> None:
     assert np.median(np.abs(again / ms - 1)) < 0.01
 
 
+def test_a_collective_without_records_takes_the_mean(training: CommsData) -> None:
+    left = training.select(np.flatnonzero(training.collective_N != 0))
+    fitted = fit_coefficients(left)
+    np.testing.assert_allclose(fitted[0], fitted[1:].mean(axis=0))
+    assert fitted[0].any()
+
+
 def test_padding_does_not_matter(training: CommsData) -> None:
     network = train_comms(training, CommsTrainConfig(steps=5))
     small, large = measure(2, 10, 0), measure(8, 10, 0)
