@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import CPU, load_script
 from torchrec_neuroshard.record_store import read_records
 
 ROOT = Path(__file__).parents[2]
@@ -22,24 +21,6 @@ FOLDER = ROOT / "benchmarks" / "gpu"
 LOAN = FOLDER / "loan.sh"
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 """What may come back from a command."""
-
-
-def test_parts_of_tables_equal_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = load_script(FOLDER / "columns.py")
-    tables = columns.whole_tables(500, 16, "fp32")
-    for case in ("uneven", "narrow"):
-        found = columns.largest_difference(tables, columns.CASES[case], 16, CPU)
-        assert max(found) <= columns.TOLERANCE
-    repeat = columns.repeat_inputs
-
-    def shifted(*arguments: object) -> object:
-        batch = repeat(*arguments)
-        batch.indices_L[:7] = (batch.indices_L[:7] + 1) % 500
-        return batch
-
-    monkeypatch.setattr(columns, "repeat_inputs", shifted)
-    found = columns.largest_difference(tables, columns.CASES["uneven"], 16, CPU)
-    assert min(found) > columns.TOLERANCE
 
 
 # --- loan.sh, with a Python that only writes down what it is asked for ---
@@ -146,15 +127,6 @@ def test_the_form_of_fbgemm_that_works_is_taken_and_results_come_back(
     [collect] = [c for c in loan.calls() if " collect " in c]
     limit = float(collect.split("--time-limit ")[1].split()[0])
     assert 0 < limit < 150  # of 200, what columns.py and the file do not need
-
-
-def test_where_no_form_of_fbgemm_works_the_command_ends(tmp_path: Path) -> None:
-    loan = Loan(tmp_path).fake(dict.fromkeys(FORMS, (6, 14)))
-    ended = loan.run("one")
-    assert ended.returncode == 1
-    assert "no form of FBGEMM works here" in ended.stdout
-    assert (loan.unpack("one") / "fbgemm.txt").read_text().count("FAIL") == 14
-    assert not any("collect" in c for c in loan.calls())
 
 
 # --- loan.sh for real, on a CPU ---

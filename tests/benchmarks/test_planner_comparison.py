@@ -169,16 +169,6 @@ def measured(paths: Mapping[str, Sequence[float | None]], family: str = "dlrm") 
     return found
 
 
-def test_ratios_are_paired_and_turn_round() -> None:
-    both = measured({"a": [1.0, 2.0, None, 9.0], "b": [2.0, 1.0, 5.0, 10.0]})
-    ours, theirs = (paired.compare(both, *names) for names in ("ab", "ba"))
-    assert (ours.num_tasks, ours.wins, ours.losses) == (3, 2, 1)
-    assert (theirs.wins, theirs.losses) == (1, 2)
-    assert ours.mean * theirs.mean == pytest.approx(1.0)
-    assert (ours.worst, ours.worst_task) == (2.0, "dlrm-1")
-    assert ours.low <= ours.mean <= ours.high
-
-
 def test_the_page_drops_no_loss(tmp_path: Path) -> None:
     paths: dict[str, list[float | None]] = {
         "default": [3.0, 4.0],
