@@ -60,7 +60,8 @@ def test_both_plans_train_the_same_model(tmp_path: Path, num_ranks: int) -> None
     assert stock["rounds"][0]["losses"] == stock["rounds"][1]["losses"]  # begun anew
     for entry in (stock, ours):
         for phase in PHASES:
-            assert entry["predicted"]["phases_ms"][phase] > 0
+            ms = entry["predicted"]["phases_ms"][phase]
+            assert (ms > 0) == (num_ranks > 1 or "compute" in phase)
             assert entry["judged"][phase]["clock_ms"] > 0
         assert sorted(entry["shards"]) == sorted(t["name"] for t in results["tables"])
         for placed in entry["shards"].values():
