@@ -129,13 +129,6 @@ def test_growth_stays_within_the_stated_error(
         assert grown.num_distinct == pytest.approx(expected, rel=tolerance)
 
 
-def test_ids_seen_often_bring_no_new_ones() -> None:
-    profile = FeatureProfile(
-        batch_size=10, num_lookups=1_200, access_histogram=(*[0] * 7, 10, *[0] * 9)
-    )
-    assert profile.at_batch_size(30).num_distinct == pytest.approx(10)
-
-
 @pytest.mark.parametrize(
     ("options", "value"),
     [

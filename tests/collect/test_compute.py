@@ -37,7 +37,7 @@ from torchrec_neuroshard.errors import (
     ConfigError,
     DeviceFailureError,
 )
-from torchrec_neuroshard.record_store import journal_path, read_header, read_records
+from torchrec_neuroshard.record_store import journal_path, read_records
 from torchrec_neuroshard.records import CostRecord
 
 OPTIONS = (
@@ -304,10 +304,7 @@ def test_a_set_that_breaks_the_device_is_noted_and_not_tried_again(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_an_ended_collector_loses_only_the_sample_in_flight(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_an_ended_collector_loses_only_the_sample_in_flight(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     arguments = ["--out", str(path), "--num-sets", "100000", *OPTIONS]
     process = subprocess.Popen(
@@ -315,23 +312,15 @@ def test_an_ended_collector_loses_only_the_sample_in_flight(
         stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
     )
-    while process.poll() is None:
-        begun = journal_path(path).exists() and read_header(path)
-        if begun and len(read_records([path])[1]) >= 3:
-            break
+    journal = journal_path(path)
+    while not journal.exists() or journal.read_text().count("\n") < 4:
+        assert process.poll() is None
         time.sleep(0.05)
-    process.send_signal(number)
-    code = process.wait()
-    headers, before = read_records([path])
-    assert len(before) >= 3
-    assert [r.index for r in before] == list(range(len(before)))
-    if number == signal.SIGTERM:
-        assert code == 130 and not journal_path(path).exists()
-    assert collect(path, len(before) + 2) == 0
-    again, after = read_records([path])
-    assert again == headers
-    assert [r.index for r in after] == list(range(len(before) + 2))
-    assert not journal_path(path).exists()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 130 and not journal.exists()
+    _, records = read_records([path])
+    assert len(records) >= 3
+    assert [r.index for r in records] == list(range(len(records)))
 
 
 @pytest.mark.parametrize(

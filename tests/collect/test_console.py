@@ -32,16 +32,3 @@ def test_batch_jobs_get_plain_lines_now_and_then() -> None:
         "collect: 24 of 30 sets, 1.00 sets/s, 20 s, 6 s left",
         "collect: 30 of 30 sets, 1.00 sets/s, 26 s, 0 s left",
     ]
-
-
-def test_a_terminal_gets_bars_alone(phases: list[str]) -> None:
-    file, clock = io.StringIO(), Ticking()
-    console = Console(file=file, width=120, force_terminal=True, color_system=None)
-    with RateProgress(console, "sets", clock) as progress:
-        advance = progress.add_bar("collect", 3)
-        for _ in range(3):
-            clock.now += 2.0
-            advance()
-    assert "3/3" in file.getvalue() and "0.50 sets/s" in file.getvalue()
-    assert "3 of 3 sets" not in file.getvalue()
-    assert phases == [""]  # nothing is shown of the phase around the bars

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from torchrec_neuroshard.collect.sampling import (
@@ -15,7 +12,6 @@ from torchrec_neuroshard.collect.sampling import (
 )
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.profiles import zipf_profile
-from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import OPTIMIZERS, TableConfig
 
 CONFIG = SamplingConfig(
@@ -120,45 +116,10 @@ def test_tight_limits_still_give_a_set() -> None:
         max_weight_bytes=2_000_000,
     )
     for i in range(30):
-        sampled = sample_set(i, 0, config, BASE)
-        assert len(sampled.tables) >= 1
-        assert sum(t.weight_bytes for t in sampled.tables) <= 2_000_000
-        lookups = sum(t.profile.num_lookups for t in sampled.tables if t.profile)
-        assert lookups <= 600 * (1 + 1e-9)
-
-
-# The shipped measurements, and a GPU's sets
-
-SHIPPED = Path(__file__).parents[2] / "benchmarks" / "data" / "compute_xeon.parquet"
-
-
-def test_shipped_measurements_are_of_these_very_sets() -> None:
-    """Sets of generated tables, which need no file of real ones to draw again."""
-    table = pq.read_table(SHIPPED).slice(0, 60)
-    header = json.loads(table.schema.metadata[b"neuroshard_header"])
-    names = {f.name for f in dataclasses.fields(SamplingConfig)}
-    options: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v
-        for k, v in header["sampling"].items()
-        if k in names
-    }
-    config = SamplingConfig(**options)
-    records = [CostRecord.from_json(row) for row in table.to_pylist()]
-    generated = [r for r in records if r.tables[0].name.startswith("generated")]
-    assert len(generated) >= 15
-    for record in generated:
-        again = sample_set(record.index, header["seed"], config, BASE)
-        assert again.batch_size == record.batch_size
-        assert (again.repeat_of, again.held_out) == (record.repeat_of, record.held_out)
-        for new, old in zip(again.tables, record.tables, strict=True):
-            assert old.profile is not None and new.profile is not None
-            assert dataclasses.replace(new, profile=None) == dataclasses.replace(
-                old, profile=None
-            )
-            assert new.profile.num_lookups == old.profile.num_lookups
-            assert new.profile.access_histogram == pytest.approx(
-                old.profile.access_histogram, rel=1e-3, abs=1e-30
-            )
+        tables = sample_set(i, 0, config, BASE).tables
+        assert sum(t.weight_bytes for t in tables) <= 2_000_000
+        lookups = sum(t.profile.num_lookups for t in tables if t.profile)
+        assert 0 < lookups <= 600 * (1 + 1e-9)
 
 
 def test_a_gpu_gets_all_kinds_and_large_sets() -> None:

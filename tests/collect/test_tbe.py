@@ -34,43 +34,38 @@ LEARNING_RATE = 1e-6
 """The fused step's; small, so that timed passes leave the weights as they are."""
 
 
-def profile(
-    access: AccessDistribution, pooling_factor: float, std: float
-) -> FeatureProfile:
-    lookups = BATCH * pooling_factor
-    return FeatureProfile(
-        batch_size=BATCH,
-        num_lookups=lookups,
-        pooling_std=std,
-        access_histogram=access.histogram(lookups),
-    )
-
-
 ACCESS = (
     AccessDistribution.power_law(100, 1.0),
     AccessDistribution.power_law(40, 0.0),
     AccessDistribution.power_law(7, 1.2),
 )
+
+
+def make(
+    rows: int,
+    dim: int,
+    access: AccessDistribution,
+    mean: float,
+    std: float,
+    **more: Any,
+) -> TableConfig:
+    """A table that reads `mean` ids per sample, of this distribution."""
+    batch_size = more.pop("batch_size", BATCH)
+    profile = FeatureProfile(
+        batch_size=batch_size,
+        num_lookups=batch_size * mean,
+        pooling_std=std,
+        access_histogram=access.histogram(batch_size * mean),
+    )
+    return TableConfig(
+        name=str(rows), num_embeddings=rows, embedding_dim=dim, profile=profile, **more
+    )
+
+
 TABLES = (
-    TableConfig(
-        name="a",
-        num_embeddings=100,
-        embedding_dim=12,
-        profile=profile(ACCESS[0], 3.0, 2.0),
-    ),
-    TableConfig(
-        name="b",
-        num_embeddings=40,
-        embedding_dim=32,
-        num_features=2,
-        profile=profile(ACCESS[1], 2.0, 0.0),
-    ),
-    TableConfig(
-        name="c",
-        num_embeddings=7,
-        embedding_dim=4,
-        profile=profile(ACCESS[2], 0.5, 0.0),
-    ),
+    make(100, 12, ACCESS[0], 3.0, 2.0),
+    make(40, 32, ACCESS[1], 2.0, 0.0, num_features=2),
+    make(7, 4, ACCESS[2], 0.5, 0.0),
 )
 FEATURES = (0, 1, 1, 2)
 """The table of each feature."""
@@ -80,36 +75,25 @@ def variants(**changes: object) -> tuple[TableConfig, ...]:
     return tuple(dataclasses.replace(t, **changes) for t in TABLES)  # type: ignore[arg-type]
 
 
-def bags(batch: InputBatch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Per feature: indices, offsets from 0 and weights."""
-    weights = batch.weights_L
-    if weights is None:
-        weights = torch.ones(len(batch.indices_L))
+def looked_up(batch: InputBatch, weights: list[torch.Tensor]) -> torch.Tensor:
+    """What torch's own lookup returns for each feature."""
     found = []
-    for feature in range(len(FEATURES)):
+    for feature, table in enumerate(FEATURES):
         offsets = batch.offsets[feature * BATCH : (feature + 1) * BATCH + 1]
         part = slice(int(offsets[0]), int(offsets[-1]))
-        found.append((batch.indices_L[part], offsets - offsets[0], weights[part]))
-    return found
-
-
-def expected_output(batch: InputBatch, weights: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(
-        [
+        found.append(
             embedding_bag(
-                indices,
+                batch.indices_L[part],
                 weights[table],
-                offsets,
+                offsets - offsets[0],
                 mode="sum",
                 include_last_offset=True,
-                per_sample_weights=per_sample,
+                per_sample_weights=None
+                if batch.weights_L is None
+                else batch.weights_L[part],
             )
-            for table, (indices, offsets, per_sample) in zip(
-                FEATURES, bags(batch), strict=True
-            )
-        ],
-        dim=1,
-    )
+        )
+    return torch.cat(found, dim=1)
 
 
 def arena() -> Arena:
@@ -117,52 +101,35 @@ def arena() -> Arena:
 
 
 @pytest.mark.parametrize(
-    ("weighted", "data_type", "use_arena"),
-    [(False, "fp32", True), (True, "fp16", True), (True, "fp32", False)],
+    ("weighted", "data_type", "memory"),
+    [(False, "fp32", None), (True, "fp16", arena()), (True, "fp32", arena())],
 )
-def test_forward_is_the_sum_over_each_bag(
-    weighted: bool, data_type: str, use_arena: bool
+def test_passes_are_those_of_torch(
+    weighted: bool, data_type: str, memory: Arena | None
 ) -> None:
-    tables = variants(weighted=weighted, data_type=data_type)
-    kernel = FusedTables(tables, CPU, arena() if use_arena else None)
+    tables = variants(weighted=weighted, data_type=data_type, optimizer="sgd")
+    kernel = FusedTables(tables, CPU, memory)
     weights = kernel.split_weights()
     assert [tuple(w.shape) for w in weights] == [(100, 12), (40, 32), (7, 4)]
-    assert {w.dtype for w in weights} == {
-        torch.float32 if data_type == "fp32" else torch.float16
-    }
+    dtype = torch.float32 if data_type == "fp32" else torch.float16
+    assert {w.dtype for w in weights} == {dtype}
     for w in weights:
         w.data.uniform_(-1, 1)
+    copies = [w.detach().float().requires_grad_() for w in weights]
     batch = draw_inputs(tables, ACCESS, BATCH, (1,), CPU)
     assert (batch.weights_L is not None) == weighted
-    output = kernel.forward(batch)
-    assert output.dtype == torch.float32
-    assert output.shape == (BATCH, kernel.output_dim) == (BATCH, 12 + 2 * 32 + 4)
-    expected = expected_output(batch, [w.detach().float() for w in weights])
-    torch.testing.assert_close(output.detach(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_sgd_step_is_the_one_by_hand() -> None:
-    tables = variants(weighted=True, optimizer="sgd")
-    kernel = FusedTables(tables, CPU, arena())
-    batch = draw_inputs(tables, ACCESS, BATCH, (2,), CPU)
-    for w in kernel.split_weights():
-        w.data.zero_()
-    # Gradients of a million times the learning rate's inverse: steps of order one.
+    output, expected = kernel.forward(batch), looked_up(batch, copies)
+    assert output.shape == (BATCH, kernel.output_dim)
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    # Gradients by the learning rate: steps of order one.
     grad = torch.randn(BATCH, kernel.output_dim) / LEARNING_RATE
-    expected = [torch.zeros_like(w) for w in kernel.split_weights()]
-    column = 0
-    for table, (indices, offsets, per_sample) in zip(
-        FEATURES, bags(batch), strict=True
-    ):
-        width = tables[table].embedding_dim
-        samples = torch.repeat_interleave(torch.arange(BATCH), offsets.diff())
-        rows = grad[samples, column : column + width] * per_sample[:, None]
-        expected[table].index_add_(0, indices, -LEARNING_RATE * rows)
-        column += width
-    torch.autograd.backward(kernel.forward(batch), grad)
-    for found, wanted in zip(kernel.split_weights(), expected, strict=True):
-        torch.testing.assert_close(found.detach(), wanted, rtol=1e-4, atol=1e-4)
-        assert wanted.abs().max() > 0.1
+    torch.autograd.backward([output, expected], [grad, grad])
+    torch.optim.SGD(copies, lr=LEARNING_RATE).step()
+    error = 1e-4 if data_type == "fp32" else 0.05
+    for w, copy in zip(kernel.split_weights(), copies, strict=True):
+        torch.testing.assert_close(
+            w.detach().float(), copy.detach(), rtol=error / 10, atol=error
+        )
 
 
 @pytest.mark.parametrize("bounds_check", ["warning", "none"])
@@ -243,17 +210,7 @@ def test_fbgemm_without_preallocated_buffers_uses_the_arena_too(
 def test_inputs_follow_their_profile(mean: float, std: float) -> None:
     count, rows = 40_000, 5_000
     access = AccessDistribution.power_law(rows, 1.05)
-    table = TableConfig(
-        name="t",
-        num_embeddings=rows,
-        embedding_dim=4,
-        profile=FeatureProfile(
-            batch_size=count,
-            num_lookups=count * mean,
-            pooling_std=std,
-            access_histogram=access.histogram(count * mean),
-        ),
-    )
+    table = make(rows, 4, access, mean, std, batch_size=count)
     first, same, other = (
         draw_inputs([table], [access], count, (1, seed), CPU) for seed in (2, 2, 3)
     )
@@ -301,33 +258,20 @@ def test_kernels_of_a_gpu_are_built_with_the_state_that_is_counted(
     optimizer: str, data_type: str
 ) -> None:
     """On the "meta" device, which takes a GPU's path up to the launch."""
-    tables = [
-        TableConfig(
-            name=str(i),
-            num_embeddings=100 * (i + 1),
-            embedding_dim=8 + 4 * i,
-            pooling_factor=2.0,
-            num_features=1 + i,
-            optimizer=optimizer,
-            data_type=data_type,
-        )
-        for i in range(2)
-    ]
+    tables = variants(optimizer=optimizer, data_type=data_type)
     kernel = FusedTables(tables, torch.device("meta"))
     module = kernel.module
     assert not module.use_cpu
-    assert [tuple(w.shape) for w in kernel.split_weights()] == [(100, 8), (200, 12)]
-    assert module.weights_dev.dtype == (
-        torch.float32 if data_type == "fp32" else torch.float16
-    )
-    weights = module.weights_dev.numel()
-    assert weights == 100 * 8 + 200 * 12
+    dtype = torch.float32 if data_type == "fp32" else torch.float16
+    assert module.weights_dev.dtype == dtype
+    weights = 100 * 12 + 40 * 32 + 7 * 4
+    assert module.weights_dev.numel() == weights
     state = sum(
         buffer.numel() * buffer.element_size()
         for name, buffer in module.named_buffers()
         if name in ("momentum1_dev", "momentum2_dev") and buffer.numel() > 1
     )
-    per_row = 4 * 300 if optimizer == "rowwise_adagrad" else 0
+    per_row = 4 * (100 + 40 + 7) if optimizer == "rowwise_adagrad" else 0
     assert state == STATE_BYTES.get(optimizer, 0) * weights + per_row
     # fp16 weights are rounded as TorchRec's are.
     assert module.stochastic_rounding

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from torchrec_neuroshard.collect.sampling import SamplingConfig, sample_set
-from torchrec_neuroshard.collect.tbe import InputBatch, InputDraws
 from torchrec_neuroshard.collect.timing import (
     DeviceClock,
     HostClock,
@@ -195,20 +194,6 @@ def test_the_next_set_is_drawn_while_the_device_works(queue: list[str]) -> None:
     at = queue.index("drawn")
     assert queue[:at].count("event") == 12 and "wait" not in queue[:at]
     assert queue[at + 1 :] == ["wait"] * 3
-
-
-def test_only_the_warm_up_reads_the_first_input(timer: SetTimer) -> None:
-    """It may be of fewer samples, on whatever device."""
-    drawn: list[int] = []
-    sampled = sample_set(1, 0, SMALL, [])
-    draws = InputDraws(sampled.tables, sampled.access, sampled.batch_size, CPU)
-
-    def draw(number: int) -> InputBatch:
-        drawn.append(number)
-        return draws.draw((number,))
-
-    timer.measure_on(sampled.tables, draw, sampled.batch_size)
-    assert drawn == [0, 1, 2, 3]  # three timed passes, each over an input of its own
 
 
 def test_host_clock_times_both_passes(monkeypatch: pytest.MonkeyPatch) -> None:
