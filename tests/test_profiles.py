@@ -22,7 +22,6 @@ from torchrec_neuroshard.profiles import (
     merge_profiles,
     profile_inputs,
     uniform_profile,
-    zipf_groups,
     zipf_profile,
 )
 
@@ -109,27 +108,6 @@ def test_growth_is_what_twice_the_draws_show(exponent: float, rows: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("exponent", "rows", "pooling_factor"),
-    [(0.0, 1_000, 0.03), (0.8, 5_000_000, 30.0), (1.4, 5_000_000, 0.03)],
-)
-def test_growth_stays_within_the_stated_error(
-    exponent: float, rows: int, pooling_factor: float
-) -> None:
-    def at(batch_size: int) -> FeatureProfile:
-        return zipf_profile(
-            batch_size=batch_size,
-            pooling_factor=pooling_factor,
-            num_embeddings=rows,
-            exponent=exponent,
-        )
-
-    for factor, tolerance in ((2, 0.005), (4, 0.03)):
-        grown = at(65_536).at_batch_size(65_536 * factor, rows)
-        expected = at(65_536 * factor).num_distinct
-        assert grown.num_distinct == pytest.approx(expected, rel=tolerance)
-
-
-@pytest.mark.parametrize(
     ("options", "value"),
     [
         ({"batch_size": 0}, "got 0"),
@@ -159,19 +137,6 @@ def test_histogram_bins_are_half_open_powers_of_two() -> None:
     np.add.at(expected, [0, 1, 2, 2, 3, 3, 4, 15, 16, 16], 1)
     assert count_histogram(counts) == tuple(expected)
     assert count_histogram(np.array([], dtype=np.int64)) == (0.0,) * 17
-
-
-@pytest.mark.parametrize(
-    ("rows", "exponent"), [(1, 1.3), (1_000, 0.0), (1_000, 1.3), (12_345_678, 1.3)]
-)
-def test_power_law_groups_cover_all_rows(rows: int, exponent: float) -> None:
-    num_ids, share = zipf_groups(rows, exponent)
-    assert num_ids.sum() == rows
-    assert share.sum() == pytest.approx(1)
-    assert (np.diff(share / num_ids) <= 1e-12).all()
-    exact = np.arange(1, min(rows, 10**6) + 1, dtype=np.float64) ** -exponent
-    if rows <= 10**6:
-        assert share[0] == pytest.approx(exact[0] / exact.sum(), rel=0.01)
 
 
 def test_uniform_profile_by_hand() -> None:

@@ -9,7 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.builders import make_fingerprint, make_header, make_record, write_records
+from tests.builders import (
+    make_fingerprint,
+    make_header,
+    make_record,
+    make_tables,
+    write_records,
+)
 from torchrec_neuroshard.errors import RecordError, RecordMismatchError
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.record_store import (
@@ -19,7 +25,6 @@ from torchrec_neuroshard.record_store import (
     read_records,
 )
 from torchrec_neuroshard.records import CostRecord, RunHeader, repeatability
-from torchrec_neuroshard.tables import TableConfig
 
 HEADER = make_header(
     "cpu x", reference_ms=2.5, seed=3, sampling={"max_shards": 4, "widths": [4, 64]}
@@ -35,28 +40,12 @@ def record(index: int) -> CostRecord:
         access_histogram=(20.25, 5.0, *[0.0] * 14, 1.5),
         weighted=True,
     )
-    table = TableConfig(
-        name=f"t#{index}",
-        num_embeddings=100 + index,
-        embedding_dim=8,
-        pooling_factor=2.5,
-        num_features=2,
-        profile=profile,
-        weighted=True,
-        data_type="fp16",
-        optimizer="sgd",
-    )
-    return make_record(
-        (table, dataclasses.replace(table, name="other")),
-        1.1,
-        2.2,
-        index=index,
-        repeat_of=index - 1 if index % 2 else None,
-        held_out=index % 3 == 0,
-        num_passes=3,
-        spread=0.125,
-        reference_ms=2.25,
-    )
+    kind: Any = {"num_features": 2, "profile": profile}
+    kind |= {"weighted": True, "data_type": "fp16", "optimizer": "sgd"}
+    tables = make_tables([8, 4], 100 + index, 2.5, **kind)
+    measured: Any = {"num_passes": 3, "spread": 0.125, "reference_ms": 2.25}
+    repeat_of = index - 1 if index % 2 else None
+    return make_record(tables, 1.1, 2.2, index=index, repeat_of=repeat_of, **measured)
 
 
 def write(path: Path, *indices: int, header: RunHeader = HEADER) -> None:

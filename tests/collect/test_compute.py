@@ -18,7 +18,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.builders import ONE_PASS
+from tests.builders import ONE_PASS, make_record
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.compute import (
     MAX_ROUNDS,
@@ -168,17 +168,9 @@ def test_real_tables_and_the_gpus_state_are_recorded(
 
 
 def timed(index: int, ms: float = 1.0, **changes: Any) -> CostRecord:
-    fields: dict[str, Any] = {
-        "index": index,
-        "tables": sample_set(0, 0, SAMPLING, []).tables,
-        "batch_size": 64,
-        "fwd_ms": ms,
-        "bwd_ms": ms,
-        "num_passes": 1,
-        "spread": 0.01,
-        "reference_ms": 1.0,
-    }
-    return CostRecord(**{**fields, **changes})
+    tables = sample_set(0, 0, SAMPLING, []).tables
+    known = {"index": index, "spread": 0.01, "reference_ms": 1.0}
+    return make_record(tables, ms, ms, **{**known, **changes})
 
 
 def test_a_slower_reference_after_a_restart_is_made_up_for() -> None:
@@ -188,34 +180,26 @@ def test_a_slower_reference_after_a_restart_is_made_up_for() -> None:
     assert unit_factor([], []) == 1.0
 
 
+Measure = Callable[[int], CostRecord]
+Collect = Callable[..., tuple[list[CostRecord], str]]
+
+
 @pytest.fixture
-def collect_as(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., tuple[list[CostRecord], str]]:
+def collect_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Collect:
     """Collect sets whose measurements are made up."""
     monkeypatch.setattr(Reference, "nominal_ms", lambda self: 1.0)
 
-    def run(
-        measure: Callable[[int], CostRecord], num_sets: int, min_split: int = 0
-    ) -> tuple[list[CostRecord], str]:
+    def run(measure: Measure, num_sets: int, **fields: Any) -> Any:
         monkeypatch.setattr(
             "torchrec_neuroshard.collect.compute._SetMeter.measure",
             lambda self, index, following=None: measure(index),
         )
-        config = CollectConfig(
-            out=tmp_path / "r.parquet",
-            num_sets=num_sets,
-            sampling=SAMPLING,
-            min_split=min_split,
-        )
-        file = io.StringIO()
+        path, file = tmp_path / "r.parquet", io.StringIO()
+        config = CollectConfig(out=path, num_sets=num_sets, sampling=SAMPLING, **fields)
         collect_compute(config, Console(width=500, file=file))
-        return read_records([config.out])[1], file.getvalue()
+        return read_records([path])[1], file.getvalue()
 
     return run
-
-
-Collect = Callable[..., tuple[list[CostRecord], str]]
 
 
 @pytest.mark.parametrize(
@@ -326,9 +310,9 @@ def test_an_ended_collector_loses_only_the_sample_in_flight(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "changes", [{"num_sets": 0}, {"time_limit_seconds": -5}, {"set_seconds": -1}]
 )
-def test_bad_configs_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_bad_configs_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=str(*changes.values())):
-        CollectConfig(out=tmp_path / "r", **changes)
+        CollectConfig(out=Path("r"), **changes)
 
 
 def test_options_change_what_the_device_would_get(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ from torchrec_neuroshard.collect.tbe import (
     InputBatch,
     draw_inputs,
     join_inputs,
-    quiet_import,
     reserve_memory,
 )
 from torchrec_neuroshard.errors import ConfigError
@@ -171,17 +169,6 @@ def test_kernels_that_do_not_exist_are_refused() -> None:
     mixed = [TABLES[0], dataclasses.replace(TABLES[1], optimizer="sgd")]
     with pytest.raises(ConfigError, match="one optimizer"):
         FusedTables(mixed, CPU)
-
-
-def test_what_fbgemm_logs_of_its_own_release_is_dropped(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    note = "_fbgemm_torch_compat_table has no entry for 1.6.0; cannot determine"
-    with quiet_import():
-        logging.warning(note)
-        logging.warning("FBGEMM_GPU is not compatible with this torch")
-    logging.warning(note)
-    assert [r.getMessage()[:6] for r in caplog.records] == ["FBGEMM", "_fbgem"]
 
 
 def test_fbgemm_without_preallocated_buffers_uses_the_arena_too(

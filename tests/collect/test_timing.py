@@ -168,18 +168,6 @@ def test_the_flush_is_as_short_as_before_soon_after_a_late_pass(
     assert clock.repeats == DeviceClock.REPEATS
 
 
-def test_a_flush_may_end_in_a_read(
-    queue: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = SimpleNamespace(sum=lambda: queue.append("flush, a read"))
-    monkeypatch.setattr("torch.zeros_like", lambda flush: read)
-    clock = DeviceClock(CPU, read_last=True)
-    clock.start(lambda: torch.ones(3), lambda output: queue.append("backward"))()
-    flush = [*["flush 1000"] * DeviceClock.REPEATS, "flush, a read"]
-    assert queue[: len(flush) + 1] == [*flush, "event"]
-    assert queue.count("flush, a read") == 2
-
-
 def test_the_next_set_is_drawn_while_the_device_works(queue: list[str]) -> None:
     timer = SetTimer(CPU, 1 << 20, reference_ms=1.0, num_passes=3)
     timer._reference, timer._clock = None, DeviceClock(CPU)

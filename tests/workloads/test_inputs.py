@@ -51,15 +51,6 @@ def test_seed_and_table_decide_the_draw() -> None:
     np.testing.assert_array_equal(alone["cat_5"][0], first["cat_5"][0])
 
 
-def test_hot_ids_stay_hot() -> None:
-    hottest = []
-    for seed in range(2):
-        ids, _ = draw_batch(TABLES[:1], 2_048, seed)["cat_0"]
-        values, counts = np.unique(ids, return_counts=True)
-        hottest.append(set(values[np.argsort(-counts)[:3]]))
-    assert hottest[0] & hottest[1]
-
-
 def test_features_of_one_table_share_its_lookups() -> None:
     table = TableConfig(
         name="t", num_embeddings=50, embedding_dim=4, pooling_factor=6.0, num_features=3
