@@ -224,7 +224,6 @@ def test_inputs_match_a_count_by_hand() -> None:
         ([jagged({"a": [[1]]}), jagged({"b": [[1]]})], r"\['a', 'b'\]"),
         ([jagged({"a": []})], "feature 'a' has no samples"),
         (jagged({"a": [[1]]}), r"Pass \[batch\]"),
-        (3, "several batches"),
     ],
 )
 def test_bad_inputs_are_refused(batches: Any, value: str) -> None:

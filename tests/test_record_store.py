@@ -162,25 +162,19 @@ def test_files_of_two_machines_are_not_read_together(tmp_path: Path) -> None:
 
 def test_times_of_all_files_are_in_the_unit_of_the_first(tmp_path: Path) -> None:
     """Two runs that found the same ratios to the reference tell the same times."""
+    paths = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    write(paths[0], 0)
     slower = dataclasses.replace(HEADER, reference_ms=5.0, seed=9)
-    write(tmp_path / "a.parquet", 0)
     again = make_record(record(0).tables, 2.2, 4.4, reference_ms=4.0)
-    write_records(tmp_path / "b.parquet", slower, [again])
-    headers, found = read_records([tmp_path / "a.parquet", tmp_path / "b.parquet"])
-    assert [h.reference_ms for h in headers] == [2.5, 2.5]
-    assert [(r.fwd_ms, r.bwd_ms) for r in found] == [(1.1, 2.2)] * 2
-    (header,), (alone,) = read_records([tmp_path / "b.parquet"])
-    assert (header.reference_ms, alone.fwd_ms) == (5.0, 2.2)
-
-
-def test_times_without_a_reference_stay_as_they_are(tmp_path: Path) -> None:
-    bare = dataclasses.replace(HEADER, reference_ms=0.0)
-    write(tmp_path / "a.parquet", 0, header=bare)
-    write(tmp_path / "b.parquet", 0)
-    for names in (("a", "b"), ("b", "a")):
-        headers, found = read_records(tmp_path / f"{n}.parquet" for n in names)
-        assert sorted(h.reference_ms for h in headers) == [0.0, 2.5]
-        assert [(r.fwd_ms, r.bwd_ms) for r in found] == [(1.1, 2.2)] * 2
+    write_records(paths[1], slower, [again])
+    # Without a reference, times stay as they are.
+    write(paths[2], 0, header=dataclasses.replace(HEADER, reference_ms=0.0))
+    headers, found = read_records(paths)
+    assert [h.reference_ms for h in headers] == [2.5, 2.5, 0.0]
+    assert [(r.fwd_ms, r.bwd_ms) for r in found] == [(1.1, 2.2)] * 3
+    headers, found = read_records([paths[2], paths[1]])
+    assert [h.reference_ms for h in headers] == [0.0, 5.0]
+    assert [r.fwd_ms for r in found] == [1.1, 2.2]
 
 
 def test_repeats_are_of_sets_of_their_own_file(tmp_path: Path) -> None:

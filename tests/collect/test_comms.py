@@ -181,17 +181,15 @@ def test_kinds_of_records_are_told_apart(tmp_path: Path) -> None:
         record_kind(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(
-    ("changes", "value"),
-    [
-        ({"backend": "mpi"}, "mpi"),
-        ({"min_passes": 9, "max_passes": 3}, "9, 3"),
-        ({"timeout_seconds": 0.0}, "timeout_seconds"),
-    ],
-)
-def test_bad_configuration_is_refused(changes: dict[str, Any], value: str) -> None:
-    with pytest.raises(ConfigError, match=value):
-        CommsConfig(out=Path("c"), **changes)
+def test_bad_configuration_is_refused() -> None:
+    changes: list[dict[str, Any]] = [
+        {"backend": "mpi"},
+        {"max_passes": 2},
+        {"timeout_seconds": -0.5},
+    ]
+    for change in changes:
+        with pytest.raises(ConfigError, match=str(*change.values())):
+            CommsConfig(out=Path("c"), **change)
     for sampling in ({"bytes_per_rank": (9, 5)}, {"repeat_every": 1}):
         with pytest.raises(ConfigError, match=next(iter(sampling))):
             CommsSamplingConfig(**sampling)

@@ -29,9 +29,9 @@ def compare(rank: int) -> dict[str, bool]:
 
     from torchrec_neuroshard.collect.collectives import CollectiveRunner
 
-    def runner(collective: str, bytes_per_peer: Sequence[int]) -> Any:
-        return CollectiveRunner(
-            collective,
+    def moved(name: str, bytes_per_peer: Sequence[int], given: Any = None) -> Any:
+        runner = CollectiveRunner(
+            name,
             list(bytes_per_peer),
             BATCH,
             LENGTHS_SHARE,
@@ -39,6 +39,10 @@ def compare(rank: int) -> dict[str, bool]:
             rank=rank,
             device=torch.device("cpu"),
         )
+        if given is not None:
+            runner.set_input(given)
+        runner.run()
+        return runner.output
 
     group: Any = dist.group.WORLD
     equal: dict[str, bool] = {}
@@ -48,48 +52,35 @@ def compare(rank: int) -> dict[str, bool]:
     embeddings = torch.randn(BATCH * WORLD_SIZE, COLUMNS[rank], requires_grad=True)
     theirs = to_all(embeddings, batch_size_per_rank=[BATCH] * WORLD_SIZE).wait()
     units = [4 * BATCH * columns for columns in COLUMNS]
-    forward = runner("pooled_forward", units)
-    forward.set_input(embeddings.detach())
-    forward.run()
-    equal["pooled_forward"] = torch.equal(forward.output, theirs)
-
+    forward = moved("pooled_forward", units, embeddings.detach())
+    equal["pooled_forward"] = torch.equal(forward, theirs)
     gradient = torch.randn_like(theirs)
     theirs.backward(gradient)
-    backward = runner("pooled_backward", units)
-    backward.set_input(gradient)
-    backward.run()
     assert embeddings.grad is not None
-    equal["pooled_backward"] = torch.equal(backward.output, embeddings.grad)
+    backward = moved("pooled_backward", units, gradient)
+    equal["pooled_backward"] = torch.equal(backward, embeddings.grad)
 
     partial = torch.randn(BATCH * WORLD_SIZE, 4, requires_grad=True)
     reduce: Any = PooledEmbeddingsReduceScatter(group)
     reduced = reduce(partial).wait()
-    scatter = runner("reduce_scatter", [4 * BATCH * 4] * WORLD_SIZE)
-    scatter.set_input(partial.detach().view(WORLD_SIZE, -1))
-    scatter.run()
-    equal["reduce_scatter"] = torch.equal(scatter.output.view(BATCH, 4), reduced)
-
+    units = [4 * BATCH * 4] * WORLD_SIZE
+    scattered = moved("reduce_scatter", units, partial.detach().view(WORLD_SIZE, -1))
+    equal["reduce_scatter"] = torch.equal(scattered.view(BATCH, 4), reduced)
     gradient = torch.randn_like(reduced)
     reduced.backward(gradient)
-    gather = runner("all_gather", [4 * BATCH * 4] * WORLD_SIZE)
-    gather.set_input(gradient.view(1, -1))
-    gather.run()
     assert partial.grad is not None
-    gathered = gather.output.view_as(partial)
+    gathered = moved("all_gather", units, gradient.view(1, -1)).view_as(partial)
     equal["all_gather"] = torch.equal(gathered, partial.grad)
 
-    index = runner("index", [8 * count for count in NUM_IDS])
-    index.run()
+    received = [len(part) for part in moved("index", [8 * count for count in NUM_IDS])]
     lengths = int(LENGTHS_SHARE * NUM_IDS[rank])
-    received = [len(part) for part in index.output]
     expected = [lengths * WORLD_SIZE, (NUM_IDS[rank] - lengths) * WORLD_SIZE]
     equal["index"] = received == expected
 
-    total = runner("all_reduce", [4 * 5] * WORLD_SIZE)
-    total.set_input(torch.full((WORLD_SIZE, 5), float(rank)))
-    total.run()
-    ranks = float(sum(range(WORLD_SIZE)))
-    equal["all_reduce"] = torch.equal(total.output, torch.full((WORLD_SIZE, 5), ranks))
+    given = torch.full((WORLD_SIZE, 5), float(rank))
+    total = moved("all_reduce", [4 * 5] * WORLD_SIZE, given)
+    ranks = torch.full((WORLD_SIZE, 5), float(sum(range(WORLD_SIZE))))
+    equal["all_reduce"] = torch.equal(total, ranks)
     return equal
 
 

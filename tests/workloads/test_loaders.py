@@ -71,7 +71,6 @@ def test_groups_are_unrolled(tmp_path: Path) -> None:
         "{",
         '{"workloads": {"name": "w"}}',
         '{"workloads": ["w"]}',
-        '{"workloads": [{"name": "w"}]}',
         '{"workloads": [{"name": "w", "tables": [3]}]}',
         '{"workloads": [{"name": "w", "rows": [10], "pooling": []}]}',
         '{"workloads": [{"name": "w", "rows": [9], "pooling": [NaN]}]}',
@@ -102,7 +101,6 @@ FILES["w.json"] = f'{{"workloads": [{{"name": "w", "tables": {FILES["list.json"]
 FILES["w.json"] = FILES["w.json"].replace('"20"', "20").replace("4.0", "4")
 # As spreadsheets, editors and other systems write them.
 FILES["bom.csv"] = "\ufeff" + FILES["t.csv"].replace("\n", "\r\n")
-FILES["tabs.csv"] = FILES["t.csv"].replace(",", "\t")
 FILES["spaced.CSV"] = FILES["t.csv"].replace(",", " ; ").replace("\n", ";\n\n")
 CSV = "name,num_embeddings,embedding_dim\n"
 
@@ -140,7 +138,6 @@ def test_one_of_several_workloads_is_named(tmp_path: Path) -> None:
         ("- name: a\n  name: b\n", "'name' stands twice"),
         ("- {name: no, num_embeddings: 9, embedding_dim: 4}", "False"),
         ("- name: a\n\tnum_embeddings: 9\n", "line 2, column 1"),
-        ("a: &a {a: *a}", "holds no tables"),
         ("!!python/object/apply:os.getcwd []", "as YAML: could not determine"),
     ],
 )
@@ -158,13 +155,10 @@ def test_bad_yaml_is_told(text: str, value: str, tmp_path: Path) -> None:
         ("t.csv", "name,num_embedings\na,10\n", "did you mean 'num_embeddings'"),
         ("t.csv", f"{CSV}a,1x,8\n", "line 2: table 'a': num_embeddings .* '1x'"),
         ("t.csv", f"{CSV}a,1,2,3\n", "4 values for 3 fields"),
-        ("t.csv", CSV, "no tables given"),
         ("t.csv", f"{CSV}a,9,8\n a ,9,8\n", "'a' is given twice"),
-        ("t.csv", f"{CSV}\x1b[2J,9,8\n", r"'\\x1b\[2J'"),
         ("t.csv", f'{CSV}"a,9,8\n', "is a quote left open"),
         ("t.csv", f"{CSV}é,9,8\n".encode("latin-1"), "Save it as text of UTF-8"),
         ("t.csv", f"name,{CSV}a,a,9,8\n", "field 'name' stands twice"),
-        ("t.json", '[{"name": null}]', "table 0: field 'name' is missing"),
         ("t.json", "[3]", "table 0: expected an object, got 3"),
         ("t.json", "{", "cannot be read as JSON"),
         (
