@@ -35,6 +35,11 @@ FOUND: dict[str, tuple[str, str, Any]] = {
         "t.csv",
         f"name,num_embeddings,embedding_dim\na,{10**30},8\n",
     ),
+    "more rows than a float holds": (
+        "tables, json",
+        "t.json",
+        f'[{{"name": "a", "num_embeddings": 1{"0" * 400}, "embedding_dim": 8}}]',
+    ),
     "more tables than there are": (
         "workloads",
         "t.json",
