@@ -333,7 +333,7 @@ def measure(task: Task, method: str, limit: float) -> dict[str, Any]:
             "bound_ms": result.lower_bound_ms,
             "bound_is_proven": result.bound_is_proven,
             "fallback": result.fallback,
-            "parts": dict(planner.last_seconds),
+            "search_seconds": result.search_seconds,
             "progress": curve,
         }
     return found
@@ -474,11 +474,6 @@ def page(
         "s before",
     )
     mean = f"{statistics.geometric_mean(ratios):.4f}" if ratios else "-"
-    parts = [
-        [r["task"], r["method"], *(f"{k} {s:.2f}" for k, s in r["parts"].items())]
-        for r in rows
-        if "parts" in r
-    ]
     return "\n\n".join(
         (
             "# Planning time and predicted cost of planners",
@@ -487,8 +482,6 @@ def page(
             f"Plans over those before, geometric mean of {len(ratios)}: {mean}.",
             f"## Worse by more than {TOLERANCE:.1%}, or no plan",
             "\n".join(losses(rows)) or "None.",
-            "## Parts of `plan()`, CPU seconds",
-            "\n".join(f"- {', '.join(line)}" for line in parts),
             f"```json\n{json.dumps(settings, indent=1)}\n```\n",
         )
     )

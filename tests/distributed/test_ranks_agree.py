@@ -224,7 +224,7 @@ def lost_plan_file(at: Rank) -> Any:
 
 
 PLAN = "plan"
-LEFT = "RankFailureError|rank 1 died or fell silent"
+LEFT = "RankFailureError|a rank died or fell silent"
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def test_caches_are_made_ready_for_being_loaded_ahead() -> None:
     unready = plan_for("train_sparse_dist")
     assert entry_of(plan_for(ahead)).cache_params.prefetch_pipeline
     assert "every rank can" in faults(plan_for(ahead), plain, ahead)
-    assert "'t0': train_prefetch_sparse_dist loads" in faults(unready, plain, ahead)
+    assert "'t0': train_prefetch_sparse_dist needs" in faults(unready, plain, ahead)
     assert "every rank can" in faults(unready, plain, "train_sparse_dist")
     asks = EmbeddingBagCollectionSharder(fused_params={"prefetch_pipeline": True})
     assert "every rank can" in faults(unready, asks, ahead)

@@ -119,7 +119,6 @@ def test_constraints_compare_and_travel_as_json() -> None:
         pin={"b": (3, 1, 1), "a": [0]}, together=[["d", "c"]], forbid_ranks={2}
     )
     assert constraints.pin == {"a": (0,), "b": (1, 3)}
-    assert PlacementConstraints(**constraints.to_json()) == constraints
     assert not PlacementConstraints().rules(NAMES, 4)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import re
 import signal
 import time
 from datetime import timedelta
@@ -54,7 +53,7 @@ def _rank(rank: int, odd: int, way: str, backend: str | None, folder: Path) -> N
         pytest.param("is silent", 1, None, marks=pytest.mark.nightly),
     ],
 )
-def test_all_others_end_and_name_it(
+def test_all_others_end(
     tmp_path: Path, way: str, odd: int, backend: str | None
 ) -> None:
     context = multiprocessing.get_context("fork")
@@ -77,4 +76,4 @@ def test_all_others_end_and_name_it(
         return
     assert told.keys() == set(range(WORLD_SIZE)) - {odd}
     for text in told.values():
-        assert re.match(rf"rank {odd}\b.* died or fell silent", text), text
+        assert "a rank died or fell silent" in text, text

@@ -107,7 +107,7 @@ def test_what_the_host_lacks_room_for_stays_on_the_device() -> None:
     assert kernels[2] in ("fused_uvm", "fused_uvm_caching")
     result = planner.last_result
     assert result is not None and result.fallback is None
-    assert any("'t2': in the host's memory" in w for w in result.warnings)
+    assert any("in the host's memory: 't2'" in w for w in result.warnings)
     assert result.predicted.compute_source == "analytic; estimated for 1 of 3 tables"
 
 

@@ -341,13 +341,8 @@ def test_placements_name_the_local_device(make_job: MakeJob) -> None:
             assert str(meta.placement) == f"rank:{rank}/cuda:{rank % 2}"
 
 
-def test_few_candidates_and_little_time_are_enough_for_something(
-    make_job: MakeJob,
-) -> None:
+def test_little_time_is_enough_for_something(make_job: MakeJob) -> None:
     job = make_job(ALL_ON_0)
-    few = job.replan(config=ReplanConfig(max_candidates=1))
-    assert few.after.critical_path_ms <= few.before.critical_path_ms
-    assert few.num_evaluated < job.replan().num_evaluated
     none = job.replan(config=ReplanConfig(time_budget_seconds=1e-9))
     assert none.moves == ()
     with pytest.raises(ConfigError, match="at least 0, got -1"):

@@ -129,7 +129,7 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults() -> None:
     before = vars(naive).copy()
     costs, [text] = costs_of(naive, "h100")
     assert "does not give hbm_cap, hbm_mem_bw, hbm_to_ddr_mem_bw, intra_host" in text
-    assert "topology_for('h100', num_nodes=2, ranks_per_node=8) gives the same" in text
+    assert "topology_for('h100', ...)" in text
     same, none = costs_of(topology_for("h100", num_nodes=2, ranks_per_node=8), "auto")
     assert none == []
     for name in ("hbm_mem_bw", "hbm_to_ddr_mem_bw", "intra_host_bw", "inter_host_bw"):
@@ -144,7 +144,7 @@ def test_a_card_that_is_named_stands_in_for_torchrecs_defaults() -> None:
 def test_values_given_are_left_alone() -> None:
     topology = Topology(8, "cuda", hbm_cap=GIB, hbm_mem_bw=2.4e9, intra_host_bw=3e8)
     costs, [text] = costs_of(topology, "h100")
-    assert text.startswith("the topology does not give hbm_to_ddr_mem_bw; taken")
+    assert text.startswith("the topology does not give hbm_to_ddr_mem_bw; planned")
     assert costs.topology.hbm_mem_bw == 2.4e9
     assert costs.topology.intra_host_bw == 3e8
     assert costs.topology.devices[0].storage.hbm == GIB
@@ -155,8 +155,7 @@ def test_values_given_are_left_alone() -> None:
 def test_defaults_of_no_card_are_said_once() -> None:
     costs, [text] = costs_of(Topology(16, "cuda"), "auto")
     assert "TorchRec's defaults, which are no card's" in text
-    assert "memory of a rank 34.36 GB, memory bandwidth 963.1 GB/s" in text
-    assert "All 16 ranks count as one node" in text
+    assert "hbm_cap 34.36 GB, hbm_mem_bw 963.1 GB/s" in text
     assert isinstance(costs.cost_model, PhysicalCostModel)
     # What is said is what is planned with.
     assert costs.cost_model.constants.memory_gb_per_s == pytest.approx(963.1, abs=0.1)

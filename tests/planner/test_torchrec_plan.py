@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any
 import pytest
 from torchrec.distributed.planner import ParameterConstraints, Topology
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
-from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.storage_reservations import (
     FixedPercentageStorageReservation,
 )
 from torchrec.distributed.planner.types import PlannerError, PlannerErrorType
+from torchrec.distributed.types import ShardingPlan
 
 from tests.builders import (
     MIB,
@@ -40,7 +39,7 @@ from torchrec_neuroshard.planner.parts.shard_estimators import (
     OutOfTimeError,
     SizesEstimator,
 )
-from torchrec_neuroshard.planner.parts.torchrec_plan import StockPlan, stock_plan
+from torchrec_neuroshard.planner.parts.torchrec_plan import stock_plan
 from torchrec_neuroshard.planner.plans.plan_files import NeuroShardPlanLoader
 
 pytestmark = [
@@ -108,7 +107,7 @@ STOCK: dict[str, Any] = {
 }
 
 
-def stock_within(seconds: float) -> StockPlan:
+def stock_within(seconds: float) -> ShardingPlan:
     """TorchRec's plan of three tables, within some seconds."""
     return stock_plan(three_tables(), bag_sharders(), **STOCK, seconds=seconds)
 
@@ -137,11 +136,9 @@ def slowed(monkeypatch: pytest.MonkeyPatch) -> Callable[[type, str], None]:
 
 
 def test_the_plan_to_compare_with_is_torchrecs_where_time_suffices() -> None:
-    found = stock_within(math.inf)
+    found = stock_within(600)
     theirs = stock_planner(**STOCK).plan(three_tables(), bag_sharders())
-    assert str(found.plan) == str(theirs)
-    assert not found.is_cut
-    assert found.num_proposals > 100
+    assert str(found) == str(theirs)
 
 
 def test_torchrecs_planner_stops_within_its_estimates(
@@ -150,16 +147,6 @@ def test_torchrecs_planner_stops_within_its_estimates(
     slowed(SizesEstimator, "estimate")
     with pytest.raises(OutOfTimeError, match="it had estimated 2 of 3 tables"):
         stock_within(1.5)
-
-
-# The first plan is waited for, and the first of each proposer for a second.
-@pytest.mark.parametrize(("seconds", "count"), [(4.5, 4), (0.5, 1), (2.5, 3)])
-def test_torchrecs_planner_stops_within_its_proposals(
-    slowed: Callable[[type, str], None], seconds: float, count: int
-) -> None:
-    slowed(GreedyPerfPartitioner, "partition")
-    cut = stock_within(seconds)
-    assert (cut.is_cut, cut.num_proposals) == (True, count)
 
 
 def test_shards_too_many_to_list_are_not_listed_to_say_that_nothing_fits(

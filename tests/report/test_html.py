@@ -111,7 +111,6 @@ def in_columns(name: str, *widths: int) -> TableReport:
 REPORT = PlanReport(
     critical_path_ms=17.0,
     lower_bound_ms=16.0,
-    gap=1 / 16,
     uncertainty=0.03,
     compute_source="measured",
     comms_source="datasheet, not measured",
@@ -211,7 +210,6 @@ def test_plan_without_splits_limits_or_bound() -> None:
         splits=(),
         tables=(in_columns("whole", 8),),
         warnings=(),
-        gap=math.inf,
         lower_bound_ms=0.0,
         fallback="it is <faster>",
     )

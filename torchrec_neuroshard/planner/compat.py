@@ -71,7 +71,6 @@ __all__ = [
     "enumerator_constraints",
     "grids_vary_batches",
     "group_timeout_seconds",
-    "is_codec",
     "is_over_gloo",
     "is_sharder",
     "is_wrapped_by_ddp",
@@ -563,11 +562,6 @@ def codec_registry(sharder: Any) -> Mapping[str, tuple[Any, Any]]:
         name: tuple(getattr(codecs, way, codecs) for way in ("forward", "backward"))
         for name, codecs in registry.items()
     }
-
-
-def is_codec(given: Any) -> bool:
-    """Whether it codes values of collectives."""
-    return all(hasattr(given, n) for n in ("encode", "decode", "calc_quantized_size"))
 
 
 def is_sharder(given: Any) -> bool:

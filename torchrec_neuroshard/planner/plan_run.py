@@ -1,10 +1,8 @@
-"""One planning run: what was searched, which plan won, what it took."""
+"""One planning run: what was searched, and which plan won."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torchrec.distributed.planner.types import Proposer, ShardingOption
 
@@ -56,7 +54,6 @@ class PlanRun:
     ) -> None:
         self.robustness: Robustness | None = None
         self._uncertain = uncertain
-        self._draw_seconds = 0.0
         self.log = SearchLog()
         self.torchrec = torchrec
         self.fallback: str | None = None
@@ -64,7 +61,6 @@ class PlanRun:
         self.selected: list[ShardingOption] | None = None
         self._searches = [p for p in proposers if isinstance(p, NeuroShardProposer)]
         self._violation = violation
-        self._started = self._selected_at = time.monotonic()
 
     def callbacks(self, given: Sequence[Callback]) -> list[Callback]:
         """Return the caller's callbacks between those that watch over the plan."""
@@ -79,16 +75,11 @@ class PlanRun:
         assert rating is not None, "a plan that is returned was rated"
         ratings = [p.best_rating for p in self._searches if p.best_rating is not None]
         against = f"{min(ratings):.4g} ms" if ratings else "none"
-        if not self._searches:
-            against = "of the proposals given no less"
         self.fallback = (
             f"it is predicted to take {rating:.4g} ms, the search's {against}"
         )
         if ratings and min(ratings) < rating:
-            self.fallback += (
-                ", but if the estimate is off as it may be, that one is too often the "
-                "slower of the two"
-            )
+            self.fallback += ", which is too often slower where the estimate is off"
         return options
 
     def _hold_up(self, best: list[ShardingOption]) -> list[ShardingOption]:
@@ -97,19 +88,17 @@ class PlanRun:
         # Costs that were measured since are uncertain no more.
         if self._uncertain is None or not is_uncertain(self._uncertain) or not plans:
             return best
-        start = time.monotonic()
         paths_KC = draw_paths(self._uncertain, plans)
         theirs = next((n for n, p in enumerate(plans) if _is_torchrecs(p)), None)
         costs = self._uncertain
         cautions_C = [len(cautions(costs, p, costs.topology)) for p in plans]
         chosen = choose_plan(paths_KC, theirs, cautions_C)
         self.robustness = robustness(paths_KC, chosen, theirs)
-        self._draw_seconds = time.monotonic() - start
         return plans[chosen]
 
     def select(self, options: list[ShardingOption]) -> list[ShardingOption]:
         """Last of TorchRec's callbacks: sees the plan that is returned."""
-        self.selected, self._selected_at = options, time.monotonic()
+        self.selected = options
         return options
 
     def check(self) -> None:
@@ -123,26 +112,6 @@ class PlanRun:
                 f"the plan breaks placement_constraints: {violation}. A partitioner, "
                 "callback or plan loader that was given made it so"
             )
-
-    def seconds(self, options: float, chosen: float) -> Mapping[str, float]:
-        """Say what planning took, part by part.
-
-        Args:
-            options: What listing and estimating them took.
-            chosen: When TorchRec's loop was through (`time.monotonic()`).
-        """
-        now = time.monotonic()
-        draws = {} if self.robustness is None else {"draws": self._draw_seconds}
-        parts = {
-            "options": options,
-            "search": self.log.seconds,
-            "stock": self.torchrec.seconds,
-            **draws,
-            "stats": chosen - self._selected_at,
-            "result": now - chosen,
-        }
-        rest = now - self._started - math.fsum(parts.values())
-        return {**parts, "rest": max(0.0, rest)}
 
 
 def _is_torchrecs(plan: Sequence[ShardingOption]) -> bool:

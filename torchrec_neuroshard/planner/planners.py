@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import logging
 import math
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -68,7 +66,6 @@ from torchrec_neuroshard.planner.options.checks import (
     check_batch_size,
     check_kind,
     check_profiles,
-    unknown_values,
     unmatched_constraints,
     unsharded_notes,
 )
@@ -94,7 +91,7 @@ from torchrec_neuroshard.planner.parts.torchrec_plan import TorchRecPlan
 from torchrec_neuroshard.planner.plan_run import PlanRun
 from torchrec_neuroshard.planner.results import KnownPlan, describe_plan
 from torchrec_neuroshard.profiles import FeatureProfile
-from torchrec_neuroshard.report import PlanComparison, PlanReport, explain
+from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.schedules import DenseMs
 from torchrec_neuroshard.search import make_searcher
 from torchrec_neuroshard.search.base import SearchConfig, Searcher, SearchResult
@@ -140,11 +137,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             itself says where the others are, and `report` names them.
         last_task: The tables that `last_result.placement` counts, in its order; None
             when it has none.
-        last_seconds: What planning took, part by part: "options" (listing and
-            estimating them), "search", "stock" (TorchRec's own plan), "draws" (of
-            what costs that were not measured may really be), "stats" (TorchRec's
-            statistics and checks), "result" (filling `last_result`) and "rest"
-            (proposals, ratings, copies).
 
     Args:
         topology: The devices to plan for, by `topology_for`, `group_topology` or
@@ -233,24 +225,14 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         **kwargs: Any,
     ) -> None:
         topology = default_topology() if topology is None else topology
-        for name, value, kind, way_out in (
-            ("topology", topology, Topology, 'topology_for("h100") makes one'),
-            (
-                "constraints",
-                constraints,
-                Mapping,
-                "pass table -> ParameterConstraints(...)",
-            ),
-            ("profiles", profiles, Mapping, "pass what profile_inputs(batches) makes"),
-            (
-                "placement_constraints",
-                placement_constraints,
-                PlacementConstraints,
-                "pass PlacementConstraints(...)",
-            ),
+        for name, value, kind in (
+            ("topology", topology, Topology),
+            ("constraints", constraints, Mapping),
+            ("profiles", profiles, Mapping),
+            ("placement_constraints", placement_constraints, PlacementConstraints),
         ):
             if value is not None:
-                check_kind(name, value, kind, way_out)
+                check_kind(name, value, kind)
         check_batch_size(batch_size)
         if not constraints and isinstance(enumerator, EmbeddingEnumerator):
             constraints = enumerator_constraints(enumerator)
@@ -264,9 +246,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             pipeline_type=pipeline_type,
             dense_ms=dense_ms,
         )
-        self._notes = unknown_values(constraints or {})
-        for text in self._notes:
-            warnings.warn(text, stacklevel=2)
         self._first_launch = FirstLaunch(self.costs, cost_model, calibrate, constraints)
         topology = self.costs.topology
         for name, given in (
@@ -394,15 +373,13 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self._try_remember(module, sharders)
         if run.selected is not None:
             self._selected = run.selected
-            chosen = time.monotonic()
-            notes = [*self._notes, *unmatched, *run.notes]
+            notes = [*unmatched, *run.notes]
             if run.torchrec.skipped is not None:
                 notes.append(run.torchrec.skipped)
-            records = run.log.records
-            known = describe_plan(
+            self._known = describe_plan(
                 run.selected,
                 self.costs,
-                records,
+                run.log.records,
                 run.fallback,
                 notes,
                 batch_size_is_default=self._batch_size_is_default,
@@ -410,10 +387,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
                 reserved=self._reserved(module, sharders),
                 memory=self._memory,
             )
-            listed = self.enumerator
-            options = listed.seconds if isinstance(listed, NeuroShardEnumerator) else 0
-            seconds = run.seconds(options, chosen)
-            self._known = dataclasses.replace(known, seconds=seconds)
         self._plan = plan
         return plan
 
@@ -492,9 +465,8 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             proposer.__dict__.update(copy.deepcopy(state))
         proposers = planner_part(self, "proposers")
         partitioner = planner_part(self, "partitioner")
-        own = isinstance(partitioner, NeuroShardPartitioner)
-        perf_model, stats = (
-            planner_part(self, "perf_model"),
+        own, stats = (
+            isinstance(partitioner, NeuroShardPartitioner),
             planner_part(self, "stats"),
         )
         budget = partitioner.searcher.time_budget_seconds if own else math.inf
@@ -511,7 +483,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
             is_lenient=self._memory is not None and self._memory.is_lenient,
         )
         # A caller's rating of plans is not overruled.
-        hedged = isinstance(perf_model, NeuroShardPerfModel)
+        hedged = isinstance(planner_part(self, "perf_model"), NeuroShardPerfModel)
         run = PlanRun(
             torchrec,
             proposers,
@@ -659,11 +631,6 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         """The tables that `last_result.placement` counts: the column-sharded ones."""
         known = self.last_known
         return known.task if known else None
-
-    @property
-    def last_seconds(self) -> Mapping[str, float]:
-        """What planning took, part by part; empty before the first plan."""
-        return self._known.seconds if self._known else {}
 
     def get_selected_options(self) -> list[ShardingOption]:
         """Return the last plan's options, with the costs and memory of its shards.
@@ -868,7 +835,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self, plan: ShardingPlan, module: nn.Module, sharders: list[ModuleSharder[Any]]
     ) -> tuple[list[ShardingOption], KnownPlan]:
         """Say what a plan that is given costs; returns its options as well."""
-        notes = (*self._notes, *self._check_inputs(module, sharders))
+        notes = self._check_inputs(module, sharders)
         options = PlanOptions(module, sharders, self.enumerator, self.costs).of(plan)
         self.costs.attribute(options)
         self._attribute_memory(options)
@@ -893,7 +860,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
         self, module: nn.Module, sharders: Sequence[ModuleSharder[Any]]
     ) -> tuple[str, ...]:
         """Hold profiles, constraints and sharders against the model; returns notes."""
-        check_kind("model", module, nn.Module, "pass the model, then its sharders")
+        check_kind("model", module, nn.Module)
         check_profiles(module, self._profiles)
         notes = (
             *unsharded_notes(module, sharders),
@@ -905,16 +872,7 @@ class NeuroShardPlanner(EmbeddingShardingPlanner):
 
     def _explain(self, known: KnownPlan) -> PlanReport:
         simulator = None if known.task is None else self.costs.simulator(known.task)
-        return explain(
-            known.result,
-            simulator,
-            known.tables,
-            known.memory_bytes,
-            basis=known.basis,
-            robustness=known.robustness,
-            weight_sync=known.weight_sync,
-            bottleneck=known.bottleneck,
-        )
+        return known.report(simulator)
 
     def _violation(self, options: Sequence[ShardingOption]) -> str | None:
         """How a plan breaks the placement constraints, if it does."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torchrec.distributed.planner.types import Shard, ShardingOption, Topology
 
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.costs.hedging import cautions
 from torchrec_neuroshard.planner.costs.kernels import is_estimated
 from torchrec_neuroshard.planner.costs.memory import MemoryModel
@@ -25,21 +26,23 @@ from torchrec_neuroshard.report import (
     Bottleneck,
     HostTable,
     PlanBasis,
+    PlanReport,
     Robustness,
     ShardReport,
     TableReport,
     WeightSync,
+    explain,
 )
 from torchrec_neuroshard.search.base import SearchResult
-from torchrec_neuroshard.search.default import MAX_WARNINGS
 from torchrec_neuroshard.sharding_types import COLUMN_SHARDED_TYPES
+from torchrec_neuroshard.simulator import Simulator
 
 __all__ = ["KnownPlan", "describe_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownPlan:
-    """A plan's result, its tables and the time that planning took."""
+    """A plan's result and its tables."""
 
     result: SearchResult
     task: ShardingTask | None
@@ -56,8 +59,23 @@ class KnownPlan:
     """How replicas are kept alike; None where there are none."""
     bottleneck: Bottleneck | None = None
     """What makes the iteration longest; None where nothing has a cost."""
-    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """What planning took, part by part."""
+
+    def report(self, simulator: Simulator | None = None) -> PlanReport:
+        """Return the plan's report.
+
+        Args:
+            simulator: Of its task. None: what splits are good for is left out.
+        """
+        return explain(
+            self.result,
+            simulator,
+            self.tables,
+            self.memory_bytes,
+            basis=self.basis,
+            robustness=self.robustness,
+            weight_sync=self.weight_sync,
+            bottleneck=self.bottleneck,
+        )
 
 
 def describe_plan(
@@ -92,7 +110,13 @@ def describe_plan(
             predicted, uncertainty=relative, is_sampled=True
         )
     path_ms = predicted.critical_path_ms
-    texts = [*_host_notes(selected), *costs.warnings]
+    texts = [*costs.warnings]
+    kernels = {table_name(o): o.compute_kernel for o in selected}
+    if hosted := [t for t, k in kernels.items() if k in OFFLOADED_KERNELS]:
+        texts.append(
+            f"tables in the host's memory: {quoted(hosted)}; compute_kernels=['fused'] "
+            "in their constraints keeps them on the devices, if these have the room"
+        )
     own = [r for r in records if _covers(r.task, selected)]
     best = min(own, key=lambda r: r.result.predicted.critical_path_ms, default=None)
     bound, proven = 0.0, False
@@ -104,7 +128,7 @@ def describe_plan(
         proven = proven and math.isclose(bound, best.result.lower_bound_ms)
         texts += best.result.warnings if fallback is None else ()
     texts += costs.range_warnings(lowered)
-    texts += costs.estimate_warnings(lowered)
+    texts += costs.optimizer_warnings(selected)
     room = reserved or costs.topology
     if memory is not None and (full := memory.overflow(selected, room)):
         texts.append(full)
@@ -180,25 +204,6 @@ def _shard_report(shard: Shard, tier: str, path_ms: float) -> ShardReport:
         comms_ms=comms_ms,
         path_ms=path_ms,
     )
-
-
-def _host_notes(selected: Sequence[ShardingOption]) -> list[str]:
-    """Say which tables a plan keeps in the host's memory."""
-    kernels = {
-        table_name(o): o.compute_kernel
-        for o in selected
-        if o.compute_kernel in OFFLOADED_KERNELS
-    }
-    if not kernels:
-        return []
-    shown = [f"'{t}' ({k})" for t, k in list(kernels.items())[:MAX_WARNINGS]]
-    more = len(kernels) - len(shown)
-    return [
-        f"{len(kernels)} of {len(selected)} tables are in the host's memory: "
-        f"{', '.join(shown)}{f' and {more} more' if more else ''}. "
-        "compute_kernels=['fused'] in their constraints keeps them on the devices, if "
-        "these have the memory"
-    ]
 
 
 def _column_ways(task: ShardingTask) -> dict[str, list[int]]:

@@ -139,14 +139,7 @@ class PlanComparison(HtmlReport):
             )
             yield view("moves")
         yield from (f"<p class='note'>{escape(note)}</p>" for note in self.notes)
-        # What both have in common is said of the second alone.
-        shared = self.second
-        first_alone = dataclasses.replace(
-            self.first,
-            basis=None if self.first.basis == shared.basis else self.first.basis,
-            warnings=tuple(w for w in self.first.warnings if w not in shared.warnings),
-        )
-        for number, report in enumerate((first_alone, shared)):
+        for number, report in enumerate((self.first, self.second)):
             name = names[number]
             yield f"<h1 class='plan'>{capitalised(name)}</h1>"
             yield from plan_page(report, number)

@@ -69,7 +69,6 @@ def explain(
     return PlanReport(
         critical_path_ms=predicted.critical_path_ms,
         lower_bound_ms=result.lower_bound_ms,
-        gap=result.gap,
         bound_is_proven=result.bound_is_proven,
         uncertainty=predicted.uncertainty,
         is_sampled=predicted.is_sampled,

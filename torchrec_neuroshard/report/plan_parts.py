@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_neuroshard.placement import format_bytes
-from torchrec_neuroshard.schedules import (
-    SCHEDULES,
-    SEQUENTIAL,
-    TIMED,
-    find_schedule,
-)
+from torchrec_neuroshard.schedules import SEQUENTIAL, TIMED
 from torchrec_neuroshard.simulator import PredictedCosts, RankCosts
 
 __all__ = [
@@ -184,12 +179,10 @@ class ScheduleReport:
     pipeline_type: str
     dense_ms: float
     """What the rest of the model takes, of the critical path."""
-    phases_ms: dict[str, float]
+    phases_ms: Mapping[str, float]
     """Phase -> what it takes on its slowest rank."""
-    hidden_ms: dict[str, float]
+    hidden_ms: Mapping[str, float]
     """Phase -> how much of that runs beside something longer."""
-    path_ms: dict[str, float]
-    """Pipeline -> critical path of this plan under it."""
 
     @staticmethod
     def of(predicted: PredictedCosts) -> ScheduleReport | None:
@@ -204,11 +197,6 @@ class ScheduleReport:
             dense_ms=dense.total_ms,
             phases_ms=dict(zip(TIMED, worst, strict=True)),
             hidden_ms=predicted.hidden_ms(schedule),
-            path_ms={
-                name: predicted.path_ms(find_schedule(name, dense))
-                for name in SCHEDULES
-                if name != "train_base"  # the same as "none"
-            },
         )
 
     @property
@@ -227,12 +215,6 @@ class ScheduleReport:
             f"{self.dense_ms:.3f} ms of other layers; hidden beside something longer "
             f"[ms]: {', '.join(self.hidden) or 'nothing'}"
         )
-
-    @property
-    def alternatives(self) -> str:
-        """What this plan would take under each pipeline, in words."""
-        paths = ", ".join(f"{name} {ms:.3f}" for name, ms in self.path_ms.items())
-        return f"this plan under other pipelines, predicted [ms]: {paths}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

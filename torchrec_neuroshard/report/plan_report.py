@@ -39,7 +39,6 @@ class PlanReport(HtmlReport):
 
     critical_path_ms: float
     lower_bound_ms: float
-    gap: float
     bound_is_proven: bool = False
     """Whether no plan can be below the bound; otherwise it is an estimate."""
     uncertainty: float
@@ -68,6 +67,12 @@ class PlanReport(HtmlReport):
     """None where the plan is of all ranks, not of one of several sharding groups."""
     schedule: ScheduleReport | None = None
     """None where nobody said how the model is trained."""
+
+    @property
+    def gap(self) -> float:
+        """How far the plan is above the bound, relative to it; infinite without one."""
+        bound_ms = self.lower_bound_ms
+        return self.critical_path_ms / bound_ms - 1 if bound_ms > 0 else math.inf
 
     @property
     def num_split(self) -> int:
@@ -131,7 +136,7 @@ class PlanReport(HtmlReport):
         for table, held in zip(data["tables"], self.tables, strict=True):
             for name in ("num_shards", "ranks", "used_bytes", "path_ms"):
                 table[name] = getattr(held, name)
-        data["num_split"] = self.num_split
+        data |= {"gap": self.gap, "num_split": self.num_split}
         if self.basis is not None:
             data["basis"]["assumptions"] = list(self.basis.assumptions)
         return data
@@ -169,7 +174,6 @@ def _facts(report: PlanReport) -> Iterator[str]:
         yield str(report.weight_sync)
     if report.schedule is not None:
         yield str(report.schedule)
-        yield report.schedule.alternatives
     if report.fallback is not None:
         yield f"TorchRec's own plan was taken: {report.fallback}"
     if report.robustness is not None:
@@ -197,14 +201,17 @@ def _tail_lines(report: PlanReport) -> Iterator[str]:
         yield from (f"- {text}" for text in report.warnings)
 
 
-def _basis_lines(basis: PlanBasis) -> Iterator[str]:
+def _basis_lines(basis: PlanBasis, *, sources: bool = False) -> Iterator[str]:
     """What costs rest on, in sentences without a full stop."""
     card = basis.card or "cards that are not named"
     yield f"planned for {card}, {basis.batch_size:,} samples per rank"
     if basis.estimate_error is not None:
         yield f"the estimate of kernels may be off: {basis.estimate_error}"
     if basis.figures:
-        yield ", ".join(f"{f.name} {f} ({f.basis})" for f in basis.figures)
+        yield ", ".join(
+            f"{f.name} {f} ({f.basis}{f': {f.source}' if sources and f.source else ''})"
+            for f in basis.figures
+        )
     yield "ids per sample: " + ", ".join(
         f"{source} ({count} feature{'s' * (count != 1)})"
         for source, count in basis.ids_per_sample
@@ -343,31 +350,11 @@ def _summary(report: PlanReport) -> Iterator[str]:
 def _basis(basis: PlanBasis | None) -> Iterator[str]:
     if basis is None:
         return
-    yield "<h2>What the costs rest on</h2>"
-    card = escape(basis.card or "not named")
-    yield f"<p>Card: {card}. {basis.batch_size:,} samples per rank.</p>"
-    if basis.estimate_error is not None:
-        error = escape(basis.estimate_error)
-        yield f"<p class='warning'>The estimate of kernels may be off: {error}.</p>"
-    yield "<div class='scroll'><table>"
-    yield "<tr><th>figure</th><th class='number'>value</th><th>from</th></tr>"
-    for figure in basis.figures:
-        source = f"{figure.basis}: {figure.source}" if figure.source else figure.basis
-        yield (
-            f"<tr><td>{escape(figure.name)}</td><td class='number'>{figure}</td>"
-            f"<td>{escape(source)}</td></tr>"
-        )
-    for source, count in basis.ids_per_sample:
-        yield (
-            f"<tr><td>ids per sample</td><td class='number'>{count} features</td>"
-            f"<td>{escape(source)}</td></tr>"
-        )
-    yield "</table></div>"
-    if basis.assumptions:
-        yield "<p>Assumed, that is neither given nor published nor measured:</p>"
-        yield "<ul class='warning'>"
-        yield from (f"<li>{escape(text)}</li>" for text in basis.assumptions)
-        yield "</ul>"
+    yield "<h2>What the costs rest on</h2><ul>"
+    yield from (
+        f"<li>{escape(text)}</li>" for text in _basis_lines(basis, sources=True)
+    )
+    yield "</ul>"
 
 
 def _warnings(report: PlanReport) -> Iterator[str]:

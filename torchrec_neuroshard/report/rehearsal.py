@@ -27,9 +27,8 @@ class RankRehearsal:
     weights_bytes: float
     """Of replicated tables, gradients as well."""
     optimizer_bytes: float
-    index_bytes: float
-    """What is known of cached rows, beside the rows."""
     cache_bytes: float
+    """Cached rows, and what is known of them."""
     activation_bytes: float
     """At the peak of a step, beside what is there at rest."""
     memory_bytes: int
@@ -40,13 +39,8 @@ class RankRehearsal:
     @property
     def peak_bytes(self) -> float:
         """The most that the rank takes."""
-        return (
-            self.weights_bytes
-            + self.optimizer_bytes
-            + self.index_bytes
-            + self.cache_bytes
-            + self.activation_bytes
-        )
+        at_rest = self.weights_bytes + self.optimizer_bytes + self.cache_bytes
+        return at_rest + self.activation_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,62 +77,38 @@ class Rehearsal:
 
 
 def _lines(report: Rehearsal) -> Iterator[str]:
-    faulty = [r for r in report.ranks if r.faults]
-    verdict = (
-        f"{len(faulty)} ranks cannot run it" if faulty else "every rank can run it"
-    )
+    ranks, full = report.ranks, report.fullest
+    faulty = [r for r in ranks if r.faults]
+    verdict = f"{len(faulty)} ranks cannot" if faulty else "every rank can"
     yield (
         f"{report.num_tables} tables on {report.world_size} ranks, {report.batch_size} "
-        f"samples each, pipeline {report.pipeline}: {verdict}"
+        f"samples each, pipeline {report.pipeline}: {verdict} run it"
     )
     yield (
         f"{report.num_built} ranks built without a device in {report.seconds:.1f} s; "
         "memory is foretold, of the embedding part alone"
     )
-    full = report.fullest
     yield (
         f"fullest: rank {full.rank}, {format_bytes(full.peak_bytes)} of "
         f"{format_bytes(full.memory_bytes)}"
     )
+    names = ("weights", "optimizer", "cache", "activation", "peak", "memory")
     yield ""
-    titles = ("weights", "optimizer", "index", "cache", "step", "peak", "of")
     yield (
         f"{'rank':>5}{'shards':>8}{'kernels':>8}"
-        + "".join(f"{title:>10}" for title in titles)
+        + "".join(f"{name:>11}" for name in names)
         + "   [GiB]"
     )
-    ranks = report.ranks
-    if len(ranks) > MAX_RANKS:
-        chosen = sorted(ranks, key=lambda r: (not r.faults, -r.peak_bytes))
-        ranks = tuple(sorted(chosen[:MAX_RANKS], key=lambda r: r.rank))
-    for rank in ranks:
-        sizes = (
-            rank.weights_bytes,
-            rank.optimizer_bytes,
-            rank.index_bytes,
-            rank.cache_bytes,
-            rank.activation_bytes,
-            rank.peak_bytes,
-            rank.memory_bytes,
-        )
+    chosen = sorted(ranks, key=lambda r: (not r.faults, -r.peak_bytes))[:MAX_RANKS]
+    for rank in sorted(chosen, key=lambda r: r.rank):
         yield (
             f"{rank.rank:>5}{rank.num_shards:>8}{rank.num_kernels:>8}"
-            + "".join(f"{size / _GIB:>10.3f}" for size in sizes)
+            + "".join(f"{getattr(rank, f'{n}_bytes') / _GIB:>11.3f}" for n in names)
             + ("  *" if rank.faults else "")
         )
-    if len(report.ranks) > MAX_RANKS:
-        yield f"  ... of {len(report.ranks)} ranks, those at fault and the fullest"
-    if faulty:
-        yield ""
-        yield "Faults:"
-        ranks_of: dict[str, list[int]] = {}
-        for rank in faulty:
-            for fault in rank.faults:
-                ranks_of.setdefault(fault, []).append(rank.rank)
-        for fault, where in ranks_of.items():
-            some = ", ".join(map(str, where[:8])) + ", ..." * (len(where) > 8)
-            yield f"- rank{'s' * (len(where) > 1)} {some}: {fault}"
-    if report.notes:
-        yield ""
-        yield "Notes:"
-        yield from (f"- {text}" for text in report.notes)
+    if len(ranks) > MAX_RANKS:
+        yield f"  ... of {len(ranks)} ranks, those at fault and the fullest"
+    for fault in dict.fromkeys(fault for rank in faulty for fault in rank.faults):
+        where = [rank.rank for rank in faulty if fault in rank.faults]
+        yield f"- ranks {', '.join(map(str, where[:8]))}: {fault}"
+    yield from (f"- {text}" for text in report.notes)

@@ -47,8 +47,6 @@ class SweepCell:
     """Relative standard deviation of the iteration."""
     kernels_source: str = ""
     links_source: str = ""
-    usd_per_hour: float | None = None
-    """Of one rank; None: not said."""
 
     @classmethod
     def of(cls, report: PlanReport, **where: object) -> SweepCell:
@@ -90,13 +88,6 @@ class SweepCell:
         return self.num_ranks * self.batch_size / self.iteration_ms * 1e3
 
     @property
-    def usd_per_million(self) -> float | None:
-        """Price of a million samples; None where that of a rank is not said."""
-        if self.usd_per_hour is None:
-            return None
-        return self.usd_per_hour * self.num_ranks / 3.6e-3 / self.samples_per_s
-
-    @property
     def limit(self) -> str:
         """What it would take more of to be quicker: kernels, links or memory."""
         if not self.fits or self.num_in_host_memory:
@@ -117,7 +108,7 @@ class Sweep:
     def to_csv(self) -> str:
         """Return all cells as CSV, with what each rests on."""
         names = ["fits", *(f.name for f in dataclasses.fields(SweepCell))]
-        names += ["samples_per_s", "usd_per_million", "limit"]
+        names += ["samples_per_s", "limit"]
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(names)
@@ -131,13 +122,10 @@ class Sweep:
 
 
 def _lines(cells: Sequence[SweepCell]) -> Iterator[str]:
-    priced = any(cell.usd_per_hour is not None for cell in cells)
     yield (
         f"{'card':<11}{'ranks':>6}{'group':>6}{'batch':>8}{'ms':>10}{'+-':>5}{'gap':>6}"
-        f"{'samples/s':>13}{'GiB':>8}{'of GiB':>8}  {'limit':<8}"
-        + f"{'$/million':>10}"
-        * priced
-    ).rstrip()
+        f"{'samples/s':>13}{'GiB':>8}{'of GiB':>8}  limit"
+    )
     for cell in cells:
         start = (
             f"{cell.card:<11}{cell.num_ranks:>6}{cell.group_size:>6}"
@@ -147,22 +135,17 @@ def _lines(cells: Sequence[SweepCell]) -> Iterator[str]:
             yield f"{start}  does not fit: {cell.obstacle}"
             continue
         gap = f"{cell.gap:.0%}" if cell.gap <= LOOSE_GAP else "?"
-        usd = cell.usd_per_million
-        price = f"{'?' if usd is None else f'{usd:.4f}':>10}" * priced
         yield (
             f"{start}{cell.iteration_ms:>10.3f}{cell.uncertainty:>5.0%}{gap:>6}"
             f"{cell.samples_per_s:>13,.0f}{cell.memory_bytes / _GIB:>8.2f}"
-            f"{cell.memory_limit_bytes / _GIB:>8.2f}  {cell.limit:<8}{price}"
-        ).rstrip()
+            f"{cell.memory_limit_bytes / _GIB:>8.2f}  {cell.limit}"
+        )
     fitting = [cell for cell in cells if cell.fits]
     if not fitting:
         yield "nothing fits; each line says what would help"
         return
     fastest = max(fitting, key=lambda cell: cell.samples_per_s)
     yield f"most samples per second: {_named(fastest)}"
-    if with_price := [c for c in fitting if c.usd_per_million is not None]:
-        cheapest = min(with_price, key=lambda cell: cell.usd_per_million or 0.0)
-        yield f"cheapest samples: {_named(cheapest)}"
     yield from dict.fromkeys(
         f"{c.card}: compute: {c.kernels_source}; collectives: {c.links_source}"
         for c in fitting

@@ -30,10 +30,7 @@ from torchrec_neuroshard.gpu_cards import GPU_CARDS, card_named
 from torchrec_neuroshard.planner.compat import accepted_arguments, sharders_by_type
 from torchrec_neuroshard.planner.options.checks import KNOWN_VALUES
 from torchrec_neuroshard.planner.options.constraints import PlacementConstraints
-from torchrec_neuroshard.planner.options.table_reader import (
-    GivenPoolingFactors,
-    table_configs,
-)
+from torchrec_neuroshard.planner.options.table_reader import table_configs
 from torchrec_neuroshard.planner.options.topologies import topology_for
 from torchrec_neuroshard.profiles import FeatureProfile
 from torchrec_neuroshard.tables import TableConfig
@@ -119,11 +116,9 @@ def read_model(name: str) -> GivenModel:
     taken = sharders_by_type(sharders)
     if not any(sharder_name(type(m)) in taken for m in module.modules()):
         raise ConfigError(
-            f"'{name}': no sharder is for a module of the {type(module).__name__}. "
-            "TorchRec asks for the very class, an EmbeddingBagCollection for one: a "
-            "class derived from it is another, and torch's own EmbeddingBag and "
-            "Embedding need sharders of their own. The sharders: "
-            + ", ".join(sorted({type(s).__name__ for s in sharders}))
+            f"'{name}': no sharder is for a module of the {type(module).__name__}; a "
+            "class derived from EmbeddingBagCollection, and torch's own EmbeddingBag, "
+            "need sharders of their own"
         )
     return GivenModel(
         module=module,
@@ -222,7 +217,7 @@ def build_model(
     for table in tables:
         share = table.num_features
         if table.name not in not_described:
-            factors = GivenPoolingFactors([table.pooling_factor / share] * share)
+            factors = [table.pooling_factor / share] * share
             constraints[table.name] = ParameterConstraints(pooling_factors=factors)
         if table.profile is not None:
             profile = dataclasses.replace(
@@ -319,8 +314,6 @@ class _TableConstraints:
         }
         if load := found.pop("cache_load_factor", None):
             found["cache_params"] = CacheParams(load_factor=load)
-        if factors := found.get("pooling_factors"):
-            found["pooling_factors"] = GivenPoolingFactors(factors)
         return found
 
 

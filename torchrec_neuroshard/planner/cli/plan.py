@@ -209,6 +209,7 @@ def _compared(
     planner: NeuroShardPlanner, given: GivenModel, seconds: float
 ) -> PlanComparison | str:
     """The plan beside that of TorchRec's own planner; why there is none."""
+    start = time.monotonic()
     with phase("comparing with TorchRec's planner"):
         try:
             theirs = stock_plan(
@@ -227,19 +228,17 @@ def _compared(
         except PlannerError as error:
             reason = str(error).strip().splitlines()[0]
             return f"TorchRec's own planner has no plan: {reason}"
+    notes: tuple[str, ...] = ()
+    if time.monotonic() - start > seconds:
+        notes = (
+            f"TorchRec's planner was stopped after {seconds:g} s: this is the best "
+            "plan that it had; --seconds gives it longer",
+        )
     with phase("pricing TorchRec's plan"):
         compared = planner.compare(
-            theirs.plan, given.module, given.sharders, "TorchRec's own plan"
+            theirs, given.module, given.sharders, "TorchRec's own plan"
         )
-    if not theirs.is_cut:
-        return compared
-    several = "s" if theirs.num_proposals > 1 else ""
-    note = (
-        f"TorchRec's planner was stopped after {seconds:g} s and "
-        f"{theirs.num_proposals} proposal{several}: this is the best of those; "
-        "--seconds gives it longer"
-    )
-    return dataclasses.replace(compared, notes=(*compared.notes, note))
+    return dataclasses.replace(compared, notes=notes)
 
 
 @contextlib.contextmanager

@@ -72,14 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sync-interval", type=int, default=1, help="of the groups' averages"
     )
     parser.add_argument(
-        "--price",
-        type=_list_of(str),
-        action="extend",
-        default=[],
-        metavar="CARD=USD",
-        help="of one rank for an hour, such as h100=2.5,a100=1.5",
-    )
-    parser.add_argument(
         "--seconds", type=float, default=_SECONDS, help=f"of a search ({_SECONDS:g})"
     )
     parser.add_argument("--csv", type=Path, help="write all cells there")
@@ -94,14 +86,13 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args.csv, read=files_read(args))
     with phase("reading the model"):
         given = read_model(args.model)
-    prices = dict(_price(text, args.cards) for text in args.price)
     cells = list(_cells(args))
     _check(args, cells)
     found: list[SweepCell] = []
     with phase("planning") as shown:
         for cell in cells:
             shown.text = f"planning: {len(found)} of {len(cells)} done"
-            found.append(_plan(cell, args, given, prices.get(cell.card)))
+            found.append(_plan(cell, args, given))
     swept = Sweep(cells=tuple(found))
     print(swept)
     if args.csv:
@@ -145,13 +136,8 @@ def _devices(cell: _Where, args: argparse.Namespace) -> Topology:
     return group_topology(topology, cell.group_size, sync_interval=args.sync_interval)
 
 
-def _plan(
-    cell: _Where,
-    args: argparse.Namespace,
-    given: GivenModel,
-    usd_per_hour: float | None,
-) -> SweepCell:
-    where = {**cell._asdict(), "usd_per_hour": usd_per_hour}
+def _plan(cell: _Where, args: argparse.Namespace, given: GivenModel) -> SweepCell:
+    where = cell._asdict()
     with planning(args.model):
         planner = NeuroShardPlanner(
             topology=_devices(cell, args),
@@ -179,16 +165,3 @@ def _list_of(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
     parse.__name__ = f"list of {kind.__name__}s, with commas between"
     return parse
-
-
-def _price(text: str, cards: list[str]) -> tuple[str, float]:
-    card, _, number = text.partition("=")
-    try:
-        price = float(number)
-    except ValueError:
-        price = -1.0
-    if card not in cards or not 0 <= price < float("inf"):
-        raise ConfigError(
-            f"--price must be CARD=USD, of one of {', '.join(cards)}, got '{text}'"
-        )
-    return card, price

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 from torchrec.distributed.planner.types import (
@@ -73,14 +72,7 @@ def find_comms_model(
     else. Where ranks do not fill whole nodes, the largest nodes stand in that they do
     fill.
     """
-    nodes = whole_nodes(world_size, local_world_size)
-    if nodes < min(local_world_size, world_size):
-        warnings.warn(
-            f"{world_size} ranks do not fill nodes of {local_world_size}: collectives "
-            f"are costed as in nodes of {nodes}",
-            stacklevel=2,
-        )
-    local_world_size = nodes
+    local_world_size = whole_nodes(world_size, local_world_size)
     topology, given = devices.topology, devices.given
     if not isinstance(topology.comms_bandwidths, BasicCommsBandwidths):
         return _by_collective(topology.comms_bandwidths, world_size, local_world_size)

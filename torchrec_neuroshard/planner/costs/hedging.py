@@ -18,6 +18,7 @@ from torchrec.distributed.planner.types import ShardingOption, Topology
 
 from torchrec_neuroshard.cost_models import CommsModel, CostModel
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.costs.plan_costs import ESTIMATED_COLUMNS, PlanCosts
 from torchrec_neuroshard.planner.options.table_reader import table_name
 from torchrec_neuroshard.report import Robustness
@@ -57,21 +58,17 @@ def is_uncertain(costs: PlanCosts) -> bool:
     return costs.cost_model.error is not None
 
 
-def draw_truths(
-    costs: PlanCosts, count: int = NUM_DRAWS, seed: int = SEED
-) -> list[tuple[CostModel, CommsModel]]:
+def draw_truths(costs: PlanCosts) -> list[tuple[CostModel, CommsModel]]:
     """Draw what kernels and collectives may really take.
 
     Args:
         costs: Estimates with a known error (`is_uncertain`).
-        count: Draws.
-        seed: The same seed gives the same draws.
     """
     error = costs.cost_model.error
     assert error is not None, "what was measured is not drawn"
     return [
         (costs.cost_model.under(factors), costs.comms_model.under(factors))
-        for factors in error.draw(count, seed)
+        for factors in error.draw(NUM_DRAWS, SEED)
     ]
 
 
@@ -104,12 +101,9 @@ def cautions(
         if any(s.size[1] < min(ESTIMATED_COLUMNS, o.tensor.shape[1]) for s in o.shards)
     }
     if narrow:
-        name, width = min(narrow.items(), key=lambda item: item[1])
-        others = len(narrow) - 1
-        more = f", and {others} more tables into narrow ones" if others else ""
         texts.append(
-            f"table '{name}' is split into shards of {width} columns{more}, and the "
-            f"estimate is unchecked below {ESTIMATED_COLUMNS}. min_partition="
+            f"{quoted(list(narrow))}: shards of {min(narrow.values())} columns, where "
+            f"the estimate is unchecked below {ESTIMATED_COLUMNS}. min_partition="
             f"{ESTIMATED_COLUMNS} in the constraints avoids that"
         )
     used_W = np.zeros(int(topology.world_size))

@@ -243,9 +243,6 @@ def lower_plan(
         (column_sharded if reader.is_column_sharded(option) else others).append(option)
     if not column_sharded:
         return LoweredPlan(None, Placement(topology.world_size, ()), (), tuple(others))
-    fused = FusionGroups.from_keys(
-        [fusion_key(o, reader, o.sharding_type) for o in column_sharded]
-    )
     shards = []
     for index, option in enumerate(column_sharded):
         for shard in option.shards:
@@ -255,16 +252,6 @@ def lower_plan(
                     index, int(shard.offset[1]), int(shard.size[1]), int(shard.rank)
                 )
             )
-    task = ShardingTask(
-        tables=tuple(reader.table(o) for o in column_sharded),
-        world_size=topology.world_size,
-        batch_size=column_sharded[0].batch_size * topology.world_size,
-        local_world_size=whole_nodes(topology.world_size, topology.local_world_size),
-        groups=fused.groups,
-        stages=fused.stages,
-        stage_names=fused.stage_names,
-        codecs=tuple(priced_codecs(o, topology) for o in column_sharded),
-        repeats=tuple(reader.repeats(o) for o in column_sharded),
-    )
+    task = task_of(column_sharded, reader, topology, [None] * len(column_sharded))
     placement = Placement(topology.world_size, tuple(sorted(shards)))
     return LoweredPlan(task, placement, tuple(column_sharded), tuple(others))

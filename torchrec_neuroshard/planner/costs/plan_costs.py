@@ -33,6 +33,7 @@ from torchrec_neuroshard.cost_models import (
 from torchrec_neuroshard.cost_models.scaled import JoinedCostModel, RelievedCommsModel
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import ShardingTask
+from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import pipeline_name
 from torchrec_neuroshard.planner.costs.find_comms import (
     find_comms_model,
@@ -55,8 +56,6 @@ from torchrec_neuroshard.planner.options.table_reader import (
     DEFAULT_INPUTS,
     OFFLOADED_KERNELS,
     TableReader,
-    is_dense,
-    is_fused,
     is_quantised,
     table_name,
 )
@@ -214,23 +213,14 @@ class PlanCosts:
             found = texts
         if found:
             warnings.warn("\n".join(dict.fromkeys(found)), stacklevel=4)
-        texts += self._loop_notes()
-        self.warnings: tuple[str, ...] = tuple(dict.fromkeys(texts))
-        self.encoder = ShardEncoder(self.cost_model)
-
-    def _loop_notes(self) -> list[str]:
-        """Say what to know of the training loop's schedule."""
-        if self.schedule.name != self._pipeline:
-            return [
-                f"pipeline_type '{self._pipeline}' counts as one phase after another: "
-                "CPUs have no streams on which phases could overlap"
-            ]
-        if not self.schedule.adds_up(self.dense) and not self.dense.total_ms:
-            return [
+        overlaps = not self.schedule.adds_up(self.dense)
+        if overlaps and not self.dense.total_ms:
+            texts.append(
                 f"pipeline_type '{self._pipeline}' without dense_ms: the rest of the "
                 "model counts 0 ms, and what would run beside it counts in full"
-            ]
-        return []
+            )
+        self.warnings: tuple[str, ...] = tuple(dict.fromkeys(texts))
+        self.encoder = ShardEncoder(self.cost_model)
 
     def simulator(self, task: ShardingTask) -> Simulator:
         """Return a simulator; all keep their encodings in one place."""
@@ -541,44 +531,15 @@ class PlanCosts:
             source=self._replicas.source,
         )
 
-    def estimate_warnings(self, lowered: LoweredPlan) -> tuple[str, ...]:
-        """Say which tables of a plan run kernels whose cost is an estimate."""
-        costed, stock = self._split(lowered)
-        replicas = [o for o in costed if is_dense(o)]
-        offloaded = [o for o in costed if o.compute_kernel in OFFLOADED_KERNELS]
-        scaled = [o for o in costed if not (is_dense(o) or is_fused(o))]
-        texts = (
-            (
-                replicas,
-                "data-parallel: TorchRec's dense kernel and the optimizer's pass over "
-                "all rows are derived from the fused kernel",
-            ),
-            (offloaded, "in the host's memory: kernels that read it were not measured"),
-            (
-                scaled,
-                "kernels that were not measured: their cost is TorchRec's estimate, "
-                "rescaled by the fused kernel's",
-            ),
-            (
-                [o for o in (*costed, *stock) if self.reader.is_stashed(o)],
-                "stashed between uses: moving their weights is in nobody's estimate",
-            ),
-            (stock, "outside the cost model: their cost is TorchRec's estimate"),
-        )
-        return (
-            *(f"{_some(options)}: {text}" for options, text in texts if options),
-            *self.optimizer_warnings((*costed, *stock)),
-        )
-
     def optimizer_warnings(self, options: Iterable[ShardingOption]) -> tuple[str, ...]:
         """Say which tables have an optimizer of which nobody knows what it keeps."""
-        odd: dict[str, dict[str, ShardingOption]] = {}
+        odd: dict[str, dict[str, None]] = {}
         for option in options:
             if not self.reader.knows_optimizer(option):
                 name = self.reader.optimizer_name(option)
-                odd.setdefault(name, {})[table_name(option)] = option
+                odd.setdefault(name, {})[table_name(option)] = None
         return tuple(
-            f"{_some([*tables.values()])}: what optimizer {name} keeps is not known; "
+            f"tables {quoted([*tables])}: what optimizer {name} keeps is not known; "
             "memory and time are counted as Adam's, with two values for each weight"
             for name, tables in sorted(odd.items())
         )
@@ -900,14 +861,6 @@ def _stock_phases(perf: Perf) -> tuple[float, ...]:
         perf.bwd_compute,
         perf.prefetch_compute,
     )
-
-
-def _some(options: Sequence[ShardingOption], most: int = 3) -> str:
-    """Name the first tables and count the rest."""
-    names = [f"'{table_name(o)}'" for o in options]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    tables = "table" if len(names) == 1 else "tables"
-    return f"{tables} {', '.join(names[:most])}{more}"
 
 
 def _share(

@@ -22,7 +22,6 @@ from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
     can_remove_repeats,
     codec_registry,
-    is_codec,
     removes_repeats,
     sharder_params,
     sharders_by_type,
@@ -42,7 +41,6 @@ __all__ = [
     "check_kind",
     "check_profiles",
     "check_sharders",
-    "unknown_values",
     "unmatched_constraints",
     "unsharded_notes",
     "unsharded_tables",
@@ -57,7 +55,7 @@ KNOWN_VALUES: Mapping[str, Collection[str]] = {
 _CACHING = EmbeddingComputeKernel.FUSED_UVM_CACHING.value
 
 
-def check_kind(name: str, given: Any, kind: type, way_out: str) -> None:
+def check_kind(name: str, given: Any, kind: type) -> None:
     """Check the type of something given that is read much later.
 
     Raises:
@@ -65,8 +63,8 @@ def check_kind(name: str, given: Any, kind: type, way_out: str) -> None:
     """
     if not isinstance(given, kind):
         raise ConfigError(
-            f"{name} is a {type(given).__name__}, {given!r:.60}, not a "
-            f"{kind.__name__}: {way_out}"
+            f"{name} is a {type(given).__name__}, {given!r:.60}: pass a "
+            f"{kind.__module__}.{kind.__name__}"
         )
 
 
@@ -102,8 +100,7 @@ def check_constraints(
     """
     for name, constraint in constraints.items():
         where = f"constraints of table '{name}'"
-        way_out = "pass such as ParameterConstraints(pooling_factors=[20.0])"
-        check_kind(where, constraint, ParameterConstraints, way_out)
+        check_kind(where, constraint, ParameterConstraints)
         for field in ("pooling_factors", "num_poolings", "batch_sizes", *KNOWN_VALUES):
             values = getattr(constraint, field)
             if values is not None and isinstance(values, str | float | int):
@@ -154,33 +151,16 @@ def _check_cache(
         )
     is_lfu = params.algorithm is not None and params.algorithm.name == "LFU"
     if is_lfu and (params.prefetch_pipeline or prefetches):
-        asked = "prefetch_pipeline"
-        if prefetches:
-            asked = f"the pipeline is {PREFETCHING}"
         raise ConfigError(
-            f"{where}: cache_params has algorithm LFU and {asked}, which FBGEMM runs "
-            "by LRU alone; leave one of them out"
+            f"{where}: cache_params has algorithm LFU, and caches are loaded ahead "
+            f"(prefetch_pipeline, or {PREFETCHING}), which FBGEMM runs by LRU alone; "
+            "leave one of them out"
         )
     if prefetches and params.prefetch_pipeline is False:
         raise ConfigError(
             f"{where}: cache_params.prefetch_pipeline is False, and {PREFETCHING} "
-            "prefetches: backward passes could write to the wrong rows; leave it out, "
-            "or train by train_sparse_dist"
+            "prefetches: backward passes could write to the wrong rows; leave it out"
         )
-
-
-def unknown_values(
-    constraints: Mapping[str, ParameterConstraints],
-) -> tuple[str, ...]:
-    """Return notes on sharding types and kernels that TorchRec does not have."""
-    return tuple(
-        f"constraints of table '{name}': {field} lists '{value}', which TorchRec does "
-        "not have; " + suggestion(str(value), known, field.replace("_", " "))
-        for name, constraint in constraints.items()
-        for field, known in KNOWN_VALUES.items()
-        for value in getattr(constraint, field) or ()
-        if value not in known
-    )
 
 
 def unmatched_constraints(
@@ -276,20 +256,13 @@ def check_sharders(sharders: Iterable[ModuleSharder[Any]], compute_device: str) 
                 f"{where}(use_index_dedup=True): FBGEMM finds the distinct ids of a "
                 "batch on GPUs alone; leave it out, or plan for GPUs"
             )
-        for name, codecs in codec_registry(sharder).items():
+        for name in codec_registry(sharder):
             if name not in CommOp.__members__:
                 raise ConfigError(
                     f"{where}: qcomm_codecs_registry quantises '{name}', which is no "
                     "collective; "
                     + suggestion(str(name), CommOp.__members__, "collectives")
                 )
-            for way, codec in zip(("forward", "backward"), codecs, strict=True):
-                if not is_codec(codec):
-                    raise ConfigError(
-                        f"{where}: qcomm_codecs_registry['{name}'].{way} is {codec!r}, "
-                        "which codes nothing; get_qcomm_codecs_registry("
-                        "QCommsConfig(...)) makes codecs"
-                    )
 
 
 def check_profiles(module: nn.Module, profiles: Mapping[str, FeatureProfile]) -> None:

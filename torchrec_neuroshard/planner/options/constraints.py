@@ -78,15 +78,6 @@ class PlacementConstraints:
     def __bool__(self) -> bool:
         return bool(self.pin or self.together or self.apart or self.forbid_ranks)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary; keywords of an equal object."""
-        return {
-            "pin": {name: list(ranks) for name, ranks in sorted(self.pin.items())},
-            "together": [list(names) for names in self.together],
-            "apart": [list(names) for names in self.apart],
-            "forbid_ranks": list(self.forbid_ranks),
-        }
-
     def __hash__(self) -> int:
         return hash((*self.pin.items(), self.together, self.apart, self.forbid_ranks))
 

@@ -62,8 +62,6 @@ __all__ = [
     "OFFLOADED_KERNELS",
     "SPLITTING_TYPES",
     "TABLE_MODULES",
-    "GivenPoolingFactors",
-    "RunFault",
     "TableReader",
     "cache_load",
     "device_tier",
@@ -145,8 +143,6 @@ _STATE_BYTES = 4
 
 DEFAULT_INPUTS = "TorchRec's default of 1 id"
 """Said of features that nobody described."""
-EITHER_INPUTS = "1 id, from the constraints or TorchRec's default"
-"""Said of constraints with a pooling factor of 1: TorchRec's have it unless told."""
 
 _SHARDERS_OPTIMIZER, _SHARDERS_COUNTERS, _CODECS, _DISTINCT = (
     "sharders_optimizer",
@@ -234,44 +230,28 @@ def is_quantised(option: ShardingOption) -> bool:
     return str(option.compute_kernel).startswith("quant")
 
 
-@dataclass(frozen=True, slots=True)
-class RunFault:
-    """Why TorchRec or FBGEMM refuse an option when it runs."""
-
-    cause: str
-    way_out: str
-
-
-def _codec_fault(option: ShardingOption) -> RunFault | None:
+def _codec_fault(option: ShardingOption) -> str | None:
     """Return why the codecs of an option's collectives cannot carry its outputs."""
     for collective, codecs in _used_codecs(option).items():
-        for way, codec in zip(("forward", "backward"), codecs, strict=True):
-            told = f"codec '{codec.name}' ({way}) of {collective}"
+        for codec in codecs:
+            told = f"codec '{codec.name}' of {collective}"
             if collective == _SCATTER and codec.name not in _SUMMABLE:
-                return RunFault(
+                return (
                     f"{told}: its values cannot be added up, as "
-                    f"{option.sharding_type} sharding needs",
-                    "Quantise that collective to fp16 or bf16, leave it out (comm_ops "
-                    "of get_qcomm_codecs_registry), or allow sharding types that keep "
-                    "rows together",
+                    f"{option.sharding_type} sharding needs. Quantise that collective "
+                    "to fp16 or bf16, or leave it out (comm_ops of "
+                    "get_qcomm_codecs_registry)"
                 )
             # Of sequences any number of ids may be sent to a rank.
             times = int(option.batch_size) if is_pooled(option) else 1
             for width in sorted({int(s.size[1]) for s in sample_shards(option)}):
                 if width * times % codec.row_values:
-                    return _unfilled(told, codec.row_values, width, times)
+                    return (
+                        f"{told} takes rows of {codec.row_values} values, which "
+                        f"{times} x {width} columns do not fill. Choose fp16, or an "
+                        f"embedding_dim that is a multiple of {codec.row_values}"
+                    )
     return None
-
-
-def _unfilled(told: str, row_values: int, width: int, num_samples: int) -> RunFault:
-    samples = f"{num_samples} samples of " if num_samples > 1 else ""
-    batch = f"a batch_size that is a multiple of {row_values // COLUMN_MULTIPLE}, "
-    return RunFault(
-        f"{told} takes rows of {row_values} values, which {samples}{width} columns do "
-        "not fill",
-        f"Choose fp16, {batch if num_samples > 1 else ''}or an embedding_dim that is a "
-        f"multiple of {row_values}",
-    )
 
 
 def _used_codecs(
@@ -427,10 +407,6 @@ class _Module:
     """Samples of features, by the constraints: their number varies."""
 
 
-class GivenPoolingFactors(list[float]):
-    """Pooling factors that a file gives: 1.0 is not TorchRec's default there."""
-
-
 class TableReader:
     """Reads TorchRec's sharding options as tables of the cost model.
 
@@ -486,38 +462,32 @@ class TableReader:
         """Return TorchRec's configuration of the option's table, if it has one."""
         return self._module(option).configs.get(option.name)
 
-    def run_fault(self, option: ShardingOption, topology: Topology) -> RunFault | None:
-        """Return what cannot run of an option, whatever its ranks; None: nothing known.
+    def run_fault(self, option: ShardingOption, topology: Topology) -> str | None:
+        """Say what cannot run of an option, whatever its ranks; None: nothing known.
 
         On GPUs FBGEMM's kernels of replicas want the same widths as fused ones.
         """
-        dim, any_width = int(option.tensor.shape[-1]), is_quantised(option)
+        any_width = is_quantised(option)
         if not is_accelerator(topology.compute_device):
             any_width |= is_dense(option)
         widths = {0} if any_width else {int(s.size[1]) for s in sample_shards(option)}
         if odd := [w for w in widths if w % COLUMN_MULTIPLE]:
-            padded = -(-dim // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
-            return RunFault(
+            return (
                 "FBGEMM's kernels take widths that are multiples of "
-                f"{COLUMN_MULTIPLE}, got {min(odd)}",
-                f"Pad embedding_dim ({dim}) to {padded}"
-                if padded > dim
-                else f"Cut its columns at multiples of {COLUMN_MULTIPLE}",
+                f"{COLUMN_MULTIPLE}, got {min(odd)}. Pad embedding_dim "
+                f"({option.tensor.shape[-1]}), or cut its columns at such multiples"
             )
         if (widest := max(widths)) > (most := max_columns(topology)):
-            return RunFault(
-                f"a GPU's kernels take at most {most:,} columns, got {widest:,}",
-                "Split its columns: allow column_wise sharding for it, with a "
-                f"min_partition of at most {most}, or lower embedding_dim",
+            return (
+                f"a GPU's kernels take at most {most:,} columns, got {widest:,}. Allow "
+                f"column_wise sharding for it, with a min_partition of at most {most}"
             )
         samples = self._module(option).batch_sizes - {option.batch_size}
         if samples and option.sharding_type == _GRID and not grids_vary_batches():
-            return RunFault(
+            return (
                 "before torchrec 1.9 grid_shard takes one batch size for all features "
                 f"of a module; batch_sizes has {min(samples):g} beside "
-                f"{option.batch_size}",
-                "Allow other sharding types, such as table_row_wise, or install "
-                "torchrec 1.9",
+                f"{option.batch_size}. Allow other sharding types"
             )
         return _codec_fault(option)
 
@@ -543,11 +513,6 @@ class TableReader:
         if kind is None or not self._is_modelled(option):
             return False
         return kind.is_replicated == is_dense(option) and not is_quantised(option)
-
-    def is_stashed(self, option: ShardingOption) -> bool:
-        """Whether the table's weights leave the device between uses."""
-        config = self.config(option)
-        return config is not None and bool(config.stash_weights)
 
     def _is_modelled(self, option: ShardingOption) -> bool:
         if option.name not in self._module(option).inputs or option.tensor.dim() != 2:
@@ -687,10 +652,6 @@ class TableReader:
         config = self.config(option)
         features = list(config.feature_names or []) if config else []
         constraint = self._constraints.get(option.name)
-        pooling = list(constraint.pooling_factors or []) if constraint else []
-        described = pooling != [POOLING_FACTOR] or isinstance(
-            constraint and constraint.pooling_factors, GivenPoolingFactors
-        )
         found = {}
         for feature in features or [option.name]:
             known = self._profiles.get(feature)
@@ -700,10 +661,10 @@ class TableReader:
                 found[feature] = "profiles without repeats, which are taken as Zipf's"
             elif constraint is None:
                 found[feature] = DEFAULT_INPUTS
-            elif described:
-                found[feature] = "the constraints, repeats taken as Zipf's"
+            elif constraint.pooling_factors == [POOLING_FACTOR]:
+                found[feature] = "1 id, from the constraints or TorchRec's default"
             else:
-                found[feature] = EITHER_INPUTS
+                found[feature] = "the constraints, repeats taken as Zipf's"
         return found
 
     def pooling_factor(

@@ -78,8 +78,6 @@ class _Setting:
     unit: str = "GB/s"
     plausible: tuple[float, float] = (0.0, float("inf"))
     """Least and most that it can be, in `unit`."""
-    usual: tuple[float, float] = (0.0, float("inf"))
-    """Least and most that is usual."""
 
     @property
     def scale(self) -> float:
@@ -97,40 +95,33 @@ _SETTINGS: Mapping[str, _Setting] = {
         default=HBM_MEM_BW,
         card_field="hbm_gb_per_s",
         plausible=(0.5, 50_000.0),
-        usual=(100.0, 50_000.0),
     ),
     "ddr_mem_bw": _Setting(
         title="host memory bandwidth",
         default=DDR_MEM_BW,
         plausible=(1.0, 5_000.0),
-        usual=(5.0, 5_000.0),
     ),
     "hbm_to_ddr_mem_bw": _Setting(
         title="link to the host",
         default=HBM_TO_DDR_MEM_BW,
         card_field="host_gb_per_s",
         plausible=(0.5, 5_000.0),
-        usual=(2.0, 5_000.0),
     ),
     "intra_host_bw": _Setting(
         title="links inside a node",
         default=INTRA_NODE_BANDWIDTH,
         card_field="intra_gb_per_s",
         plausible=(0.05, 10_000.0),
-        usual=(1.0, 10_000.0),
     ),
     "inter_host_bw": _Setting(
         title="links between nodes",
         default=CROSS_NODE_BANDWIDTH,
         card_field="inter_gb_per_s",
         plausible=(0.01, 5_000.0),
-        usual=(0.1, 5_000.0),
     ),
 }
 """By the name of `Topology`'s argument."""
 
-_USUAL_NODE = 8
-"""GPUs of a node, where no card is known."""
 _MEMORY = ("hbm_cap", "hbm_mem_bw", "hbm_to_ddr_mem_bw")
 _LINKS = ("intra_host_bw", "inter_host_bw")
 
@@ -289,7 +280,9 @@ class PlannedDevices:
             elif name == "hbm_cap" and visible is not None and card is seen:
                 figure = _figure(name, visible[1], "this machine", visible[0])
             elif card is not None and _SETTINGS[name].card_field is not None:
-                figure = _card_figure(name, card)
+                of = getattr(card, str(_SETTINGS[name].card_field))
+                value = of.value / _SETTINGS[name].scale
+                figure = _figure(name, value, of.basis, of.source)
             figures[name] = figure
             values[name] = figure.value / _SETTINGS[name].scale
         changed = {n: v for n, v in values.items() if not _same(v, _value(n, topology))}
@@ -315,12 +308,6 @@ def _figure(name: str, value: float, basis: str, source: str = "") -> DeviceFigu
         basis=basis,
         source=source,
     )
-
-
-def _card_figure(name: str, card: GpuCard) -> DeviceFigure:
-    setting = _SETTINGS[name]
-    found: Figure = getattr(card, str(setting.card_field))
-    return _figure(name, found.value / setting.scale, found.basis, found.source)
 
 
 def _is_used(name: str, topology: Topology) -> bool:
@@ -393,14 +380,14 @@ def _impossible(topology: Topology, given: frozenset[str]) -> tuple[str, ...]:
             f"{name}={value:g} cannot be: TorchRec counts bandwidths in bytes per "
             f"millisecond, so that is {value * GB_PER_S:g} GB/s"
         )
-        for unit, factor in _MISREAD:
-            meant = value * factor
-            if setting.usual[0] <= meant * setting.scale <= setting.usual[1]:
-                text += (
-                    f". If {value:,g} {unit} was meant, pass {name}={meant:g} "
-                    f"({meant * GB_PER_S:,g} GB/s)"
-                )
-                break
+        if value > 0:
+            unit, factor = min(
+                _MISREAD, key=lambda u: abs(math.log(value * u[1] / setting.default))
+            )
+            text += (
+                f". If {value:,g} {unit} was meant, pass {name}={value * factor:g} "
+                f"({value * factor * GB_PER_S:,g} GB/s)"
+            )
         texts.append(f"{text}; topology_for takes GB/s")
     return tuple(texts)
 
@@ -419,24 +406,15 @@ def _defaults_in_use(
     left_out = [n for n in figures if n in asked and figures[n].basis != "given"]
     if not left_out:
         return ()
-    taken = ", ".join(f"{figures[n].name} {figures[n]}" for n in left_out)
-    names = ", ".join(left_out)
-    world_size, per_node = _job(topology)
-    most = card.gpus_per_node if card is not None else _USUAL_NODE
-    if per_node > most and world_size % most == 0:
-        taken += f". All {per_node} ranks count as one node"
-        per_node = most
-    size = f"num_nodes={max(1, world_size // per_node)}, ranks_per_node={per_node}"
-    if card is not None:
-        return (
-            f"the topology does not give {names}; taken from the {card.title}: "
-            f"{taken}. topology_for('{card.name}', {size}) gives the same, and takes "
-            "others in GB and GB/s",
-        )
+    taken = ", ".join(f"{n} {figures[n]}" for n in left_out)
+    name = card.name if card else "h100"
+    whose = (
+        f"the {card.title}'s" if card else "TorchRec's defaults, which are no card's"
+    )
     return (
-        f"the topology does not give {names}; TorchRec's defaults, which are no "
-        f"card's, are planned with: {taken}. Name the card: topology_for('h100', "
-        f"{size}) or cost_model='h100', with one of {', '.join(GPU_CARDS)}",
+        f"the topology does not give {', '.join(left_out)}; planned with {whose}: "
+        f"{taken}. Name the card and give what differs: topology_for('{name}', ...), "
+        f"with one of {', '.join(GPU_CARDS)}",
     )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner
 from torchrec.distributed.planner.types import (
     DeviceHardware,
-    ParameterConstraints,
     PlannerError,
     PlannerErrorType,
     ShardingOption,
@@ -17,12 +16,11 @@ from torchrec.distributed.planner.types import (
     Topology,
 )
 
-from torchrec_neuroshard.placement import capitalised, format_bytes
+from torchrec_neuroshard.placement import format_bytes
 from torchrec_neuroshard.placement_rules import PlacementRules, quoted
 from torchrec_neuroshard.planner.compat import with_devices
 from torchrec_neuroshard.planner.options.constraints import ranks_by_table
 from torchrec_neuroshard.planner.options.table_reader import table_name
-from torchrec_neuroshard.sharding_types import SHARDING_TYPES
 
 __all__ = [
     "check_memory",
@@ -41,7 +39,6 @@ def place_greedily(
     options: Sequence[ShardingOption],
     topology: Topology,
     rules: PlacementRules,
-    constraints: Mapping[str, ParameterConstraints],
 ) -> list[ShardingOption]:
     """Return placed copies of the options.
 
@@ -52,7 +49,6 @@ def place_greedily(
         options: With estimates.
         topology: The devices and the memory that shards may take.
         rules: Which ranks tables may be on.
-        constraints: Table name -> TorchRec's constraints on it, for messages.
 
     Raises:
         PlannerError: Of type PARTITION, when nothing fits.
@@ -73,7 +69,7 @@ def place_greedily(
             units, key=lambda t: (len(now.ranks(t[0])), *_negative_size(units[t]))
         )
         unit = units.pop(tables)
-        _place_unit(unit, _less(topology, done), now, constraints)
+        _place_unit(unit, _less(topology, done), now)
         done += unit
     if free:
         less = _less(topology, done)
@@ -82,59 +78,41 @@ def place_greedily(
         except PlannerError as error:
             raise PlannerError(
                 error_type=PlannerErrorType.PARTITION,
-                message=_what_lacks(free, less, constraints),
+                message=_what_lacks(free, less),
             ) from error
     return placed
 
 
-def _what_lacks(
-    options: Sequence[ShardingOption],
-    topology: Topology,
-    constraints: Mapping[str, ParameterConstraints],
-) -> str:
+def _what_lacks(options: Sequence[ShardingOption], topology: Topology) -> str:
     """Name a table of which a shard fits no rank, or those that fit none together."""
     for option in options:
         shard = max((s.storage for s in option.shards), key=lambda s: (s.hbm, s.ddr))
         if any(shard.fits_in(d.storage) for d in topology.devices):
             continue
         rows, width = option.tensor.shape
-        ways_out, lack = list[str](), list[str]()
-        world_size = int(topology.world_size)
-        needs = 0.0
-        for tier, where in _TIERS.items():
-            need = getattr(shard, tier)
-            most = max(getattr(d.storage, tier) for d in topology.devices)
-            if need > most:
-                lack.append(
-                    f"{format_bytes(need)} of {where}, of which ranks have "
-                    f"{format_bytes(max(0, most))} at most"
-                )
-                ways_out.append(f"give the topology more memory ({tier}_cap)")
-                needs = max(needs, need * world_size / most if most > 0 else math.inf)
-        asked = constraints.get(option.name)
-        if asked is not None and (asked.sharding_types or asked.compute_kernels):
-            ways_out.insert(0, "allow other sharding types or kernels for it")
-        kind = SHARDING_TYPES.get(option.sharding_type)
-        if kind and kind.name == "row_wise" and 0 < needs < math.inf:
-            least = math.ceil(needs)
-            ways_out.append(f"raise world_size ({world_size}) to at least {least}")
-        text = " or ".join(ways_out) or "give one rank more of both"
+        lack = [
+            f"{format_bytes(getattr(shard, tier))} of {where}, of which ranks have "
+            f"{format_bytes(max(0, most))} at most"
+            for tier, where in _TIERS.items()
+            if getattr(shard, tier)
+            > (most := max(getattr(d.storage, tier) for d in topology.devices))
+        ]
         return (
             f"table '{table_name(option)}' (num_embeddings={rows}, "
             f"embedding_dim={width}) fits no rank: as {option.sharding_type}, "
             f"{option.compute_kernel} a shard needs "
-            f"{' and '.join(lack) or 'more of two memories than any rank has'}. "
-            f"{capitalised(text)}"
+            f"{' and '.join(lack) or 'more of two memories than any rank has'}. Allow "
+            "other sharding types or kernels for it, give the topology more memory, "
+            f"or raise world_size ({topology.world_size})"
         )
     need = sum((s.storage for o in options for s in o.shards), Storage(0, 0))
     has = {
         t: sum(max(0, getattr(d.storage, t)) for d in topology.devices) for t in _TIERS
     }
-    full = [t for t in _TIERS if getattr(need, t) > has[t]]
     lack = [
-        f"{format_bytes(getattr(need, tier))} of {_TIERS[tier]}, of which ranks have "
+        f"{format_bytes(getattr(need, tier))} of {where}, of which ranks have "
         f"{format_bytes(has[tier])}"
-        for tier in full or _TIERS
+        for tier, where in _TIERS.items()
         if getattr(need, tier)
     ]
     return (
@@ -215,7 +193,6 @@ def _place_unit(
     unit: list[ShardingOption],
     topology: Topology,
     rules: PlacementRules,
-    constraints: Mapping[str, ParameterConstraints],
 ) -> None:
     """Place one table, or tables that belong together, in place."""
     table = rules.index[table_name(unit[0])]
@@ -239,7 +216,7 @@ def _place_unit(
         message=f"tables {', '.join(map(table_name, unit))} do not fit where placement "
         f"constraints and the tables placed so far leave them: on ranks "
         f"{', '.join(map(str, ranks)) or 'none'}; "
-        + _what_lacks(unit, _only(topology, ranks), constraints),
+        + _what_lacks(unit, _only(topology, ranks)),
     )
 
 

@@ -303,7 +303,7 @@ class NeuroShardPartitioner(CostedPart, Partitioner):
         both = sorted(zip(proposal, ways, strict=True), key=lambda p: table_name(p[0]))
         given = [o for o, w in both if not w]
         searched = [w for _, w in both if w]
-        others = place_greedily(given, storage_constraint, rules, self._constraints)
+        others = place_greedily(given, storage_constraint, rules)
         self.costs.share_launches(others)
         chosen: list[ShardingOption] = []
         if searched:

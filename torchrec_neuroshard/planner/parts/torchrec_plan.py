@@ -10,7 +10,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -54,7 +53,6 @@ from torchrec_neuroshard.sharding_types import COLUMN_WISE
 
 __all__ = [
     "PlacedPlanProposer",
-    "StockPlan",
     "TorchRecOption",
     "TorchRecPlan",
     "is_even",
@@ -75,24 +73,8 @@ MANY_OPTIONS, PATIENCE = 500, 300
 """Of more options than that, TorchRec's proposers take turns, and so many proposals
 without a better plan end it: most of them change one table of a hundred."""
 
-FIRST_PLAN_SECONDS = 2.0
-"""Beyond a deadline, for a first plan."""
-FIRST_ROUND_SECONDS = 1.0
-"""Beyond a deadline, for every proposer to make its first proposal: the last one's is
-often the best of all."""
-
 LEAST_SHARD_SECONDS = 5e-6
 """Less than TorchRec takes to estimate a shard on any machine."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StockPlan:
-    """What TorchRec's own planner made of its time."""
-
-    plan: ShardingPlan
-    num_proposals: int
-    is_cut: bool
-    """Whether time was up before its last proposal."""
 
 
 def stock_plan(
@@ -103,12 +85,11 @@ def stock_plan(
     batch_size: int,
     constraints: Mapping[str, ParameterConstraints],
     seconds: float,
-) -> StockPlan:
+) -> ShardingPlan:
     """Plan as TorchRec's own planner does by default, within some seconds.
 
-    Where time suffices, the plan is that of `EmbeddingShardingPlanner`: shards of one
-    size are estimated once. Of many options its proposers take turns, as the first one
-    alone takes longer than there is time.
+    Of few options, the plan is that of `EmbeddingShardingPlanner`; shards of one size
+    are estimated once. Of many options its proposers take turns.
 
     Args:
         module: The model.
@@ -116,29 +97,47 @@ def stock_plan(
         topology: The devices.
         batch_size: Samples per rank.
         constraints: Table name -> TorchRec's constraints on it.
-        seconds: For listing and estimating the options and for all proposals. Where
-            it has no plan by then, its first one is waited for, two seconds at most.
+        seconds: For listing and estimating the options and for all proposals.
 
     Raises:
-        OutOfTimeError: It has no plan by then; the text says how far it was.
-        PlannerError: It has none at all.
+        OutOfTimeError: It has not estimated its options by then.
+        PlannerError: It has no plan.
     """
-    deadline = time.monotonic() + seconds
-    enumerator = _TimedEnumerator(topology, batch_size, constraints, deadline=deadline)
+    arguments = {
+        "topology": topology,
+        "batch_size": batch_size,
+        "constraints": dict(constraints),
+        "enumerator": _TimedEnumerator(
+            topology, batch_size, constraints, deadline=time.monotonic() + seconds
+        ),
+        "timeout_seconds": seconds,
+        "debug": False,
+        "stats": [],
+    }
+    return _planned(arguments, module, sharders)[0]
+
+
+def _planned(
+    arguments: Mapping[str, Any], module: nn.Module, sharders: list[ModuleSharder[Any]]
+) -> tuple[ShardingPlan, list[ShardingOption]]:
+    """Run TorchRec's planner; its own proposers take turns."""
+    options: list[ShardingOption] = []
+
+    def take(chosen: list[ShardingOption]) -> list[ShardingOption]:
+        options[:] = chosen
+        return chosen
+
+    proposer = copy.deepcopy(arguments.get("proposer"))
+    callbacks = [*(arguments.get("callbacks") or []), take]
     planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=batch_size,
-        constraints=dict(constraints),
-        enumerator=enumerator,
-        debug=False,
-        stats=[],
+        **{**arguments, "callbacks": callbacks, "proposer": proposer}
     )
-    turns = _InTurn(
-        planner_part(planner, "proposers"), patience=math.inf, deadline=deadline
-    )
-    with replaced_parts(planner, proposers=[turns]):
-        plan = planner.plan(module, sharders)
-    return StockPlan(plan=plan, num_proposals=turns.num_proposals, is_cut=turns.is_cut)
+    proposers = planner_part(planner, "proposers")
+    if proposer is None:
+        proposers = [_InTurn(proposers)]
+    reservation = planner_part(planner, "storage_reservation")
+    with replaced_parts(planner, proposers=proposers), report_full(reservation):
+        return planner.plan(module, sharders), options
 
 
 class TorchRecOption(ShardingOption):
@@ -153,7 +152,6 @@ class TorchRecPlan:
 
     Attributes:
         proposer: Proposes it in TorchRec's loop, after all others.
-        seconds: What it took.
         skipped: Why there is none, where time was short or it failed.
 
     Args:
@@ -184,7 +182,6 @@ class TorchRecPlan:
         is_lenient: bool = False,
     ) -> None:
         self.proposer = PlacedPlanProposer(self._candidates)
-        self.seconds = 0.0
         self.skipped: str | None = None
         self._arguments = arguments
         self._job = module, sharders
@@ -210,43 +207,18 @@ class TorchRecPlan:
         """
         arguments = dict(self._arguments)
         timeout = arguments["timeout_seconds"] or STOCK_TIMEOUT_SECONDS
-        start = time.monotonic()
         if arguments["enumerator"] is None:
-            self._check_time(start + timeout)
+            self._check_time(time.monotonic() + timeout)
             arguments["enumerator"] = self._every_option(
                 as_allocated=not self._is_lenient
             )
-        plan, options = self._run({**arguments, "timeout_seconds": timeout})
-        self.seconds += time.monotonic() - start
+        arguments["timeout_seconds"] = timeout
+        plan, options = _planned(arguments, *self._job)
         if obstacle := self._obstacle(options):
             raise PlannerError(
                 error_type=PlannerErrorType.STRICT_CONSTRAINTS, message=obstacle
             )
         return plan, options
-
-    def _run(
-        self, arguments: Mapping[str, Any], in_turn: bool = False
-    ) -> tuple[ShardingPlan, list[ShardingOption]]:
-        module, sharders = self._job
-        options: list[ShardingOption] = []
-
-        def take(chosen: list[ShardingOption]) -> list[ShardingOption]:
-            options[:] = chosen
-            return chosen
-
-        own = {
-            "callbacks": [*(arguments["callbacks"] or []), take],
-            "proposer": copy.deepcopy(arguments["proposer"]),
-        }
-        planner = EmbeddingShardingPlanner(**{**arguments, **own})
-        proposers = planner_part(planner, "proposers")
-        if in_turn:
-            proposers = [_InTurn(proposers, patience=PATIENCE)]
-        with (
-            replaced_parts(planner, proposers=proposers),
-            report_full(self._storage_reservation),
-        ):
-            return planner.plan(module, sharders), options
 
     def _candidates(self) -> Iterator[list[ShardingOption]]:
         """Plans to compare with the search's, within the time there is.
@@ -259,9 +231,7 @@ class TorchRecPlan:
         is_given = self._arguments["enumerator"] is not None
         once = is_given or self._is_lenient
         for as_allocated in (False,) if once else (False, True):
-            begin = time.monotonic()
             plan = self._timed_candidate(start, allowed, as_allocated)
-            self.seconds += time.monotonic() - begin
             if plan is not None:
                 yield plan
             if self.skipped is not None:
@@ -286,17 +256,17 @@ class TorchRecPlan:
             "plan_loader": None,
         }
         deadline = start + ESTIMATING_SHARE * allowed
-        in_turn = arguments["proposer"] is None
         try:
             if arguments["enumerator"] is None:
-                arguments["enumerator"] = self._timed_options(deadline, as_allocated)
+                self._check_time(deadline)
+                arguments["enumerator"] = self._every_option(deadline, as_allocated)
             # TorchRec's clock starts when the options are listed.
             left = max(start + allowed - time.monotonic(), 0.1)
-            _, options = self._run({**arguments, "timeout_seconds": left}, in_turn)
+            arguments["timeout_seconds"] = left
+            _, options = _planned(arguments, *self._job)
         except PlannerError as error:
             logger.info("TorchRec's own planner has no plan: %s", error)
-            late = isinstance(error, OutOfTimeError) or time.monotonic() > deadline
-            if late:
+            if isinstance(error, OutOfTimeError) or time.monotonic() > deadline:
                 self.skipped = (
                     "TorchRec's own plan was no candidate: its planner had none after "
                     f"{max(allowed, 0.0):.1f} s, all that it may take beside the search"
@@ -328,19 +298,12 @@ class TorchRecPlan:
             if fault := self._reader.run_fault(option, topology):
                 return (
                     f"TorchRec's own plan cannot run table '{table_name(option)}': "
-                    f"{fault.cause}"
+                    f"{fault}"
                 )
         violation = self._violation(options)
         if violation is None:
             return None
         return f"TorchRec's own plan breaks placement constraints: {violation}"
-
-    def _timed_options(
-        self, deadline: float, as_allocated: bool
-    ) -> EmbeddingEnumerator:
-        """TorchRec's enumerator, but it gives up at the deadline."""
-        self._check_time(deadline)
-        return self._every_option(deadline, as_allocated)
 
     def _check_time(self, deadline: float) -> None:
         """Give up at once where TorchRec's estimates take too long on any machine."""
@@ -393,9 +356,6 @@ class _Listed(Exception):
 class _TimedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator, but it gives up at a deadline, and copies no options.
 
-    Attributes:
-        how_far: How many tables it has estimated.
-
     Args:
         topology: The devices.
         batch_size: Samples per rank.
@@ -420,7 +380,6 @@ class _TimedEnumerator(EmbeddingEnumerator):
         self._deadline = deadline
         self._is_listing = False
         self._options: list[ShardingOption] | None = None
-        self.how_far = "it was still listing its options"
 
     @property
     def last_stored_search_space(self) -> list[ShardingOption] | None:
@@ -468,11 +427,9 @@ class _TimedEnumerator(EmbeddingEnumerator):
         by_table = itertools.groupby(sharding_options, lambda option: option.fqn)
         tables = [list(options) for _, options in by_table]
         for done, options in enumerate(tables):
-            self.how_far = f"it had estimated {done} of {len(tables)} tables"
             if time.monotonic() > self._deadline:
-                raise OutOfTimeError(self.how_far)
+                raise OutOfTimeError(f"it had estimated {done} of {len(tables)} tables")
             super().populate_estimates(options)
-        self.how_far = f"it had estimated all {len(tables)} tables"
 
 
 class _InTurn(Proposer):
@@ -480,54 +437,26 @@ class _InTurn(Proposer):
 
     Of few options, one after the other, as TorchRec's planner does.
 
-    Attributes:
-        num_proposals: That it has made.
-        is_cut: Whether the deadline kept it from making more.
-
     Args:
         proposers: The planner's.
-        patience: Of many options, so many proposals without a better plan end it.
-        deadline: Once there is a plan, no proposal is made that would end later, if
-            it took as long as the last one (`time.monotonic()`); each proposer's
-            first may end a second later.
     """
 
-    def __init__(
-        self,
-        proposers: Sequence[Proposer],
-        *,
-        patience: float,
-        deadline: float = math.inf,
-    ) -> None:
-        self._left, self._num_proposers = deque(proposers), len(proposers)
-        self._patience, self._deadline = patience, deadline
-        self.num_proposals, self.is_cut = 0, False
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        self._left = deque(proposers)
 
     def load(
         self, search_space: list[ShardingOption], enumerator: Enumerator | None = None
     ) -> None:
         self._are_many = len(search_space) > MANY_OPTIONS
         self._best, self._misses = math.inf, 0
-        self._asked = time.monotonic()
         for proposer in self._left:
             proposer.load(search_space, enumerator)
 
     def propose(self) -> list[ShardingOption] | None:
-        if self._are_many and self._misses >= self._patience:
+        if self._are_many and self._misses >= PATIENCE:
             return None
         while self._left:
             if proposal := self._left[0].propose():
-                now = time.monotonic()
-                next_end, self._asked = 2 * now - self._asked, now
-                deadline = self._deadline
-                if self.num_proposals < self._num_proposers:
-                    deadline += FIRST_ROUND_SECONDS
-                self.is_cut = next_end > deadline and self._best < math.inf
-                if self.is_cut:
-                    return None
-                if now > deadline + FIRST_PLAN_SECONDS and self._best == math.inf:
-                    raise OutOfTimeError(f"it was at proposal {self.num_proposals}")
-                self.num_proposals += 1
                 return list(proposal)
             self._left.popleft()
         return None

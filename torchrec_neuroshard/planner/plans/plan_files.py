@@ -80,13 +80,7 @@ from torchrec_neuroshard.planner.options.table_reader import (
     device_tier,
 )
 from torchrec_neuroshard.planner.planners import NeuroShardPlanner
-from torchrec_neuroshard.planner.results import KnownPlan
-from torchrec_neuroshard.report import (
-    Bottleneck,
-    PlanComparison,
-    PlanReport,
-    TableReport,
-)
+from torchrec_neuroshard.report import PlanComparison, PlanReport
 from torchrec_neuroshard.report.plan_parts import rank_reports
 from torchrec_neuroshard.simulator import PHASES, RankCosts
 
@@ -164,10 +158,8 @@ class StoredPlan:
 
     plan: ShardingPlan
     fingerprint: PlanFingerprint
-    predicted: Mapping[str, Any] | None
-    """Predicted costs as stored (`PredictedCosts.to_json`, with `lower_bound_ms`,
-    `gap` and `bound_is_proven`, and `tables`, `memory_bytes` and `bottleneck` as
-    `PlanReport` has them); None: not known when it was stored."""
+    shown: Mapping[str, Any] | None
+    """The planner's report; None: not known when the plan was stored."""
 
     @property
     def made_for(self) -> str:
@@ -186,53 +178,39 @@ class StoredPlan:
         """Say what is stored of the plan; nothing is predicted anew.
 
         Raises:
-            PlanFileError: What was predicted is damaged.
+            PlanFileError: The report is damaged.
         """
-        made, found = self.fingerprint, self.predicted
-        notes: list[str] = []
-        if found is None:
-            notes.append("what the plan costs was not known when it was stored")
-            found = {"critical_path_ms": math.nan, "ranks": [{}] * made.world_size}
-        try:
-            tables: Sequence[TableReport] = plan_tables(
-                self.plan, made.tables, made.world_size
-            )
-            memory_bytes: Sequence[int] = made.memory_bytes
-            if "tables" in found:
-                tables = [from_fields(TableReport, table) for table in found["tables"]]
-                memory_bytes = [int(size) for size in found["memory_bytes"]]
-            else:
-                notes.append("memory is that of the weights alone: no more is stored")
-            bottleneck, gap = found.get("bottleneck"), found.get("gap")
-            costs = [
-                RankCosts(*(float(ms.get(phase, 0.0)) for phase in PHASES))
-                for ms in found["ranks"]
-            ]
-            if len(costs) != made.world_size:
-                raise ValueError(f"ranks: {len(costs)}, not {made.world_size}")
+        made = self.fingerprint
+        if self.shown is None:
+            tables = plan_tables(self.plan, made.tables, made.world_size)
+            costs = [RankCosts(*[0.0] * len(PHASES))] * made.world_size
             return PlanReport(
-                critical_path_ms=float(found["critical_path_ms"]),
-                lower_bound_ms=float(found.get("lower_bound_ms", 0.0)),
-                gap=math.inf if gap is None else float(gap),
-                bound_is_proven=bool(found.get("bound_is_proven", False)),
-                uncertainty=float(found.get("uncertainty", 0.0)),
-                is_sampled=bool(found.get("is_sampled", False)),
-                compute_source=str(found.get("compute_source", "not known")),
-                comms_source=str(found.get("comms_source", "not known")),
+                critical_path_ms=math.nan,
+                lower_bound_ms=0.0,
+                uncertainty=0.0,
+                compute_source="not known",
+                comms_source="not known",
                 search_seconds=0.0,
                 num_evaluated=0,
                 num_tables=len(tables),
-                ranks=rank_reports(tables, costs, memory_bytes),
+                ranks=rank_reports(tables, costs, made.memory_bytes),
                 splits=(),
-                tables=tuple(sorted(tables, key=lambda t: (-t.path_ms, -t.used_bytes))),
-                bottleneck=from_fields(Bottleneck, bottleneck) if bottleneck else None,
+                tables=tuple(sorted(tables, key=lambda t: -t.used_bytes)),
                 fallback=None,
-                warnings=tuple(notes),
+                warnings=(
+                    "what the plan costs was not known when it was stored; memory is "
+                    "that of the weights alone",
+                ),
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        try:
+            report = from_fields(PlanReport, self.shown)
+            if len(report.ranks) != made.world_size:
+                raise ValueError(f"{len(report.ranks)} ranks, not {made.world_size}")
+        except (TypeError, ValueError) as error:
             raise PlanFileError(
-                f"the costs stored with the plan are damaged: {error!r}"
+                f"the report stored with the plan is damaged: {error}. Store it again"
             ) from error
+        return report
 
     def compared_to(self, other: StoredPlan, names: tuple[str, str]) -> PlanComparison:
         """Say what lies elsewhere in another stored plan, and what that saves.
@@ -438,9 +416,10 @@ def save_plan(
     job = _Job.of(planner, topology, batch_size)
     fingerprint = job.fingerprint(*model_tables(plan.plan, model))
     check_plan(plan, fingerprint.tables, fingerprint.world_size)
-    known = None
+    shown = None
     if isinstance(planner, NeuroShardPlanner) and plan == planner.last_plan:
         known = planner.last_known
+        shown = None if known is None else to_fields(known.report())
     data = {
         "format": _FORMAT,
         "schema": PLAN_SCHEMA_VERSION,
@@ -452,7 +431,7 @@ def save_plan(
             }
             for module_path, module_plan in plan.plan.items()
         },
-        "predicted": None if known is None else _predicted(known),
+        "report": shown,
     }
     text = json_text(data)
     try:
@@ -573,14 +552,13 @@ def read_plan(path: str | Path) -> StoredPlan:
         made_for = {k: v for k, v in data["fingerprint"].items() if k in fields}
         fingerprint = from_fields(PlanFingerprint, made_for)
         plan = _decode_plan(data["plan"])
-        predicted = data["predicted"]
         check_plan(plan, fingerprint.tables, fingerprint.world_size)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = error if isinstance(error, PlanFileError) else repr(error)
         raise PlanFileError(
             f"plan file '{path}' is damaged: {reason!s:.500}. {_WAY_OUT}"
         ) from error
-    return StoredPlan(plan=plan, fingerprint=fingerprint, predicted=predicted)
+    return StoredPlan(plan=plan, fingerprint=fingerprint, shown=data.get("report"))
 
 
 class NeuroShardPlanLoader(PlanLoader):
@@ -667,20 +645,6 @@ def _way(found: ShardingOption | ParameterSharding) -> str:
     load = None if params is None else params.load_factor
     size = "" if load is None else f", cache_params.load_factor={load:g}"
     return f"{found.sharding_type}/{found.compute_kernel}{size}"
-
-
-def _predicted(known: KnownPlan) -> dict[str, Any]:
-    """Return what a planner knows of its last plan."""
-    result, bottleneck = known.result, known.bottleneck
-    return {
-        **result.predicted.to_json(),
-        "lower_bound_ms": result.lower_bound_ms,
-        "gap": result.gap if math.isfinite(result.gap) else None,
-        "bound_is_proven": result.bound_is_proven,
-        "tables": [to_fields(table) for table in known.tables],
-        "memory_bytes": list(known.memory_bytes),
-        "bottleneck": None if bottleneck is None else to_fields(bottleneck),
-    }
 
 
 def _invalid(stored: PlanFingerprint, current: PlanFingerprint) -> Iterator[str]:

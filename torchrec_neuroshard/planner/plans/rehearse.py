@@ -46,8 +46,8 @@ from torchrec.distributed.types import (
 
 from torchrec_neuroshard.errors import ConfigError
 from torchrec_neuroshard.placement import format_bytes
+from torchrec_neuroshard.placement_rules import quoted
 from torchrec_neuroshard.planner.compat import (
-    all_lookups,
     pipeline_name,
     sharder_params,
     sharders_by_type,
@@ -58,7 +58,6 @@ from torchrec_neuroshard.planner.costs.given_plans import (
     plan_entries,
     plan_options,
 )
-from torchrec_neuroshard.planner.costs.memory import RankMemory
 from torchrec_neuroshard.planner.options.checks import check_sharders
 from torchrec_neuroshard.planner.options.groups import sharding_group
 from torchrec_neuroshard.planner.options.table_reader import (
@@ -141,34 +140,42 @@ def rehearse(
     options = plan_options(plan, model, offered, world_size)
     enumerator.populate_estimates(options)
     memory = storage.memory.ranks(options)
-    built, errors, notes = _build(model, plan, given, topology)
+    num_built, errors, notes = _build(model, plan, given, topology)
     if group := sharding_group(topology):
         notes.append(f"the ranks are {group}; those of the others hold the same")
     if unknown := [table_name(o) for o in options if not storage.memory.knows(o)]:
-        notes.append(
-            f"{len(unknown)} of {len(options)} tables count with TorchRec's estimate "
-            f"of their memory, '{unknown[0]}' among them"
-        )
+        notes.append(f"memory by TorchRec's estimate: {quoted(unknown)}")
     faults = _own_faults(options, given, pipeline_type, topology, reader)
+    tier = device_tier(topology)
     ranks = []
-    for rank, found in enumerate(memory):
+    for found, device in zip(memory, topology.devices, strict=True):
+        rank, storage = int(device.rank), device.storage
         shards = [(o, s) for o in options for s in o.shards if s.rank == rank]
-        available = _available(topology, rank)
+        available, in_host = int(getattr(storage, tier)), 0
+        if tier != "ddr":
+            in_host = sum(s.storage.ddr for _, s in shards)
         if rank in errors:
-            faults[rank].append(_explain(errors[rank]))
+            text = " ".join(str(errors[rank]).split())[:400]
+            faults[rank].append(
+                f"DistributedModelParallel raises {type(errors[rank]).__name__}: {text}"
+            )
         if found.peak > available:
-            faults[rank].append(_overflow(rank, found, available, shards, topology))
-        if fault := _host_overflow(shards, topology, rank):
-            faults[rank].append(fault)
+            faults[rank].append(
+                found.overflow(rank, available, available) + _largest(shards, tier)
+            )
+        if in_host > storage.ddr:
+            faults[rank].append(
+                f"rank {rank} keeps {format_bytes(in_host)} in the host's memory, of "
+                f"which it has {format_bytes(storage.ddr)}{_largest(shards, 'ddr')}"
+            )
         ranks.append(
             RankRehearsal(
                 rank=rank,
                 num_shards=sum(bool(s.size[0]) for _, s in shards),
-                num_kernels=built.get(rank, found.num_kernels),
+                num_kernels=found.num_kernels,
                 weights_bytes=found.static.weights,
                 optimizer_bytes=found.static.optimizer,
-                index_bytes=found.static.index_tables,
-                cache_bytes=found.static.cache,
+                cache_bytes=found.static.cache + found.static.index_tables,
                 activation_bytes=found.activations,
                 memory_bytes=available,
                 faults=tuple(faults[rank]),
@@ -180,15 +187,10 @@ def rehearse(
         pipeline=pipeline_name(pipeline_type),
         num_tables=len(options),
         ranks=tuple(ranks),
-        num_built=len(built),
+        num_built=num_built,
         seconds=time.monotonic() - start,
         notes=tuple(notes),
     )
-
-
-def _available(topology: Topology, rank: int) -> int:
-    storage = topology.devices[rank].storage
-    return int(storage.ddr if topology.compute_device == "cpu" else storage.hbm)
 
 
 def _own_faults(
@@ -204,69 +206,28 @@ def _own_faults(
     found: list[list[str]] = [[] for _ in topology.devices]
     for option in options:
         fault = reader.run_fault(option, topology)
-        text = fault and f"{fault.cause}. {fault.way_out}"
         is_ready = loads_ahead(option) or params[option.module_type_key].get(
             "prefetch_pipeline"
         )
-        if not text and prefetches and has_cache(option) and not is_ready:
-            text = (
-                f"{PREFETCHING} loads its cache ahead, and its cache_params are "
-                "without prefetch_pipeline: the backward pass may write to wrong rows. "
-                "Set cache_params=CacheParams(prefetch_pipeline=True) in its "
-                "constraints, or plan with this pipeline_type"
+        if fault is None and prefetches and has_cache(option) and not is_ready:
+            fault = (
+                f"{PREFETCHING} needs CacheParams(prefetch_pipeline=True), or the "
+                "backward pass may write to wrong rows; plan with this pipeline_type"
             )
-        if text:
+        if fault is not None:
             for rank in {shard.rank for shard in option.shards}:
-                found[rank].append(f"table '{table_name(option)}': {text}")
+                found[rank].append(f"table '{table_name(option)}': {fault}")
     return found
 
 
-def _overflow(
-    rank: int,
-    found: RankMemory,
-    available: int,
-    shards: Sequence[tuple[ShardingOption, Shard]],
-    topology: Topology,
-) -> str:
-    """Say what a rank lacks, and name its largest shard."""
-    tier = device_tier(topology)
-    largest = ""
-    if shards:
-        option, shard = max(shards, key=lambda pair: getattr(pair[1].storage, tier))
-        rows, width = (int(n) for n in shard.size)
-        largest = (
-            f"; its largest shard is {rows} x {width} of table '{table_name(option)}' "
-            f"({option.sharding_type}, {option.compute_kernel})"
-        )
-    return (
-        f"{found.overflow(rank, available, available)}{largest}. Plan with this memory "
-        "and batch_size, lower batch_size or raise world_size"
-    )
-
-
-def _host_overflow(
-    shards: Sequence[tuple[ShardingOption, Shard]], topology: Topology, rank: int
-) -> str | None:
-    """Say what a GPU's rank lacks of its host's memory, and name its largest table."""
-    available = int(topology.devices[rank].storage.ddr)
-    need = sum(s.storage.ddr for _, s in shards)
-    if topology.compute_device == "cpu" or need <= available:
-        return None
-    option, shard = max(shards, key=lambda pair: pair[1].storage.ddr)
-    return (
-        f"rank {rank} keeps {format_bytes(need)} in the host's memory, of which it has "
-        f"{format_bytes(available)}; its largest shard there is "
-        f"{format_bytes(shard.storage.ddr)} of table '{table_name(option)}'. Plan with "
-        "this memory (the topology's ddr_cap), or raise world_size"
-    )
-
-
-def _explain(error: Exception) -> str:
-    text = " ".join(str(error).split())[:400]
-    return (
-        f"DistributedModelParallel raises {type(error).__name__}: {text}. Change the "
-        "sharding of that table, or plan again with constraints that leave it out"
-    )
+def _largest(shards: Sequence[tuple[ShardingOption, Shard]], tier: str) -> str:
+    """Name what takes most of a kind of memory, and the way out."""
+    text = ". Plan with this memory and batch_size, or raise world_size"
+    if not shards:
+        return text
+    option, shard = max(shards, key=lambda pair: getattr(pair[1].storage, tier))
+    size = format_bytes(getattr(shard.storage, tier))
+    return f"; table '{table_name(option)}' takes most, {size}{text}"
 
 
 def _build(
@@ -274,24 +235,23 @@ def _build(
     plan: ShardingPlan,
     sharders: Sequence[ModuleSharder[Any]],
     topology: Topology,
-) -> tuple[dict[int, int], dict[int, Exception], list[str]]:
+) -> tuple[int, dict[int, Exception], list[str]]:
     """Shard the model as each rank does.
 
     Returns:
-        Rank -> kernels, rank -> what was raised, and what to know.
+        Ranks that were built, rank -> what was raised, and what to know.
     """
     kernels = {p.compute_kernel for *_, p in plan_entries(plan)}
     if others := sorted(kernels - _BUILDABLE):
-        return {}, {}, [f"not built: {', '.join(others)} tables need their devices"]
+        return 0, {}, [f"not built: {', '.join(others)} tables need their devices"]
     world_size = int(topology.world_size)
     memo = _meta_tensors(model)
-    built: dict[int, int] = {}
     errors: dict[int, Exception] = {}
     for ranks in _alike(plan, world_size):
         rank = ranks[0]
         with _rank(rank, topology, FakeStore()):
             try:
-                sharded = DistributedModelParallel(
+                DistributedModelParallel(
                     copy.deepcopy(model, dict(memo)),
                     env=ShardingEnv.from_process_group(dist.group.WORLD),
                     device=torch.device("meta"),
@@ -301,9 +261,7 @@ def _build(
                 )
             except Exception as error:
                 errors.update(dict.fromkeys(ranks, error))
-            else:
-                built.update(dict.fromkeys(ranks, _num_kernels(sharded)))
-    return built, errors, []
+    return world_size - len(errors), errors, []
 
 
 def _alike(plan: ShardingPlan, world_size: int) -> list[list[int]]:
@@ -360,17 +318,6 @@ def _meta_tensors(model: nn.Module) -> dict[int, Any]:
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return memo
-
-
-def _num_kernels(sharded: nn.Module) -> int:
-    kinds = ("SplitTableBatchedEmbeddingBagsCodegen", "DenseTableBatchedEmbeddingBags")
-    kernels = {
-        id(module)
-        for lookup in all_lookups(sharded)
-        for module in lookup.modules()
-        if type(module).__name__.startswith(kinds)
-    }
-    return len(kernels)
 
 
 @contextlib.contextmanager

@@ -74,6 +74,10 @@ __all__ = ["Move", "ReplanConfig", "ReplanResult", "apply_moves", "replan"]
 
 _FUSED = EmbeddingComputeKernel.FUSED.value
 
+_MAX_CANDIDATES = 500
+"""Most moves compared exactly per step; of more, those that promise the most."""
+_MIN_GAIN = 1e-3
+"""Moves must save this part of the predicted iteration."""
 _MAX_SHOWN = 20
 """Moves that the text of a result lists."""
 
@@ -82,21 +86,14 @@ _MAX_SHOWN = 20
 class ReplanConfig:
     """Settings of the search for moves."""
 
-    max_candidates: int = 500
-    """Most moves compared exactly per step; of more, those that promise the most."""
     time_budget_seconds: float = 20.0
     """The best plan so far is returned after this."""
-    min_gain: float = 1e-3
-    """Moves must save this part of the predicted iteration."""
 
     def __post_init__(self) -> None:
-        if self.max_candidates < 1 or not self.time_budget_seconds > 0:
+        if not self.time_budget_seconds > 0:
             raise ConfigError(
-                "max_candidates must be at least 1 and time_budget_seconds above 0, "
-                f"got {self.max_candidates} and {self.time_budget_seconds}"
+                f"time_budget_seconds must be above 0, got {self.time_budget_seconds}"
             )
-        if not 0 <= self.min_gain < 1:
-            raise ConfigError(f"min_gain must be in [0, 1), got {self.min_gain}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -299,15 +296,12 @@ class _Job:
             rules=rules,
         ).task
 
-    def budget(
-        self, limit_bytes: int, executable_only: bool, config: ReplanConfig
-    ) -> MoveBudget:
+    def budget(self, limit_bytes: int, executable_only: bool) -> MoveBudget:
         """Describe what may be moved.
 
         Args:
             limit_bytes: Weights and optimizer state that may be sent.
             executable_only: Whether to keep to what TorchRec can carry out.
-            config: How hard to search.
         """
         rules = self._rules
         index = {rules.index[table_name(o)]: t for t, o in enumerate(self.options)}
@@ -332,8 +326,8 @@ class _Job:
                 t for t in self.state if executable_only and not self._state_is_cut(t)
             ],
             all_leave=executable_only and self._over_gloo,
-            min_gain=config.min_gain,
-            max_candidates=config.max_candidates,
+            min_gain=_MIN_GAIN,
+            max_candidates=_MAX_CANDIDATES,
         )
 
     def placement(self) -> Placement:
@@ -459,7 +453,7 @@ def _improve(
     job: _Job, budget_bytes: int, executable_only: bool, config: ReplanConfig
 ) -> tuple[dict[int, Shards], int]:
     """Return the tables that change, their new shards, and what that took."""
-    budget = job.budget(budget_bytes, executable_only, config)
+    budget = job.budget(budget_bytes, executable_only)
     bank = ShardBank(job.costs.searched_simulator(job.task))
     for shared in budget.doubled():
         bank.price_as(*shared)
