@@ -67,6 +67,7 @@ from torchrec_neuroshard.search import (
 from torchrec_neuroshard.simulator import PHASES, Simulator
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCommsModel, AnalyticCostModel
+from torchrec_neuroshard.training.compute import build_sets
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 MIB, GIB = 2**20, 2**30
@@ -337,6 +338,38 @@ def draw_set(
             )
         )
     return batch_size, tables
+
+
+def draw_records(
+    count: int,
+    seed: int,
+    per_lookup: Callable[[TableConfig], float] = lambda t: t.embedding_dim**0.7,
+    *,
+    factor: float = 1.0,
+    max_tables: int = 7,
+    max_dim: int = 32,
+) -> list[CostRecord]:
+    """Sets on a made-up device, where wide rows cost less than their bytes; every
+    fourth is held out."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for index in range(count):
+        batch_size, tables = draw_set(rng, str(index), max_tables, max_dim)
+        lookups = sum(t.pooling_factor * per_lookup(t) for t in tables)
+        cost = float(factor * (0.05 + 1e-6 * batch_size * lookups))
+        known = {"index": index, "held_out": index % 4 == 0, "batch_size": batch_size}
+        records.append(make_record(tables, cost, 2.5 * cost, **known))
+    return records
+
+
+def costed(records: list[CostRecord], model: CostModel) -> list[CostRecord]:
+    """The same sets, as if they had taken what a model predicts."""
+    data = build_sets(records)
+    costs = model.predict_sets(data.features_NF, data.set_ids_N, data.num_sets)
+    return [
+        dataclasses.replace(record, fwd_ms=forward, bwd_ms=backward)
+        for record, (forward, backward) in zip(records, costs.tolist(), strict=True)
+    ]
 
 
 def write_records(

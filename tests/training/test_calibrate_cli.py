@@ -59,11 +59,7 @@ def test_measures_and_trains(
     assert MIN_SETS <= sum(r.held_out for r in records) <= len(records) - MIN_SETS
     assert header.sampling["max_weight_bytes"] == int(0.001 * 2**30)
     info = COMPUTE_BUNDLE.read_info(out)
-    assert info.name == load_bundle(out).name == "mine"
+    assert load_bundle(out).name == "mine"
     assert info.fingerprint.device == cpu_name()
     assert info.trained_on["calibrated_from"]["name"] == "cpu"
-    printed = capsys.readouterr().out
-    for name in ("before", "scaled", "tuned", "linear", "stock"):
-        assert f"{name}: forward " in printed
-    assert f"Kept `{info.trained_on['kept']}`" in printed
-    assert "no collectives: they will be predicted" in printed
+    assert f"Kept `{info.trained_on['kept']}`" in capsys.readouterr().out

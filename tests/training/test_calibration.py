@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 
 from tests.builders import (
-    draw_set,
+    costed,
+    draw_records,
     make_fingerprint,
     make_header,
-    make_record,
     write_records,
 )
 from torchrec_neuroshard.cost_models import load_bundle
 from torchrec_neuroshard.cost_models.bundle import COMPUTE_BUNDLE, BundleInfo
 from torchrec_neuroshard.cost_models.compute import NeuralCostModel
 from torchrec_neuroshard.cost_models.network import SetCostNetwork
+from torchrec_neuroshard.cost_models.scaled import ScaledCostModel
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.records import CostRecord
+from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.training.calibrate_cli import calibrate_bundle
 from torchrec_neuroshard.training.calibration import (
@@ -47,41 +49,23 @@ from torchrec_neuroshard.training.compute import (
 
 SIZES = {"num_members": 2, "hidden": 24, "latent": 4, "head_hidden": 12}
 QUICK = CalibrationConfig(steps=120, batch_sets=32)
+HERE = make_header("here", reference_ms=6.0)
 
 
 def make_records(
     count: int, seed: int, *, power: float = 0.7, factor: float = 1.0, max_dim: int = 32
 ) -> list[CostRecord]:
-    """Sets on a made-up device: `power` says how little wide rows cost.
+    """`power` says how little wide rows cost.
 
     How the rows enter is odd, the same on all devices, and takes many sets to learn.
     """
-    rng = np.random.default_rng(seed)
-    records = []
-    for index in range(count):
-        batch_size, tables = draw_set(rng, str(index), 5, max_dim)
-        cost = factor * float(
-            0.05
-            + sum(
-                1e-6
-                * batch_size
-                * t.pooling_factor
-                * t.embedding_dim**power
-                * (1 + 0.6 * np.sin(6 * np.log10(t.num_embeddings)))
-                for t in tables
-            )
-        )
-        records.append(
-            make_record(
-                tables,
-                cost,
-                2.5 * cost,
-                index=index,
-                held_out=index % 4 == 0,
-                batch_size=batch_size,
-            )
-        )
-    return records
+
+    def per_lookup(table: TableConfig) -> float:
+        rows = np.log10(table.num_embeddings)
+        return float(table.embedding_dim**power * (1 + 0.6 * np.sin(6 * rows)))
+
+    sizes = {"max_tables": 5, "max_dim": max_dim}
+    return draw_records(count, seed, per_lookup, factor=factor, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -159,19 +143,12 @@ def test_a_linear_device_is_kept_linear(
     tmp_path: Path, source: NeuralCostModel
 ) -> None:
     """A device that a few sets show to be plain, far from the one started from."""
-    records = make_records(60, 1)
-    features = build_sets(records)
-    exact = 0.3 * AnalyticCostModel().predict_sets(
-        features.features_NF, features.set_ids_N, features.num_sets
-    )
-    plain = [
-        dataclasses.replace(r, fwd_ms=float(f), bwd_ms=float(b))
-        for r, (f, b) in zip(records, exact, strict=True)
-    ]
+    device = ScaledCostModel(AnalyticCostModel(), (0.3, 0.3))
+    plain = costed(make_records(60, 1), device)
     old = save_source(tmp_path / "old", source)
     out = tmp_path / "new"
     config = dataclasses.replace(QUICK, steps=4)
-    path = write(tmp_path / "r.parquet", plain)
+    path = write_records(tmp_path / "r.parquet", HERE, plain)
     found, _ = calibrate_bundle(old, [path], out, "mine", config)
     assert found.kept == LINEAR and "Kept `linear`" in (out / "CARD.md").read_text()
     _, test = split(plain)
@@ -180,10 +157,6 @@ def test_a_linear_device_is_kept_linear(
 
 
 # Bundles
-
-
-def write(path: Path, records: list[CostRecord], device: str = "here") -> Path:
-    return write_records(path, make_header(device, reference_ms=6.0), records)
 
 
 def save_source(folder: Path, source: NeuralCostModel) -> Path:
@@ -204,15 +177,11 @@ def test_bundle_and_card_tell_what_was_done(
     tmp_path: Path, source: NeuralCostModel
 ) -> None:
     old = save_source(tmp_path / "old", source)
-    records = write(tmp_path / "r.parquet", make_records(120, 1, power=0.9, factor=0.6))
-    out = tmp_path / "new"
-    found, evaluations = calibrate_bundle(old, [records], out, "mine", QUICK)
+    records = make_records(120, 1, power=0.9, factor=0.6)
+    path, out = write_records(tmp_path / "r.parquet", HERE, records), tmp_path / "new"
+    found, evaluations = calibrate_bundle(old, [path], out, "mine", QUICK)
     info, model = COMPUTE_BUNDLE.read_info(out), load_bundle(out)
-    assert (info.name, info.fingerprint.device, info.reference_ms) == (
-        "mine",
-        "here",
-        6.0,
-    )
+    assert (info.fingerprint.device, info.reference_ms) == ("here", 6.0)
     assert info.trained_on["calibrated_from"] == {
         "name": "old",
         "device": "there",
@@ -223,7 +192,7 @@ def test_bundle_and_card_tell_what_was_done(
     assert scores[TUNED] < 0.5 * scores[SCALED] < 0.5 * scores[BEFORE]
     assert info.trained_on["kept"] == found.kept == TUNED
     assert info.ranges == found.candidates[TUNED].ranges
-    _, test = split(make_records(120, 1, power=0.9, factor=0.6))
+    _, test = split(records)
     np.testing.assert_allclose(
         predict(model.network, test),
         predict(found.candidates[TUNED].network, test),
@@ -233,11 +202,7 @@ def test_bundle_and_card_tell_what_was_done(
     assert [e.name for e in evaluations] == names
     for e in evaluations:
         assert f"| {e.name} | {e.fwd_mape:.1%} | {e.bwd_mape:.1%} |" in card
-    assert found.verdict() in card
     assert "Started from `old`, measured on there (400 sets to train on)" in card
-    assert "| disturbed records, left out | 0 |" in card
-    assert "| sets to train on | 90 |" in card
-    assert "| sets of held-out tables | 30 |" in card
 
 
 def test_split_keeps_held_out_tables_and_repeats_apart() -> None:

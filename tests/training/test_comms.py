@@ -10,14 +10,14 @@ import json
 import shutil
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.builders import make_comms_header, write_records
+from tests.builders import make_comms_header, make_planner, write_records
 from torchrec_neuroshard.cli import main
 from torchrec_neuroshard.collect.comms_sampling import (
     CommsSamplingConfig,
@@ -32,15 +32,8 @@ from torchrec_neuroshard.cost_models.bundle import (
 from torchrec_neuroshard.cost_models.comms import LearnedCommsModel
 from torchrec_neuroshard.cost_models.comms_network import TERM_NAMES, physical_terms
 from torchrec_neuroshard.cost_models.loading import load_comms_model, load_cost_model
-from torchrec_neuroshard.errors import (
-    BundleMismatchError,
-    ConfigError,
-    RecordError,
-)
-from torchrec_neuroshard.records import (
-    COLLECTIVES,
-    CommsRecord,
-)
+from torchrec_neuroshard.errors import BundleMismatchError, RecordError
+from torchrec_neuroshard.records import COLLECTIVES, CommsRecord
 from torchrec_neuroshard.training.comms import (
     CommsData,
     CommsTrainConfig,
@@ -116,7 +109,6 @@ def test_world_sizes_not_trained_on_are_predicted(training: CommsData) -> None:
     assert set(totals) == {3, 6}
     for row in totals.values():
         assert not row.trained
-        assert row.num_records == 150
         assert row.median < 0.08
         assert row.kendall_tau > 0.9
     by_name = [r for r in rows if r.collective != "all" and r.world_size == 3]
@@ -162,14 +154,6 @@ def test_too_little_to_train_on() -> None:
         build_comms([crossing], GB_PER_S, 0.0)
 
 
-def noisy(found: CommsData, exact_N: np.ndarray, noise: float) -> CommsData:
-    rng = np.random.default_rng(5)
-    ms = exact_N * rng.lognormal(0, noise, len(exact_N))
-    world = found.transfer_NW.shape[1]
-    transfer = np.repeat(ms[:, None], world, axis=1).astype(np.float32)
-    return dataclasses.replace(found, transfer_NW=transfer)
-
-
 def test_the_plainest_model_is_kept_where_records_are_few() -> None:
     """One latency and one bandwidth, with noise: a net of few records errs more."""
     parts = []
@@ -177,12 +161,13 @@ def test_the_plainest_model_is_kept_where_records_are_few() -> None:
         found = data((4,), count=count, seed=seed)
         columns = [TERM_NAMES.index(f"most_sent_{i}") for i in range(4)]
         busiest = found.terms_NWK[:, 0, columns].sum(axis=1)
-        parts.append(noisy(found, 0.3 + 1.5 * busiest, noise))
+        drawn = np.random.default_rng(5).lognormal(0, noise, count)
+        ms = np.repeat((drawn * (0.3 + 1.5 * busiest))[:, None], 4, axis=1)
+        parts.append(dataclasses.replace(found, transfer_NW=ms.astype(np.float32)))
     few, many = parts
     kept = make_candidates(few, many, CommsTrainConfig(steps=150))
     assert kept.kept == "bandwidth"
     assert kept.errors["bandwidth"] < 0.8 * kept.errors["learned"]
-    assert "Kept `bandwidth`" in kept.verdict()
     rows = evaluate_comms(kept.network, few, many)
     (total,) = (r for r in rows if r.collective == "all")
     assert total.median == pytest.approx(kept.errors["bandwidth"])
@@ -218,7 +203,7 @@ def write(folder: Path, worlds: Sequence[int]) -> list[Path]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle trained on 2 and 4 ranks and tested on 3."""
     folder = tmp_path_factory.mktemp("comms")
-    evaluations = train_comms_bundle(
+    found = train_comms_bundle(
         write(folder, (2, 3, 4)),
         folder / "bundle",
         "mine",
@@ -226,11 +211,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         test_world_sizes=(3,),
         console=Console(quiet=True),
     )
-    assert {(e.world_size, e.trained) for e in evaluations} == {
-        (2, True),
-        (3, False),
-        (4, True),
-    }
+    trained = {2: True, 3: False, 4: True}
+    assert {(e.world_size, e.trained) for e in found} == set(trained.items())
     return folder / "bundle"
 
 
@@ -242,12 +224,8 @@ def bundle(trained: Path, tmp_path: Path) -> Path:
 
 
 def load(folder: Path, world: int = 3) -> np.ndarray:
-    model = load_comms_bundle(
-        folder,
-        compute=None,
-        world_size=world,
-        local_world_size=world,
-    )
+    ranks = {"world_size": world, "local_world_size": world}
+    model = load_comms_bundle(folder, compute=None, **ranks)
     assert model.source == "measured"
     return model.all_to_all(np.full((1, world), 64.0), 512)
 
@@ -258,14 +236,7 @@ def test_bundle_predicts_its_records(trained: Path) -> None:
     assert info.intra_gb_per_s == GB_PER_S
     expected = law("pooled_forward", [64 * 512 * 4 // 4] * 4)
     np.testing.assert_allclose(load(trained, 4)[0, :, 0], expected, rtol=0.25)
-
-
-def test_card_states_errors_hardware_and_what_is_missing(trained: Path) -> None:
-    card = (trained / "COMMS_CARD.md").read_text()
-    assert card.startswith("# Communication cost model `mine`")
-    assert "| device, backend | a CPU, gloo |" in card
-    assert "| 3 | all | no | 60 |" in card
-    assert "| one message between nodes | not measured |" in card
+    assert "| 3 | all | no | 60 |" in (trained / "COMMS_CARD.md").read_text()
 
 
 def test_collectives_join_a_compute_model_of_their_device(
@@ -288,35 +259,13 @@ def test_collectives_join_a_compute_model_of_their_device(
 def test_a_bundle_of_collectives_alone_leaves_kernels_to_auto(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchrec.distributed.planner import Topology
-
-    from torchrec_neuroshard.planner import NeuroShardPlanner
-
     monkeypatch.setattr(loading, "current_device_name", lambda _: "a CPU")
-    topology = Topology(world_size=2, compute_device="cpu")
     with pytest.warns(UserWarning, match="no cost model was measured on a CPU") as said:
-        planner = NeuroShardPlanner(topology=topology, cost_model=bundle)
+        planner = make_planner(cost_model=bundle, comms_model=None)
     alone = "holds collectives alone: kernels are costed"
     assert any(alone in str(w.message) for w in said)
     assert "physical estimate" in planner.costs.cost_model.source
     assert planner.costs.comms_model.source == "measured"
-
-
-def test_nodes_never_measured_need_a_bandwidth(bundle: Path) -> None:
-    nodes = partial(
-        load_comms_bundle,
-        bundle,
-        compute=None,
-        world_size=4,
-        local_world_size=2,
-    )
-    with pytest.raises(ConfigError, match="give intra_gb_per_s and inter_gb_per_s"):
-        nodes()
-    slow, slower = (
-        nodes(inter_gb_per_s=inter).all_to_all(np.full((1, 4), 512.0), 4096)
-        for inter in (1.0, 0.1)
-    )
-    assert (slower > slow).all()
 
 
 def test_far_more_ranks_are_warned_about(bundle: Path) -> None:
@@ -351,22 +300,18 @@ def test_command_dispatches_on_the_kind_of_records(
     assert load(out, 2).shape == (1, 2, 2)
 
 
-def test_records_that_were_not_asked_for(tmp_path: Path) -> None:
-    def attempt(paths: list[Path], **options: object) -> None:
-        train_comms_bundle(
-            paths,
-            tmp_path / "b",
-            "b",
-            STEPS,
-            console=Console(quiet=True),
-            **options,  # type: ignore[arg-type]
-        )
-
-    two = write(tmp_path, (2,))
-    with pytest.raises(RecordError, match="no records of world size 6 to test on"):
-        attempt(two, test_world_sizes=(6,))
-    with pytest.raises(RecordError, match="every world size is kept for the test"):
-        attempt(two, test_world_sizes=(2,))
+@pytest.mark.parametrize(
+    ("kept", "message"), [(6, "no records of world size 6"), (2, "every world size is")]
+)
+def test_records_that_were_not_asked_for(
+    kept: int, message: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "test_world_sizes": (kept,),
+        "console": Console(quiet=True),
+    }
+    with pytest.raises(RecordError, match=message):
+        train_comms_bundle(write(tmp_path, (2,)), tmp_path / "b", "b", STEPS, **options)
     assert not (tmp_path / "b").exists()
 
 

@@ -5,15 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.builders import draw_set, make_record
+from tests.builders import costed, draw_records
 from torchrec_neuroshard.cost_models.compute import StockCostModel
 from torchrec_neuroshard.errors import ConfigError, RecordError
 from torchrec_neuroshard.features import table_features
-from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import TableConfig
 from torchrec_neuroshard.testing import AnalyticCostModel
 from torchrec_neuroshard.training.compute import (
-    SetData,
     TrainConfig,
     as_cost_model,
     build_sets,
@@ -23,28 +21,12 @@ from torchrec_neuroshard.training.compute import (
     train,
 )
 
-
-def synthetic_records(count: int, seed: int) -> list[CostRecord]:
-    """Sets whose cost is not linear in the physical totals: wide rows cost less."""
-    rng = np.random.default_rng(seed)
-    records = []
-    for index in range(count):
-        batch_size, tables = draw_set(rng, str(index), 7, 32)
-        cost = 0.05 + sum(
-            1e-6 * batch_size * t.pooling_factor * t.embedding_dim**0.7 for t in tables
-        )
-        records.append(
-            make_record(tables, cost, 2.5 * cost, index=index, batch_size=batch_size)
-        )
-    return records
-
-
 QUICK = TrainConfig(epochs=40, num_members=2, hidden=32, latent=4, head_hidden=16)
 
 
 def test_learned_model_beats_linear_and_stock_on_new_sets() -> None:
-    training = build_sets(synthetic_records(300, 0))
-    test = build_sets(synthetic_records(60, 1))
+    training = build_sets(draw_records(300, 0))
+    test = build_sets(draw_records(60, 1))
     network = train(training, QUICK)
     learned = evaluate("learned", as_cost_model(network, training, "x"), test)
     linear = evaluate("linear", as_cost_model(fit_linear(training), test, "x"), test)
@@ -55,7 +37,7 @@ def test_learned_model_beats_linear_and_stock_on_new_sets() -> None:
 
 
 def test_training_is_the_same_for_the_same_seed() -> None:
-    data = build_sets(synthetic_records(60, 0))
+    data = build_sets(draw_records(60, 0))
     config = dataclasses.replace(QUICK, epochs=3)
     one, two = train(data, config), train(data, config)
     other = train(data, dataclasses.replace(config, seed=1))
@@ -71,24 +53,19 @@ def test_training_is_the_same_for_the_same_seed() -> None:
     assert (costs[0] != costs[2]).all()
 
 
-def exact_sets(seed: int) -> SetData:
-    data = build_sets(synthetic_records(80, seed))
-    exact = AnalyticCostModel().predict_sets(
-        data.features_NF, data.set_ids_N, data.num_sets
-    )
-    return dataclasses.replace(data, costs_S2=exact)
-
-
 def test_linear_fit_recovers_a_linear_cost() -> None:
-    data = exact_sets(1)
-    model = as_cost_model(fit_linear(exact_sets(0)), data, "linear")
+    training, data = (
+        build_sets(costed(draw_records(80, seed), AnalyticCostModel()))
+        for seed in (0, 1)
+    )
+    model = as_cost_model(fit_linear(training), data, "linear")
     judged = evaluate("linear", model, data)
     assert judged.total_mape < 1e-3
     assert judged.kendall_tau > 0.999
 
 
 def test_stock_fit_takes_the_best_factor() -> None:
-    data = exact_sets(2)
+    data = build_sets(costed(draw_records(80, 2), AnalyticCostModel()))
     best = fit_stock(data)
     error = evaluate("stock", best, data).total_mape
     arguments = data.features_NF, data.set_ids_N, data.num_sets
@@ -100,7 +77,7 @@ def test_stock_fit_takes_the_best_factor() -> None:
 
 
 def test_select_keeps_sets_whole() -> None:
-    data = build_sets(synthetic_records(10, 0))
+    data = build_sets(draw_records(10, 0))
     chosen = data.select(np.array([7, 2]))
     assert chosen.num_sets == 2
     np.testing.assert_array_equal(chosen.costs_S2, data.costs_S2[[7, 2]])
@@ -112,10 +89,10 @@ def test_select_keeps_sets_whole() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(RecordError, match="no records to train on"):
         build_sets([])
-    bad = dataclasses.replace(synthetic_records(1, 0)[0], fwd_ms=0.0)
+    bad = dataclasses.replace(draw_records(1, 0)[0], fwd_ms=0.0)
     with pytest.raises(RecordError, match=r"record 0 has times 0\.0"):
         build_sets([bad])
     with pytest.raises(RecordError, match="1 sets are too few"):
-        train(build_sets(synthetic_records(1, 0)), QUICK)
+        train(build_sets(draw_records(1, 0)), QUICK)
     with pytest.raises(ConfigError, match="at least 1, got 0 and 5"):
         TrainConfig(epochs=0)

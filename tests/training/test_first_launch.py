@@ -20,10 +20,10 @@ from tests.builders import (
     bag_config,
     bag_sharders,
     bags,
-    draw_set,
+    costed,
+    draw_records,
     make_header,
     make_planner,
-    make_record,
     make_tables,
     write_records,
 )
@@ -36,7 +36,6 @@ from torchrec_neuroshard.planner.launch.first_launch import FirstLaunch
 from torchrec_neuroshard.records import CostRecord
 from torchrec_neuroshard.tables import DATA_TYPE_BYTES
 from torchrec_neuroshard.training import first_launch
-from torchrec_neuroshard.training.compute import build_sets
 from torchrec_neuroshard.training.first_launch import (
     KERNELS_NAME,
     LaunchRequest,
@@ -240,25 +239,12 @@ def measured_bundle(folder: Path, truth: CostModel, *, noisy: int) -> Path:
     """A bundle beside records of what a model predicts, so many of them disturbed."""
     assert SHIPPED is not None
     shutil.copytree(SHIPPED, folder)
-    rng = np.random.default_rng(0)
-    records = []
-    for index in range(40):
-        batch_size, tables = draw_set(rng, str(index), 4, 16)
-        record = make_record(tables, batch_size=batch_size)
-        data = build_sets([record])
-        ((forward, backward),) = truth.predict_sets(
-            data.features_NF, data.set_ids_N, data.num_sets
-        ).tolist()
-        records.append(
-            dataclasses.replace(
-                record,
-                index=index,
-                held_out=index % 2 == 0,
-                spread=0.5 if index < noisy else 0.0,
-                fwd_ms=forward,
-                bwd_ms=backward,
-            )
+    records = [
+        dataclasses.replace(
+            r, held_out=r.index % 2 == 0, spread=0.5 if r.index < noisy else 0.0
         )
+        for r in costed(draw_records(40, 0, max_tables=4, max_dim=16), truth)
+    ]
     write_records(folder / KERNELS_NAME, make_header(), records)
     return folder
 
