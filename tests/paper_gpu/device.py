@@ -6,11 +6,11 @@ For this process, import this module before torch. From outside, start a process
     from tests.paper_gpu.build import build, environment
     subprocess.run([sys.executable, "script.py"], env=environment(build(), gib=80))
 
-There, `torch.device("cuda", 3)` holds real tensors, `torch.cuda.memory_allocated` and
-`max_memory_allocated` count their bytes (rounded up to 512, as the caching allocator
-does; managed memory apart), and "nccl" is gloo. Blocks of a MiB and more take no host
-memory before they are written. What is not shown: any time, races, NCCL itself, memory
-that FBGEMM's kernels and NCCL allocate within themselves, fragmentation.
+There, `torch.device("cuda", 3)` holds real tensors, `torch.cuda.mem_get_info` counts
+their bytes (rounded up to 512, as the caching allocator does; managed memory apart),
+and "nccl" is gloo. Blocks of a MiB and more take no host memory before they are
+written. What is not shown: any time, races, NCCL itself, memory that FBGEMM's kernels
+and NCCL allocate within themselves, fragmentation.
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ _waited_until: dict[int, float] = {}
 
 
 def _wait(index: int, seconds: float) -> None:
-    ops.check_alive(index)
     _waited_until[index] = max(seconds, _waited_until.get(index, 0.0))
 
 
@@ -272,16 +271,11 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
     index, total = index_of(device), ops.capacity()
-    used = ops.allocated(index) + ops.foreign(index)
-    return total - used, total
+    return total - ops.allocated(index), total
 
 
 def _synchronize(device: Any = None) -> None:
     _wait(index_of(device), time.perf_counter())
-
-
-def _seed(seed: int) -> None:
-    torch.cuda.default_generators[index_of()].manual_seed(seed)
 
 
 def _seed_all(seed: int) -> None:
@@ -313,7 +307,6 @@ def _install() -> None:
         "_is_in_bad_fork": _always(False),
         "is_available": _always(True),
         "is_initialized": _always(True),
-        "is_bf16_supported": _always(True),
         "is_current_stream_capturing": _always(False),
         "device_count": lambda: ops.device_count(),
         "current_device": lambda: ops.current_device(),
@@ -324,16 +317,8 @@ def _install() -> None:
         "synchronize": _synchronize,
         "get_device_name": lambda device=None: _properties(device).name,
         "get_device_properties": _properties,
-        "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": _mem_get_info,
-        "memory_allocated": lambda device=None: ops.allocated(index_of(device)),
-        "memory_reserved": lambda device=None: ops.allocated(index_of(device)),
-        "max_memory_allocated": lambda device=None: ops.peak(index_of(device)),
-        "max_memory_reserved": lambda device=None: ops.peak(index_of(device)),
-        "reset_peak_memory_stats": lambda device=None: ops.reset_peak(index_of(device)),
         "empty_cache": _nothing,
-        "ipc_collect": _nothing,
-        "manual_seed": _seed,
         "manual_seed_all": _seed_all,
         "default_generators": tuple(
             torch.Generator(torch.device("cuda", i)) for i in range(ops.device_count())

@@ -65,18 +65,10 @@ DeviceIndex or_current(std::optional<Device> device) {
   return or_current(device && device->has_index() ? device->index() : -1);
 }
 
-// A device that a kernel broke does nothing more in this process.
-std::array<std::atomic<bool>, kMostDevices> broken{};
-std::array<std::atomic<bool>, kMostDevices> breaks_next{};  // at its next fused kernel
-
-void check_alive(DeviceIndex index) {
-  TORCH_CHECK(!broken[index], "CUDA error: an illegal memory access was encountered");
-}
-
 // ---------------------------------------------------------------- memory
 
 struct Usage {
-  std::atomic<int64_t> now{0}, peak{0}, managed{0}, foreign{0};
+  std::atomic<int64_t> now{0};
 };
 std::array<Usage, kMostDevices> usage;
 
@@ -97,24 +89,15 @@ void free_block(void* context) {
   delete block;
 }
 
-void count(DeviceIndex device, int64_t bytes) {
-  auto& used = usage[device];
-  const int64_t now = used.now += bytes;
-  int64_t peak = used.peak;
-  while (now > peak && !used.peak.compare_exchange_weak(peak, now)) {
-  }
-}
-
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t asked) override {
     const Device device(c10::kCUDA, current);
     if (asked == 0) {
       return {nullptr, device};
     }
-    check_alive(current);
     const size_t bytes = (asked + kGranule - 1) / kGranule * kGranule;
     auto& used = usage[current];
-    const int64_t free_bytes = capacity - used.now - used.foreign;
+    const int64_t free_bytes = capacity - used.now;
     TORCH_CHECK_WITH(OutOfMemoryError, static_cast<int64_t>(bytes) <= free_bytes,
                      "CUDA out of memory. Tried to allocate ", bytes, " bytes. GPU ",
                      int{current}, " has a total capacity of ", capacity.load(),
@@ -129,7 +112,7 @@ struct DeviceAllocator final : c10::Allocator {
       TORCH_CHECK(start != nullptr, "no host memory for ", bytes, " bytes");
       std::memset(start, 0xFF, bytes);  // not a number: memory nobody has written shows
     }
-    count(current, static_cast<int64_t>(bytes));
+    used.now += static_cast<int64_t>(bytes);
     return {start, new Block{start, bytes, current}, &free_block, device};
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
@@ -147,13 +130,11 @@ struct ManagedAllocator final : c10::Allocator {
     void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     TORCH_CHECK(start != MAP_FAILED, "no address space for ", bytes, " bytes");
-    usage[current].managed += static_cast<int64_t>(bytes);
     return {start, new Block{start, bytes, current}, &unmap, {c10::kCUDA, current}};
   }
   static void unmap(void* context) {
     auto* block = static_cast<Block*>(context);
     munmap(block->start, block->bytes);
-    usage[block->device].managed -= static_cast<int64_t>(block->bytes);
     delete block;
   }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
@@ -315,7 +296,6 @@ Tensor host_view(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda()) {
     return tensor;
   }
-  check_alive(tensor.get_device());
   const size_t offset = tensor.storage_offset() * tensor.itemsize();
   const size_t stored = tensor.storage().nbytes();
   const size_t bytes = stored > offset ? stored - offset : 0;
@@ -351,10 +331,7 @@ Tensor on_device(const Tensor& tensor, int64_t index) {
   return copy;
 }
 
-std::mutex calls_mutex;
-std::map<std::string, int64_t> calls;
 std::array<std::atomic<int64_t>, kMostDevices> launches{};
-std::atomic<int64_t> reads_by_host{0};
 
 bool begins_with(const std::string& text, const char* start) {
   return text.rfind(start, 0) == 0;
@@ -392,12 +369,7 @@ class FusedKernel {
   Tensor tensor(const std::string& name) const { return (*this)[name].toTensor(); }
 
   // What only the kernels of a GPU refuse, in FBGEMM's words.
-  void check(DeviceIndex device) const {
-    if (breaks_next[device].exchange(false)) {
-      broken[device] = true;
-      TORCH_CHECK(false, "[split_embedding_kernel.cu(1)] [", schema_.name(),
-                  "] CUDA Error: an illegal memory access was encountered");
-    }
+  void check() const {
     // Of sequences all tables of a kernel are of one width.
     const int64_t max_D = (*this)[has("max_D") ? "max_D" : "D"].toInt();
     TORCH_CHECK(max_D <= 2048);
@@ -486,20 +458,16 @@ class Call {
                 "Expected all tensors to be on the same device, but found at least two "
                 "devices, cuda:",
                 int{device_}, " and cpu! (", name_, ")");
-    check_alive(device_);
     ++launches[device_];
     if (FusedKernel::is(name_)) {
       kernel_.emplace(schema_, stack);
-      kernel_->check(device_);
+      kernel_->check();
       kernel_->use_device_buffers();
     }
     if (keeps_journal) {
       note_launch(name_, device_, !pairs_.empty() && c10::isIntegralType(
                                       pairs_[0].second.scalar_type(), true));
     }
-    std::lock_guard<std::mutex> lock(calls_mutex);
-    ++calls[schema_.overload_name().empty() ? name_
-                                            : name_ + "." + schema_.overload_name()];
   }
 
   void give_back(torch::jit::Stack* stack) {
@@ -660,7 +628,6 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     return self;
   }
   if (self.is_cpu() && !non_blocking) {
-    ++reads_by_host;
     note_line("host " + std::to_string(current_streams[current]));
   }
   host_view(self).copy_(host_view(source));
@@ -673,7 +640,6 @@ Tensor copy_from(const Tensor& source, const Tensor& self, bool non_blocking) {
 }
 
 at::Scalar local_scalar(const Tensor& tensor) {
-  ++reads_by_host;
   note_line("host " + std::to_string(current_streams[current]));
   return host_view(tensor).item();
 }
@@ -900,8 +866,6 @@ TORCH_LIBRARY_IMPL(fbgemm, CUDA, library) {
 
 // What tests/paper_gpu/device.py builds torch.cuda of.
 TORCH_LIBRARY(paper_cuda, library) {
-  library.def("host_view(Tensor tensor) -> Tensor", &host_view);
-  library.def("on_device(Tensor tensor, int index) -> Tensor", &on_device);
   library.def("device_count() -> int", []() -> int64_t { return num_devices; });
   library.def("current_device() -> int", []() -> int64_t { return current; });
   library.def("set_device(int index) -> ()",
@@ -919,45 +883,10 @@ TORCH_LIBRARY(paper_cuda, library) {
     return journal;
   });
   library.def("capacity() -> int", []() -> int64_t { return capacity; });
-  library.def("set_capacity(int bytes) -> ()", [](int64_t bytes) { capacity = bytes; });
-  library.def(
-      "set_foreign(int index, int bytes) -> ()",
-      [](int64_t index, int64_t bytes) { usage[or_current(index)].foreign = bytes; });
-  library.def("foreign(int index) -> int", [](int64_t index) -> int64_t {
-    return usage[or_current(index)].foreign;
-  });
   library.def("allocated(int index) -> int",
               [](int64_t index) -> int64_t { return usage[or_current(index)].now; });
-  library.def("peak(int index) -> int",
-              [](int64_t index) -> int64_t { return usage[or_current(index)].peak; });
-  library.def("reset_peak(int index) -> ()", [](int64_t index) {
-    auto& used = usage[or_current(index)];
-    used.peak = used.now.load();
-  });
-  library.def("break_device(int index) -> ()",
-              [](int64_t index) { broken[or_current(index)] = true; });
-  library.def("break_at_next_kernel(int index) -> ()",
-              [](int64_t index) { breaks_next[or_current(index)] = true; });
-  library.def("repair(int index) -> ()",
-              [](int64_t index) { broken[or_current(index)] = false; });
-  library.def("managed(int index) -> int", [](int64_t index) -> int64_t {
-    return usage[or_current(index)].managed;
-  });
-  library.def("check_alive(int index) -> ()",
-              [](int64_t index) { check_alive(or_current(index)); });
   library.def("launches(int index) -> int",
               [](int64_t index) -> int64_t { return launches[or_current(index)]; });
-  library.def("count_launch(int index) -> ()",
-              [](int64_t index) { ++launches[or_current(index)]; });
-  library.def("reads_by_host() -> int", []() -> int64_t { return reads_by_host; });
-  library.def("calls() -> Dict(str, int)", []() {
-    std::lock_guard<std::mutex> lock(calls_mutex);
-    c10::Dict<std::string, int64_t> copy;
-    for (const auto& [name, count] : calls) {
-      copy.insert(name, count);
-    }
-    return copy;
-  });
 }
 
 }  // namespace paper
